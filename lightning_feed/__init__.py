@@ -1,0 +1,32 @@
+"""Plugins for PyTorch Lightning that keep the GPU fed. Each name is imported on first use: Lightning takes seconds."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_feed.datamodule import FastDataModule
+    from lightning_feed.errors import FeedError
+    from lightning_feed.load.settings import LoaderSettings
+    from lightning_feed.prefetch_callback import PrefetchCallback
+    from lightning_feed.starvation_callback import GPUStarvationCallback
+
+__all__ = ["FastDataModule", "FeedError", "GPUStarvationCallback", "LoaderSettings", "PrefetchCallback"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "FastDataModule": "lightning_feed.datamodule",
+    "FeedError": "lightning_feed.errors",
+    "GPUStarvationCallback": "lightning_feed.starvation_callback",
+    "LoaderSettings": "lightning_feed.load.settings",
+    "PrefetchCallback": "lightning_feed.prefetch_callback",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

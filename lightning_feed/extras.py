@@ -1,0 +1,31 @@
+"""Optional dependencies: imported where they are used, and a pip line to paste where they are missing."""
+
+import importlib
+from types import ModuleType
+
+from lightning_feed.errors import MissingExtraError
+
+
+def require(module: str, *, extra: str, why: str) -> ModuleType:
+    """Import an optional module, or say how to install it.
+
+    Args:
+        module: what to import, for example ``"skimage.data"``.
+        extra: the extra of this package that brings it.
+        why: what needs it, as the subject of a sentence ("making the demo pictures").
+
+    Raises:
+        MissingExtraError: when the module is not installed.
+
+    Example:
+        >>> require("json", extra="demo", why="writing the report").__name__
+        'json'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
+            raise  # the module is there, and something that it needs itself is not
+        raise MissingExtraError(
+            f"{why} needs {error.name}. Install it:  pip install 'lightning-feed[{extra}]'"
+        ) from error
