@@ -1,0 +1,131 @@
+"""Walks over a batch of any shape: containers, dataclasses, named tuples, objects of the user's own."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OPAQUE = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device)
+
+
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """Every tensor that can be reached from ``batch``, each once.
+
+    Looks into mappings, lists, tuples (``PackedSequence`` is one), sets, dataclasses, and the attributes of any other
+    object, since a batch class with a ``.to`` of its own keeps its tensors there. Sparse tensors come as the strided
+    tensors that hold their memory.
+    """
+    for leaf in _leaves(batch, stop_at=_never):
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def record_stream(batch: Any, stream: Any) -> None:
+    """Tell the caching allocator that ``stream`` uses every device tensor of ``batch``.
+
+    Without it the allocator may hand the memory of a tensor that was made on another stream to the next copy while
+    ``stream`` still reads it (https://pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html). An object
+    with a ``record_stream`` of its own, as PyTorch Geometric's batches have, is asked to do it itself.
+    """
+    for leaf in _leaves(batch, stop_at=_has_record_stream):
+        if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":
+            leaf.record_stream(stream)
+
+
+def off_host(batch: Any) -> bool:
+    """Whether any tensor of ``batch`` already lies outside host memory."""
+    return any(tensor.device.type != "cpu" for tensor in tensors(batch))
+
+
+class _Held:
+    """Hides a value from whatever moves batches: it is no container, and it has no ``.to``."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def hold(batch: Any, keys: frozenset[str]) -> Any:
+    """A copy of ``batch``'s containers in which the values under ``keys`` are hidden from the transfer.
+
+    Only plain containers are entered (mappings, lists, tuples, named tuples): an object with its own ``.to`` decides
+    for itself what it moves. :func:`release` brings the values back.
+    """
+    return _rebuild(batch, lambda key, value: _Held(value) if key in keys else hold(value, keys))
+
+
+def release(batch: Any) -> Any:
+    """Undo :func:`hold`."""
+    return _rebuild(batch, lambda _, value: value.value if isinstance(value, _Held) else release(value))
+
+
+def _rebuild(batch: Any, child: Callable[[Any, Any], Any]) -> Any:
+    """Copy one container of ``batch`` with ``child(key, value)`` in the place of each value. A leaf stays as it is."""
+    if hasattr(batch, "to"):
+        return batch
+    if isinstance(batch, Mapping):
+        values = {key: child(key, value) for key, value in batch.items()}
+        if type(batch) is dict:
+            return values
+        kind: Any = type(batch)  # Mapping promises no constructor; whatever is like dict has dict's
+        factory = getattr(batch, "default_factory", None)  # a defaultdict takes it first
+        return kind(values) if factory is None else kind(factory, values)
+    if isinstance(batch, (list, tuple)):
+        parts = [child(None, value) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+def _has_record_stream(value: Any) -> bool:
+    return not isinstance(value, type) and callable(getattr(value, "record_stream", None))
+
+
+def _leaves(batch: Any, stop_at: Callable[[Any], bool]) -> Iterator[Any]:
+    """Tensors, and whatever ``stop_at`` says is a leaf. Every object is visited once, so cycles end."""
+    seen: set[int] = set()
+    stack = [batch]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, _OPAQUE) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield from _strided(value)
+        elif stop_at(value):
+            yield value
+        else:
+            stack.extend(_children(value))
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, _Held):
+        return ()
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    if isinstance(value, type) or callable(value):
+        return ()
+    slots = [getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
+    return [*slots, *getattr(value, "__dict__", {}).values()]
+
+
+def _strided(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that own the memory: ``Tensor.record_stream`` knows strided layouts only."""
+    if tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())

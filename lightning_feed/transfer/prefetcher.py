@@ -1,0 +1,54 @@
+"""Prepares a batch on the host, copies it on a side stream, and hands it over to the stream that computes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_feed.transfer.streams import SideStream
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A batch on its way to the device, or what went wrong on the way."""
+
+    batch: Any = None
+    mark: Any = None
+    error: Exception | None = None
+
+
+class Prefetcher:
+    """Stages batches on a side stream.
+
+    Args:
+        stream: where the copies are issued.
+    """
+
+    def __init__(self, stream: SideStream) -> None:
+        self._stream = stream
+
+    def stage(self, batch: Any, *, prepare: Callable[[Any], Any], copy: Callable[[Any], Any]) -> Staged:
+        """Issue the copy of ``batch`` without waiting for it.
+
+        Args:
+            batch: a host batch of any type.
+            prepare: host work before the copy; runs in program order.
+            copy: host batch -> device batch; every kernel and copy that it launches goes to the side stream.
+
+        Returns:
+            What :meth:`take` needs. An ``Exception`` is kept for it, so that it is raised in the step that the batch
+            belongs to; ``KeyboardInterrupt`` and its like go through at once.
+        """
+        try:
+            ready = prepare(batch)
+            with self._stream.issue():
+                ready = copy(ready)
+            return Staged(batch=ready, mark=self._stream.mark())
+        except Exception as error:  # noqa: BLE001  # raised by `take`, with its traceback
+            return Staged(error=error)
+
+    def take(self, staged: Staged) -> Any:
+        """The device batch, safe to use on the current stream from here on. The host does not wait for the copy."""
+        if staged.error is not None:
+            raise staged.error
+        self._stream.hand_over(staged.batch, staged.mark)
+        return staged.batch

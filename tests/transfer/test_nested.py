@@ -1,0 +1,135 @@
+"""The walk over batches: every tensor is found, once; held values never move."""
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+
+from lightning_feed.transfer.nested import hold, off_host, record_stream, release, tensors
+
+Pair = namedtuple("Pair", ["a", "b"])
+
+
+@dataclasses.dataclass
+class Sample:
+    x: Any
+    skipped: Any = dataclasses.field(init=False)
+
+
+class Plain:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Slotted:
+    __slots__ = ("unset", "x")
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+X, Y = torch.ones(2), torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (X, [X]),
+        ([X, (Y, None, "text", 3)], [X, Y]),
+        ({"a": X, "b": {"c": [Y]}}, [X, Y]),
+        (Pair(X, Pair(Y, 1)), [X, Y]),
+        (Sample(X), [X]),
+        (Plain({"deep": X}), [X]),
+        (Slotted(X), [X]),
+        (UserDict(a=X), [X]),
+        (defaultdict(list, a=[X]), [X]),
+        ([X, X], [X]),
+        ({X, Y}, [X, Y]),
+        (None, []),
+        ("text", []),
+        (Sample, []),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_tensors(batch: Any, expected: list[torch.Tensor]) -> None:
+    assert sorted(map(id, tensors(batch))) == sorted(map(id, expected))
+
+
+def test_packed_sequence() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)], enforce_sorted=False)
+    assert {id(packed.data), id(packed.batch_sizes), id(packed.sorted_indices)} <= set(map(id, tensors(packed)))
+
+
+def test_a_cycle_ends() -> None:
+    batch: dict[str, Any] = {"x": X}
+    batch["self"] = batch
+    assert list(tensors(batch)) == [X]
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC) tensor support is in beta")
+def test_sparse_tensors_come_as_the_strided_ones_inside(layout: torch.layout) -> None:
+    found = list(tensors(torch.eye(3).to_sparse(layout=layout)))
+    assert found
+    assert all(tensor.layout is torch.strided for tensor in found)
+
+
+class Recorder:
+    """Has a ``record_stream`` of its own, as PyTorch Geometric's batches."""
+
+    def __init__(self) -> None:
+        self.x, self.streams = torch.ones(1), list[Any]()
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.append(stream)
+
+
+def test_record_stream_asks_objects_that_know_how_and_leaves_host_tensors_alone() -> None:
+    recorder = Recorder()
+    record_stream({"graph": [recorder], "on_host": X}, "stream")  # Tensor.record_stream would refuse a string
+    assert recorder.streams == ["stream"]
+
+
+def test_off_host() -> None:
+    assert not off_host({"x": X, "n": 1})
+    assert off_host([X, {"y": torch.empty(1, device="meta")}])
+
+
+leaves = st.one_of(st.integers(), st.text(max_size=3), st.none())
+batches = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from(["x", "meta", "y"]), inner),
+        st.tuples(inner, inner).map(lambda pair: Pair(*pair)),
+        st.dictionaries(st.sampled_from(["x", "meta"]), inner).map(OrderedDict),
+        st.dictionaries(st.sampled_from(["x", "meta"]), inner).map(lambda items: defaultdict(list, items)),
+    ),
+    max_leaves=12,
+)
+
+
+def keys_with_plain_values(batch: Any) -> set[str]:
+    if isinstance(batch, dict):
+        own = {key for key, value in batch.items() if not type(value).__name__.startswith("_Held")}
+        return own.union(*(keys_with_plain_values(value) for value in batch.values()))
+    if isinstance(batch, (list, tuple)):
+        return set().union(*map(keys_with_plain_values, batch))
+    return set()
+
+
+@given(batches)
+def test_hold_hides_all_keys_and_release_brings_all_back(batch: Any) -> None:
+    before = repr(batch)
+    held = hold(batch, frozenset(["meta"]))
+    assert "meta" not in keys_with_plain_values(held)
+    back = release(held)
+    assert back == batch
+    assert type(back) is type(batch)
+    assert repr(batch) == before
