@@ -1,0 +1,282 @@
+"""PrefetchCallback: the next batch is fetched and copied to the device while the present step computes."""
+
+import logging
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_feed import _host, exact_resume
+from lightning_feed.errors import SettingsError
+from lightning_feed.transfer.nested import hold, off_host, release
+from lightning_feed.transfer.prefetcher import Prefetcher, Staged
+from lightning_feed.transfer.streams import SideStream, open_stream
+
+logger = logging.getLogger(__name__)
+
+Stage = Literal["fit", "validate", "test", "predict"]
+STAGES: tuple[Stage, ...] = ("fit", "validate", "test", "predict")
+LOOK_AHEAD = "[PrefetchCallback].look_ahead"
+"""The profiler action around fetching and staging the next batch."""
+
+
+class PrefetchCallback(Callback):
+    """Copies the next batch to the device on a stream of its own while the present step computes.
+
+    Training is not changed: the same batches arrive in the same order and every hook runs once per batch, with
+    ``on_after_batch_transfer`` on the compute stream, as ever. ``transfer_batch_to_device`` runs on the side stream,
+    and so does ``FastDataModule.device_transform``. The copy overlaps with computing only from pinned host memory
+    (``pin_memory=True``).
+
+    It stands aside, and says so in one INFO line, where it could not help: on the CPU, with loaders that yield device
+    tensors already, and in loops whose ``training_step`` takes ``dataloader_iter``.
+
+    Args:
+        depth: batches kept ready on the device, 1 or more. Each costs the device memory of one batch. Beyond 1, batches
+            are loaded before the step in front of them has run; a dataset that draws random numbers in the main process
+            (``num_workers=0``) then draws them in another order.
+        host_keys: keys of dict batches, at any depth of nesting, whose values stay on the host.
+        stages: where to prefetch: any of ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``. ``"validate"`` covers
+            the validation inside a fit and the sanity check.
+
+    Raises:
+        SettingsError: when ``depth`` is not a positive integer, a stage is unknown, or ``host_keys`` is a plain string.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_feed import PrefetchCallback
+        >>> trainer = Trainer(callbacks=[PrefetchCallback(host_keys=("meta",))], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self, depth: int = 1, host_keys: tuple[str, ...] = (), stages: tuple[Stage, ...] = STAGES) -> None:
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+            raise SettingsError(
+                f"PrefetchCallback(depth={depth!r}): depth is the number of batches kept ready on the device, a whole "
+                "number of 1 or more. To switch prefetching off, leave the callback out."
+            )
+        if isinstance(host_keys, str):
+            raise SettingsError(
+                f"PrefetchCallback(host_keys={host_keys!r}) would be taken letter by letter. Write ({host_keys!r},)."
+            )
+        unknown = [stage for stage in stages if stage not in STAGES] if not isinstance(stages, str) else [stages]
+        if unknown or not stages:
+            raise SettingsError(
+                f"PrefetchCallback(stages={stages!r}): give one or more of {', '.join(map(repr, STAGES))} in a tuple."
+            )
+        self.depth = depth
+        self.host_keys = tuple(host_keys)
+        self.stages: tuple[Stage, ...] = tuple(stages)
+        self._held = frozenset(host_keys)
+        self._active = False
+        self._stream: SideStream | None = None
+        self._prefetcher: Prefetcher | None = None
+        self._in_hand: Staged | None = None
+        self._wraps: list[_host.Wrap] = []
+        self._triggers: dict[str, bool] = {}
+        self._told: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A stream can be neither.
+        return {**self.__dict__, "_stream": None, "_prefetcher": None, "_in_hand": None, "_wraps": [], "_triggers": {}}
+
+    @property
+    def active(self) -> bool:
+        """Whether the loop that runs now, or ran last, has its batches prefetched."""
+        return self._active
+
+    def open_stream(self, device: torch.device) -> SideStream | None:
+        """The stream to copy on, or None to stand aside. Override it for a device that torch has no streams for."""
+        return open_stream(device)
+
+    # --- coming and going ---------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make checkpoints exact: they must not count batches that were only fetched."""
+        if stage == "fit":
+            exact_resume.attach(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Adopt the training fetcher."""
+        self._begin(trainer, "fit", "on_train_batch_end")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Adopt it again: reloading the loaders makes a new one. A run resumed in mid-epoch skips this hook."""
+        self._begin(trainer, "fit", "on_train_batch_end")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Adopt the fetcher of this validation run."""
+        self._begin(trainer, "validate", "on_validation_batch_end")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Adopt the fetcher of this test run."""
+        self._begin(trainer, "test", "on_test_batch_end")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Adopt the fetcher of this prediction run."""
+        self._begin(trainer, "predict", "on_predict_batch_end")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave no trace on the trainer."""
+        self._let_go()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same after an error: Lightning does not call ``teardown`` then."""
+        self._let_go()
+
+    def _begin(self, trainer: Trainer, stage: Stage, batch_end: str) -> None:
+        inside_fit = stage == "validate" and trainer.state.fn == "fit"
+        self._active = self._active if inside_fit else False
+        if stage not in self.stages:
+            return
+        device = trainer.strategy.root_device
+        self._stream = self._stream or self.open_stream(device)
+        if self._stream is None:
+            self._stand_aside(trainer, f"there is no stream to copy on for device '{device}'")
+            return
+        tap = _host.adopt_fetcher(_host.live_fetcher(trainer))
+        if tap is None:
+            self._stand_aside(trainer, "the step takes `dataloader_iter` and fetches for itself")
+            return
+        if tap.owner not in (None, self):
+            self._stand_aside(trainer, "another PrefetchCallback of this Trainer is at work")
+            return
+        if tap.closed:
+            return  # its loader yields device tensors, which was said
+        tap.owner, tap.on_hand_out = self, self._receive
+        self._active = True
+        if not self._wraps:
+            self._prefetcher = Prefetcher(self._stream)
+            self._wraps = _host.wrap_transfer(trainer, self._convert_input, partial(self._batch_hook, trainer))
+        if batch_end not in self._triggers:
+            self._set_trigger(trainer, batch_end)
+
+    def _set_trigger(self, trainer: Any, batch_end: str) -> None:
+        """Choose the moment of the look-ahead: as early as nobody else's code can notice.
+
+        Best is our own hook, before the progress bar reads metrics off the device. But code of the user's that runs
+        after it may change what the next batch is, or draw random numbers; then it must run first.
+        """
+        later = trainer.callbacks[trainer.callbacks.index(self) + 1 :]
+        noticed = any(_host.is_overridden(owner, batch_end) for owner in (trainer.lightning_module, *later))
+        self._triggers[batch_end] = not noticed
+        if noticed:
+
+            def after(original: Any, *args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                self._look_ahead(trainer)
+                return result
+
+            self._wraps.append(_host.Wrap(trainer.lightning_module, batch_end, after))
+
+    def _let_go(self) -> None:
+        while self._wraps:
+            self._wraps.pop().undo()
+        self._triggers.clear()
+        self._in_hand = self._prefetcher = None
+
+    def _stand_aside(self, trainer: Trainer, why: str) -> None:
+        if why not in self._told and trainer.is_global_zero:
+            logger.info("PrefetchCallback stands aside: %s.", why)
+        self._told.add(why)
+
+    # --- looking ahead ------------------------------------------------------------------------------------------------
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """With a gradient scaler, look ahead before it makes the host wait for the device in the optimizer step."""
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            self._look_ahead(trainer, step_pending=True)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Look ahead while the device still works on this step."""
+        self._look_ahead_from(trainer, "on_train_batch_end")
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Look ahead while the device still works on this step."""
+        self._look_ahead_from(trainer, "on_validation_batch_end")
+
+    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Look ahead while the device still works on this step."""
+        self._look_ahead_from(trainer, "on_test_batch_end")
+
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Look ahead while the device still works on this step."""
+        self._look_ahead_from(trainer, "on_predict_batch_end")
+
+    def _look_ahead_from(self, trainer: Trainer, batch_end: str) -> None:
+        if self._triggers.get(batch_end):
+            self._look_ahead(trainer)
+
+    def _look_ahead(self, trainer: Any, *, step_pending: bool = False) -> None:
+        fetcher = _host.live_fetcher(trainer)
+        tap: _host.FetcherTap | None = getattr(fetcher, "_feed_tap", None)
+        if tap is None or tap.owner is not self or len(tap.ahead) >= self.depth:
+            return
+        depth = self.depth
+        if trainer.training:
+            depth = _host.train_batches_to_follow(trainer, at_most=depth, step_pending=step_pending)
+        if len(tap.ahead) >= depth or not _host.more_to_draw(fetcher):
+            return
+        if trainer.strategy.root_device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        trainer.profiler.start(LOOK_AHEAD)
+        try:
+            while len(tap.ahead) < depth and _host.more_to_draw(fetcher):
+                item = tap.look_ahead()
+                if item.error is None:
+                    item.staged = self._stage(trainer, item.value)
+        finally:
+            trainer.profiler.stop(LOOK_AHEAD)
+
+    def _stage(self, trainer: Trainer, value: Any) -> Staged:
+        """Do to the batch what the loop would do, up to and with the transfer."""
+        assert self._prefetcher is not None
+        batch, _, dataloader_idx = value
+        index = 0 if trainer.training else dataloader_idx
+        module: Any = trainer.lightning_module
+        device = trainer.strategy.root_device
+        hook_in_progress = module._current_fx_name
+        try:
+            return self._prefetcher.stage(
+                batch,
+                prepare=lambda host: module._on_before_batch_transfer(
+                    trainer.precision_plugin.convert_input(host), dataloader_idx=index
+                ),
+                copy=lambda host: module._call_batch_hook("transfer_batch_to_device", host, device, index),
+            )
+        finally:
+            module._current_fx_name = hook_in_progress  # a hook that raises leaves its own name behind
+
+    # --- what the loop sees -------------------------------------------------------------------------------------------
+
+    def _receive(self, item: _host.Fetched) -> None:
+        self._in_hand = item.staged
+
+    def _convert_input(self, original: Any, batch: Any) -> Any:
+        return original(batch) if self._in_hand is None else batch
+
+    def _batch_hook(self, trainer: Trainer, original: Any, name: str, batch: Any, *args: Any) -> Any:
+        """Stand in for the dispatch of the transfer hooks: a staged batch has been through the first two."""
+        if self._in_hand is not None and name == "on_before_batch_transfer":
+            return batch
+        if name != "transfer_batch_to_device":
+            return original(name, batch, *args)
+        if self._in_hand is not None:
+            assert self._prefetcher is not None
+            staged, self._in_hand = self._in_hand, None
+            return self._prefetcher.take(staged)
+        self._look_at_first(trainer, batch)
+        if not self._held:
+            return original(name, batch, *args)
+        return release(original(name, hold(batch, self._held), *args))
+
+    def _look_at_first(self, trainer: Trainer, batch: Any) -> None:
+        """A loader that yields device tensors (DALI, static buffers) may overwrite a batch in use when drawn ahead."""
+        tap: _host.FetcherTap | None = getattr(_host.live_fetcher(trainer), "_feed_tap", None)
+        if tap is None or tap.owner is not self or tap.checked:
+            return
+        tap.checked = True
+        if off_host(batch):
+            tap.closed, tap.owner, tap.on_hand_out = True, None, None
+            self._active = False
+            self._stand_aside(trainer, "the loader yields tensors that are on the device already")

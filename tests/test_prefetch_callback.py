@@ -1,0 +1,576 @@
+"""PrefetchCallback's own promises: when it stands aside, what it leaves behind, what it does to odd batches and errors."""
+
+import copy
+import dataclasses
+import logging
+import pickle
+import signal
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
+from recording import (
+    NullStreamPrefetch,
+    Numbers,
+    Recording,
+    WritesPerRank,
+    assert_same_run,
+    by_hook,
+    fit,
+    quiet_trainer,
+)
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_feed import PrefetchCallback
+from lightning_feed.errors import SettingsError
+from lightning_feed.transfer.streams import NullStream
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
+]
+
+
+def plain(size: int = 12, **kwargs: Any) -> dict[str, Any]:
+    return {"train_dataloaders": DataLoader(Numbers(size), batch_size=2, **kwargs)}
+
+
+def with_validation() -> dict[str, Any]:
+    return {**plain(), "val_dataloaders": DataLoader(Numbers(4, first=1000), batch_size=2)}
+
+
+class CountingStream(NullStream):
+    """Counts the batches that went through the side stream."""
+
+    def __init__(self) -> None:
+        self.handed_over = 0
+
+    def hand_over(self, batch: Any, mark: Any) -> None:
+        self.handed_over += 1
+
+
+class CountingPrefetch(PrefetchCallback):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.stream = CountingStream()
+
+    def open_stream(self, device: torch.device) -> NullStream:
+        return self.stream
+
+
+# --- it works at all --------------------------------------------------------------------------------------------------
+
+
+def test_all_batches_but_the_first_of_each_epoch_are_prefetched() -> None:
+    callback = CountingPrefetch()
+    fit([callback], plain, max_epochs=3)
+    assert callback.stream.handed_over == 3 * (6 - 1)
+
+
+def test_batches_before_which_validation_runs_are_not() -> None:
+    callback = CountingPrefetch(stages=("fit",))
+    fit([callback], with_validation, max_epochs=1, val_check_interval=2)
+    assert callback.stream.handed_over == 3
+
+
+@pytest.mark.parametrize(("stages", "handed_over"), [(("fit",), 5), (("validate",), 1 + 1), (("fit", "validate"), 7)])
+def test_stages_of_a_fit(stages: Any, handed_over: int) -> None:
+    callback = CountingPrefetch(stages=stages)
+    fit([callback], with_validation, max_epochs=1)  # one batch each in the sanity check and in the validation
+    assert callback.stream.handed_over == handed_over
+
+
+@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_evaluation_and_prediction(entry: str, loaders: int) -> None:
+    def run(callbacks: list[Callback]) -> tuple[Any, Recording]:
+        model = Recording()
+        torch.nn.init.constant_(model.net[0].weight, 0.1)
+        trainer = quiet_trainer(callbacks)
+        made = [DataLoader(Numbers(7, first=100 * i), batch_size=2) for i in range(loaders)]
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.3)
+        return getattr(trainer, entry)(model, dataloaders=made), model
+
+    callback = CountingPrefetch(stages=(entry,))  # type: ignore[arg-type]
+    ours, our_model = run([callback])
+    expected, plain_model = run([])
+    assert callback.stream.handed_over == 4 * loaders - 1
+    assert by_hook(our_model.events) == by_hook(plain_model.events)
+    assert str(ours) == str(expected)
+
+
+def test_with_a_gradient_scaler_it_looks_ahead_before_backward() -> None:
+    order: list[str] = []
+
+    class Scaled(Recording):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            order.append("prepare")
+            return super().on_before_batch_transfer(batch, dataloader_idx)
+
+        def backward(self, loss: Tensor) -> None:
+            order.append("backward")
+            super().backward(loss)
+
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    fit([NullStreamPrefetch()], plain, Scaled, plugins=[plugin], max_epochs=1)
+    assert order == ["prepare", "prepare", "backward", *["prepare", "backward"] * 4, "backward"]
+
+
+# --- standing aside ---------------------------------------------------------------------------------------------------
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("lightning_feed")]
+
+
+def test_on_the_cpu_it_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    callback = PrefetchCallback()
+    with caplog.at_level(logging.INFO, logger="lightning_feed"):
+        assert_same_run(with_validation, prefetch=lambda: callback)
+    assert not callback.active
+    assert said(caplog) == ["PrefetchCallback stands aside: there is no stream to copy on for device 'cpu'."]
+
+
+class TakesIterator(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        batch, _, _ = next(dataloader_iter)
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument in the `training_step`")
+def test_dataloader_iter(caplog: pytest.LogCaptureFixture) -> None:
+    callback = NullStreamPrefetch()
+    with caplog.at_level(logging.INFO, logger="lightning_feed"):
+        quiet_trainer([callback]).fit(TakesIterator(), **plain())
+    assert not callback.active
+    assert said(caplog) == ["PrefetchCallback stands aside: the step takes `dataloader_iter` and fetches for itself."]
+
+
+class OnDevice:
+    """As DALI: one buffer that every batch is written to. The meta device stands for any device but the host."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+        self.drawn_in_step: list[int] = []
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Any:
+        for index in range(self.batches):
+            yield {"x": torch.full((2, 4), float(index)), "on_device": torch.empty(2, device="meta")}
+
+
+def test_loader_that_yields_device_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    class Keeps(Recording):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return batch
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss(batch["x"])
+
+        def note(self, *event: Any) -> None: ...
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    callback = CountingPrefetch()
+    with caplog.at_level(logging.INFO, logger="lightning_feed"):
+        _, _, error = fit([callback], lambda: {"train_dataloaders": OnDevice(5)}, Keeps)
+    assert error is None
+    assert callback.stream.handed_over == 0
+    assert not callback.active
+    assert said(caplog) == ["PrefetchCallback stands aside: the loader yields tensors that are on the device already."]
+
+
+def test_a_second_instance(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = CountingPrefetch(), CountingPrefetch()
+    with caplog.at_level(logging.INFO, logger="lightning_feed"):
+        ours, _, error = fit([first, second], plain)
+    expected, _, _ = fit([], plain)
+    assert error is None
+    assert by_hook(ours.events) == by_hook(expected.events)
+    assert (first.active, second.active) == (True, False)
+    assert second.stream.handed_over == 0
+    assert said(caplog) == ["PrefetchCallback stands aside: another PrefetchCallback of this Trainer is at work."]
+
+
+# --- bad settings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"depth": 0}, "leave the callback out"),
+        ({"depth": -1}, "1 or more"),
+        ({"depth": True}, "whole number"),
+        ({"depth": 1.5}, "whole number"),
+        ({"host_keys": "meta"}, "letter by letter"),
+        ({"stages": ("train",)}, "'fit', 'validate', 'test', 'predict'"),
+        ({"stages": "fit"}, "in a tuple"),
+        ({"stages": ()}, "one or more"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        PrefetchCallback(**settings)
+
+
+# --- batches of every kind --------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    name: str
+
+
+@dataclasses.dataclass
+class Sample:
+    x: Tensor
+    meta: Any = None
+
+
+class Movable:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> "Movable":
+        return Movable(self.x.to(device))
+
+
+def make_batch(kind: str, x: Tensor) -> Any:
+    return {
+        "tensor": lambda: x,
+        "tuple": lambda: (x, "name", None),
+        "namedtuple": lambda: Pair(x, "name"),
+        "dict": lambda: {"x": x, "meta": ["path", None]},
+        "nested": lambda: {"deep": [{"x": x}, (None, "s", 3)]},
+        "dataclass": lambda: Sample(x, meta="path"),
+        "defaultdict": lambda: defaultdict(list, x=x),
+        "packed": lambda: pack_sequence([x[0], x[1][:2]], enforce_sorted=False),
+        "movable": lambda: Movable(x),
+        "string": lambda: "only text",
+        "none": lambda: None,
+    }[kind]()
+
+
+class Batches(Dataset[Any]):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        return make_batch(self.kind, torch.full((2, 4), float(index)))
+
+
+class AnyBatch(Recording):
+    """Finds the tensor in whatever comes; hooks are Lightning's own."""
+
+    transfer_batch_to_device = LightningModule.transfer_batch_to_device
+    on_before_batch_transfer = LightningModule.on_before_batch_transfer
+    on_after_batch_transfer = LightningModule.on_after_batch_transfer
+    on_train_batch_start = LightningModule.on_train_batch_start
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.note("training_step", batch_idx, type(batch).__name__, describe(batch))
+        return self.net(torch.ones(4)).mean()
+
+
+def describe(batch: Any) -> str:
+    if isinstance(batch, PackedSequence):
+        return str([part if part is None else part.tolist() for part in batch])
+    return str(vars(batch) if hasattr(batch, "__dict__") else batch)
+
+
+KINDS = [
+    "tensor", "tuple", "namedtuple", "dict", "nested", "dataclass", "defaultdict", "packed", "movable", "string",
+    "none",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_types(kind: str) -> None:
+    assert_same_run(
+        lambda: {"train_dataloaders": DataLoader(Batches(kind), batch_size=None, collate_fn=lambda sample: sample)},
+        AnyBatch,
+        lambda: NullStreamPrefetch(host_keys=("meta",)),
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_host_keys_never_reach_the_transfer(depth: int) -> None:
+    moved: list[Any] = []
+
+    class Watches(Recording):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            from lightning_feed.transfer.nested import tensors
+
+            moved.extend(tensor.dtype for tensor in tensors(batch))
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert batch["meta"].dtype == torch.int64
+            assert batch["inner"]["meta"] == ["a", "a"]
+            return super().training_step(batch, batch_idx)
+
+    class WithMeta(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return {"x": torch.full((4,), float(index)), "meta": torch.tensor(index), "inner": {"meta": "a"}}
+
+    callback = NullStreamPrefetch(depth=depth, host_keys=("meta",))
+    _, _, error = fit([callback], lambda: {"train_dataloaders": DataLoader(WithMeta(), batch_size=2)}, Watches)
+    assert error is None
+    assert moved == [torch.float32] * 8
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+class Faulty(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 7:
+            raise OSError("photo 7 is truncated")
+        return torch.full((4,), float(index))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_error_in_the_dataset_comes_at_the_same_step(workers: int, depth: int) -> None:
+    assert_same_run(
+        lambda: {"train_dataloaders": DataLoader(Faulty(), batch_size=2, num_workers=workers)},
+        prefetch=lambda: NullStreamPrefetch(depth=depth),
+        error="photo 7 is truncated",
+    )
+
+
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"])
+def test_error_in_a_hook_comes_at_the_same_step(hook: str) -> None:
+    class Fails(Recording):
+        pass
+
+    def failing(self: Recording, batch: Any, *args: Any) -> Any:
+        if batch[0, 0] == 6:
+            raise ValueError("this batch cannot be used")
+        return getattr(super(Fails, self), hook)(batch, *args)
+
+    setattr(Fails, hook, failing)
+    assert_same_run(plain, Fails, error="this batch cannot be used")
+
+
+def test_error_keeps_its_traceback() -> None:
+    _, _, error = fit([NullStreamPrefetch()], lambda: {"train_dataloaders": DataLoader(Faulty(), batch_size=2)})
+    assert error is not None
+    names, trace = [], error.__traceback__
+    while trace is not None:
+        names.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    assert "__getitem__" in names
+
+
+@pytest.fixture
+def sigint_as_before() -> Iterator[None]:
+    """Lightning switches SIGINT off for good when it ends a fit after Ctrl-C."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_as_before")
+def test_keyboard_interrupt_is_not_kept_for_later() -> None:
+    class Interrupted(Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Tensor:
+            if index == 6:
+                raise KeyboardInterrupt
+            return torch.ones(4)
+
+    model = Recording()
+    callback = NullStreamPrefetch()
+    trainer = quiet_trainer([callback])
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        trainer.fit(model, DataLoader(Interrupted(), batch_size=2))
+    steps = [event for event in model.events if event[0] == "training_step"]
+    assert len(steps) == 3
+    assert "_call_batch_hook" not in vars(model)
+
+
+def test_a_loader_shorter_than_its_length_ends_the_epoch_the_same() -> None:
+    class Short:
+        def __len__(self) -> int:
+            return 10
+
+        def __iter__(self) -> Any:
+            return iter(torch.full((2, 4), float(index)) for index in range(4))
+
+    assert_same_run(lambda: {"train_dataloaders": Short()})
+
+
+# --- nothing is left behind -------------------------------------------------------------------------------------------
+
+
+def traces(trainer: Trainer, model: LightningModule) -> list[str]:
+    return [
+        name
+        for thing in (trainer.precision_plugin, model)
+        for name, value in vars(thing).items()
+        if "Wrap" in repr(type(value))
+    ]
+
+
+class RaisesInStep(Recording):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise RuntimeError("the step failed")
+
+
+class EndsBatches(Recording):
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize("module", [Recording, RaisesInStep, EndsBatches])
+def test_wraps_come_off(module: type[Recording]) -> None:
+    model, trainer, _ = fit([NullStreamPrefetch()], with_validation, module)
+    assert traces(trainer, model) == []
+
+
+def test_two_fits_of_one_trainer() -> None:
+    callback = CountingPrefetch()
+    model, trainer, _ = fit([callback], plain, max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, **plain())
+    assert callback.stream.handed_over == 2 * 5
+    assert len([event for event in model.events if event[0] == "training_step"]) == 12
+
+
+def test_another_wrapper_around_ours_survives() -> None:
+    """Tools that time the transfer wrap the same methods: each must go on working when the other is taken off."""
+    calls: list[str] = []
+
+    class Outer(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            inner = pl_module._call_batch_hook
+            device = trainer.strategy.batch_to_device
+
+            def hook(name: str, *args: Any) -> Any:
+                calls.append(name)
+                return inner(name, *args)
+
+            def batch_to_device(*args: Any, **kwargs: Any) -> Any:
+                calls.append("batch_to_device")
+                return device(*args, **kwargs)
+
+            pl_module._call_batch_hook = hook  # type: ignore[method-assign]
+            trainer.strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
+
+    callback = CountingPrefetch()
+    model, trainer, error = fit([callback, Outer()], plain, max_epochs=1)
+    assert error is None
+    assert callback.stream.handed_over == 5
+    assert calls.count("batch_to_device") == 6
+    calls.clear()
+    del trainer.strategy.batch_to_device
+    trainer.fit_loop.max_epochs = 2
+    trainer.callbacks.remove(callback)
+    trainer.fit(model, **plain())  # our wrap is dead inside the other's and passes through
+    assert calls.count("transfer_batch_to_device") >= 6
+
+
+def test_a_module_copied_or_pickled_in_mid_fit_is_a_plain_module() -> None:
+    copies: list[LightningModule] = []
+
+    class Copies(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            assert "_call_batch_hook" in vars(pl_module)
+            attached, pl_module.trainer = pl_module.trainer, None
+            copies.extend([copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))])
+            pl_module.trainer = attached
+
+    _, _, error = fit([NullStreamPrefetch(), Copies()], plain, max_epochs=1, limit_train_batches=1)
+    assert error is None
+    for made in copies:
+        assert made._call_batch_hook.__self__ is made
+
+
+def test_callback_can_be_pickled_before_and_copied_during_a_fit() -> None:
+    class Pickles(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            for callback in trainer.callbacks:
+                if isinstance(callback, NullStreamPrefetch):
+                    copy.deepcopy(callback)
+                    pickle.loads(pickle.dumps(callback))
+
+    _, _, error = fit([NullStreamPrefetch(), Pickles()], plain, max_epochs=1)
+    assert error is None
+    assert pickle.loads(pickle.dumps(PrefetchCallback(depth=2))).depth == 2
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced"])
+def test_profilers_see_the_look_ahead(profiler: str, tmp_path: Path) -> None:
+    kind = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}[profiler]
+    _, _, error = fit([NullStreamPrefetch()], plain, profiler=kind(str(tmp_path), "profile"), max_epochs=1)
+    assert error is None
+    assert "[PrefetchCallback].look_ahead" in (tmp_path / "fit-profile.txt").read_text()
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+@pytest.mark.filterwarnings("ignore:.*recommended to use `sync_dist=True`")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+@pytest.mark.filterwarnings("ignore:.*barrier.*using the device under current context")
+def test_two_ranks(strategy: str, tmp_path: Path) -> None:
+    results = []
+    for name, callbacks in (("plain", []), ("ours", [NullStreamPrefetch()])):
+        folder = tmp_path / name
+        folder.mkdir()
+        torch.manual_seed(3)
+        _, _, error = fit(
+            [*callbacks, WritesPerRank(str(folder))],
+            lambda: {"train_dataloaders": DataLoader(Numbers(20), batch_size=2, shuffle=True)},
+            strategy=strategy,
+            devices=2,
+        )
+        assert error is None
+        results.append([torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)])
+    expected, ours = results
+    for rank in (0, 1):
+        assert ours[rank]["seen"] == expected[rank]["seen"]
+        assert all(map(torch.equal, ours[rank]["weights"], expected[rank]["weights"]))
+    assert ours[0]["seen"] != ours[1]["seen"]
