@@ -1,0 +1,72 @@
+"""A checkpoint taken in mid-epoch holds the loaders as they stood after the last batch that was *trained*.
+
+Lightning saves what a stateful loader has handed out. That is one batch too far for a loader without a length, which
+Lightning reads ahead, and ``depth`` too far behind a prefetcher; the batches in between would never be trained. With
+several ranks it saves rank zero's state for all of them.
+"""
+
+from typing import Any, cast
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_feed import _host
+
+
+def attach(trainer: Trainer) -> None:
+    """Add :class:`ExactResume` to ``trainer`` unless it has one. To be called while the trainer sets up."""
+    callbacks = cast(list[Any], cast(Any, trainer).callbacks)
+    if not any(isinstance(callback, ExactResume) for callback in callbacks):
+        callbacks.append(ExactResume())
+
+
+class ExactResume(Callback):
+    """Writes the loader states that belong to the trained batches into each checkpoint.
+
+    ``FastDataModule`` and ``PrefetchCallback`` add it by themselves. It works for any loader with ``state_dict`` and
+    ``load_state_dict``; loaders without them are none of its business.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: list[dict[str, Any]] = []
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Remember what Lightning gives to the loaders: it is true until the first batch is trained."""
+        self._loaded = _host.checkpoint_loader_states(checkpoint) or []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Follow the fetcher from its first batch on."""
+        tap = self._adopt(trainer)
+        if tap is not None and tap.track_states and tap.trained_states is None and _host.read_already(trainer):
+            tap.trained_states = self._loaded
+        self._loaded = []
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reloading the loaders makes a new fetcher."""
+        tap = self._adopt(trainer)
+        if tap is not None and tap.track_states and tap.trained_states is None and _host.read_already(trainer):
+            tap.trained_states = []
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Correct the states that Lightning took. Every rank takes part, as it does in saving."""
+        fetcher = _host.train_fetcher(trainer)
+        if fetcher is None:
+            return
+        tap: _host.FetcherTap | None = getattr(fetcher, "_feed_tap", None)
+        states = tap.trained_states if tap is not None else None
+        if states is None:
+            states = _host.checkpoint_loader_states(checkpoint)
+        if states is None:
+            return
+        if trainer.world_size > 1 and any(
+            getattr(loader, "state_differs_by_rank", False) for loader in fetcher.combined_loader.flattened
+        ):
+            by_rank: list[Any] = [None] * trainer.world_size
+            dist.all_gather_object(by_rank, states)
+            states = [{"ranks": list(ranks)} for ranks in zip(*by_rank, strict=True)]
+        _host.write_loader_states(checkpoint, states)
+
+    @staticmethod
+    def _adopt(trainer: Trainer) -> _host.FetcherTap | None:
+        fetcher = _host.train_fetcher(trainer)
+        return None if fetcher is None else _host.adopt_fetcher(fetcher)
