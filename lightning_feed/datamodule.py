@@ -1,0 +1,355 @@
+"""FastDataModule: from a dataset for each split to loaders that are tuned for the machine."""
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import default_collate
+
+from lightning_feed import _host, exact_resume
+from lightning_feed.errors import DatasetError, LoaderError, SettingsError
+from lightning_feed.load.build import Job, Part, build_loader
+from lightning_feed.load.datasets import like, name_datasets
+from lightning_feed.load.epoch_order import EpochOrder, mix_seed
+from lightning_feed.load.recommend import Recommendation
+from lightning_feed.load.settings import SEEDS, LoaderSettings
+from lightning_feed.load.worker_init import WorkerInit
+from lightning_feed.transfer.nested import release
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "val", "test", "predict")
+_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+_TRANSFER = "transfer_batch_to_device"
+
+
+@dataclass
+class _State:
+    """What the data module keeps for itself, under one name: the other names are the user's."""
+
+    settings: LoaderSettings
+    seed: int | None = None
+    datasets: dict[str, Any] = field(default_factory=dict)
+    built: set[str] = field(default_factory=set)
+    chosen: dict[str, Recommendation] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Collate:
+    """``datamodule.collate`` for one split, as a ``collate_fn``. Spawned workers get the data module without Trainer
+    and datasets: see ``FeedDataModule.__getstate__``."""
+
+    datamodule: Any
+    split: str
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.datamodule.collate(samples, self.split)
+
+
+class FeedDataModule:
+    """All of FastDataModule but its base class, of which there are two: Lightning is published as two packages."""
+
+    trainer: Any
+
+    def __init__(
+        self, batch_size: int = 32, *, eval_batch_size: int | None = None, loader: LoaderSettings | None = None
+    ) -> None:
+        super().__init__()
+        for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
+            if (value is not None or name == "batch_size") and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                raise SettingsError(f"{name}={value!r} is not possible. Give the samples in a batch, 1 or more.")
+        if loader is not None and not isinstance(loader, LoaderSettings):
+            raise SettingsError(f"loader={loader!r} is not a LoaderSettings. Write LoaderSettings(num_workers=...).")
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self._feed = _State(settings=loader or LoaderSettings())
+        if self._feed_overrides("device_transform"):
+            # Bound to this object only when it is needed, since Lightning takes an override of this hook away from the
+            # LightningModule. Here, and not in on_after_batch_transfer, it runs on the stream that the copy runs on.
+            setattr(self, _TRANSFER, self._feed_transfer)
+
+    # --- to write or to override --------------------------------------------------------------------------------------
+
+    def make_dataset(self, split: str) -> Any:
+        """Make the dataset of ``"train"``, ``"val"``, ``"test"`` or ``"predict"``. The one method to write.
+
+        Called once for each split that is needed, in each training process; again only where the Trainer reloads
+        loaders (``reload_dataloaders_every_n_epochs``).
+
+        Returns:
+            A map-style or iterable dataset, a dict or list of datasets, or None where there is no such split.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no make_dataset. Write into the class:\n\n"
+            "    def make_dataset(self, split):  # 'train', 'val', 'test' or 'predict'\n"
+            "        return MyDataset(split)     # None where there is no such split\n"
+        )
+
+    def collate(self, samples: list[Any], split: str) -> Any:
+        """Make a batch of a list of samples. Runs in the workers."""
+        return default_collate(samples)
+
+    def sampler(self, dataset: Any, split: str) -> Any:
+        """The order of a map-style dataset: a sampler, or None for ours (training shuffled, the rest in order)."""
+        return None
+
+    def device_transform(self, batch: Any, split: str) -> Any:
+        """Change a batch once it is on the device; on the prefetch stream, where ``PrefetchCallback`` is active."""
+        return batch
+
+    # --- to call ------------------------------------------------------------------------------------------------------
+
+    def dataset(self, split: str) -> Any:
+        """What ``make_dataset(split)`` gave, made now if it was not yet.
+
+        Raises:
+            SettingsError: for a name that is no split.
+            DatasetError: when it is empty, or not a dataset.
+        """
+        return self._feed_dataset(split)
+
+    @property
+    def recommendations(self) -> Mapping[str, Recommendation]:
+        """What was chosen for each loader that was made: ``"train"``, or ``"train['key']"`` of a dict of datasets."""
+        return MappingProxyType(self._feed.chosen)
+
+    def loader_report(self) -> str:
+        """What was chosen for each loader that was made, and why: one line for each value."""
+        if not self._feed.chosen:
+            return "No loader has been made yet."
+        return "\n".join(f"{name}: {line}" for name, made in self._feed.chosen.items() for line in _lines(made))
+
+    # --- what Lightning calls -----------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Make the datasets that ``stage`` needs, and no others.
+
+        Raises:
+            DatasetError: when there is nothing to train on, or a dataset is empty or not a dataset.
+        """
+        if stage not in _SPLITS_OF_STAGE:
+            raise SettingsError(f"There is no stage {stage!r}. Give one of {', '.join(map(repr, _SPLITS_OF_STAGE))}.")
+        for split in _SPLITS_OF_STAGE[stage]:
+            self._feed_dataset(split)
+            self._feed.built.discard(split)
+        if stage == "fit":
+            self._feed_require_train()
+            self._feed.seed = None  # each run has its own order; a checkpoint's seed comes after this
+            if self.trainer is not None:
+                exact_resume.attach(self.trainer)
+        if _TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), _TRANSFER)):
+            _hush(f"You have overridden `{_TRANSFER}` in both")  # the module's is called: see _feed_transfer
+
+    @final
+    def train_dataloader(self) -> Any:
+        """The training loader, or a dict or list of them."""
+        return self._feed_loaders("train")
+
+    @final
+    def val_dataloader(self) -> Any:
+        """The validation loader, or a dict or list of them; an empty list without that split."""
+        return self._feed_loaders("val")
+
+    @final
+    def test_dataloader(self) -> Any:
+        """The test loader, or a dict or list of them; an empty list without that split."""
+        return self._feed_loaders("test")
+
+    @final
+    def predict_dataloader(self) -> Any:
+        """The prediction loader, or a dict or list of them; an empty list without that split."""
+        return self._feed_loaders("predict")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed of the training order, so that a resumed run goes on in the same order."""
+        return {} if self._feed.seed is None else {"seed": self._feed.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the seed of the run that wrote the checkpoint."""
+        saved, given = state_dict.get("seed"), self._feed.settings.seed
+        if given is not None and saved is not None and saved != given:
+            logger.warning(
+                "The checkpoint was trained in the order of seed %d, and LoaderSettings gives seed %d. That of the "
+                "checkpoint is used, since another order would repeat samples in this epoch.",
+                saved,
+                given,
+            )
+        self._feed.seed = saved if saved is not None else self._feed.seed
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled for ddp_spawn, and for spawned workers when `collate` is overridden; copied by tuners. The Trainer
+        # attaches itself again, and datasets are made again where they are needed.
+        feed = _State(self._feed.settings, seed=self._feed.seed, chosen=dict(self._feed.chosen))
+        return {**self.__dict__, "trainer": None, "_feed": feed}
+
+    # --- datasets -----------------------------------------------------------------------------------------------------
+
+    def _feed_overrides(self, method: str) -> bool:
+        return getattr(type(self), method) is not getattr(FeedDataModule, method)
+
+    def _feed_dataset(self, split: str) -> Any:
+        if split not in SPLITS:
+            raise SettingsError(f"There is no split {split!r}. Give one of {', '.join(map(repr, SPLITS))}.")
+        if split not in self._feed.datasets:
+            made = self.make_dataset(split)
+            if made is not None:
+                name_datasets(made, split)
+            self._feed.datasets[split] = made
+        return self._feed.datasets[split]
+
+    def _feed_require_train(self) -> None:
+        if self._feed_dataset("train") is None:
+            raise DatasetError(
+                f"{type(self).__name__}.make_dataset('train') gave None, so there is nothing to train on. Return a "
+                "dataset for 'train', or call trainer.validate, test or predict, which do without."
+            )
+
+    # --- loaders ------------------------------------------------------------------------------------------------------
+
+    def _feed_loaders(self, split: str) -> Any:
+        trainer = self.trainer
+        if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in self._feed.built:
+            del self._feed.datasets[split]  # asked for again, since the data may have changed
+        self._feed.built.add(split)
+        if split == "train":
+            self._feed_require_train()
+            if trainer is not None:
+                exact_resume.attach(trainer)  # a subclass may have a setup() of its own
+        made = self._feed_dataset(split)
+        if made is None:
+            if trainer is not None and trainer.state.fn == "fit":  # training without validation is no slip
+                _hush("Total length of `list` across ranks is zero")
+            return []
+        named = name_datasets(made, split)
+        # Training goes through its loaders side by side, evaluation through one after the other.
+        together = len(named) if split == "train" else 1
+        job = Job() if trainer is None else _job(trainer)
+        loaders = []
+        for index, (name, dataset) in enumerate(named):
+            # Loaders of one seed would go through datasets of one size in one order, always with the same pairs.
+            seed = mix_seed(self._feed_seed(), index, 0, "loader") if index else self._feed_seed()
+            part = self._feed_part(split, name, together, EpochOrder(seed=seed, epoch=self._feed_epoch))
+            loader, found = build_loader(dataset, part, self._feed.settings, job)
+            self._feed_tell(split, name, found)
+            loaders.append(loader)
+        return like(made, loaders)
+
+    def _feed_part(self, split: str, name: str, together: int, order: EpochOrder) -> Part:
+        return Part(
+            name=name,
+            split=split,
+            batch_size=self.batch_size if split == "train" else self.eval_batch_size or self.batch_size,
+            together=together,
+            sampler=lambda dataset: self.sampler(dataset, split),
+            collate_fn=_Collate(self, split) if self._feed_overrides("collate") else None,
+            order=order,
+        )
+
+    def _feed_tell(self, split: str, name: str, found: Recommendation) -> None:
+        """Keep what was chosen, and say it once. Lightning is kept from complaining about it."""
+        news = self._feed.chosen.get(name) != found
+        self._feed.chosen[name] = found
+        if news and (self.trainer is None or self.trainer.is_global_zero):
+            logger.info("%s", "\n".join(f"{name}: {line}" for line in _lines(found)))
+            for warning in found.warnings:
+                logger.warning("%s: %s", name, warning)
+        if found.num_workers < 2:
+            _hush(f"The '{split}_dataloader' does not have many workers")
+        if found.num_workers and not found.persistent_workers:
+            _hush(f"Consider setting `persistent_workers=True` in '{split}_dataloader'")
+
+    # --- order --------------------------------------------------------------------------------------------------------
+
+    def _feed_epoch(self) -> int:
+        return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
+
+    def _feed_seed(self) -> int:
+        feed = self._feed
+        if feed.seed is None:
+            feed.seed = feed.settings.seed
+        if feed.seed is None and "PL_GLOBAL_SEED" in os.environ:
+            feed.seed = int(os.environ["PL_GLOBAL_SEED"])
+        if feed.seed is None:
+            feed.seed = int(torch.randint(SEEDS, ()))
+            if self.trainer is not None and self.trainer.world_size > 1:
+                # Each rank takes its share of one common order.
+                feed.seed = self.trainer.strategy.broadcast(feed.seed)
+        return feed.seed
+
+    # --- on the way to the device -------------------------------------------------------------------------------------
+
+    def _feed_transfer(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The transfer as it would be without us, then ``device_transform``."""
+        trainer, own = self.trainer, getattr(type(self), _TRANSFER)
+        if trainer is None:
+            raise LoaderError(f"{_TRANSFER} needs to know the split, which a Trainer tells. Call device_transform.")
+        if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):
+            moved = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
+        else:
+            moved = own(self, batch, device, dataloader_idx)
+        # Values that PrefetchCallback(host_keys=...) kept from the transfer are the user's again from here on.
+        return self.device_transform(release(moved), _split_of(trainer))
+
+
+class FastDataModule(FeedDataModule, LightningDataModule):
+    """A LightningDataModule that builds its loaders itself, from a dataset for each split.
+
+    Write :meth:`make_dataset`; override ``collate``, ``sampler`` and ``device_transform`` where needed. Workers, look-
+    ahead, pinned memory and persistence are chosen for the machine: :meth:`loader_report` says what and why. A run that
+    is resumed in mid-epoch trains what is left of the epoch.
+
+    Args:
+        batch_size: samples in a training batch, on each rank.
+        eval_batch_size: samples in a batch of validation, test and prediction; None for ``batch_size``.
+        loader: how the loaders are to be built.
+
+    Raises:
+        SettingsError: when a batch size is not a positive whole number.
+
+    Example:
+        >>> from lightning_feed import FastDataModule
+        >>> class Numbers(FastDataModule):
+        ...     def make_dataset(self, split):
+        ...         return range(10) if split == "train" else None
+        >>> sum(len(batch) for batch in Numbers(batch_size=4).train_dataloader())
+        10
+    """
+
+
+def _job(trainer: Any) -> Job:
+    seeding = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    return Job(
+        device_type=trainer.strategy.root_device.type,
+        local_ranks=trainer.num_devices,
+        sharing_ranks=_host.ranks_that_share_samples(trainer),
+        reload_every_n_epochs=trainer.reload_dataloaders_every_n_epochs,
+        overfit=trainer.overfit_batches > 0,  # shuffled loaders would be replaced by Lightning, with a warning
+        worker_init=WorkerInit(rank=trainer.global_rank, seed_worker=pl_worker_init_function if seeding else None),
+    )
+
+
+def _split_of(trainer: Any) -> str:
+    """The split that the running loop goes through."""
+    if trainer.training:
+        return "train"
+    if trainer.sanity_checking or trainer.validating:
+        return "val"
+    return "test" if trainer.testing else "predict"
+
+
+def _lines(found: Recommendation) -> list[str]:
+    return found.describe().splitlines()
+
+
+def _hush(message: str) -> None:
+    """Keep one warning of Lightning's back: what it advises was considered, and decided otherwise with a reason."""
+    warnings.filterwarnings("ignore", message=message, category=UserWarning)

@@ -1,0 +1,196 @@
+"""The order of one pass over a map-style loader: seeded by epoch, recorded at its start, taken up in its middle."""
+
+import copy
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler
+
+logger = logging.getLogger(__name__)
+
+
+class PassGenerator(torch.Generator):
+    """A generator that we gave to a sampler. A sampler that holds one was never seeded by the user."""
+
+    def __reduce__(self) -> tuple[type["PassGenerator"], tuple[()]]:  # type: ignore[override]
+        # Torch's own would come back as a plain Generator. Each pass replaces it, so its state need not go along.
+        return (PassGenerator, ())
+
+
+class EpochOrder:
+    """What decides the order of a loader: one seed for the run, and the number of the epoch that it is in now.
+
+    One object serves a loader and every copy of it that Lightning makes, so all of them count the same epochs. All
+    ranks must give the same seed: a DistributedSampler divides one common order among them.
+
+    Args:
+        seed: any integer. Loading a state replaces it by the seed that the interrupted run had.
+        epoch: gives the number of the current epoch, from 0. Asked once at the start of each pass, in the thread that
+            begins the pass. Never sent to a worker, so it need not be picklable.
+
+    Example:
+        >>> order = EpochOrder(seed=7, epoch=lambda: 3)
+        >>> order.seed, order.epoch()
+        (7, 3)
+    """
+
+    def __init__(self, *, seed: int, epoch: Callable[[], int]) -> None:
+        self.seed = seed
+        self.epoch = epoch
+
+
+def mix_seed(seed: int, epoch: int, cycle: int, stream: str) -> int:
+    """A seed in [0, 2**63) for one user of randomness in one pass.
+
+    Hashed, because neighbouring seeds of torch's Mersenne Twister give related first numbers, and ``seed + epoch``
+    would make epoch 1 of run 0 the same as epoch 0 of run 1.
+
+    Example:
+        >>> mix_seed(0, 1, 0, "a") != mix_seed(1, 0, 0, "a")
+        True
+    """
+    digest = hashlib.blake2b(f"{seed}/{epoch}/{cycle}/{stream}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def find_samplers(*roots: object) -> dict[str, Any]:
+    """Every sampler under ``loader.sampler`` and ``loader.batch_sampler``, outermost first, by a name such as
+    ``"RandomSampler#0"`` that is the same in a resumed run.
+
+    Lightning wraps samplers in two ways: ``DistributedSamplerWrapper`` keeps the original as ``dataset._sampler``, and
+    ``_IndexBatchSamplerWrapper`` keeps the batch sampler as ``_batch_sampler``.
+    """
+    waiting, seen, named = list(roots), set[int](), dict[str, Any]()
+    while waiting:
+        found = waiting.pop(0)
+        if found is None or id(found) in seen or isinstance(found, (list, tuple, range)):
+            continue
+        seen.add(id(found))
+        kind = type(found).__name__
+        named[f"{kind}#{sum(name.startswith(f'{kind}#') for name in named)}"] = found
+        waiting += [getattr(found, name, None) for name in ("sampler", "batch_sampler", "_batch_sampler")]
+        if isinstance(found, DistributedSampler):
+            waiting.append(getattr(found.dataset, "_sampler", None))
+    return named
+
+
+class MapPass:
+    """One pass over a map-style dataset: where it stands, and what its order was made from.
+
+    Args:
+        order: what decides the order; None leaves every decision to torch's global generator, as DataLoader does.
+        epoch: of this pass; None without an order.
+        cycle: how many passes of the same epoch came before this one.
+        resume: the state to go on from, None for a pass from its beginning.
+    """
+
+    def __init__(
+        self, order: EpochOrder | None, *, epoch: int | None, cycle: int, resume: Mapping[str, Any] | None
+    ) -> None:
+        self.order, self.epoch, self.cycle = order, epoch, cycle
+        self.origin = resume
+        self.ended = False  # set when the pass has come to the end of its data
+        self.batches: int = resume["batches"] if resume is not None else 0
+        self.skip = self.batches
+        self.pass_start: dict[str, dict[str, Any]] = {}
+        self._begun = False
+
+    def hand_out(self, batch: Any) -> Any:
+        """Count a batch that leaves the loader."""
+        self.batches += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed pass needs besides its place: seeds, generator and sampler states at the start."""
+        return {"pass_start": copy.deepcopy(self.pass_start)}
+
+    def begin(self, samplers: Mapping[str, Any]) -> None:
+        """Seed, restore and record the samplers. Runs once, before the first index is drawn.
+
+        Not earlier: building a torch iterator draws the workers' base seed from the user's generator, but only where
+        no persistent workers are alive, so only the generator's state after that is the same in a resumed run.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        saved: Mapping[str, Mapping[str, Any]] = self.origin["pass_start"] if self.origin is not None else {}
+        for name, sampler in samplers.items():
+            self.pass_start[name] = self._begin_sampler(name, sampler, saved.get(name, {}))
+        for name in saved.keys() - samplers.keys():
+            if saved[name]:
+                logger.warning(
+                    "The checkpoint holds the state of a sampler %s that this loader does not have (it has %s). The "
+                    "rest of the epoch may repeat or miss samples.",
+                    name.split("#")[0],
+                    ", ".join(samplers),
+                )
+
+    def _begin_sampler(self, name: str, sampler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+        start: dict[str, Any] = {}
+        if callable(getattr(sampler, "set_epoch", None)):
+            # Lightning calls it too, but after the first iter(), when workers have already been given indices.
+            epoch = self.epoch if self.order is not None else saved.get("epoch")
+            if epoch is not None:
+                sampler.set_epoch(epoch)
+            start["epoch"] = epoch if epoch is not None else getattr(sampler, "epoch", None)
+        if callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None)):
+            if "sampler" in saved:
+                sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
+            start["sampler"] = copy.deepcopy(sampler.state_dict())
+        generator = getattr(sampler, "generator", None)
+        if type(generator) is torch.Generator:  # the user's own: never reseeded
+            if "generator" in saved:
+                generator.set_state(saved["generator"])
+            start["generator"] = generator.get_state()
+        elif isinstance(sampler, Sampler) and hasattr(sampler, "generator"):
+            seed = saved["seed"] if "seed" in saved else self._seed_for(name, sampler)
+            if seed is not None:
+                # A new object, not the old one reseeded: an older pass may still be drawing from its own.
+                sampler.generator = PassGenerator()
+                sampler.generator.manual_seed(seed)
+                start["seed"] = seed
+        return start
+
+    def _seed_for(self, name: str, sampler: object) -> int | None:
+        if self.order is not None and self.epoch is not None:
+            return mix_seed(self.order.seed, self.epoch, self.cycle, name)
+        if isinstance(sampler, RandomSampler):
+            # What RandomSampler.__iter__ does itself without a generator, so the order is the one of a plain
+            # DataLoader; done here, the seed can be recorded.
+            return int(torch.empty((), dtype=torch.int64).random_().item())
+        return None
+
+
+class IndexSource:
+    """What torch's iterator draws indices from: the loader's own samplers, less what a resumed pass has had.
+
+    One object for the life of a loader, because persistent workers' iterators keep it and ``iter()`` it again for
+    every pass. Torch also begins and drops one iteration for each start of workers; nothing happens until the first
+    index is asked for, so that this has no effect.
+
+    Args:
+        inner: ``loader.batch_sampler``, or ``loader.sampler`` where there is none.
+        samplers: as :func:`find_samplers` gives them.
+    """
+
+    def __init__(self, inner: Any, samplers: Mapping[str, Any]) -> None:
+        self.inner = inner
+        self.samplers = samplers
+        self.now: MapPass | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._walk(self.now)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def _walk(self, now: MapPass | None) -> Iterator[Any]:
+        if now is None:
+            raise RuntimeError("FeedLoader's indices were asked for outside of a pass.")
+        now.begin(self.samplers)
+        indices: Iterable[Any] = self.inner
+        yield from islice(indices, now.skip, None)

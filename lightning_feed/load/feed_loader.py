@@ -1,0 +1,365 @@
+"""A DataLoader whose passes can be taken up in their middle, and run ahead in a background thread.
+
+What torch iterates is not the loader itself but a plain DataLoader built for each pass, around the same dataset and
+samplers, with our counting in between. So ``dataset``, ``sampler``, ``batch_sampler`` and ``collate_fn`` stay what the
+user gave, which is what Lightning inspects and copies, and no private part of torch is overridden. The one private
+name is ``_iterator``, where torch keeps persistent workers and where Lightning looks for them (torch 2.6 to 2.15).
+"""
+
+import copy
+import inspect
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+from lightning_feed.errors import LoaderError, ResumeError
+from lightning_feed.load.background import BackgroundIterator
+from lightning_feed.load.epoch_order import EpochOrder, IndexSource, MapPass, PassGenerator, find_samplers, mix_seed
+from lightning_feed.load.iterable_state import IterablePass, Stamped, StampingCollate
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+_OURS = {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
+# Everything else that a DataLoader of the installed torch takes is handed on to the inner loader as it is.
+_HANDED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OURS]
+
+
+class LoaderPass(Iterator[Any]):
+    """One pass over a :class:`FeedLoader`. It ends when it is exhausted, closed, garbage, or has raised.
+
+    Attributes:
+        source: the torch iterator underneath, None once the pass has ended.
+        background: the thread's side, None without ``background`` and once the pass has ended.
+    """
+
+    def __init__(self, source: Iterator[Any], depth: int, position: MapPass | IterablePass) -> None:
+        self._end = LoaderError(
+            "This pass over the loader was closed before its end: by close(), by a loaded state, or because a new pass "
+            "began. Begin a new pass with iter(loader)."
+        )
+        self.source: Iterator[Any] | None = source
+        self.position = position
+        self.background: BackgroundIterator | None = BackgroundIterator(source, depth) if depth else None
+        self._upstream: Iterator[Any] | None = self.background if self.background is not None else source
+
+    def __next__(self) -> Any:
+        if self._upstream is None:
+            raise StopIteration if self.position.ended else self._end
+        try:
+            item = next(self._upstream)
+            while isinstance(item, Stamped) and item.skip:
+                item = next(self._upstream)
+        except StopIteration:
+            self.close()
+            self.position.ended = True
+            raise
+        except BaseException as error:
+            source = self.source
+            self.close()
+            _end_workers(source)
+            self._end = LoaderError(
+                f"This pass over the loader ended with {type(error).__name__}: {error}. "
+                "It has no further batches; begin a new pass with iter(loader)."
+            )
+            raise
+        return self.position.hand_out(item)
+
+    def close(self) -> None:
+        """End the pass, and its thread. Persistent workers live on. Closing twice does nothing more."""
+        background, self.background = self.background, None
+        self.source = self._upstream = None
+        if background is not None:
+            background.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "background", None) is not None:  # __init__ may have failed before it was set
+            self.close()
+
+
+class FeedLoader(DataLoader[Any]):
+    """A DataLoader that can read ahead in a thread, and whose state makes a resumed run train what is left.
+
+    Without ``background``, ``order`` and a loaded state it yields what a DataLoader of the same arguments yields. With
+    an ``order``, random samplers that the user did not seed are seeded for each pass from (seed, epoch, cycle), where
+    cycle counts the passes within one epoch (a shorter loader of a CombinedLoader is iterated again).
+
+    Exactly resumable are map-style datasets under torch's samplers and under any sampler that depends on its
+    ``generator``, ``set_epoch`` or ``state_dict`` alone, and iterable datasets that have a state (torchdata's contract)
+    or that give the same samples when iterated again. A sampler that draws from torch's global generator on its own is
+    not: its order is gone with the process. Batches handed out are counted, not batches read ahead.
+
+    Args:
+        dataset: map-style or iterable.
+        background: batches that a thread prepares ahead of the consumer; 0: no thread.
+        order: what seeds the order of each epoch; None: torch's global generator, as in a DataLoader.
+        **options: DataLoader's own. They are passed through by name, because Lightning makes a copy of the loader
+            with another sampler by the names that DataLoader has.
+
+    Raises:
+        LoaderError: from ``iter()``, when an argument cannot be sent to the workers.
+
+    Example:
+        >>> loader = FeedLoader(range(6), batch_size=2)
+        >>> batches = iter(loader)
+        >>> next(batches), loader.state_dict()["batches"]
+        (tensor([0, 1]), 1)
+        >>> resumed = FeedLoader(range(6), batch_size=2)
+        >>> resumed.load_state_dict(loader.state_dict())
+        >>> list(resumed)
+        [tensor([2, 3]), tensor([4, 5])]
+    """
+
+    def __init__(self, dataset: Any, *, background: int = 0, order: EpochOrder | None = None, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.background = background
+        self.order = order
+        self._iterable = isinstance(dataset, IterableDataset)
+        inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        self._index = IndexSource(inner, {} if self._iterable else find_samplers(self.sampler, self.batch_sampler))
+        self._live: weakref.ref[LoaderPass] | None = None
+        self._position: MapPass | IterablePass | None = None
+        self._pending: dict[str, Any] | None = None
+
+    def __iter__(self) -> LoaderPass:  # type: ignore[override]
+        live = self._live() if self._live is not None else None
+        if live is not None and (self.persistent_workers or self.background):
+            live.close()  # persistent workers serve one pass at a time, and two threads would share one dataset
+        position = self._begin(self._take_pending())
+        source = self._start(position)
+        if isinstance(position, MapPass):
+            position.begin(self._index.samplers)  # if torch has not asked for an index yet
+        self._position = position
+        batches = LoaderPass(source, self.background, position)
+        self._live = weakref.ref(batches)
+        return batches
+
+    @property
+    def state_differs_by_rank(self) -> bool:
+        """Whether a checkpoint needs the state of every rank. A sampler stands at the same place on all of them; an
+        iterable dataset divides itself, so each rank has a state of its own."""
+        return self._iterable
+
+    def close(self) -> None:
+        """End the live pass, if there is one, and its thread."""
+        live = self._live() if self._live is not None else None
+        if live is not None:
+            live.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the newest pass stands, in batches handed out. Never raises; what cannot be resumed exactly says so
+        in ``"exact"``."""
+        if self._pending is not None:
+            return copy.deepcopy(self._pending)
+        now = self._position
+        state: dict[str, Any] = {
+            "version": _VERSION,
+            "kind": "iterable" if self._iterable else "map",
+            "seed": self.order.seed if self.order is not None else None,
+            "begun": now is not None,
+            "exact": self.in_order or self.num_workers < 2,
+        }
+        if now is None:
+            return state
+        if isinstance(now, IterablePass):
+            state["exact"] = state["exact"] and now.exact
+        return {**state, "epoch": now.epoch, "cycle": now.cycle, "batches": now.batches, **now.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state`` with the next pass. A live pass is closed, and persistent workers are ended.
+
+        Args:
+            state: of ``state_dict()``, or ``{"ranks": [state of rank 0, state of rank 1, ...]}``.
+
+        Raises:
+            ResumeError: the state is of another kind of dataset, of an unknown version, or, for an iterable dataset,
+                of another number of workers or ranks.
+        """
+        state = copy.deepcopy(_of_this_rank(state) if "ranks" in state else state)
+        kind = "iterable" if self._iterable else "map"
+        if state.get("version") != _VERSION:
+            raise ResumeError(
+                f"The loader state has version {state.get('version')!r}, and this lightning_feed reads version "
+                f"{_VERSION}. Resume with the version of lightning_feed that wrote the checkpoint."
+            )
+        if state["kind"] != kind:
+            raise ResumeError(
+                f"The loader state is of a dataset of kind {state['kind']!r}, and this loader's dataset "
+                f"({type(self.dataset).__name__}) is of kind {kind!r}. Resume with the dataset that was trained on."
+            )
+        # One worker process and none at all see the same share of the dataset.
+        if self._iterable and state["begun"] and max(1, state["num_workers"]) != max(1, self.num_workers):
+            raise ResumeError(
+                f"The checkpoint was saved with num_workers={state['num_workers']} and this loader has "
+                f"num_workers={self.num_workers}. An iterable dataset is divided among its workers, so their places "
+                f"cannot be carried over. Set num_workers={state['num_workers']} to resume."
+            )
+        if not state["exact"]:
+            logger.warning(
+                "The loader state in the checkpoint is not exact (workers out of order, a DataPipe, or a dataset state "
+                "that could not be pickled): some samples of this epoch may be trained twice, or not at all."
+            )
+        self.close()
+        self._iterator = None  # torch ends the workers when their iterator is garbage
+        self._live = self._position = None
+        if self.order is not None and state["seed"] is not None:
+            self.order.seed = state["seed"]  # the epochs after this one must be those of the interrupted run, too
+        self._pending = state if state["begun"] else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # ddp_spawn pickles loaders. A pass cannot go along, but its place can.
+        return {**self.__dict__, "_live": None, "_position": None, "_iterator": None, "_pending": self._place()}
+
+    def _place(self) -> dict[str, Any] | None:
+        return self.state_dict() if self._pending is not None or self._position is not None else None
+
+    def _take_pending(self) -> dict[str, Any] | None:
+        """The state that the next pass goes on from; None for a pass from its beginning."""
+        state, self._pending = self._pending, None
+        last = self._position
+        if state is None and last is not None and last.origin is not None and not last.ended:
+            # Lightning may iter() a loader twice before its first batch: the second pass resumes as well.
+            state = dict(last.origin) if last.batches == last.origin["batches"] else None
+        if state is None or self.order is None or state["epoch"] is None or self.order.epoch() <= state["epoch"]:
+            return state
+        return None  # the interrupted epoch was complete: the run is in a later one already
+
+    def _begin(self, resume: dict[str, Any] | None) -> MapPass | IterablePass:
+        if resume is not None:
+            epoch, cycle = resume["epoch"], resume["cycle"]
+        else:
+            epoch, cycle, last = self.order.epoch() if self.order is not None else None, 0, self._position
+            if epoch is not None and last is not None and last.epoch == epoch:
+                cycle = last.cycle + (1 if last.batches else 0)
+        if self._iterable:
+            return IterablePass(self.num_workers, epoch=epoch, cycle=cycle, resume=resume)
+        now = MapPass(self.order, epoch=epoch, cycle=cycle, resume=resume)
+        length = len(self) if hasattr(self._index.inner, "__len__") else None
+        if length is not None and now.batches > length:
+            raise ResumeError(
+                f"The checkpoint was saved after {now.batches} batches of an epoch, and this loader has {length}. "
+                "Resume with the dataset and the batch size that were trained with."
+            )
+        return now
+
+    def _start(self, position: MapPass | IterablePass) -> Iterator[Any]:
+        """Torch's iterator for the pass."""
+        inner = self._inner(position)
+        if inner is None:
+            return super().__iter__()
+        inner._iterator = self._iterator
+        try:
+            source = iter(inner)
+        except (TypeError, AttributeError, PicklingError) as error:
+            blame = _unpicklable(self)
+            if blame is None:
+                raise
+            raise LoaderError(blame) from error
+        # Kept here, where Lightning ends workers, and not a second time in the inner loader.
+        self._iterator, inner._iterator = inner._iterator, None
+        return source
+
+    def _inner(self, position: MapPass | IterablePass) -> DataLoader[Any] | None:
+        options = {name: getattr(self, name) for name in _HANDED_ON if hasattr(self, name)}
+        if isinstance(position, MapPass):
+            self._index.now = position
+            options |= {"collate_fn": self.collate_fn, "generator": self.generator}
+            if self.batch_sampler is not None:
+                return DataLoader(self.dataset, batch_sampler=self._index, **options)
+            return DataLoader(self.dataset, batch_size=None, sampler=self._index, **options)
+        if isinstance(self.dataset, IterDataPipe):
+            return None  # torch shards and seeds DataPipes by their class, which a wrapper would hide
+        dataset = position.dataset(self.dataset, self.batch_size)
+        options |= {"collate_fn": StampingCollate(self.collate_fn, dataset), "generator": self._base_of(position)}
+        return DataLoader(dataset, batch_size=self.batch_size, drop_last=self.drop_last, **options)
+
+    def _base_of(self, position: IterablePass) -> torch.Generator | None:
+        """What the workers' base seed is drawn from: datasets that shuffle by their worker's seed are then iterated in
+        the same order when they are drawn again."""
+        if self.generator is not None:
+            saved = position.origin["base_state"] if position.origin is not None else None
+            if saved is not None:
+                self.generator.set_state(saved)
+            position.base_state = self.generator.get_state()
+            return self.generator  # type: ignore[no-any-return]
+        if self.order is None or position.epoch is None:
+            return None
+        generator = PassGenerator()
+        generator.manual_seed(mix_seed(self.order.seed, position.epoch, position.cycle, "workers"))
+        return generator
+
+
+def _end_workers(source: Iterator[Any] | None) -> None:
+    """End a failed pass's worker processes now. Left to the traceback that holds them, torch waits 5 s for each.
+
+    Seen in torch 2.6 and 2.15: an iterator that dies with its traceback finds its queues gone and can only time out.
+    """
+    if not getattr(source, "_persistent_workers", True):
+        shut_down = getattr(source, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+
+
+def _of_this_rank(state: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of a state that was gathered from all ranks."""
+    started = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if started else (0, 1)
+    ranks: list[dict[str, Any]] = state["ranks"]
+    if len(ranks) == world:
+        return ranks[rank]
+    if ranks[0]["kind"] == "iterable":
+        raise ResumeError(
+            f"The checkpoint was saved by {len(ranks)} ranks and this run has {world}. An iterable dataset is divided "
+            f"among the ranks, so their places cannot be carried over. Resume with {len(ranks)} ranks."
+        )
+    mine = dict(ranks[min(rank, len(ranks) - 1)])
+    if mine["begun"]:
+        # A distributed sampler deals one common order out to the ranks, so k batches of each of n ranks are the first
+        # k * n batches of the whole.
+        mine["batches"] = mine["batches"] * len(ranks) // world
+    logger.warning(
+        "The checkpoint was saved by %d ranks and this run has %d. The epoch goes on after as many samples as were "
+        "trained, rounded down to whole batches; padding of the shares may repeat a few.",
+        len(ranks),
+        world,
+    )
+    return mine
+
+
+def _unpicklable(loader: FeedLoader) -> str | None:
+    """Which argument cannot be sent to a worker process, and what to do; None if all can."""
+    for name in ("dataset", "collate_fn", "worker_init_fn"):
+        value = getattr(loader, name)
+        try:
+            ForkingPickler.dumps(value)
+        except RuntimeError:
+            continue  # locks and queues refuse to be pickled except while a process starts, which is what matters
+        except (TypeError, AttributeError, PicklingError) as error:
+            return (
+                f"The worker processes could not be started, because {name} ({value!r}) cannot be pickled: {error}. "
+                "Workers that are not forked get their arguments pickled. Define functions and classes at the top "
+                "level of a module and open files or connections in the worker, or use "
+                "multiprocessing_context='fork', or num_workers=0."
+            )
+    return None
+
+
+def is_feed_state(state: Mapping[str, Any]) -> bool:
+    """Whether ``state`` is one of a :class:`FeedLoader`, or such states gathered from all ranks."""
+    return all("begun" in part for part in state.get("ranks", [state]))
+
+
+def begin_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state at the beginning of the epoch after the one that ``state`` is in."""
+    if "ranks" in state:
+        return {"ranks": [begin_next_epoch(part) for part in state["ranks"]]}
+    if state["kind"] == "iterable" or not state["begun"]:
+        return {**state, "begun": False}
+    epoch = None if state["epoch"] is None else state["epoch"] + 1
+    return {**state, "epoch": epoch, "cycle": 0, "batches": 0, "pass_start": {}}

@@ -1,0 +1,246 @@
+"""The place of every worker in an iterable dataset, carried beside the batches, so that a pass can be taken up again.
+
+The way of a sample in a worker: the dataset's iterator -> ``ResumableDataset`` counts it -> torch gathers a batch ->
+``StampingCollate`` collates it and stamps it with the count and the dataset's state -> the main process takes the stamp
+off (``IterablePass.hand_out``). A stamp says where its worker stood when the batch was drawn, however far the workers
+have read ahead since. The contract for datasets with state is that of torchdata's StatefulDataLoader (read in 0.11).
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A dataset, or an iterator over one, that knows its own place."""
+
+    def state_dict(self) -> Any:
+        """The place, as something that can be pickled."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Go to that place."""
+        ...
+
+
+class Stamped(NamedTuple):
+    """A batch and where its worker stood after it.
+
+    A named tuple because torch pins those member by member: the batch is pinned as it would be without the stamp.
+    """
+
+    batch: Any
+    worker: int
+    drawn: int
+    """Samples drawn by this worker in this pass so far."""
+    ended: bool
+    """The dataset had no more samples when this batch, the last of its worker, was put together."""
+    place: bytes | None
+    """Pickled states of dataset and iterator: pickled at once, since the objects go on changing. None: no state."""
+    lost: bool
+    """There is a state, but it cannot be pickled."""
+    skip: bool
+    """Holds the worker's turn in the first round of a resumed pass, and is dropped."""
+
+
+class _Marker:
+    """A sample that is no sample: makes a worker pass its turn."""
+
+
+_MARKER = _Marker()
+
+
+class ResumableDataset(IterableDataset[Any]):
+    """A user's iterable dataset that counts what is drawn, and goes to a saved place when first iterated.
+
+    Reading and setting attributes reaches the user's dataset, because a ``worker_init_fn`` works on
+    ``get_worker_info().dataset``.
+
+    Args:
+        dataset: the user's.
+        batch_size: samples to a batch; None where torch does not batch.
+        workers: saved place by worker number, as in :meth:`IterablePass.state`; empty to begin at the beginning.
+        next_worker: the worker whose turn it is; those before it pass their first turn.
+    """
+
+    def __init__(
+        self, dataset: Any, *, batch_size: int | None, workers: Mapping[int, Mapping[str, Any]], next_worker: int
+    ) -> None:
+        own = {"user": dataset, "markers": batch_size or 1, "workers": dict(workers), "next_worker": next_worker}
+        object.__setattr__(self, "_feed", {**own, "draws": None})
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        feed = self._feed
+        saved = feed["workers"].pop(worker, None)  # once: persistent workers iterate again for the next epoch
+        markers = feed["markers"] if worker < feed["next_worker"] else 0
+        feed["next_worker"] = 0
+        feed["draws"] = _Draws(feed["user"], worker, saved, markers)
+        return feed["draws"]  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_feed" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)  # while being unpickled there is nothing to forward to
+        return getattr(self._feed["user"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._feed["user"], name, value)
+
+
+class _Draws:
+    """The iterator over a user's dataset in one worker."""
+
+    def __init__(self, dataset: Any, worker: int, saved: Mapping[str, Any] | None, markers: int) -> None:
+        self.worker, self.markers = worker, markers
+        self.drawn: int = saved["drawn"] if saved is not None else 0
+        self.ended = False
+        self.iterator = iterator = _open(dataset, saved)
+        self._stateful: dict[str, Stateful] = {}
+        if isinstance(iterator, Stateful):
+            self._stateful["iterator"] = iterator
+        if isinstance(dataset, Stateful) and iterator is not dataset:
+            self._stateful["dataset"] = dataset
+
+    def __iter__(self) -> "_Draws":
+        return self
+
+    def __next__(self) -> Any:
+        if self.markers > 0:
+            self.markers -= 1
+            return _MARKER
+        try:
+            sample = next(self.iterator)
+        except StopIteration:
+            self.ended = True
+            raise
+        self.drawn += 1
+        return sample
+
+    def stamp(self, batch: Any) -> Stamped:
+        """``batch`` with the place that the worker is at now."""
+        place, lost = None, False
+        if self._stateful:
+            states = {name: thing.state_dict() for name, thing in self._stateful.items()}
+            try:
+                place = pickle.dumps(states)
+            except (pickle.PicklingError, TypeError, AttributeError):
+                lost = True  # the run goes on; the checkpoint says that it cannot be resumed exactly
+        return Stamped(batch, self.worker, self.drawn, self.ended, place, lost, skip=False)
+
+
+def _open(dataset: Any, saved: Mapping[str, Any] | None) -> Iterator[Any]:
+    """The dataset's iterator, at the saved place. The order is torchdata's: dataset, ``iter``, iterator; without any
+    state, draw and discard."""
+    if saved is None:
+        fresh: Iterator[Any] = iter(dataset)
+        return fresh
+    restored = False
+    if saved["dataset"] is not None and isinstance(dataset, Stateful):
+        dataset.load_state_dict(saved["dataset"])
+        restored = True
+    if saved["ended"]:
+        return iter(())  # its state may already be that of a new beginning
+    iterator: Iterator[Any] = iter(dataset)
+    if saved["iterator"] is not None and isinstance(iterator, Stateful):
+        iterator.load_state_dict(saved["iterator"])
+        restored = True
+    if not restored:
+        end = object()
+        for _ in range(saved["drawn"]):
+            if next(iterator, end) is end:
+                break
+    return iterator
+
+
+class StampingCollate:
+    """Collates as the user's function does, and stamps the result. Runs where the samples were drawn.
+
+    Args:
+        collate: the loader's collate function.
+        dataset: the very object that torch iterates. Fork shares it, and spawn pickles a worker's arguments together,
+            so it is the same object in the worker too.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], dataset: ResumableDataset) -> None:
+        self.collate = collate
+        self.dataset = dataset
+
+    def __call__(self, samples: Any) -> Stamped:
+        """The collated and stamped ``samples``: a list, or one sample where torch does not batch."""
+        draws: _Draws = self.dataset._feed["draws"]
+        first = samples[0] if type(samples) is list and samples else samples
+        if isinstance(first, _Marker):
+            return Stamped(None, draws.worker, draws.drawn, ended=False, place=None, lost=False, skip=True)
+        stamp = draws.stamp(None)  # before collating: a collate function may keep or change the samples
+        return stamp._replace(batch=self.collate(samples))
+
+
+class IterablePass:
+    """One pass over an iterable dataset: batches handed out, and the place of each worker after its last one.
+
+    Args:
+        num_workers: of the loader.
+        epoch: of this pass; None without an order.
+        cycle: how many passes of the same epoch came before this one.
+        resume: the state to go on from, None for a pass from its beginning.
+        base_state: state of the user's ``DataLoader(generator=...)`` at the start: it decides the workers' seeds.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        epoch: int | None,
+        cycle: int,
+        resume: Mapping[str, Any] | None,
+        base_state: Any = None,
+    ) -> None:
+        self.epoch, self.cycle, self.origin = epoch, cycle, resume
+        self.num_workers = num_workers
+        self.base_state = base_state
+        self.batches: int = resume["batches"] if resume is not None else 0
+        self.next_worker: int = resume["next_worker"] if resume is not None else 0
+        self._saved: dict[int, Mapping[str, Any]] = dict(resume["workers"]) if resume is not None else {}
+        self._stamps: dict[int, Stamped] = {}
+        self.exact = True
+        self.ended = False  # set when the pass has come to the end of its data
+
+    def dataset(self, dataset: Any, batch_size: int | None) -> ResumableDataset:
+        """The user's dataset as the workers get it."""
+        return ResumableDataset(
+            dataset, batch_size=batch_size, workers=copy.deepcopy(self._saved), next_worker=self.next_worker
+        )
+
+    def hand_out(self, item: Any) -> Any:
+        """Count a batch that leaves the loader, and take off its stamp."""
+        self.batches += 1
+        if not isinstance(item, Stamped):  # a DataPipe: torch must see it unwrapped
+            self.exact = False
+            return item
+        self.exact = self.exact and not item.lost
+        self.next_worker = (item.worker + 1) % max(1, self.num_workers)
+        self._stamps[item.worker] = item._replace(batch=None)  # the batch itself must not live longer
+        return item.batch
+
+    def state(self) -> dict[str, Any]:
+        """The places of the workers that have handed out something; the others begin at their beginning."""
+        workers = copy.deepcopy(self._saved)
+        for worker, stamp in self._stamps.items():
+            states = {} if stamp.place is None else pickle.loads(stamp.place)
+            workers[worker] = {
+                "drawn": stamp.drawn,
+                "ended": stamp.ended,
+                "iterator": states.get("iterator"),
+                "dataset": states.get("dataset"),
+            }
+        return {
+            "num_workers": self.num_workers,
+            "workers": workers,
+            "next_worker": self.next_worker,
+            "base_state": self.base_state,
+        }

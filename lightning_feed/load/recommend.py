@@ -1,0 +1,219 @@
+"""Loader settings for a machine and a job: a pure function, with a reason for each value."""
+
+from dataclasses import dataclass
+
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.machine import Machine
+from lightning_feed.load.settings import LoaderSettings
+
+MIB = 2**20
+ASSUMED_SAMPLE_BYTES = 3 * 224 * 224 * 4
+"""A float32 picture of 3 x 224 x 224, where the size of a sample is not known: most samples are no larger."""
+WORKER_BYTES = {"fork": 256 * MIB, "forkserver": 512 * MIB, "spawn": 512 * MIB}
+"""Memory reckoned for one worker, its batches apart. Measured: a spawned worker with torch, torchvision and Lightning
+imported has 382 MiB to itself; a forked one begins with 2 MiB, and makes its own copy of what it touches."""
+MEMORY_SHARE = 0.5
+"""Workers and the batches in flight take at most this share of the free memory: the model needs some too."""
+SHM_SHARE = 0.8
+"""Batches in flight take at most this share of the free /dev/shm. A process that exceeds it dies of a bus error."""
+TORCH_PREFETCH = 2
+PINNING_DEVICES = ("cuda", "xpu")
+"""Device types to which a copy from page-locked memory can overlap with computing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one loader has to serve."""
+
+    split: str
+    """``"train"``, ``"val"``, ``"test"`` or ``"predict"``."""
+    batch_size: int
+    batches: int | None
+    """Batches of an epoch on one rank; None where the dataset has no length."""
+    loaders: int = 1
+    """Loaders that run at the same time, this one included."""
+    iterable: bool = False
+    """Whether the dataset is a stream, from which workers cannot pick samples."""
+    device_type: str = "cpu"
+    """The type of the device that the batches go to, as in ``torch.device.type``."""
+    local_ranks: int = 1
+    """Training processes on this machine, this one included."""
+    reload_every_n_epochs: int = 0
+    """The Trainer's ``reload_dataloaders_every_n_epochs``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The values to build a loader with, and why."""
+
+    num_workers: int
+    prefetch_factor: int | None
+    """Batches that each worker loads ahead; None without workers."""
+    pin_memory: bool
+    persistent_workers: bool
+    reasons: dict[str, str]
+    """A reason for each of the values above, by its name."""
+    warnings: tuple[str, ...] = ()
+    """What may go wrong with values that were given, or that nothing could be done about."""
+
+    def describe(self) -> str:
+        """One line for each value: what it is and why."""
+        return "\n".join(f"{name}={getattr(self, name)}: {reason}" for name, reason in self.reasons.items())
+
+
+def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) -> Recommendation:
+    """Choose what ``settings`` leaves to ``"auto"``. Given values are kept, with a warning where they may hurt.
+
+    Raises:
+        SettingsError: for persistent workers with loaders that are made anew every few epochs.
+    """
+    workers, why_workers = _workers(machine, settings, workload)
+    prefetch, why_prefetch = _prefetch(settings)
+    bounds = _Bounds(machine, settings, workload)
+    wanted = workers, prefetch
+    fewest = 1 if settings.asking_for_workers() else 0
+    while bounds.broken(workers, prefetch):
+        if settings.prefetch_factor == "auto" and prefetch > 1:
+            prefetch -= 1
+        elif settings.num_workers == "auto" and workers > fewest:
+            workers -= 1
+        else:
+            break
+    warnings: tuple[str, ...] = ()
+    still_broken = bounds.broken(workers, prefetch)
+    if still_broken:
+        warnings = (f"num_workers={workers}, prefetch_factor={prefetch}: {still_broken}",)
+        why_workers += f"; WARNING: {still_broken}"
+        why_prefetch += f"; WARNING: {still_broken}"
+    if workers < wanted[0]:
+        why_workers += f"; {wanted[0]} would be too many: {bounds.broken(wanted[0], prefetch)}"
+        if workers == 0:
+            warnings += (f"num_workers=0: {why_workers}",)
+    if workers == 0:
+        why_prefetch = "there are no workers to load ahead"
+    elif prefetch < wanted[1]:
+        why_prefetch += f"; {wanted[1]} would be too many: {bounds.broken(*wanted)}"
+    pin, why_pin = _pin(settings, workload)
+    persistent, why_persistent = _persistent(settings, workload, workers)
+    return Recommendation(
+        num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
+        pin_memory=pin,
+        persistent_workers=persistent,
+        reasons={
+            "num_workers": why_workers,
+            "prefetch_factor": why_prefetch,
+            "pin_memory": why_pin,
+            "persistent_workers": why_persistent,
+        },
+        warnings=warnings,
+    )
+
+
+def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> tuple[int, str]:
+    if settings.num_workers != "auto":
+        return settings.num_workers, "as given"
+    needed = ", ".join(settings.asking_for_workers())
+    if workload.batches is not None and workload.batches <= 1 and not needed:
+        return 0, "a single batch leaves nothing to load beside it"
+    if workload.iterable:
+        return 1, (
+            "each worker of an IterableDataset goes through the whole stream, unless the dataset divides it by "
+            "torch.utils.data.get_worker_info(); if yours does, set num_workers"
+        )
+    workers = machine.usable_cpus // workload.local_ranks
+    why = f"{machine.usable_cpus} {machine.cpu_reason}"
+    if workload.local_ranks > 1:
+        why += f" for {workload.local_ranks} ranks"
+    if workers >= 4:
+        workers -= 1
+        why += ", less one for the training process"
+    if workload.loaders > 1:
+        workers //= workload.loaders
+        why += f", shared by {workload.loaders} loaders"
+    if workload.batches is not None and workers > workload.batches:
+        workers = workload.batches
+        why += f", and no more than the {workload.batches} batches"
+    if workers < 1:
+        why += f"; at least one{f', since {needed} asks for workers' if needed else ''}"
+    return max(1, workers), why
+
+
+def _prefetch(settings: LoaderSettings) -> tuple[int, str]:
+    if settings.prefetch_factor != "auto":
+        return settings.prefetch_factor, "as given"
+    return TORCH_PREFETCH, "torch's default; more helps only where samples differ much in cost"
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """How much memory and shared memory the workers of one loader may take."""
+
+    machine: Machine
+    settings: LoaderSettings
+    workload: Workload
+
+    def broken(self, workers: int, prefetch: int) -> str:
+        """The bound that these numbers would break, as a sentence; empty when all hold."""
+        if workers == 0:
+            return ""
+        sharers = self.workload.local_ranks * self.workload.loaders
+        sample_bytes = self.settings.sample_bytes or ASSUMED_SAMPLE_BYTES
+        # What the workers have loaded, what the background thread keeps, and the batch that is being trained.
+        batches = workers * prefetch + self.settings.background + 1
+        batches_bytes = batches * self.workload.batch_size * sample_bytes
+        size = f"{batches} batches of {self.workload.batch_size} samples"
+        if self.settings.sample_bytes is None:
+            size += (
+                f" (taken as float32 pictures of 3 x 224 x 224, {ASSUMED_SAMPLE_BYTES} bytes each; tell the true size "
+                "by LoaderSettings(sample_bytes=...))"
+            )
+        for_all = f" for each of {sharers} loaders on this machine" if sharers > 1 else ""
+        shm = self.machine.free_shm_bytes
+        if shm is not None and batches_bytes > SHM_SHARE * shm / sharers:
+            return (
+                f"{size} need {_mib(batches_bytes)}{for_all}, more than {SHM_SHARE:.0%} of the {_mib(shm)} free in "
+                "/dev/shm; a container gets more by `docker run --shm-size`"
+            )
+        memory = self.machine.available_memory_bytes
+        worker_bytes = WORKER_BYTES[self.settings.start_method or self.machine.start_method]
+        total = batches_bytes + workers * worker_bytes
+        if memory is not None and total > MEMORY_SHARE * memory / sharers:
+            return (
+                f"{workers} workers at {_mib(worker_bytes)} and {size} need {_mib(total)}{for_all}, more than "
+                f"{MEMORY_SHARE:.0%} of the {_mib(memory)} of free memory"
+            )
+        return ""
+
+
+def _pin(settings: LoaderSettings, workload: Workload) -> tuple[bool, str]:
+    helps = workload.device_type in PINNING_DEVICES
+    if settings.pin_memory == "auto":
+        why = "a copy from page-locked memory overlaps with computing" if helps else "nothing is copied to a device"
+        return helps, f"device '{workload.device_type}': {why}"
+    if settings.pin_memory and not helps:
+        return False, f"given as True, and left off: it serves no device of type '{workload.device_type}'"
+    return settings.pin_memory, "as given"
+
+
+def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> tuple[bool, str]:
+    repeated = workload.split in ("train", "val")
+    reloaded = workload.reload_every_n_epochs > 0 and repeated
+    if settings.persistent_workers is True and reloaded:
+        raise SettingsError(
+            f"persistent_workers=True with Trainer(reload_dataloaders_every_n_epochs={workload.reload_every_n_epochs}) "
+            "would keep the workers of loaders that are thrown away. Leave one of the two out."
+        )
+    if settings.persistent_workers != "auto":
+        return settings.persistent_workers, "as given"
+    if workers == 0:
+        return False, "there are no workers"
+    if reloaded:
+        return False, f"the Trainer makes the loaders anew every {workload.reload_every_n_epochs} epochs"
+    if not repeated:
+        return False, f"'{workload.split}' is gone through once"
+    return True, "workers that live on need not be started again each epoch"
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:,.0f} MiB"

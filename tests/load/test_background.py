@@ -1,0 +1,333 @@
+"""The background thread: nothing lost, nothing doubled, nothing left behind, and every error heard."""
+
+import gc
+import logging
+import multiprocessing
+import threading
+import traceback
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from prefetch_generator import BackgroundGenerator
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.load import background
+from lightning_feed.load.background import BackgroundIterator
+
+
+class Source:
+    """Counts up, notes what was drawn, and can fail at one item."""
+
+    def __init__(self, size: int, *, fails_at: int | None = None, error: BaseException | None = None) -> None:
+        self.size, self.fails_at, self.error = size, fails_at, error
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.drawn == self.fails_at:
+            assert self.error is not None
+            raise self.error
+        if self.drawn == self.size:
+            raise StopIteration
+        self.drawn += 1
+        return self.drawn - 1
+
+
+class Gate:
+    """Gives an item each time that it is opened. For what no test may leave to chance."""
+
+    def __init__(self) -> None:
+        self.open, self.asked = threading.Semaphore(0), threading.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.asked.set()
+        self.open.acquire()
+        return 0
+
+
+class Samples(Dataset[int]):
+    def __init__(self, size: int, *, fails_at: int | None = None) -> None:
+        self.size, self.fails_at = size, fails_at
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.fails_at:
+            raise OSError(f"sample {index} is cut short")
+        return index
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, BackgroundGenerator)]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    yield
+    gc.collect()
+    for thread in threads():
+        thread.join(5)
+    assert threads() == []
+    for worker in multiprocessing.active_children():
+        worker.join(5)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("depth", [1, 2, 50])
+@pytest.mark.parametrize("size", [0, 1, 17])
+def test_every_item_once_and_in_order(size: int, depth: int) -> None:
+    ahead = BackgroundIterator(Source(size), depth)
+    assert list(ahead) == list(range(size))
+    assert threads() == []
+    assert list(ahead) == []  # still at its end
+
+
+@pytest.mark.parametrize("depth", [0, -1, True, 1.5, "2"])
+def test_a_depth_that_is_none(depth: Any) -> None:
+    with pytest.raises(SettingsError, match=f"depth={depth!r}"):
+        BackgroundIterator(Source(1), depth)
+
+
+def test_it_runs_ahead_by_its_depth_and_no_further() -> None:
+    gate = Gate()
+    with BackgroundIterator(gate, depth=2) as ahead:
+        for _ in range(3):
+            assert gate.asked.wait(5)
+            gate.asked.clear()
+            gate.open.release()
+        # The third item is in the thread's hands and finds the queue full: the source is not asked for a fourth.
+        assert not gate.asked.wait(0.05)
+        assert ahead.ready == 2
+        gate.open.release()
+        assert [next(ahead), next(ahead), next(ahead), next(ahead)] == [0, 0, 0, 0]
+        gate.open.release()
+
+
+def test_a_break_ends_the_thread_and_releases_the_source() -> None:
+    source = Source(1000)
+    released = weakref.ref(source)
+    ahead = BackgroundIterator(source, 2)
+    del source
+    for item in ahead:
+        if item == 3:
+            break
+    assert threads() != []
+    del ahead
+    assert threads() == []
+    assert released() is None
+
+
+def test_close_takes_effect_at_once_and_can_be_repeated() -> None:
+    source = Source(1000)
+    ahead = BackgroundIterator(source, 3)
+    assert next(ahead) == 0
+    ahead.close()
+    ahead.close()
+    assert threads() == []
+    drawn = source.drawn
+    assert drawn <= 1 + 3 + 2
+    with pytest.raises(LoaderError, match="closed before its end"):
+        next(ahead)
+    assert source.drawn == drawn
+
+
+def test_leaving_a_with_block_closes() -> None:
+    with BackgroundIterator(Source(1000), 1) as ahead:
+        next(ahead)
+    assert threads() == []
+
+
+def test_the_finally_of_a_generator_runs() -> None:
+    ended: list[bool] = []
+
+    def source() -> Iterator[int]:
+        try:
+            yield from range(1000)
+        finally:
+            ended.append(True)
+
+    ahead = BackgroundIterator(source(), 2)
+    next(ahead)
+    ahead.close()
+    assert ended == [True]
+
+
+def test_an_iterator_in_a_reference_cycle_is_collected_too() -> None:
+    class Holder:
+        pass
+
+    holder: Any = Holder()
+    holder.itself, holder.ahead = holder, BackgroundIterator(Source(1000), 1)
+    next(holder.ahead)
+    del holder
+    gc.collect()
+    assert threads() == []
+
+
+@pytest.mark.parametrize("collected_in", ["another thread", "its own thread"])
+def test_garbage_may_be_collected_in_any_thread(collected_in: str) -> None:
+    box: list[Any] = []
+    may_drop, dropped = threading.Event(), threading.Event()
+
+    def source() -> Iterator[int]:
+        yield 0
+        if collected_in == "its own thread":
+            may_drop.wait(5)
+            box.clear()  # the last reference goes here, in the thread that close() would wait for
+            dropped.set()
+        yield from range(1, 1000)
+
+    box.append(BackgroundIterator(source(), 1))
+    assert next(box[0]) == 0
+    may_drop.set()
+    if collected_in == "its own thread":
+        assert dropped.wait(5)
+    else:
+        other = threading.Thread(target=box.clear)
+        other.start()
+        other.join(5)
+    for thread in threads():
+        thread.join(5)
+    assert threads() == []
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(3), GeneratorExit(), MemoryError()], ids=repr
+)
+@pytest.mark.parametrize("at", [0, 4])
+def test_an_error_arrives_after_the_items_before_it(error: BaseException, at: int) -> None:
+    ahead = BackgroundIterator(Source(9, fails_at=at, error=error), 2)
+    seen: list[int] = []
+    with pytest.raises(type(error)) as raised:
+        seen.extend(ahead)
+    assert seen == list(range(at))
+    assert raised.value is error
+    assert "raise self.error" in "".join(traceback.format_exception(error))  # the line in the source
+    assert threads() == []
+    with pytest.raises(LoaderError):  # not the end of an epoch
+        next(ahead)
+
+
+def test_an_error_that_was_dropped_keeps_nothing_alive() -> None:
+    source = Source(9, fails_at=1, error=ValueError())
+    released = weakref.ref(source)
+    ahead = BackgroundIterator(source, 1)
+    del source
+    next(ahead)
+    with pytest.raises(ValueError, match=r"^$") as raised:
+        next(ahead)
+    assert released() is not None  # its own frame is in the traceback
+    traceback.clear_frames(raised.value.__traceback__)
+    assert released() is None  # and that was all
+
+
+def test_a_batch_that_was_taken_is_not_kept() -> None:
+    class Big:
+        pass
+
+    def source() -> Iterator[Big]:
+        yield Big()
+        gate.wait(5)
+
+    gate = threading.Event()
+    with BackgroundIterator(source(), 1) as ahead:
+        taken = weakref.ref(next(ahead))
+        assert taken() is None
+        gate.set()
+
+
+def test_a_thread_that_dies_is_not_the_end_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackgroundGenerator, "run", lambda self: None)
+    ahead = BackgroundIterator(Source(5), 1)
+    with pytest.raises(LoaderError, match=r"Batches are missing: this is not the end"):
+        next(ahead)
+
+
+def test_an_end_that_is_not_ours_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackgroundGenerator, "run", lambda self: self.queue.put((False, StopIteration)))
+    with pytest.raises(LoaderError, match="this is not the end of the epoch"):
+        next(BackgroundIterator(Source(5), 1))
+
+
+def test_a_source_that_is_stuck_is_left_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "PATIENCE_S", 0.01)
+    gate = Gate()
+    ahead = BackgroundIterator(gate, 1)
+    assert gate.asked.wait(5)
+    with caplog.at_level(logging.WARNING, "lightning_feed"):
+        ahead.close()
+    assert ["timeout" in record.message for record in caplog.records] == [True]
+    gate.open.release()  # the batch comes at last, and the thread ends
+
+
+def test_an_interrupt_while_waiting_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = BackgroundIterator(Source(100), 1)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ahead, "_take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(ahead)
+    assert threads() == []
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # on purpose: Python 3.12 on
+def test_a_forked_copy_leaves_the_thread_alone() -> None:
+    ahead = BackgroundIterator(Source(100), 1)
+    next(ahead)
+    child = multiprocessing.get_context("fork").Process(target=ahead.close)
+    child.start()
+    child.join(10)
+    assert child.exitcode == 0
+    assert next(ahead) == 1
+    ahead.close()
+
+
+def test_the_thread_works_on_the_consumers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: asked.append((device, type(threading.current_thread()).__name__))
+    )
+    assert list(BackgroundIterator(Source(2), 1)) == [0, 1]
+    assert asked == [(3, "BackgroundGenerator")]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_behind_a_loader_everything_arrives(workers: int) -> None:
+    loader = DataLoader(Samples(23), batch_size=4, num_workers=workers)
+    ahead = BackgroundIterator(iter(loader), 2)
+    assert torch.cat(list(ahead)).tolist() == list(range(23))
+
+
+def test_workers_of_an_abandoned_epoch_end() -> None:
+    ahead = BackgroundIterator(iter(DataLoader(Samples(100), num_workers=2)), 2)
+    next(ahead)
+    assert len(multiprocessing.active_children()) == 2
+    ahead.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_an_error_in_a_worker_is_heard_with_its_traceback() -> None:
+    ahead = BackgroundIterator(iter(DataLoader(Samples(20, fails_at=5), batch_size=2, num_workers=2)), 2)
+    seen: list[torch.Tensor] = []
+    with pytest.raises(OSError, match=r"sample 5 is cut short") as raised:
+        seen.extend(ahead)
+    assert torch.cat(seen).tolist() == [0, 1, 2, 3]
+    assert "__getitem__" in str(raised.value)
+    # Torch's iterator hangs in the error's frames. Left to the garbage collector, it waits 5 s for each worker.
+    traceback.clear_frames(raised.value.__traceback__)

@@ -1,0 +1,659 @@
+"""FeedLoader: the same batches as DataLoader, exact resume after any batch, threads and workers that end."""
+
+import copy
+import gc
+import logging
+import multiprocessing
+import pickle
+import threading
+import traceback
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.fabric.utilities.data import _replace_dunder_methods
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from lightning_feed.errors import LoaderError, ResumeError
+from lightning_feed.load.epoch_order import EpochOrder
+from lightning_feed.load.feed_loader import FeedLoader
+
+SIZE = 11
+
+
+class Squares(Dataset):
+    def __init__(self, size=SIZE):
+        self.size = size
+        self.read = []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+
+class EpochSampler:
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([(i * (self.epoch + 2)) % SIZE for i in range(SIZE)])
+
+    def __len__(self):
+        return SIZE
+
+
+class Sharded(IterableDataset):
+    """Divided among workers unevenly: each gets a third of what is left, the last all of the rest."""
+
+    def __init__(self, size=SIZE):
+        self.size = size
+
+    def numbers(self):
+        info = get_worker_info()
+        if info is None:
+            return list(range(self.size))
+        cuts = [0] + [self.size * (i + 1) // (i + 3) for i in range(info.num_workers - 1)] + [self.size]
+        return list(range(cuts[info.id], cuts[info.id + 1]))
+
+    def __iter__(self):
+        return iter(self.numbers())
+
+
+class ShardedSeeking(Sharded):
+    def __init__(self, size=SIZE):
+        super().__init__(size)
+        self.at = 0
+
+    def __iter__(self):
+        numbers = self.numbers()
+        while self.at < len(numbers):
+            self.at += 1
+            yield numbers[self.at - 1]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Shuffling(Sharded):
+    """Without a state, in an order that depends on the worker's seed."""
+
+    def __iter__(self):
+        numbers = self.numbers()
+        return (numbers[i] for i in torch.randperm(len(numbers)).tolist())
+
+
+class Run:
+    """A training of ``epochs`` epochs over one loader, which can be taken up from a state."""
+
+    def __init__(self, make, epochs=2):
+        self.epochs = epochs
+        self.epoch = epoch = [0]  # not self: in a reference cycle, persistent workers would end late, and slowly
+        self.loader = make(EpochOrder(seed=8, epoch=lambda: epoch[0]))
+
+    def unbroken(self):
+        """[(epoch, batch, state after it)]"""
+        seen = []
+        for epoch in range(self.epochs):
+            self.epoch[0] = epoch
+            seen += [(epoch, as_list(batch), self.loader.state_dict()) for batch in self.loader]
+        return seen
+
+    def resumed(self, epoch, state):
+        self.loader.load_state_dict(state)
+        seen = []
+        for now in range(epoch, self.epochs):
+            self.epoch[0] = now
+            seen += [(now, as_list(batch)) for batch in self.loader]
+        return seen
+
+
+def as_list(batch):
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def check_resume(make, at=None):
+    """The run resumed after each batch (or those given) trains what the unbroken one does."""
+    whole = Run(make).unbroken()
+    assert whole
+    for k in range(len(whole)) if at is None else at:
+        epoch, _, state = whole[k]
+        state = pickle.loads(pickle.dumps(state))
+        assert Run(make).resumed(epoch, state) == [(e, batch) for e, batch, _ in whole[k + 1 :]], f"after batch {k}"
+
+
+MAP_KINDS = {
+    "sequential": lambda order, **kw: FeedLoader(Squares(), batch_size=3, order=order, **kw),
+    "shuffled": lambda order, **kw: FeedLoader(Squares(), batch_size=3, shuffle=True, order=order, **kw),
+    "drop_last": lambda order, **kw: FeedLoader(
+        Squares(), batch_size=3, shuffle=True, drop_last=True, order=order, **kw
+    ),
+    "weighted": lambda order, **kw: FeedLoader(
+        Squares(), batch_size=3, sampler=WeightedRandomSampler([1.0] * SIZE, SIZE), order=order, **kw
+    ),
+    "set_epoch": lambda order, **kw: FeedLoader(Squares(), batch_size=3, sampler=EpochSampler(), order=order, **kw),
+    "batch_sampler": lambda order, **kw: FeedLoader(
+        Squares(), batch_sampler=BatchSampler(RandomSampler(range(SIZE)), 3, False), order=order, **kw
+    ),
+    "unbatched": lambda order, **kw: FeedLoader(Squares(), batch_size=None, shuffle=True, order=order, **kw),
+    "user_generator": lambda order, **kw: FeedLoader(
+        Squares(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(1), order=order, **kw
+    ),
+    "no_order": lambda order, **kw: FeedLoader(Squares(), batch_size=3, **kw),
+    "rank_1_of_2": lambda order, **kw: FeedLoader(
+        Squares(), batch_size=2, sampler=DistributedSampler(range(SIZE), 2, 1), order=order, **kw
+    ),
+}
+ITERABLE_KINDS = {
+    "state": lambda order, **kw: FeedLoader(ShardedSeeking(), batch_size=2, order=order, **kw),
+    "no_state": lambda order, **kw: FeedLoader(Sharded(), batch_size=2, order=order, **kw),
+    "drop_last": lambda order, **kw: FeedLoader(ShardedSeeking(), batch_size=2, drop_last=True, order=order, **kw),
+    "unbatched": lambda order, **kw: FeedLoader(ShardedSeeking(6), batch_size=None, order=order, **kw),
+}
+WORKERS = {
+    "0w": {},
+    "0w-background": {"background": 2},
+    "2w": {"num_workers": 2},
+    "2w-persistent-background": {"num_workers": 2, "persistent_workers": True, "background": 2},
+}
+
+
+@pytest.mark.parametrize("kind", MAP_KINDS)
+@pytest.mark.parametrize("workers", ["0w", "0w-background"])
+def test_map_style_resumes_after_any_batch(kind, workers):
+    check_resume(lambda order: MAP_KINDS[kind](order, **WORKERS[workers]))
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "set_epoch", "unbatched", "user_generator", "rank_1_of_2"])
+@pytest.mark.parametrize("workers", ["2w", "2w-persistent-background"])
+def test_map_style_resumes_with_workers(kind, workers):
+    check_resume(lambda order: MAP_KINDS[kind](order, **WORKERS[workers]), at=[1, 3, 5])
+
+
+@pytest.mark.parametrize("kind", ITERABLE_KINDS)
+@pytest.mark.parametrize("workers", ["0w", "0w-background"])
+def test_iterable_resumes_after_any_batch(kind, workers):
+    check_resume(lambda order: ITERABLE_KINDS[kind](order, **WORKERS[workers]))
+
+
+@pytest.mark.parametrize("kind", ITERABLE_KINDS)
+@pytest.mark.parametrize("workers", ["2w", "2w-persistent-background"])
+def test_iterable_resumes_with_workers(kind, workers):
+    check_resume(lambda order: ITERABLE_KINDS[kind](order, **WORKERS[workers]), at=[0, 2, 3, 5])
+
+
+# torch counts the CPUs of the machine that the tests run on
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
+def test_three_uneven_workers_keep_their_turns():
+    check_resume(
+        lambda order: FeedLoader(ShardedSeeking(16), batch_size=2, num_workers=3, order=order), at=range(0, 16, 2)
+    )
+
+
+def test_a_stateless_dataset_that_shuffles_by_its_workers_seed_resumes():
+    check_resume(lambda order: FeedLoader(Shuffling(), batch_size=2, num_workers=2, order=order), at=[1, 4, 7])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(1, 20),
+    batch_size=st.integers(1, 6),
+    drop_last=st.booleans(),
+    iterable=st.booleans(),
+    data=st.data(),
+)
+def test_any_size_resumes(size, batch_size, drop_last, iterable, data):
+    def make(order):
+        if iterable:
+            return FeedLoader(ShardedSeeking(size), batch_size=batch_size, drop_last=drop_last, order=order)
+        return FeedLoader(Squares(size), batch_size=batch_size, drop_last=drop_last, shuffle=True, order=order)
+
+    count = len(Run(make).unbroken())
+    if count:
+        check_resume(make, at=[data.draw(st.integers(0, count - 1))])
+
+
+def test_a_run_resumed_twice_is_still_the_same():
+    make = MAP_KINDS["shuffled"]
+    whole = Run(make, epochs=1).unbroken()
+    once = Run(make, epochs=1)
+    once.loader.load_state_dict(whole[0][2])
+    next(iter(once.loader))
+    assert once.loader.state_dict() == whole[1][2]
+    assert [b for _, b in Run(make, epochs=1).resumed(0, once.loader.state_dict())] == [b for _, b, _ in whole[2:]]
+
+
+def test_skipped_batches_are_not_loaded():
+    whole = Run(MAP_KINDS["sequential"]).unbroken()
+    resumed = Run(MAP_KINDS["sequential"], epochs=1)
+    resumed.resumed(0, whole[1][2])
+    assert resumed.loader.dataset.read == list(range(6, SIZE))
+
+
+def test_background_reads_ahead_and_counts_what_was_handed_out():
+    loader = FeedLoader(Squares(), batch_size=1, background=4)
+    batches = iter(loader)
+    next(batches)
+    reached = threading.Event()
+    for _ in range(1000):
+        if batches.background.ready == 4:
+            break
+        reached.wait(0.005)
+    assert len(loader.dataset.read) > 4
+    assert loader.state_dict()["batches"] == 1
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [3, None])
+def test_without_order_or_state_it_is_a_dataloader(workers, batch_size):
+    for dataset in (Squares(), Sharded()):
+        options = {"batch_size": batch_size, "num_workers": workers}
+        if isinstance(dataset, Squares):
+            options["shuffle"] = True
+        torch.manual_seed(7)
+        plain = [[as_list(b) for b in loader] for loader in [DataLoader(dataset, **options)] for _ in range(2)]
+        torch.manual_seed(7)
+        ours = [[as_list(b) for b in loader] for loader in [FeedLoader(dataset, **options)] for _ in range(2)]
+        assert ours == plain
+
+
+def test_with_the_users_generator_it_is_a_dataloader():
+    def epochs(cls):
+        loader = cls(Squares(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3))
+        return [[b.tolist() for b in loader] for _ in range(3)]
+
+    assert epochs(FeedLoader) == epochs(DataLoader)
+
+
+def test_order_changes_by_epoch_and_by_cycle():
+    run = Run(MAP_KINDS["shuffled"])
+    first, second = ([as_list(b) for b in run.loader] for _ in range(2))
+    assert run.loader.state_dict()["cycle"] == 1
+    run.epoch[0] = 1
+    third = [as_list(b) for b in run.loader]
+    assert run.loader.state_dict()["cycle"] == 0
+    assert first != second != third != first
+    again = Run(MAP_KINDS["shuffled"])
+    assert [as_list(b) for b in again.loader] == first
+
+
+def test_a_second_cycle_resumes_and_the_third_follows():
+    run = Run(MAP_KINDS["shuffled"])
+    list(run.loader)
+    second = []
+    for batch in run.loader:
+        second.append(batch.tolist())
+        if len(second) == 2:
+            state = run.loader.state_dict()
+    third = [b.tolist() for b in run.loader]
+    other = Run(MAP_KINDS["shuffled"])
+    other.loader.load_state_dict(state)
+    assert [b.tolist() for b in other.loader] == second[2:]
+    assert [b.tolist() for b in other.loader] == third
+
+
+def test_a_pass_that_gave_nothing_is_no_cycle():
+    run = Run(MAP_KINDS["shuffled"])
+    abandoned = iter(run.loader)
+    whole = [b.tolist() for b in run.loader]
+    del abandoned
+    assert whole == [b for _, b, _ in Run(MAP_KINDS["shuffled"], epochs=1).unbroken()]
+
+
+def test_a_resumed_pass_begun_twice_resumes_twice():
+    whole = Run(MAP_KINDS["shuffled"], epochs=1).unbroken()
+    run = Run(MAP_KINDS["shuffled"])
+    run.loader.load_state_dict(whole[1][2])
+    iter(run.loader)
+    assert run.loader.state_dict() == whole[1][2]
+    assert [b.tolist() for b in run.loader] == [b for _, b, _ in whole[2:]]
+    assert len(list(run.loader)) == len(whole)  # and no third time
+
+
+def test_the_state_of_a_finished_epoch_does_not_empty_the_next_one():
+    whole = Run(MAP_KINDS["shuffled"]).unbroken()
+    last = whole[3][2]
+    run = Run(MAP_KINDS["shuffled"])
+    run.loader.load_state_dict(last)
+    run.epoch[0] = 1
+    assert [b.tolist() for b in run.loader] == [b for e, b, _ in whole if e == 1]
+
+
+def test_the_seed_of_the_checkpoint_wins():
+    whole = Run(MAP_KINDS["shuffled"]).unbroken()
+    run = Run(MAP_KINDS["shuffled"])
+    run.loader.order.seed = 1
+    assert run.resumed(0, whole[0][2]) == [(e, b) for e, b, _ in whole[1:]]
+
+
+def test_length_is_that_of_the_whole_epoch_while_resuming():
+    whole = Run(MAP_KINDS["shuffled"]).unbroken()
+    run = Run(MAP_KINDS["shuffled"])
+    run.loader.load_state_dict(whole[1][2])
+    assert len(run.loader) == 4
+    batches = iter(run.loader)
+    next(batches)
+    assert len(run.loader) == 4
+
+
+def test_a_pending_state_is_what_is_saved():
+    state = Run(MAP_KINDS["shuffled"]).unbroken()[1][2]
+    loader = MAP_KINDS["shuffled"](EpochOrder(seed=0, epoch=lambda: 0))
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    assert pickle.loads(pickle.dumps(FeedLoader(Squares()))).state_dict()["begun"] is False
+
+
+def test_a_loader_in_use_can_be_pickled_with_its_place():
+    loader = FeedLoader(Squares(), batch_size=3, shuffle=True, background=1)
+    batches = iter(loader)
+    next(batches)
+    copied = pickle.loads(pickle.dumps(loader))
+    assert [b.tolist() for b in copied] == [b.tolist() for b in batches]
+
+
+def test_the_state_of_a_loader_that_was_never_begun_changes_nothing():
+    run = Run(MAP_KINDS["shuffled"])
+    other = Run(MAP_KINDS["shuffled"])
+    other.loader.load_state_dict(run.loader.state_dict())
+    assert [b.tolist() for b in other.loader] == [b.tolist() for b in run.loader]
+
+
+def test_loading_a_state_ends_persistent_workers():
+    before = set(multiprocessing.active_children())
+    run = Run(lambda order: MAP_KINDS["shuffled"](order, num_workers=2, persistent_workers=True))
+    whole = run.unbroken()
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    run.loader.load_state_dict(whole[1][2])
+    assert set(multiprocessing.active_children()) <= before
+    run.epoch[0] = 0
+    assert [b.tolist() for b in run.loader] == [b for e, b, _ in whole if e == 0][2:]
+
+
+def test_persistent_workers_are_kept_and_their_old_pass_is_closed():
+    loader = FeedLoader(Squares(), batch_size=3, num_workers=1, persistent_workers=True, background=1)
+    first = iter(loader)
+    next(first)
+    workers = [w.pid for w in first.source._workers]
+    second = iter(loader)
+    assert [w.pid for w in second.source._workers] == workers
+    with pytest.raises(LoaderError, match="closed before its end"):
+        next(first)
+    assert [b.tolist() for b in second] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+
+
+def test_two_ranks_together_train_every_sample_once():
+    def make(rank):
+        def make_rank(order):
+            sampler = DistributedSamplerWrapper(RandomSampler(range(12)), 2, rank, shuffle=False)
+            return FeedLoader(Squares(12), batch_size=2, sampler=sampler, order=order)
+
+        return make_rank
+
+    whole = [Run(make(rank)).unbroken() for rank in range(2)]
+    for rank in range(2):
+        check_resume(make(rank))
+    for epoch in range(2):
+        seen = [i for rank in whole for e, batch, _ in rank if e == epoch for i in batch]
+        assert sorted(seen) == list(range(12))
+
+
+# ---- states that do not fit ----
+
+
+def test_ranks_each_take_their_own(monkeypatch):
+    whole = Run(MAP_KINDS["shuffled"], epochs=1).unbroken()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    loader = Run(MAP_KINDS["shuffled"]).loader
+    loader.load_state_dict({"ranks": [whole[0][2], whole[2][2]]})
+    assert loader.state_dict() == whole[2][2]
+
+
+def test_fewer_ranks_go_on_after_as_many_samples(caplog):
+    state = FeedLoader(Squares(), batch_size=2).state_dict()
+    source = FeedLoader(Squares(), batch_size=2)
+    batches = iter(source)
+    next(batches)
+    state = source.state_dict()
+    loader = FeedLoader(Squares(), batch_size=2)
+    with caplog.at_level(logging.WARNING):
+        loader.load_state_dict({"ranks": [state, copy.deepcopy(state)]})
+    assert "2 ranks" in caplog.text
+    assert next(iter(loader)).tolist() == [4, 5]
+
+
+def test_an_iterable_dataset_needs_the_ranks_that_it_had():
+    state = Run(ITERABLE_KINDS["state"]).unbroken()[0][2]
+    with pytest.raises(ResumeError, match="Resume with 2 ranks"):
+        FeedLoader(Sharded()).load_state_dict({"ranks": [state, state]})
+
+
+def test_an_iterable_dataset_needs_the_workers_that_it_had():
+    loader = FeedLoader(Sharded(), num_workers=2)
+    assert next(iter(loader)).tolist() == [0]
+    with pytest.raises(ResumeError, match="Set num_workers=2 to resume"):
+        FeedLoader(Sharded()).load_state_dict(loader.state_dict())
+
+
+def test_one_worker_and_none_are_the_same_share():
+    loader = FeedLoader(Sharded(), num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    other = FeedLoader(Sharded())
+    other.load_state_dict(loader.state_dict())
+    assert [b.tolist() for b in other] == [b.tolist() for b in batches]
+
+
+def test_map_style_may_resume_with_other_workers():
+    whole = Run(lambda order: MAP_KINDS["shuffled"](order, num_workers=2)).unbroken()
+    assert Run(MAP_KINDS["shuffled"]).resumed(0, whole[1][2]) == [(e, b) for e, b, _ in whole[2:]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 9}, "version 9"),
+        ({"kind": "iterable"}, "kind 'iterable'"),
+        ({"batches": 5}, "saved after 5 batches of an epoch, and this loader has 4"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change, message):
+    state = {**Run(MAP_KINDS["shuffled"]).unbroken()[0][2], **change}
+    loader = Run(MAP_KINDS["shuffled"]).loader
+    with pytest.raises(ResumeError, match=message):  # noqa: PT012  # the length is known when the pass begins
+        loader.load_state_dict(state)
+        iter(loader)
+
+
+def test_workers_out_of_order_are_said_to_be_inexact(caplog):
+    loader = FeedLoader(Squares(), num_workers=2, in_order=False)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    assert state["exact"] is False
+    with caplog.at_level(logging.WARNING):
+        FeedLoader(Squares()).load_state_dict(state)
+    assert caplog.text.count("not exact") == 1
+
+
+# ---- ends ----
+
+
+class Failing(Squares):
+    def __getitem__(self, index):
+        if index == 6:
+            raise KeyError("sample 6 is broken")
+        return index
+
+
+@pytest.mark.parametrize("options", WORKERS.values(), ids=WORKERS)
+def test_an_error_reaches_the_consumer_with_its_traceback(options):
+    loader = FeedLoader(Failing(), batch_size=3, **options)
+    batches = iter(loader)
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(KeyError, match="sample 6 is broken") as caught:
+        next(batches)
+    assert "__getitem__" in "".join(traceback.format_exception(caught.value))
+    del caught  # it and this frame would hold each other, and with them the workers
+    with pytest.raises(LoaderError, match=r"(?s)ended with KeyError.*begin a new pass"):
+        next(batches)
+    assert batches.source is None
+    assert batches.background is None
+
+
+@pytest.mark.parametrize("options", WORKERS.values(), ids=WORKERS)
+def test_an_exhausted_pass_stays_exhausted(options):
+    batches = iter(FeedLoader(Squares(), batch_size=3, **options))
+    assert len(list(batches)) == 4
+    assert list(batches) == []
+    assert batches.source is None
+
+
+@pytest.mark.parametrize("how", ["close", "loader", "garbage", "break"])
+def test_no_thread_outlives_its_pass(how):
+    before = set(threading.enumerate())
+    loader = FeedLoader(Squares(1000), background=2)
+    batches = iter(loader)
+    next(batches)
+    assert len(set(threading.enumerate()) - before) == 1
+    if how == "close":
+        batches.close()
+    elif how == "loader":
+        loader.close()
+    elif how == "break":
+        for _ in batches:
+            break
+        del batches
+    else:
+        del batches
+    gc.collect()
+    assert set(threading.enumerate()) <= before
+
+
+def test_closing_is_possible_at_any_time_and_any_number_of_times():
+    loader = FeedLoader(Squares())
+    loader.close()
+    batches = iter(loader)
+    batches.close()
+    batches.close()
+    with pytest.raises(LoaderError, match="closed before its end"):
+        next(batches)
+
+
+@pytest.mark.parametrize("name", ["dataset", "collate_fn", "worker_init_fn"])
+# torch adds advice of its own to the failure that is provoked here, from 2.15 on
+@pytest.mark.filterwarnings("ignore:Got pickle error when attempting to start a worker:UserWarning")
+def test_what_cannot_be_sent_to_a_worker_is_named(name):
+    dataset = Squares()
+    options = {"collate_fn": list, "worker_init_fn": None}
+    if name == "dataset":
+        dataset.transform = lambda x: x
+    else:
+        options[name] = lambda *a: None
+    loader = FeedLoader(dataset, num_workers=1, multiprocessing_context="spawn", **options)
+    with pytest.raises(LoaderError, match=f"because {name} .*cannot be pickled") as caught:
+        iter(loader)
+    assert isinstance(caught.value.__cause__, (AttributeError, TypeError, pickle.PicklingError))
+
+
+# ---- what Lightning does with loaders ----
+
+
+class Pairs(BatchSampler):
+    def __init__(self, sampler, batch_size=2, drop_last=False):
+        super().__init__(sampler, batch_size, drop_last)
+
+
+class Source:
+    """A *_dataloader hook."""
+
+    def __init__(self, **options):
+        self.order = EpochOrder(seed=8, epoch=lambda: 0)
+        self.options = options
+
+    def make(self, dataset):
+        return FeedLoader(dataset, background=1, order=self.order, num_workers=1, **self.options)
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["made in a hook", "made elsewhere"])
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_sampler": Pairs(RandomSampler(range(SIZE)))}])
+def test_lightning_can_copy_it_with_another_sampler(wrapped, options):
+    source = Source(**options)
+    if wrapped:
+        with _replace_dunder_methods(DataLoader, "dataset"), _replace_dunder_methods(BatchSampler):
+            loader = source.make(Squares())
+    else:
+        loader = source.make(Squares())
+    sampler = DistributedSampler(range(SIZE), 2, 1, shuffle=False)
+    copied = _update_dataloader(loader, sampler)
+    assert type(copied) is FeedLoader
+    assert copied.order is source.order
+    assert (copied.background, copied.num_workers, copied.dataset) == (1, 1, loader.dataset)
+    assert [as_list(b) for b in copied] == [[1, 3], [5, 7], [9, 0]]
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["made in a hook", "made elsewhere"])
+def test_lightning_can_copy_it_over_an_iterable_dataset(wrapped):
+    source = Source(batch_size=4)
+    if wrapped:
+        with _replace_dunder_methods(DataLoader, "dataset"):
+            loader = source.make(Sharded())
+    else:
+        loader = source.make(Sharded())
+    copied = _update_dataloader(loader, loader.sampler)
+    assert copied.dataset is loader.dataset
+    assert type(copied.dataset) is Sharded
+    assert [as_list(b) for b in copied] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+
+
+def test_lightning_sees_the_indices_of_predictions():
+    loader = _update_dataloader(FeedLoader(Squares(), batch_size=4), range(SIZE), RunningStage.PREDICTING)
+    batches = iter(loader)
+    next(batches)
+    assert loader.batch_sampler.seen_batch_indices == [[0, 1, 2, 3]]
+
+
+def test_a_copy_seeds_a_sampler_that_the_first_loader_had_seeded():
+    order = EpochOrder(seed=8, epoch=lambda: 1)
+    loader = FeedLoader(Squares(), batch_size=SIZE, shuffle=True, order=order)
+    first = next(iter(loader)).tolist()
+    assert next(iter(_update_dataloader(loader, loader.sampler))).tolist() == first
+
+
+def init_of_worker(worker_id):
+    get_worker_info().dataset.size = 2 + worker_id
+
+
+def test_a_worker_init_fn_reaches_the_users_dataset():
+    loader = FeedLoader(Sharded(), batch_size=None, num_workers=1, worker_init_fn=init_of_worker)
+    assert list(loader) == [0, 1]
+
+
+def test_an_iterable_dataset_without_a_length_has_none():
+    with pytest.raises(TypeError):
+        len(FeedLoader(Sharded()))

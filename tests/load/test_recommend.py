@@ -1,0 +1,221 @@
+"""The recommendation: known machines by hand, and bounds that hold on all machines."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.machine import Machine
+from lightning_feed.load.recommend import (
+    ASSUMED_SAMPLE_BYTES,
+    MEMORY_SHARE,
+    SHM_SHARE,
+    WORKER_BYTES,
+    Recommendation,
+    Workload,
+    recommend,
+)
+from lightning_feed.load.settings import LoaderSettings
+
+GIB = 2**30
+MACHINE = Machine(
+    usable_cpus=8,
+    cpu_reason="CPUs by decree",
+    available_memory_bytes=64 * GIB,
+    free_shm_bytes=32 * GIB,
+    start_method="fork",
+)
+WORK = Workload(split="train", batch_size=32, batches=1000, device_type="cuda")
+AUTO = LoaderSettings()
+
+
+def chosen(found: Recommendation) -> tuple[int, int | None, bool, bool]:
+    return found.num_workers, found.prefetch_factor, found.pin_memory, found.persistent_workers
+
+
+def test_a_roomy_machine() -> None:
+    found = recommend(MACHINE, AUTO, WORK)
+    assert chosen(found) == (7, 2, True, True)
+    assert found.warnings == ()
+    assert found.reasons["num_workers"] == "8 CPUs by decree, less one for the training process"
+    assert [line.partition(":")[0] for line in found.describe().splitlines()] == [
+        "num_workers=7",
+        "prefetch_factor=2",
+        "pin_memory=True",
+        "persistent_workers=True",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("machine", "work", "workers"),
+    [
+        ({"usable_cpus": 1}, {}, 1),
+        ({"usable_cpus": 2}, {}, 2),
+        ({"usable_cpus": 3}, {}, 3),
+        ({"usable_cpus": 4}, {}, 3),
+        ({}, {"local_ranks": 2}, 3),
+        ({}, {"local_ranks": 4}, 2),
+        ({}, {"local_ranks": 16}, 1),
+        ({}, {"loaders": 2}, 3),
+        ({}, {"loaders": 20}, 1),
+        ({}, {"batches": 5}, 5),
+        ({}, {"batches": 2}, 2),
+        ({}, {"batches": 1}, 0),
+        ({}, {"batches": None}, 7),
+        ({}, {"batches": None, "iterable": True}, 1),
+    ],
+)
+def test_number_of_workers(machine: dict[str, Any], work: dict[str, Any], workers: int) -> None:
+    assert recommend(replace(MACHINE, **machine), AUTO, replace(WORK, **work)).num_workers == workers
+
+
+def test_a_stream_gets_one_worker_since_more_might_double_its_samples() -> None:
+    reason = recommend(MACHINE, AUTO, replace(WORK, iterable=True)).reasons["num_workers"]
+    assert "get_worker_info" in reason
+    assert "set num_workers" in reason
+    assert recommend(MACHINE, LoaderSettings(num_workers=4), replace(WORK, iterable=True)).num_workers == 4
+
+
+def test_settings_that_need_a_worker_get_one() -> None:
+    one_batch = replace(WORK, batches=1)
+    assert chosen(recommend(MACHINE, LoaderSettings(timeout_s=5), one_batch))[:2] == (1, 2)
+    no_shm = replace(MACHINE, free_shm_bytes=0)
+    found = recommend(no_shm, LoaderSettings(persistent_workers=True), WORK)
+    assert chosen(found)[:2] == (1, 1)
+    assert "/dev/shm" in found.warnings[0]
+
+
+def test_without_workers_nothing_is_loaded_ahead_or_kept_alive() -> None:
+    found = recommend(MACHINE, LoaderSettings(num_workers=0), WORK)
+    assert chosen(found) == (0, None, True, False)
+    assert found.reasons["num_workers"] == "as given"
+
+
+@pytest.mark.parametrize(
+    ("split", "reload_every", "persistent"),
+    [("train", 0, True), ("val", 0, True), ("test", 0, False), ("predict", 0, False), ("train", 1, False)],
+)
+def test_workers_live_on_where_the_split_comes_again(split: str, reload_every: int, persistent: bool) -> None:
+    work = replace(WORK, split=split, reload_every_n_epochs=reload_every)
+    assert recommend(MACHINE, AUTO, work).persistent_workers is persistent
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_persistent_workers_of_loaders_that_are_thrown_away_are_refused(split: str) -> None:
+    work = replace(WORK, split=split, reload_every_n_epochs=3)
+    with pytest.raises(SettingsError, match=r"persistent_workers=True with .*n_epochs=3.*Leave one of the two out"):
+        recommend(MACHINE, LoaderSettings(persistent_workers=True), work)
+
+
+@pytest.mark.parametrize(
+    ("given_pin", "device", "pinned"),
+    [
+        ("auto", "cuda", True),
+        ("auto", "xpu", True),
+        ("auto", "cpu", False),
+        ("auto", "mps", False),
+        (True, "cuda", True),
+        (True, "cpu", False),
+        (False, "cuda", False),
+    ],
+)
+def test_pinned_memory(given_pin: Any, device: str, pinned: bool) -> None:
+    found = recommend(MACHINE, LoaderSettings(pin_memory=given_pin), replace(WORK, device_type=device))
+    assert found.pin_memory is pinned
+    if given_pin is True and not pinned:
+        assert "given as True, and left off" in found.reasons["pin_memory"]
+
+
+def test_little_shared_memory_shortens_the_look_ahead_before_it_takes_workers() -> None:
+    batch = 32 * ASSUMED_SAMPLE_BYTES
+    for batches, expected in ((15, (7, 2)), (14, (7, 1)), (8, (7, 1)), (7, (6, 1)), (3, (2, 1)), (2, (1, 1))):
+        shm = int((batches + 0.01) * batch / SHM_SHARE)
+        found = recommend(replace(MACHINE, free_shm_bytes=shm), AUTO, WORK)
+        assert chosen(found)[:2] == expected
+    assert "float32 pictures of 3 x 224 x 224" in found.reasons["num_workers"]
+    assert "--shm-size" in found.reasons["prefetch_factor"]
+
+
+def test_a_known_sample_size_is_taken_at_its_word() -> None:
+    tiny_shm = replace(MACHINE, free_shm_bytes=64 * 2**20)  # as in a container by default
+    assert chosen(recommend(tiny_shm, AUTO, WORK))[:2] == (1, 1)
+    assert chosen(recommend(tiny_shm, LoaderSettings(sample_bytes=4), WORK))[:2] == (7, 2)
+
+
+def test_without_room_for_one_worker_there_is_none_and_a_warning() -> None:
+    found = recommend(replace(MACHINE, free_shm_bytes=2**20), AUTO, WORK)
+    assert chosen(found) == (0, None, True, False)
+    assert "sample_bytes" in found.warnings[0]
+
+
+def test_little_memory_takes_workers() -> None:
+    found = recommend(replace(MACHINE, available_memory_bytes=2 * GIB), LoaderSettings(sample_bytes=4), WORK)
+    assert found.num_workers == 3  # 256 MiB each, in half of 2 GiB, with some MiB of batches
+    assert "free memory" in found.reasons["num_workers"]
+    spawned = recommend(
+        replace(MACHINE, available_memory_bytes=2 * GIB), LoaderSettings(sample_bytes=4, start_method="spawn"), WORK
+    )
+    assert spawned.num_workers == 1
+
+
+def test_given_numbers_are_kept_and_warned_about() -> None:
+    found = recommend(replace(MACHINE, free_shm_bytes=2**20), LoaderSettings(num_workers=12, prefetch_factor=8), WORK)
+    assert chosen(found)[:2] == (12, 8)
+    assert "more than 80% of the 1 MiB free in /dev/shm" in found.warnings[0]
+    assert "WARNING" in found.reasons["num_workers"]
+    assert "WARNING" in found.reasons["prefetch_factor"]
+
+
+maybe_bytes = st.none() | st.integers(0, 2**40)
+machines = st.builds(
+    Machine,
+    usable_cpus=st.integers(1, 256),
+    cpu_reason=st.just("CPUs by decree"),
+    available_memory_bytes=maybe_bytes,
+    free_shm_bytes=maybe_bytes,
+    start_method=st.sampled_from(sorted(WORKER_BYTES)),
+)
+workloads = st.builds(
+    Workload,
+    split=st.sampled_from(["train", "val", "test", "predict"]),
+    batch_size=st.integers(1, 4096),
+    batches=st.none() | st.integers(0, 10**6),
+    loaders=st.integers(1, 4),
+    iterable=st.booleans(),
+    device_type=st.sampled_from(["cuda", "cpu", "xpu", "mps"]),
+    local_ranks=st.integers(1, 16),
+    reload_every_n_epochs=st.integers(0, 3),
+)
+free_choice = st.builds(
+    LoaderSettings, background=st.integers(0, 8), sample_bytes=st.none() | st.integers(1, 2**24), in_order=st.just(True)
+)
+
+
+@given(machines, free_choice, workloads)
+def test_a_free_choice_keeps_every_bound(machine: Machine, settings: LoaderSettings, work: Workload) -> None:
+    found = recommend(machine, settings, work)
+    assert 0 <= found.num_workers <= max(1, machine.usable_cpus // work.local_ranks)
+    assert work.batches is None or found.num_workers <= max(1, work.batches)
+    assert set(found.reasons) == {"num_workers", "prefetch_factor", "pin_memory", "persistent_workers"}
+    assert all(found.reasons.values())
+    assert (found.prefetch_factor is None) is (found.num_workers == 0)
+    assert not (found.persistent_workers and (found.num_workers == 0 or work.reload_every_n_epochs))
+    if found.prefetch_factor is None:
+        return
+    everywhere = work.local_ranks * work.loaders
+    batches = found.num_workers * found.prefetch_factor + settings.background + 1
+    batch_bytes = work.batch_size * (settings.sample_bytes or ASSUMED_SAMPLE_BYTES)
+    if machine.free_shm_bytes is not None:
+        assert everywhere * batches * batch_bytes <= SHM_SHARE * machine.free_shm_bytes * (1 + 1e-9)
+    if machine.available_memory_bytes is not None:
+        resident = found.num_workers * WORKER_BYTES[machine.start_method] * everywhere
+        assert resident <= MEMORY_SHARE * machine.available_memory_bytes * (1 + 1e-9)
+
+
+@given(machines, workloads, st.integers(1, 1024), st.integers(1, 64))
+def test_given_numbers_are_never_changed(machine: Machine, work: Workload, workers: int, prefetch: int) -> None:
+    found = recommend(machine, LoaderSettings(num_workers=workers, prefetch_factor=prefetch), work)
+    assert (found.num_workers, found.prefetch_factor) == (workers, prefetch)

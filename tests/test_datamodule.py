@@ -1,0 +1,666 @@
+"""FastDataModule on real Trainers of both packages: what it makes, builds, says and refuses."""
+
+import copy
+import gc
+import importlib
+import logging
+import multiprocessing
+import pickle
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+
+import lightning_feed
+from lightning_feed import _host, datamodule
+from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
+from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.machine import Machine
+from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.worker_init import WorkerInit
+
+PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+HERE = LoaderSettings(num_workers=0)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*`IterableDataset` has `__len__` defined:UserWarning",  # Lightning's word on streams that have a length
+)
+
+
+class Rows(Dataset[Tensor]):
+    """Row i is (i, i)."""
+
+    def __init__(self, size: int, first: int = 0) -> None:
+        self.size, self.first = size, first
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((2,), float(self.first + index))
+
+
+class Stream(IterableDataset[Tensor]):
+    """The rows without a length."""
+
+    def __init__(self, size: int) -> None:
+        self.rows = Rows(size)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from (self.rows[index] for index in range(len(self.rows)))
+
+
+class Data(lightning_feed.FastDataModule):
+    """Gives what it was given, and writes down which splits were asked for."""
+
+    def __init__(self, given: dict[str, Any], batch_size: int = 4, **options: Any) -> None:
+        super().__init__(batch_size, **{"loader": HERE, **options})
+        self.given = given
+        self.asked: list[str] = []
+
+    def make_dataset(self, split: str) -> Any:
+        self.asked.append(split)
+        return self.given.get(split)
+
+
+def module(package: str = "lightning.pytorch") -> Any:
+    """A model of that package that writes down the batches of each split."""
+    base = importlib.import_module(package).LightningModule
+
+    class Model(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+            self.seen: dict[str, list[Any]] = {split: [] for split in ("train", "val", "test", "predict")}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen["train"].append(batch)
+            rows = batch
+            while not isinstance(rows, Tensor):
+                rows = next(iter(rows.values())) if isinstance(rows, dict) else rows[0]
+            return self.layer(rows / 100).sum()
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.seen["val"].append(batch)
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen["test"].append(batch)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen["predict"].append(batch)
+            return batch[:, 0]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    return Model()
+
+
+def trainer(package: str = "lightning.pytorch", **options: Any) -> Any:
+    quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+        "num_sanity_val_steps": 0,
+    }
+    return importlib.import_module(package).Trainer(**{**quiet, **options})
+
+
+def firsts(batches: list[Tensor]) -> list[int]:
+    return [int(value) for batch in batches for value in batch[:, 0]]
+
+
+@pytest.fixture(autouse=True)
+def _no_seed_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")  # so that what seed_everything sets is taken back after the test
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _no_workers_from_elsewhere() -> Iterator[None]:
+    yield
+    gc.collect()  # Trainers are full of reference cycles
+
+
+# --- the way from dataset to step -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_sample_arrives_in_every_stage(package: str, workers: int) -> None:
+    kind = importlib.import_module("lightning_feed.pl").FastDataModule if "_" in package else None
+    given = {"train": Rows(10), "val": Rows(6, 100), "test": Rows(5, 200), "predict": Rows(3, 300)}
+    data: Any = Data(given, loader=LoaderSettings(num_workers=workers))
+    if kind is not None:
+        data = type("OfThePackage", (kind,), {"make_dataset": lambda self, split: given.get(split)})(
+            4, loader=LoaderSettings(num_workers=workers)
+        )
+    model = module(package)
+    trainer(package).fit(model, datamodule=data)
+    assert sorted(firsts(model.seen["train"])) == list(range(10))
+    assert firsts(model.seen["val"]) == list(range(100, 106))
+    assert [len(batch) for batch in model.seen["train"]] == [4, 4, 2]
+
+    trainer(package).validate(model, datamodule=data, verbose=False)
+    trainer(package).test(model, datamodule=data, verbose=False)
+    predictions = trainer(package).predict(model, datamodule=data)
+    assert firsts(model.seen["val"]) == [*range(100, 106)] * 2
+    assert firsts(model.seen["test"]) == list(range(200, 205))
+    assert torch.cat(predictions).tolist() == [300, 301, 302]
+    assert multiprocessing.active_children() == []
+
+
+def test_both_packages_have_the_same_methods() -> None:
+    ours, theirs = lightning_feed.FastDataModule, importlib.import_module("lightning_feed.pl").FastDataModule
+    assert ours.__mro__[1] is theirs.__mro__[1] is datamodule.FeedDataModule
+    assert {name for name in vars(ours) if not name.startswith("__")} == set()
+    assert {name for name in vars(theirs) if not name.startswith("__")} == set()
+
+
+def test_the_other_package_is_optional_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
+    monkeypatch.delitem(sys.modules, "lightning_feed.pl", raising=False)
+    with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[pl\]'"):
+        importlib.import_module("lightning_feed.pl")
+
+
+@pytest.mark.parametrize(
+    ("stage", "splits"),
+    [("fit", ["train", "val"]), ("validate", ["val"]), ("test", ["test"]), ("predict", ["predict"])],
+)
+def test_setup_makes_only_the_splits_of_its_stage_and_once(stage: str, splits: list[str]) -> None:
+    data = Data({split: Rows(8) for split in datamodule.SPLITS})
+    data.setup(stage)
+    data.setup(stage)
+    assert data.asked == splits
+    assert data.dataset(splits[0]) is data.given[splits[0]]
+
+
+def test_training_is_shuffled_and_evaluation_is_not() -> None:
+    data = Data({split: Rows(50) for split in datamodule.SPLITS})
+    assert isinstance(data.train_dataloader().sampler, RandomSampler)
+    for loader in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
+        assert isinstance(loader.sampler, SequentialSampler)
+    unshuffled = Data({"train": Rows(50)}, loader=LoaderSettings(num_workers=0, shuffle=False))
+    assert isinstance(unshuffled.train_dataloader().sampler, SequentialSampler)
+
+
+def test_missing_evaluation_splits_give_no_loaders() -> None:
+    data = Data({"train": Rows(8)})
+    assert data.val_dataloader() == data.test_dataloader() == data.predict_dataloader() == []
+    model = module()
+    trainer().fit(model, datamodule=data)
+    assert len(model.seen["train"]) == 2
+    assert model.seen["val"] == []
+
+
+def test_evaluation_has_its_own_batch_size_and_keeps_the_last_batch() -> None:
+    settings = LoaderSettings(num_workers=0, drop_last=True)
+    data = Data({"train": Rows(10), "val": Rows(10)}, 4, eval_batch_size=3, loader=settings)
+    assert [len(batch) for batch in data.train_dataloader()] == [4, 4]
+    assert [len(batch) for batch in data.val_dataloader()] == [3, 3, 3, 1]
+    assert Data({"val": Rows(10)}, 4).val_dataloader().batch_size == 4
+
+
+def test_a_dict_of_datasets_is_a_dict_of_loaders() -> None:
+    data = Data({"train": {"real": Rows(8), "made up": Rows(8, 100)}})
+    model = module()
+    trainer().fit(model, datamodule=data)
+    assert [set(batch) for batch in model.seen["train"]] == [{"real", "made up"}] * 2
+    assert sorted(firsts([batch["made up"] for batch in model.seen["train"]])) == list(range(100, 108))
+    assert set(data.recommendations) == {"train['real']", "train['made up']"}
+
+
+def test_datasets_of_one_size_are_not_shuffled_alike() -> None:
+    data = Data({"train": [Rows(64), Rows(64)]}, 64)
+    left, right = (firsts(list(loader)) for loader in data.train_dataloader())
+    assert sorted(left) == sorted(right)
+    assert left != right
+
+
+def test_a_list_of_validation_sets() -> None:
+    data = Data({"train": Rows(8), "val": [Rows(4), Rows(4, 100)]})
+    model = module()
+    trainer().fit(model, datamodule=data)
+    assert firsts(model.seen["val"]) == [0, 1, 2, 3, 100, 101, 102, 103]
+
+
+def test_a_stream() -> None:
+    data = Data({"train": Stream(10), "val": Stream(3)}, loader=LoaderSettings())
+    model = module()
+    trainer().fit(model, datamodule=data)
+    assert firsts(model.seen["train"]) == list(range(10))  # not doubled by a second worker
+    assert data.recommendations["train"].num_workers == 1
+
+
+def test_the_same_run_has_the_same_order_and_its_epochs_differ() -> None:
+    def run(seed: int) -> list[int]:
+        model = module()
+        data = Data({"train": Rows(32)}, loader=LoaderSettings(num_workers=0, seed=seed))
+        trainer(max_epochs=2).fit(model, datamodule=data)
+        return firsts(model.seen["train"])
+
+    first, again, other = run(1), run(1), run(2)
+    assert first == again != other
+    assert sorted(first[:32]) == sorted(first[32:])
+    assert first[:32] != first[32:]
+
+
+def test_seed_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(seed: str | None) -> int:
+        if seed is not None:
+            monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        data = Data({"train": Rows(32)})
+        trainer().fit(module(), datamodule=data)
+        return int(data.state_dict()["seed"])
+
+    assert run("7") == 7
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        drawn = run(None), run(None)
+        torch.manual_seed(3)
+        assert drawn == (run(None), run(None))
+    assert drawn[0] != drawn[1]
+
+
+def test_a_second_fit_has_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Data({"train": Rows(32)})
+    for seed in ("1", "2"):
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        trainer().fit(module(), datamodule=data)
+        assert data.state_dict() == {"seed": int(seed)}
+
+
+def test_the_seed_goes_through_a_checkpoint(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, data = module(), Data({"train": Rows(32)})
+    first = trainer()
+    first.fit(model, datamodule=data)
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = Data({"train": Rows(32)}, loader=LoaderSettings(num_workers=0, seed=5))
+    with caplog.at_level(logging.WARNING, "lightning_feed"):
+        trainer(max_epochs=2).fit(module(), datamodule=resumed, ckpt_path=tmp_path / "last.ckpt")
+    assert resumed.state_dict() == data.state_dict()
+    assert "gives seed 5. That of the checkpoint is used" in caplog.text
+
+
+def test_overfitting_keeps_the_order_without_lightnings_warning() -> None:
+    data = Data({"train": Rows(32), "val": Rows(8)})
+    model = module()
+    trainer(overfit_batches=2, max_epochs=2).fit(model, datamodule=data)
+    assert firsts(model.seen["train"]) == [*range(8)] * 2
+
+
+def test_reloading_asks_for_the_data_again() -> None:
+    data = Data({"train": Rows(8), "val": Rows(4)}, loader=LoaderSettings(num_workers=1))
+    trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(module(), datamodule=data)
+    assert data.asked.count("train") == 3
+    assert not data.recommendations["train"].persistent_workers
+    assert "every 1 epochs" in data.loader_report()
+
+
+def test_a_reload_with_persistent_workers_is_refused() -> None:
+    data = Data({"train": Rows(8)}, loader=LoaderSettings(num_workers=1, persistent_workers=True))
+    with pytest.raises(SettingsError, match="Leave one of the two out"):
+        trainer(reload_dataloaders_every_n_epochs=1).fit(module(), datamodule=data)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_background_thread_is_gone_after_the_fit(workers: int) -> None:
+    data = Data({"train": Rows(40), "val": Rows(8)}, loader=LoaderSettings(num_workers=workers, background=2))
+    model = module()
+    trainer(max_steps=3, max_epochs=-1, num_sanity_val_steps=1).fit(model, datamodule=data)
+    assert len(model.seen["train"]) == 3
+    assert [thread.name for thread in threading.enumerate() if type(thread).__name__ == "BackgroundGenerator"] == []
+    assert multiprocessing.active_children() == []
+
+
+def test_the_fit_makes_its_checkpoints_exact() -> None:
+    from lightning_feed.exact_resume import ExactResume
+
+    fitting = trainer()
+    fitting.fit(module(), datamodule=Data({"train": Rows(8)}))
+    assert sum(isinstance(callback, ExactResume) for callback in fitting.callbacks) == 1
+
+
+# --- overrides ------------------------------------------------------------------------------------------------------
+
+
+class Collating(Data):
+    def collate(self, samples: list[Tensor], split: str) -> Any:
+        return torch.stack(samples) + (1000 if split == "train" else 2000)
+
+
+class Unshared(Collating):
+    """Has what cannot be pickled, in the Trainer that it is attached to and in a dataset that is not used."""
+
+    def __init__(self, given: dict[str, Any], **options: Any) -> None:
+        super().__init__(given, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        assert state["trainer"] is None
+        return {**state, "given": {}}
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_collate_of_ones_own(start_method: Any) -> None:
+    data = Unshared({"train": Rows(8), "val": Rows(4)}, loader=LoaderSettings(num_workers=1, start_method=start_method))
+    data.trainer = trainer()
+    loader = data.train_dataloader()
+    assert sorted(firsts(list(loader))) == list(range(1000, 1008))
+    data.trainer = None
+    assert firsts(list(Collating({"val": Rows(4)}).val_dataloader())) == [2000, 2001, 2002, 2003]
+
+
+def test_without_an_override_lightning_sees_none() -> None:
+    data = Data({"train": Rows(8)})
+    assert data.train_dataloader().collate_fn is DataLoader(Rows(8)).collate_fn
+    assert not _host.is_overridden(data, "transfer_batch_to_device")
+    assert "transfer_batch_to_device" not in vars(data)
+
+
+def test_a_sampler_of_ones_own() -> None:
+    class Sampling(Data):
+        def sampler(self, dataset: Any, split: str) -> Any:
+            return [5, 3, 1] if split == "train" else None
+
+    data = Sampling({"train": Rows(8), "val": Rows(3)})
+    assert firsts(list(data.train_dataloader())) == [5, 3, 1]
+    assert firsts(list(data.val_dataloader())) == [0, 1, 2]
+
+
+class Transforming(Data):
+    def device_transform(self, batch: Tensor, split: str) -> Tensor:
+        self.splits = [*getattr(self, "splits", []), split]
+        return batch + 1000
+
+
+class TransformingAfterOwnTransfer(Transforming):
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return super().transfer_batch_to_device(batch * 0 + 7, device, dataloader_idx)
+
+
+def test_device_transform_runs_in_every_stage_and_knows_the_split() -> None:
+    data = Transforming({split: Rows(2, 10) for split in datamodule.SPLITS})
+    model = module()
+    trainer(num_sanity_val_steps=1).fit(model, datamodule=data)
+    assert data.splits == ["val", "train", "val"]
+    data.splits = []
+    trainer().test(model, datamodule=data, verbose=False)
+    predicted = trainer().predict(model, datamodule=data)
+    trainer().validate(model, datamodule=data, verbose=False)
+    assert data.splits == ["test", "predict", "val"]
+    assert torch.cat(predicted).tolist() == [1010, 1011]
+    assert sorted(firsts(model.seen["train"])) == [1010, 1011]
+
+
+def test_device_transform_comes_after_the_users_own_transfer() -> None:
+    model = module()
+    trainer().fit(model, datamodule=TransformingAfterOwnTransfer({"train": Rows(2)}))
+    assert firsts(model.seen["train"]) == [1007, 1007]
+
+
+@pytest.mark.parametrize("kind", [Transforming, TransformingAfterOwnTransfer])
+def test_device_transform_comes_after_the_modules_transfer(kind: type[Data]) -> None:
+    """Unless the data module has one as well, which wins in Lightning, with a warning."""
+    model = module()
+    default = type(model).transfer_batch_to_device
+    type(model).transfer_batch_to_device = lambda self, batch, device, index: default(
+        self, batch * 0 + 9, device, index
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer().fit(model, datamodule=kind({"train": Rows(2)}))
+    complaints = [warning for warning in caught if "`transfer_batch_to_device` in both" in str(warning.message)]
+    assert firsts(model.seen["train"]) == ([1009, 1009] if kind is Transforming else [1007, 1007])
+    assert len(complaints) <= (0 if kind is Transforming else 1)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
+def test_copies_are_whole(duplicate: Any) -> None:
+    data = Transforming({"train": Rows(4)})
+    trainer().fit(module(), datamodule=data)
+    twin = duplicate(data)
+    assert twin.trainer is None
+    assert data.trainer is not None
+    assert twin.state_dict() == data.state_dict()
+    assert twin.loader_report() == data.loader_report()
+    assert twin.transfer_batch_to_device.__self__ is twin
+    model = module()
+    trainer().fit(model, datamodule=twin)
+    assert sorted(firsts(model.seen["train"])) == [1000, 1001, 1002, 1003]
+
+
+def test_a_transfer_without_a_trainer_is_refused() -> None:
+    with pytest.raises(LoaderError, match="which a Trainer tells"):
+        Transforming({"train": Rows(2)}).transfer_batch_to_device(torch.zeros(1), torch.device("cpu"), 0)
+
+
+# --- what was chosen ------------------------------------------------------------------------------------------------
+
+
+def test_the_choice_is_said_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+    data = Data({"train": Rows(8), "val": Rows(8)}, loader=LoaderSettings())
+    assert data.loader_report() == "No loader has been made yet."
+    with caplog.at_level(logging.INFO, "lightning_feed"):
+        trainer().fit(module(), datamodule=data)
+        trainer().validate(module(), datamodule=data, verbose=False)
+    lines = data.loader_report().splitlines()
+    assert [line.split("=")[0] for line in lines] == [
+        f"{split}: {name}"
+        for split in ("train", "val")
+        for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+    ]
+    assert all(line.split(": ", 2)[2] for line in lines)
+    said = [record.message for record in caplog.records if record.name.startswith("lightning_feed")]
+    assert sorted("\n".join(said).splitlines()) == sorted(lines)
+    assert set(data.recommendations) == {"train", "val"}
+
+
+def test_only_rank_zero_speaks(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Data({"train": Rows(8)})
+    data.trainer = trainer()
+    monkeypatch.setattr(type(data.trainer), "is_global_zero", False)
+    with caplog.at_level(logging.INFO, "lightning_feed"):
+        data.train_dataloader()
+    assert [record for record in caplog.records if record.name.startswith("lightning_feed")] == []
+    assert "train: num_workers=0: as given" in data.loader_report()
+
+
+def test_the_machine_and_the_trainer_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    big = Machine(
+        usable_cpus=16, cpu_reason="CPUs", available_memory_bytes=None, free_shm_bytes=None, start_method="fork"
+    )
+    monkeypatch.setattr("lightning_feed.load.build.read_machine", lambda: big)
+    # Torch compares with the machine that it is really on.
+    monkeypatch.setattr("torch.utils.data.DataLoader.check_worker_number_rationality", lambda self: None)
+    data = Data({"train": Rows(4000)}, loader=LoaderSettings())
+    assert data.train_dataloader().num_workers == 15
+    data.trainer = trainer()
+    monkeypatch.setattr(type(data.trainer), "num_devices", 4)
+    assert data.train_dataloader().num_workers == 3
+
+
+def test_what_the_machine_cannot_bear_is_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Machine(
+        usable_cpus=2, cpu_reason="CPUs", available_memory_bytes=None, free_shm_bytes=9, start_method="fork"
+    )
+    monkeypatch.setattr("lightning_feed.load.build.read_machine", lambda: small)
+    with caplog.at_level(logging.WARNING, "lightning_feed"):
+        Data({"train": Rows(40)}, loader=LoaderSettings(num_workers=2)).train_dataloader()
+    assert "/dev/shm" in caplog.text
+
+
+def test_lightning_does_not_complain_about_few_workers() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data = Data({split: Rows(8) for split in datamodule.SPLITS})
+        trainer().fit(module(), datamodule=data)
+        trainer().test(module(), datamodule=data, verbose=False)
+    assert [str(warning.message) for warning in caught if "workers" in str(warning.message)] == []
+
+
+def test_other_peoples_loaders_are_still_complained_about() -> None:
+    class Boring(importlib.import_module("lightning.pytorch.demos.boring_classes").BoringModel):  # type: ignore[misc]
+        def val_dataloader(self) -> list[Any]:
+            return []
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(max_steps=1).test(module(), datamodule=Data({"test": Rows(8)}), verbose=False)
+        trainer(max_steps=1).fit(Boring())
+    texts = [str(warning.message) for warning in caught if "many workers" in str(warning.message)]
+    assert [text.split("'")[1] for text in texts] in ([], ["train_dataloader"])  # silent where upper_bound is 1
+
+
+def test_workers_are_seeded_as_lightning_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Data({"train": Rows(8)}, loader=LoaderSettings(num_workers=1))
+    data.trainer = trainer()
+    assert data.train_dataloader().worker_init_fn == WorkerInit()
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    init = data.train_dataloader().worker_init_fn
+    assert init.seed_worker.__name__ == "pl_worker_init_function"
+
+
+def test_settings_reach_the_loader() -> None:
+    settings = LoaderSettings(
+        num_workers=2, prefetch_factor=3, timeout_s=9, in_order=False, start_method="fork", background=2
+    )
+    loader = Data({"train": Rows(8)}, loader=settings).train_dataloader()
+    assert isinstance(loader, FeedLoader)
+    assert (loader.num_workers, loader.prefetch_factor, loader.timeout, loader.in_order) == (2, 3, 9, False)
+    assert (loader.background, loader.persistent_workers, loader.pin_memory) == (2, True, False)
+    assert loader.multiprocessing_context.get_start_method() == "fork"
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_make_dataset_shows_what_to_write() -> None:
+    with pytest.raises(NotImplementedError, match=r"def make_dataset\(self, split\):"):
+        trainer().fit(module(), datamodule=lightning_feed.FastDataModule())
+
+
+def test_nothing_to_train_on() -> None:
+    with pytest.raises(DatasetError, match=r"make_dataset\('train'\) gave None"):
+        trainer().fit(module(), datamodule=Data({"val": Rows(4)}))
+    with pytest.raises(DatasetError, match="gave None"):
+        Data({}).train_dataloader()
+
+
+@pytest.mark.parametrize("name", ["training", "Train", "", None])
+def test_a_wrong_split_is_told_the_right_ones(name: Any) -> None:
+    with pytest.raises(SettingsError, match="'train', 'val', 'test', 'predict'"):
+        Data({"train": Rows(4)}).dataset(name)
+
+
+def test_a_wrong_stage_is_told_the_right_ones() -> None:
+    with pytest.raises(SettingsError, match=r"no stage 'train'.*'fit', 'validate', 'test', 'predict'"):
+        Data({"train": Rows(4)}).setup("train")
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (Rows(0), r"dataset of train \(.*Rows\) is empty"),
+        (TensorDataset(torch.zeros(0, 3)), "is empty"),
+        ([Rows(4), Rows(0)], r"dataset of train\[1\]"),
+        ({"a": Rows(4), "b": Rows(0)}, r"dataset of train\['b'\]"),
+        ([], "an empty list"),
+        ({}, "an empty dict"),
+        (7, "gave a int for train, which has no __getitem__ and __len__"),
+        (iter([1, 2]), "derive it from torch.utils.data.IterableDataset"),
+        ([(torch.zeros(2), 1)], r"gave a tuple for train\[0\], which is how a sample looks"),
+        ((Rows(4), Rows(4)), "gave a tuple for train"),
+        ([[Rows(4)]], r"gave a list for train\[0\]"),
+        ("train.csv", "gave a str for train"),
+        (torch.zeros(4, 2), "gave a torch.Tensor for train"),
+    ],
+)
+def test_what_is_no_dataset_is_refused_by_name(made: Any, words: str) -> None:
+    with pytest.raises(DatasetError, match=words):
+        trainer().fit(module(), datamodule=Data({"train": made}))
+
+
+def test_a_stream_that_cannot_tell_its_length_is_taken() -> None:
+    from torch.utils.data import ChainDataset
+
+    assert firsts(list(Data({"train": ChainDataset([Stream(3)])}).train_dataloader())) == [0, 1, 2]
+
+
+def test_no_batch_is_left() -> None:
+    data = Data({"train": {"few": Rows(3)}}, 4, loader=LoaderSettings(num_workers=0, drop_last=True))
+    with pytest.raises(SettingsError, match=r"batch_size=4 leaves no batch of the 3 samples of train\['few'\]"):
+        data.train_dataloader()
+    data = Data({"train": Rows(6)}, 4, loader=LoaderSettings(num_workers=0, drop_last=True))
+    data.trainer = trainer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_host, "ranks_that_share_samples", lambda trainer: 2)
+        with pytest.raises(SettingsError, match=r"\(3 on each of 2 ranks\)"):
+            data.train_dataloader()
+
+
+@pytest.mark.parametrize("value", [0, -3, 1.5, True, "32"])
+def test_batch_sizes(value: Any) -> None:
+    with pytest.raises(SettingsError, match=f"batch_size={value!r}"):
+        Data({}, value)
+    with pytest.raises(SettingsError, match=f"eval_batch_size={value!r}"):
+        Data({}, eval_batch_size=value)
+
+
+def test_settings_must_be_settings() -> None:
+    with pytest.raises(SettingsError, match="not a LoaderSettings"):
+        Data({}, loader={"num_workers": 3})
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_dataset_that_cannot_be_sent_to_workers(start_method: Any) -> None:
+    rows = Rows(8)
+    rows.transform = lambda row: row  # type: ignore[attr-defined]
+    data = Data({"train": [Rows(8), rows]}, loader=LoaderSettings(num_workers=1, start_method=start_method))
+    with pytest.raises(LoaderError, match=r"dataset of train\[1\] cannot be sent.*<lambda>.*num_workers=0"):
+        trainer().fit(module(), datamodule=data)
+
+
+def test_what_is_shared_with_workers_is_not_refused() -> None:
+    rows = TensorDataset(torch.zeros(8, 2))
+    rows.lock = multiprocessing.get_context("spawn").Lock()  # type: ignore[attr-defined]
+    data = Data({"train": rows}, loader=LoaderSettings(num_workers=1, start_method="spawn"))
+    assert data.train_dataloader().num_workers == 1
+
+
+def test_an_error_in_a_sample_reaches_the_caller() -> None:
+    class Broken(Rows):
+        def __getitem__(self, index: int) -> Tensor:
+            if index == 5:
+                raise OSError("sample 5 is cut short")
+            return super().__getitem__(index)
+
+    for settings in (HERE, LoaderSettings(num_workers=0, background=2)):
+        with pytest.raises(OSError, match="sample 5 is cut short"):
+            trainer().fit(module(), datamodule=Data({"train": Broken(8)}, loader=settings))
+
+
+def test_attributes_of_the_users_do_not_collide() -> None:
+    class Named(Data):
+        def __init__(self) -> None:
+            super().__init__({"train": Rows(4)})
+            self.dataset = self.datasets = self.loader = self.settings = self.seed = "mine"  # type: ignore[assignment]
+
+    model = module()
+    trainer().fit(model, datamodule=Named())
+    assert len(model.seen["train"]) == 1
