@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
+from lightning_feed.load.feed_loader import begin_next_epoch, is_feed_state
 
 
 def attach(trainer: Trainer) -> None:
@@ -32,7 +33,15 @@ class ExactResume(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remember what Lightning gives to the loaders: it is true until the first batch is trained."""
-        self._loaded = _host.checkpoint_loader_states(checkpoint) or []
+        states = _host.checkpoint_loader_states(checkpoint) or []
+        ours = all(map(is_feed_state, states))
+        if states and _host.resumes_in_a_new_epoch(trainer, checkpoint):
+            # Our loaders can begin the epoch after the one that ended; others can only begin afresh.
+            states = [begin_next_epoch(state) for state in states] if ours else []
+            _host.write_loader_states(checkpoint, states)
+        if states and ours:
+            _host.count_the_batch_in_hand(trainer, checkpoint)
+        self._loaded = states
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow the fetcher from its first batch on."""

@@ -42,10 +42,11 @@ class SaveThenDie(Callback):
 
 
 class Counting(IterableDataset[torch.Tensor]):
-    """Numbers below ``size``, shared out among workers, with a state in the way of torchdata's StatefulDataLoader."""
+    """Numbers below ``size``, shared out among ranks and workers, with a state as torchdata's contract has it."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.position, self.resumed = size, 0, False
+    def __init__(self, size: int, rank: int = 0, ranks: int = 1) -> None:
+        self.size, self.rank, self.ranks = size, rank, ranks
+        self.position, self.resumed = 0, False
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = get_worker_info()
@@ -53,7 +54,7 @@ class Counting(IterableDataset[torch.Tensor]):
         if not self.resumed:
             self.position = 0
         self.resumed = False
-        numbers = range(worker, self.size, workers)
+        numbers = range(self.rank * workers + worker, self.size, self.ranks * workers)
         while self.position < len(numbers):
             self.position += 1
             yield torch.full((4,), float(numbers[self.position - 1]))

@@ -1,4 +1,4 @@
-"""PrefetchCallback's own promises: when it stands aside, what it leaves behind, what it does to odd batches and errors."""
+"""PrefetchCallback's own promises: when it stands aside, what it leaves behind, odd batches, errors, processes."""
 
 import copy
 import dataclasses
@@ -309,10 +309,7 @@ def describe(batch: Any) -> str:
     return str(vars(batch) if hasattr(batch, "__dict__") else batch)
 
 
-KINDS = [
-    "tensor", "tuple", "namedtuple", "dict", "nested", "dataclass", "defaultdict", "packed", "movable", "string",
-    "none",
-]  # fmt: skip
+KINDS = "tensor tuple namedtuple dict nested dataclass defaultdict packed movable string none".split()
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")

@@ -49,7 +49,7 @@ class _Held:
 
 
 def hold(batch: Any, keys: frozenset[str]) -> Any:
-    """A copy of ``batch``'s containers in which the values under ``keys`` are hidden from the transfer.
+    """``batch`` with the values under ``keys`` hidden from the transfer. The user's containers are not written to.
 
     Only plain containers are entered (mappings, lists, tuples, named tuples): an object with its own ``.to`` decides
     for itself what it moves. :func:`release` brings the values back.
@@ -63,11 +63,13 @@ def release(batch: Any) -> Any:
 
 
 def _rebuild(batch: Any, child: Callable[[Any, Any], Any]) -> Any:
-    """Copy one container of ``batch`` with ``child(key, value)`` in the place of each value. A leaf stays as it is."""
+    """One container with ``child(key, value)`` in the place of each value: itself where that changes nothing."""
     if hasattr(batch, "to"):
         return batch
     if isinstance(batch, Mapping):
         values = {key: child(key, value) for key, value in batch.items()}
+        if all(values[key] is value for key, value in batch.items()):
+            return batch
         if type(batch) is dict:
             return values
         kind: Any = type(batch)  # Mapping promises no constructor; whatever is like dict has dict's
@@ -75,6 +77,8 @@ def _rebuild(batch: Any, child: Callable[[Any, Any], Any]) -> Any:
         return kind(values) if factory is None else kind(factory, values)
     if isinstance(batch, (list, tuple)):
         parts = [child(None, value) for value in batch]
+        if all(part is value for part, value in zip(parts, batch, strict=True)):
+            return batch
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
 

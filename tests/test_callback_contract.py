@@ -1,0 +1,221 @@
+"""What every callback of this package must survive, alone and together, in both packages."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from recording import NullStreamPrefetch, Numbers, Recording, by_hook, fit, quiet_trainer
+from torch.utils.data import DataLoader
+
+from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, PrefetchCallback
+from lightning_feed.exact_resume import ExactResume
+from lightning_feed.pl import FastDataModule as FastDataModuleOfPL
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
+]
+
+SETS: dict[str, Any] = {
+    "PrefetchCallback": lambda: [PrefetchCallback()],
+    "prefetching on a null stream": lambda: [NullStreamPrefetch()],
+    "GPUStarvationCallback": lambda: [GPUStarvationCallback()],
+    "ExactResume": lambda: [ExactResume()],
+    "all": lambda: [NullStreamPrefetch(), GPUStarvationCallback(), ExactResume()],
+    "all, the other way round": lambda: [GPUStarvationCallback(), NullStreamPrefetch()],
+}
+every_set = pytest.mark.parametrize("callbacks", SETS.values(), ids=list(SETS))
+
+
+def loaders() -> dict[str, Any]:
+    return {
+        "train_dataloaders": DataLoader(Numbers(24, noise=True), batch_size=2, shuffle=True),
+        "val_dataloaders": DataLoader(Numbers(4, noise=True), batch_size=2),
+    }
+
+
+def test_defaults_need_no_argument() -> None:
+    for kind in (PrefetchCallback, GPUStarvationCallback, ExactResume):
+        assert pickle.loads(pickle.dumps(kind())) is not None
+        assert copy.deepcopy(kind()) is not None
+
+
+@every_set
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fast_dev_run": True},
+        {"val_check_interval": 3},
+        {"accumulate_grad_batches": 2},
+        {"max_steps": 5, "max_epochs": -1},
+        {"enable_progress_bar": True},
+        {"profiler": "simple"},
+        {"barebones": True, "enable_checkpointing": None, "logger": None},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones=True")
+def test_the_run_is_the_same(callbacks: Any, options: dict[str, Any]) -> None:
+    expected, _, plain_error = fit([], loaders, **options)
+    ours, _, error = fit(callbacks(), loaders, **options)
+    assert plain_error is None
+    assert error is None
+    assert by_hook(ours.events) == by_hook(expected.events)
+    assert all(map(torch.equal, ours.parameters(), expected.parameters()))
+
+
+@every_set
+def test_the_run_is_the_same_with_a_logger_and_checkpoints(callbacks: Any, tmp_path: Path) -> None:
+    def options(name: str) -> dict[str, Any]:
+        return {
+            "logger": CSVLogger(tmp_path / name),
+            "enable_checkpointing": True,
+            "log_every_n_steps": 2,
+            "default_root_dir": tmp_path / name,
+        }
+
+    expected, _, _ = fit([], loaders, **options("plain"))
+    ours, _, error = fit(callbacks(), loaders, **options("ours"))
+    assert error is None
+    assert by_hook(ours.events) == by_hook(expected.events)
+    assert all(map(torch.equal, ours.parameters(), expected.parameters()))
+
+
+@every_set
+def test_two_fits_then_validate_test_and_predict(callbacks: Any) -> None:
+    model, trainer, error = fit(callbacks(), loaders, max_epochs=1)
+    assert error is None
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, **loaders())
+    for entry in (trainer.validate, trainer.test, trainer.predict):
+        entry(model, dataloaders=DataLoader(Numbers(4), batch_size=2))
+    assert len([event for event in model.events if event[0] == "training_step"]) == 24
+
+
+def attributes(trainer: Any, model: Any) -> list[Any]:
+    """Whatever a callback could have put on one of Lightning's objects."""
+    places = (trainer.profiler, trainer.precision_plugin, trainer.strategy, trainer.progress_bar_callback, model)
+    return [
+        name
+        for place in places
+        for name, value in vars(place).items()
+        if "lightning_feed" in (getattr(value, "__module__", "") or type(value).__module__)
+    ]
+
+
+class FailsAt(Recording):
+    moment = "training_step"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.moment == "training_step" and batch_idx == 3:
+            raise RuntimeError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        if self.moment == "validation" and not self.trainer.sanity_checking:
+            raise RuntimeError("on purpose")
+
+
+@every_set
+@pytest.mark.parametrize("moment", ["training_step", "validation", "never"])
+def test_nothing_is_left_on_the_trainer(callbacks: Any, moment: str) -> None:
+    def module() -> FailsAt:
+        model = FailsAt()
+        model.moment = moment
+        return model
+
+    model, trainer, error = fit(callbacks(), loaders, module, enable_progress_bar=True)
+    assert (error is None) == (moment == "never")
+    assert attributes(trainer, model) == []
+
+
+class Data(FastDataModule):
+    def make_dataset(self, split: str) -> Any:
+        return Numbers(12) if split in ("train", "val") else None
+
+
+class DataOfPL(FastDataModuleOfPL):
+    def make_dataset(self, split: str) -> Any:
+        return Numbers(12) if split in ("train", "val") else None
+
+
+class ModuleOfPL(pytorch_lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch.tolist())
+        return self.net(batch).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@every_set
+def test_pytorch_lightning(callbacks: Any) -> None:
+    def run(made: list[Any]) -> ModuleOfPL:
+        pytorch_lightning.seed_everything(5, verbose=False)
+        trainer = pytorch_lightning.Trainer(
+            accelerator="cpu",
+            callbacks=made,
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        model = ModuleOfPL()
+        trainer.fit(model, datamodule=DataOfPL(batch_size=2, loader=LoaderSettings(num_workers=0)))
+        return model
+
+    expected, ours = run([]), run(callbacks())
+    assert ours.seen == expected.seen
+    assert len(ours.seen) == 12
+    assert all(map(torch.equal, ours.parameters(), expected.parameters()))
+
+
+def test_the_two_packages_have_the_same_datamodule_but_for_the_base() -> None:
+    assert issubclass(FastDataModule, lightning.pytorch.LightningDataModule)
+    assert issubclass(FastDataModuleOfPL, pytorch_lightning.LightningDataModule)
+    own = [set(vars(kind)) - {"__module__", "__doc__"} for kind in (FastDataModule, FastDataModuleOfPL)]
+    assert own[0] == own[1]
+
+
+class Normalises(Data):
+    def device_transform(self, batch: Any, split: str) -> Any:
+        assert split in ("train", "val")
+        return (batch - 5.0) / 3.0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_device_transform_gives_the_same_with_and_without_prefetching(workers: int) -> None:
+    def data() -> dict[str, Any]:
+        return {"datamodule": Normalises(batch_size=2, loader=LoaderSettings(num_workers=workers))}
+
+    expected, _, plain_error = fit([], data)
+    ours, _, error = fit([NullStreamPrefetch(), GPUStarvationCallback()], data)
+    assert plain_error is None
+    assert error is None
+    assert by_hook(ours.events) == by_hook(expected.events)
+    assert all(map(torch.equal, ours.parameters(), expected.parameters()))
+    steps = [event[2] for event in ours.events if event[0] == "training_step"]
+    assert min(value for batch in steps for row in batch for value in row) == pytest.approx(-5 / 3)
+    # The module's own hooks are not lost to the data module's.
+    assert len([event for event in ours.events if event[0] == "transfer_batch_to_device"]) > 0
+
+
+def test_trainer_can_be_made_without_a_fit() -> None:
+    quiet_trainer([PrefetchCallback(), GPUStarvationCallback()])

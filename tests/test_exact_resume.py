@@ -1,0 +1,180 @@
+"""A run of FastDataModule that is killed and resumed trains exactly the samples that an unbroken run does."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from recording import NullStreamPrefetch, Numbers, Stream, WritesPerRank
+from resuming import Counting, SaveThenDie, assert_resumes_exactly, run
+from torch.utils.data import Dataset, WeightedRandomSampler
+
+from lightning_feed import FastDataModule, LoaderSettings
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
+]
+
+SAMPLES, BATCH = 15, 2  # eight batches, the last of one sample
+
+
+class Data(FastDataModule):
+    def __init__(self, kind: str = "map", **loader: Any) -> None:
+        super().__init__(batch_size=BATCH, loader=LoaderSettings(**loader))
+        self.kind = kind
+
+    def make_dataset(self, split: str) -> Any:
+        if split == "val" and self.kind == "validated":
+            return Numbers(3, first=1000)
+        if split != "train":
+            return None
+        return {
+            "counting": lambda: Counting(SAMPLES),
+            "sharded": lambda: Counting(SAMPLES, rank=self.trainer.global_rank, ranks=2),
+            "stream": lambda: Stream(SAMPLES),
+            "dict": lambda: {"long": Numbers(SAMPLES), "short": Numbers(6, first=100)},
+        }.get(self.kind, lambda: Numbers(SAMPLES))()
+
+    def sampler(self, dataset: Dataset[Any], split: str) -> Any:
+        return WeightedRandomSampler([1.0] * SAMPLES, SAMPLES) if self.kind == "weighted" else None
+
+
+def data(*args: Any, **kwargs: Any) -> Any:
+    return lambda: {"datamodule": Data(*args, **kwargs)}
+
+
+def no_callbacks() -> list[Callback]:
+    return []
+
+
+def prefetching() -> list[Callback]:
+    return [NullStreamPrefetch()]
+
+
+@pytest.mark.parametrize("callbacks", [no_callbacks, prefetching])
+@pytest.mark.parametrize("background", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("count", [0, 3, 7, 10])
+def test_map_style(callbacks: Any, background: int, shuffle: bool, count: int, tmp_path: Path) -> None:
+    source = data(num_workers=0, background=background, shuffle=shuffle)
+    assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=count, max_epochs=3)
+
+
+@pytest.mark.parametrize("callbacks", [no_callbacks, prefetching])
+@pytest.mark.parametrize("background", [0, 2])
+def test_map_style_with_workers(callbacks: Any, background: int, tmp_path: Path) -> None:
+    for count in (3, 7, 9):
+        source = data(num_workers=2, background=background)
+        assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=count, max_epochs=3)
+
+
+@pytest.mark.parametrize("kind", ["counting", "stream"])
+@pytest.mark.parametrize("callbacks", [no_callbacks, prefetching])
+@pytest.mark.parametrize(("workers", "background"), [(0, 0), (0, 2), (2, 0)])
+def test_iterable(kind: str, callbacks: Any, workers: int, background: int, tmp_path: Path) -> None:
+    for count in (0, 3, 7, 9):
+        source = data(kind, num_workers=workers, background=background)
+        assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=count)
+
+
+@pytest.mark.parametrize("kind", ["weighted", "dict"])
+@pytest.mark.parametrize("callbacks", [no_callbacks, prefetching])
+@pytest.mark.parametrize("count", [2, 5, 7, 12])
+def test_samplers_and_several_datasets(kind: str, callbacks: Any, count: int, tmp_path: Path) -> None:
+    assert_resumes_exactly(data(kind, num_workers=0), callbacks, tmp_path / "run.ckpt", count=count, max_epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("moment", "count"),
+    [*itertools.product(["on_validation_end"], range(5)), ("on_train_epoch_end", 0), ("on_train_epoch_end", 1)],
+)
+@pytest.mark.parametrize("callbacks", [no_callbacks, prefetching])
+def test_saved_at_other_moments(moment: str, count: int, callbacks: Any, tmp_path: Path) -> None:
+    assert_resumes_exactly(
+        data("validated", num_workers=0),
+        callbacks,
+        tmp_path / "run.ckpt",
+        moment=moment,
+        count=count,
+        val_check_interval=4,
+        max_epochs=3,
+    )
+
+
+@pytest.mark.parametrize("options", [{"max_steps": 21, "max_epochs": -1}, {"limit_train_batches": 5}], ids=str)
+@pytest.mark.parametrize("count", [2, 4, 7, 9])
+def test_limits(options: dict[str, Any], count: int, tmp_path: Path) -> None:
+    assert_resumes_exactly(
+        data(num_workers=0), prefetching, tmp_path / "run.ckpt", count=count, **{"max_epochs": 3, **options}
+    )
+
+
+def test_the_order_differs_from_epoch_to_epoch_and_holds_each_sample_once() -> None:
+    seen = run(data(num_workers=0), [], max_epochs=3)
+    epochs = [[row[0] for batch in seen[first : first + 8] for row in batch] for first in (0, 8, 16)]
+    assert all(sorted(epoch) == list(range(SAMPLES)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_without_a_seed_the_checkpoint_brings_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No ``seed_everything``: each process draws its own seed, and the resumed one must take the first one's."""
+    from recording import Recording, end_workers, quiet_trainer
+    from resuming import Killed, trained
+
+    def go(callbacks: list[Callback], path: Path | None = None) -> list[Any]:
+        monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+        model = Recording()
+        try:
+            quiet_trainer(callbacks).fit(model, datamodule=Data(num_workers=0), ckpt_path=path)
+        except Killed:
+            end_workers()
+        return trained(model)
+
+    path = tmp_path / "run.ckpt"
+    before = go([SaveThenDie("on_train_batch_end", 4, path)])
+    after = go([], path)
+    assert sorted(row[0] for batch in before + after[:3] for row in batch) == list(range(SAMPLES))
+
+
+class KillTwoRanks(SaveThenDie):
+    """Every rank saves; then training ends without an error, because a raising rank would take the other one along."""
+
+    def _reach(self, moment: str, trainer: Any) -> None:
+        if moment == self.moment and self.left == 0:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+        self.left -= moment == self.moment
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("map", 0), ("map", 2), ("counting", 0), ("counting", 2)])
+@pytest.mark.parametrize("callbacks", [no_callbacks, prefetching])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+@pytest.mark.filterwarnings("ignore:.*using the device under current context")
+def test_two_ranks(kind: str, workers: int, callbacks: Any, tmp_path: Path) -> None:
+    def go(name: str, extra: list[Callback], **options: Any) -> list[list[Any]]:
+        folder = tmp_path / name
+        folder.mkdir()
+        source = data("sharded" if kind == "counting" else kind, num_workers=workers)
+        torch.manual_seed(3)
+        run(
+            source,
+            [*callbacks(), *extra, WritesPerRank(str(folder))],
+            strategy="ddp_fork",
+            devices=2,
+            accelerator="cpu",
+            **options,
+        )
+        return [torch.load(folder / f"rank{rank}.pt")["seen"] for rank in (0, 1)]
+
+    path = tmp_path / "run.ckpt"
+    whole = go("whole", [])
+    before = go("before", [KillTwoRanks("on_train_batch_end", 2, path)])
+    after = go("after", [], ckpt_path=path)
+    assert whole[0] != whole[1]
+    for rank in (0, 1):
+        assert len(before[rank]) == 3
+        assert before[rank] + after[rank] == whole[rank]
