@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from lightning_feed.errors import LoaderError, ResumeError
-from lightning_feed.load.background import BackgroundIterator
 from lightning_feed.load.epoch_order import EpochOrder, IndexSource, MapPass, PassGenerator, find_samplers, mix_seed
-from lightning_feed.load.iterable_state import IterablePass, Stamped, StampingCollate
+from lightning_feed.load.iterable_state import IterablePass, StampingCollate
+from lightning_feed.load.loader_pass import LoaderPass
 
 logger = logging.getLogger(__name__)
 
@@ -29,58 +29,6 @@ _VERSION = 1
 _OURS = {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
 # Everything else that a DataLoader of the installed torch takes is handed on to the inner loader as it is.
 _HANDED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OURS]
-
-
-class LoaderPass(Iterator[Any]):
-    """One pass over a :class:`FeedLoader`. It ends when it is exhausted, closed, garbage, or has raised.
-
-    Attributes:
-        source: the torch iterator underneath, None once the pass has ended.
-        background: the thread's side, None without ``background`` and once the pass has ended.
-    """
-
-    def __init__(self, source: Iterator[Any], depth: int, position: MapPass | IterablePass) -> None:
-        self._end = LoaderError(
-            "This pass over the loader was closed before its end: by close(), by a loaded state, or because a new pass "
-            "began. Begin a new pass with iter(loader)."
-        )
-        self.source: Iterator[Any] | None = source
-        self.position = position
-        self.background: BackgroundIterator | None = BackgroundIterator(source, depth) if depth else None
-        self._upstream: Iterator[Any] | None = self.background if self.background is not None else source
-
-    def __next__(self) -> Any:
-        if self._upstream is None:
-            raise StopIteration if self.position.ended else self._end
-        try:
-            item = next(self._upstream)
-            while isinstance(item, Stamped) and item.skip:
-                item = next(self._upstream)
-        except StopIteration:
-            self.close()
-            self.position.ended = True
-            raise
-        except BaseException as error:
-            source = self.source
-            self.close()
-            _end_workers(source)
-            self._end = LoaderError(
-                f"This pass over the loader ended with {type(error).__name__}: {error}. "
-                "It has no further batches; begin a new pass with iter(loader)."
-            )
-            raise
-        return self.position.hand_out(item)
-
-    def close(self) -> None:
-        """End the pass, and its thread. Persistent workers live on. Closing twice does nothing more."""
-        background, self.background = self.background, None
-        self.source = self._upstream = None
-        if background is not None:
-            background.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "background", None) is not None:  # __init__ may have failed before it was set
-            self.close()
 
 
 class FeedLoader(DataLoader[Any]):
@@ -182,6 +130,21 @@ class FeedLoader(DataLoader[Any]):
                 of another number of workers or ranks.
         """
         state = copy.deepcopy(_of_this_rank(state) if "ranks" in state else state)
+        self._refuse_misfit(state)
+        if not state["exact"]:
+            logger.warning(
+                "The loader state in the checkpoint is not exact (workers out of order, a DataPipe, or a dataset state "
+                "that could not be pickled): some samples of this epoch may be trained twice, or not at all."
+            )
+        self.close()
+        self._iterator = None  # torch ends the workers when their iterator is garbage
+        self._live = self._position = None
+        if self.order is not None and state["seed"] is not None:
+            self.order.seed = state["seed"]  # the epochs after this one must be those of the interrupted run, too
+        self._pending = state if state["begun"] else None
+
+    def _refuse_misfit(self, state: Mapping[str, Any]) -> None:
+        # Here, not in iter(): an error there is hidden by one that Lightning's teardown raises on top of it.
         kind = "iterable" if self._iterable else "map"
         if state.get("version") != _VERSION:
             raise ResumeError(
@@ -200,17 +163,17 @@ class FeedLoader(DataLoader[Any]):
                 f"num_workers={self.num_workers}. An iterable dataset is divided among its workers, so their places "
                 f"cannot be carried over. Set num_workers={state['num_workers']} to resume."
             )
-        if not state["exact"]:
-            logger.warning(
-                "The loader state in the checkpoint is not exact (workers out of order, a DataPipe, or a dataset state "
-                "that could not be pickled): some samples of this epoch may be trained twice, or not at all."
+        if self._iterable or not state["begun"] or self._is_stale(state) or not hasattr(self._index.inner, "__len__"):
+            return
+        if state["batches"] > len(self):
+            raise ResumeError(
+                f"The checkpoint was saved after {state['batches']} batches of an epoch, and this loader has "
+                f"{len(self)}. Resume with the dataset and the batch size that were trained with."
             )
-        self.close()
-        self._iterator = None  # torch ends the workers when their iterator is garbage
-        self._live = self._position = None
-        if self.order is not None and state["seed"] is not None:
-            self.order.seed = state["seed"]  # the epochs after this one must be those of the interrupted run, too
-        self._pending = state if state["begun"] else None
+
+    def _is_stale(self, state: Mapping[str, Any]) -> bool:
+        """Whether the epoch that ``state`` interrupts was complete: the run is in a later one already."""
+        return self.order is not None and state["epoch"] is not None and self.order.epoch() > state["epoch"]
 
     def __getstate__(self) -> dict[str, Any]:
         # ddp_spawn pickles loaders. A pass cannot go along, but its place can.
@@ -226,9 +189,7 @@ class FeedLoader(DataLoader[Any]):
         if state is None and last is not None and last.origin is not None and not last.ended:
             # Lightning may iter() a loader twice before its first batch: the second pass resumes as well.
             state = dict(last.origin) if last.batches == last.origin["batches"] else None
-        if state is None or self.order is None or state["epoch"] is None or self.order.epoch() <= state["epoch"]:
-            return state
-        return None  # the interrupted epoch was complete: the run is in a later one already
+        return None if state is None or self._is_stale(state) else state
 
     def _begin(self, resume: dict[str, Any] | None) -> MapPass | IterablePass:
         if resume is not None:
@@ -239,14 +200,7 @@ class FeedLoader(DataLoader[Any]):
                 cycle = last.cycle + (1 if last.batches else 0)
         if self._iterable:
             return IterablePass(self.num_workers, epoch=epoch, cycle=cycle, resume=resume)
-        now = MapPass(self.order, epoch=epoch, cycle=cycle, resume=resume)
-        length = len(self) if hasattr(self._index.inner, "__len__") else None
-        if length is not None and now.batches > length:
-            raise ResumeError(
-                f"The checkpoint was saved after {now.batches} batches of an epoch, and this loader has {length}. "
-                "Resume with the dataset and the batch size that were trained with."
-            )
-        return now
+        return MapPass(self.order, epoch=epoch, cycle=cycle, resume=resume)
 
     def _start(self, position: MapPass | IterablePass) -> Iterator[Any]:
         """Torch's iterator for the pass."""
@@ -293,17 +247,6 @@ class FeedLoader(DataLoader[Any]):
         generator = PassGenerator()
         generator.manual_seed(mix_seed(self.order.seed, position.epoch, position.cycle, "workers"))
         return generator
-
-
-def _end_workers(source: Iterator[Any] | None) -> None:
-    """End a failed pass's worker processes now. Left to the traceback that holds them, torch waits 5 s for each.
-
-    Seen in torch 2.6 and 2.15: an iterator that dies with its traceback finds its queues gone and can only time out.
-    """
-    if not getattr(source, "_persistent_workers", True):
-        shut_down = getattr(source, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
 
 
 def _of_this_rank(state: Mapping[str, Any]) -> dict[str, Any]:

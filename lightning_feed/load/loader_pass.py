@@ -1,0 +1,72 @@
+"""One pass over a loader: counted where batches leave it, and ended with its thread and its workers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_feed.errors import LoaderError
+from lightning_feed.load.background import BackgroundIterator
+from lightning_feed.load.epoch_order import MapPass
+from lightning_feed.load.iterable_state import IterablePass, Stamped
+
+
+class LoaderPass(Iterator[Any]):
+    """One pass over a :class:`FeedLoader`. It ends when it is exhausted, closed, garbage, or has raised.
+
+    Attributes:
+        source: the torch iterator underneath, None once the pass has ended.
+        background: the thread's side, None without ``background`` and once the pass has ended.
+    """
+
+    def __init__(self, source: Iterator[Any], depth: int, position: MapPass | IterablePass) -> None:
+        self._end = LoaderError(
+            "This pass over the loader was closed before its end: by close(), by a loaded state, or because a new pass "
+            "began. Begin a new pass with iter(loader)."
+        )
+        self.source: Iterator[Any] | None = source
+        self.position = position
+        self.background: BackgroundIterator | None = BackgroundIterator(source, depth) if depth else None
+        self._upstream: Iterator[Any] | None = self.background if self.background is not None else source
+
+    def __next__(self) -> Any:
+        if self._upstream is None:
+            raise StopIteration if self.position.ended else self._end
+        try:
+            item = next(self._upstream)
+            while isinstance(item, Stamped) and item.skip:
+                item = next(self._upstream)
+        except StopIteration:
+            self.close()
+            self.position.ended = True
+            raise
+        except BaseException as error:
+            source = self.source
+            self.close()
+            _end_workers(source)
+            self._end = LoaderError(
+                f"This pass over the loader ended with {type(error).__name__}: {error}. "
+                "It has no further batches; begin a new pass with iter(loader)."
+            )
+            raise
+        return self.position.hand_out(item)
+
+    def close(self) -> None:
+        """End the pass, and its thread. Persistent workers live on. Closing twice does nothing more."""
+        background, self.background = self.background, None
+        self.source = self._upstream = None
+        if background is not None:
+            background.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "background", None) is not None:  # __init__ may have failed before it was set
+            self.close()
+
+
+def _end_workers(source: Iterator[Any] | None) -> None:
+    """End a failed pass's worker processes now. Left to the traceback that holds them, torch waits 5 s for each.
+
+    Seen in torch 2.6 and 2.15: an iterator that dies with its traceback finds its queues gone and can only time out.
+    """
+    if not getattr(source, "_persistent_workers", True):
+        shut_down = getattr(source, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
