@@ -6,6 +6,7 @@ what they have, not by what they are.
 """
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,7 +84,8 @@ class FetcherTap:
     """What an adopted fetcher carries: batches drawn ahead of the loop, and the loader states that belong to them."""
 
     def __init__(self, fetcher: Any) -> None:
-        self._fetcher = fetcher
+        # Weak: the fetcher holds its tap, and a ring of the two would keep the loader's workers until the next collection.
+        self._fetcher: Any = weakref.proxy(fetcher)
         self.ahead: deque[Fetched] = deque()
         self.owner: Any = None
         """The prefetcher that draws ahead, if there is one."""
@@ -188,7 +190,7 @@ def adopt_fetcher(fetcher: Any) -> FetcherTap | None:
     tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
     if tap is None:
         tap = fetcher._feed_tap = FetcherTap(fetcher)
-        fetcher.__class__ = _adopted(type(fetcher))
+        fetcher.__class__ = _adopted(type(fetcher))  # type: ignore[arg-type]  # every class is hashable
     return tap
 
 
@@ -213,6 +215,15 @@ def epochs_processed(trainer: Any) -> int:
     the fit loop starts. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
     """
     return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def ranks_that_share_samples(trainer: Any) -> int:
+    """Among how many ranks Lightning divides the samples of a map-style dataset.
+
+    Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _requires_distributed_sampler``).
+    """
+    connector = trainer._accelerator_connector
+    return int(trainer.world_size) if connector.use_distributed_sampler and connector.is_distributed else 1
 
 
 def live_fetcher(trainer: Any) -> Any:
@@ -273,6 +284,51 @@ def defined_by_lightning(thing: Any) -> bool:
     return module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_feed")
 
 
+# --- measuring, logging and printing beside the loop ------------------------------------------------------------------
+
+
+def step_actions(trainer: Any) -> tuple[str, str, str]:
+    """What the profiler calls fetching a training batch, taking it to the device, and running the step on it.
+
+    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``, ``trainer/call.py: _call_strategy_hook``).
+    """
+    fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
+    return fetch, f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device", "run_training_batch"
+
+
+def profiler_does_nothing(trainer: Any) -> bool:
+    """Whether the profiler is Lightning's empty one. Read in 2.4.0 and 2.6.6 (``profilers/base.py``)."""
+    kind = type(trainer.profiler)
+    return kind.__name__ == "PassThroughProfiler" and defined_by_lightning(kind)
+
+
+def step_to_log(trainer: Any, every: int) -> int | None:
+    """The loggers' number of the step that just ended, if one in ``every`` falls on it; None while accumulating.
+
+    Read in 2.4.0 and 2.6.6 (``connectors/logger_connector: should_update_logs, update_train_step_metrics``).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    step: int = loop._batches_that_stepped
+    return None if (step + 1) % every or loop._should_accumulate() else step
+
+
+def train_loaders(trainer: Any) -> list[Any]:
+    """The training loaders, flattened. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: setup_data``)."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def bar_printer(trainer: Any) -> Callable[[str], object] | None:
+    """What prints a line above a live progress bar; None where a plain ``print`` does.
+
+    Lightning's TQDM bar prints nothing at all when it is closed or disabled; other bars let a ``print`` through. Read
+    in 2.4.0 and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
+    """
+    bar = trainer.progress_bar_callback
+    live = getattr(bar, "_train_progress_bar", None)
+    return bar.print if live is not None and not live.disable else None
+
+
 # --- loader states in a checkpoint ------------------------------------------------------------------------------------
 
 
@@ -292,3 +348,44 @@ def write_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]
         fit_loop["combined_loader"] = states
     else:
         fit_loop.pop("combined_loader", None)
+
+
+def resumes_in_a_new_epoch(trainer: Any, checkpoint: dict[str, Any]) -> bool:
+    """Whether a run resumed from ``checkpoint`` starts a new epoch with the loader states that it loads.
+
+    It does when the last batch of an epoch had been trained. Lightning gives the loaders their states then too, but no
+    new ``iter()``: a loader that goes on from there has nothing left, and the new epoch would be empty. Read in 2.6.6
+    (``loops/training_epoch_loop.py: reset``).
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    current = progress["current"]
+    if not progress["is_last_batch"] or current["ready"] != current["processed"]:
+        return False
+    return current["completed"] == current["processed"] or _counts_the_batch_in_hand(trainer)
+
+
+def count_the_batch_in_hand(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Let an older Lightning know that a batch was trained whose ``on_train_batch_end`` was still running.
+
+    ``ModelCheckpoint(every_n_train_steps=...)`` saves there. 2.6.6 counts that batch, and 2.4.0 would train one more in
+    its place. The epoch is ended too where it was the last batch, as 2.6.6 does (``loops/fit_loop.py: reset``).
+    """
+    if _counts_the_batch_in_hand(trainer):
+        return
+    fit_loop = checkpoint["loops"]["fit_loop"]
+    progress = fit_loop["epoch_loop.batch_progress"]
+    current = progress["current"]
+    if not current["ready"] == current["processed"] == current["completed"] + 1:
+        return
+    for part in (current, progress["total"]):
+        part["completed"] += 1
+    if progress["is_last_batch"]:
+        for part in fit_loop["epoch_progress"].values():
+            part["processed"] += 1
+            part["completed"] += 1
+        current.update(dict.fromkeys(current, 0))
+        progress["is_last_batch"] = False
+
+
+def _counts_the_batch_in_hand(trainer: Any) -> bool:
+    return hasattr(trainer.fit_loop.epoch_loop, "restarted_on_train_batch_end")

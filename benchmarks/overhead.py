@@ -1,0 +1,152 @@
+"""What do the callbacks cost the host? Microseconds a step, on a model so small that nothing hides them.
+
+Fits with and without a callback take turns, so that a machine that gets slower does so for all. Each round gives a
+difference to the plain fit beside it; shown are the median over the rounds and [least, most].
+
+* ``an empty callback``  the floor: what Lightning takes to call any callback at all
+* ``GPUStarvationCallback``  with windows logged every 50 steps to a logger that drops them; goal <= 30 us
+* ``PrefetchCallback``  with a stream that does nothing, so that the whole injection runs on the CPU; goal <= 60 us
+
+On a CUDA device the first rows are measured there too, events and streams included.
+
+    python benchmarks/overhead.py [--rounds 7] [--steps 1500] [--device cpu|cuda]
+"""
+
+import argparse
+import gc
+import logging
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from lightning_feed import GPUStarvationCallback, PrefetchCallback
+from lightning_feed.transfer.streams import NullStream, SideStream
+
+WARM_UP = 100
+GOALS_US = {"GPUStarvationCallback": 30.0, "PrefetchCallback": 60.0}
+
+
+class Tiny(LightningModule):
+    """Takes the time at the start of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.stamps: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.stamps.append(time.perf_counter_ns())
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Batches:
+    """The same host batch, as often as asked for: loading costs nothing."""
+
+    def __init__(self, steps: int) -> None:
+        self.batch, self.steps = torch.ones(2, 4), steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Any:
+        return iter([self.batch] * self.steps)
+
+
+class Drop(Logger):
+    """A logger that drops what it gets."""
+
+    name = "drop"
+    version = 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        pass
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class NullPrefetch(PrefetchCallback):
+    """The injection without a stream to copy on, where the device has none."""
+
+    def open_stream(self, device: torch.device) -> SideStream:
+        return super().open_stream(device) or NullStream()
+
+
+ROWS: dict[str, Callable[[], list[Callback]]] = {
+    "plain": list,
+    "an empty callback": lambda: [Callback()],
+    "GPUStarvationCallback": lambda: [GPUStarvationCallback(report=False)],
+    "PrefetchCallback": lambda: [NullPrefetch()],
+    "both": lambda: [NullPrefetch(), GPUStarvationCallback(report=False)],
+}
+
+
+def step_us(callbacks: list[Callback], steps: int, device: str) -> float:
+    """Mean time between the starts of two steps, windows and logging included."""
+    model = Tiny()
+    trainer = Trainer(
+        accelerator=device,
+        devices=1,
+        max_epochs=1,
+        callbacks=callbacks,
+        logger=Drop(),
+        log_every_n_steps=50,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        trainer.fit(model, Batches(steps + WARM_UP))
+    finally:
+        gc.enable()
+    return (model.stamps[-1] - model.stamps[WARM_UP]) / (len(model.stamps) - 1 - WARM_UP) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_feed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    where = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
+    print(
+        f"{where}, {len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}"
+    )
+    print(f"{options.rounds} rounds of {options.steps} steps")
+    step_us([], 200, options.device)  # what the first fit of a process pays
+    rounds: dict[str, list[float]] = {row: [] for row in ROWS}
+    for _ in range(options.rounds):
+        for row, make in ROWS.items():
+            rounds[row].append(step_us(make(), options.steps, options.device))
+    plain = rounds.pop("plain")
+    print(f"{'plain step':24} {statistics.median(plain):8.1f} us  [{min(plain):.1f}, {max(plain):.1f}]")
+    for row, times in rounds.items():
+        added = [with_it - without for with_it, without in zip(times, plain, strict=True)]
+        median = statistics.median(added)
+        goal = GOALS_US.get(row)
+        verdict = "" if goal is None else f"  goal <= {goal:.0f} us: {'met' if median <= goal else 'MISSED'}"
+        print(f"{row:24} {median:+8.1f} us  [{min(added):+.1f}, {max(added):+.1f}]{verdict}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What was measured over some steps: a frozen value, units in the names, None for what was not measured."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Confidence = Literal["high", "medium", "low"]
+
+MANY_STEPS, SOME_STEPS = 200, 50
+"""Steps from which figures are trusted highly, and at all."""
+LOST_SHARE = 0.1
+"""Share of steps without a device measurement from which figures are not trusted."""
+
+
+def tagged(tag: str) -> Any:
+    """A field that is logged under ``tag``. ``watch/tags.py`` builds its table from these."""
+    return field(default=None, metadata={"tag": tag})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StarvationStats:
+    """How the steps of a window divide. Shares are sums divided by sums, never means of ratios.
+
+    A step is ``other + data_idle + h2d + compute``, exactly. On a device these are times between events on its compute
+    stream, so work queued ahead hides waiting; on the CPU they are the host's.
+    """
+
+    steps: int
+    """Steps in the window that count: not the first of an epoch, nor one after a validation."""
+    lost_steps: int = 0
+    """Steps for which the device clock had no event free. High: the host runs very far ahead of the device."""
+    confidence: Confidence
+    """How far to trust the figures: by the number of steps, the clock, and whether the warm-up is among them."""
+
+    starved_pct: float | None = tagged("feed/starved_pct")
+    """Share of step time the device waited for data, 0 to 100. Near 0: fed. From 20: the loader is the limit."""
+    input_pct: float | None = tagged("feed/input_pct")
+    """Share of step time spent on data and exposed copying, 0 to 100. High beside a low starved_pct: slow copies."""
+    speedup_if_free: float | None = tagged("feed/speedup_if_free")
+    """Step time over step time without waiting for data, 1 or more. An estimate: something else may limit next."""
+    prefetch_active: bool | None = tagged("feed/prefetch_active")
+    """Whether PrefetchCallback copies ahead: logged as 1 or 0. None: there is no such callback."""
+
+    step_ms: float | None = tagged("feed_step/step_ms")
+    """Mean step, from the end of one to the end of the next. Low is fast."""
+    compute_ms: float | None = tagged("feed_step/compute_ms")
+    """Mean time from the batch being on the device to the end of the step. Near step_ms: compute-bound."""
+    h2d_ms: float | None = tagged("feed_step/h2d_ms")
+    """Mean time on the way to the device, as far as it is exposed, hooks included. High: pin, prefetch, shrink."""
+    data_idle_ms: float | None = tagged("feed_step/data_idle_ms")
+    """Mean time the device had nothing to do because the host was blocked in the loader. High: load faster."""
+    other_ms: float | None = tagged("feed_step/other_ms")
+    """Mean time between steps: callbacks, logging, checkpoints. High: look there, not at the loader."""
+
+    next_wait_ms: float | None = tagged("feed_host/next_wait_ms")
+    """Mean time the host was blocked in ``next(loader)``. High with a low data_idle_ms: slack, not starvation."""
+    hidden_wait_ms: float | None = tagged("feed_host/hidden_wait_ms")
+    """The part of next_wait_ms during which the device still had work. 0 on the CPU, where nothing is queued ahead."""
+    epoch_start_s: float | None = tagged("feed_epoch/start_s")
+    """Mean time from the start of an epoch to its first batch. High: workers are started anew each epoch."""
+
+
+def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: bool) -> Confidence:
+    """How far figures may be trusted.
+
+    Args:
+        steps: steps measured.
+        lost: steps that were to be measured and were not.
+        settled: the warm-up, in which a full queue hides a slow loader, is not among the steps.
+        trusted_clock: device events, or the host's clock where it computes itself.
+    """
+    if not settled or not trusted_clock or steps < SOME_STEPS or lost > LOST_SHARE * (steps + lost):
+        return "low"
+    return "high" if steps >= MANY_STEPS else "medium"

@@ -1,0 +1,175 @@
+"""The ring of events: fixed, never waited for, and honest about what it could not measure."""
+
+from typing import Any
+
+import pytest
+import torch
+from watch.fake_device import FakeDevice, FakeEvent
+
+from lightning_feed.watch.clocks import EventRing, events_work, open_ring
+
+
+def _step(device: FakeDevice, ring: EventRing, note: Any, work_ms: float = 5) -> None:
+    ring.mark(0)
+    device.launch(work_ms)
+    ring.mark(1)
+    ring.end_step(note)
+
+
+def test_a_step_is_read_once_the_device_has_passed_it() -> None:
+    device = FakeDevice()
+    ring = EventRing(device.event, 8)
+    ring.begin()
+    _step(device, ring, "first")
+    assert ring.read() is None
+    device.host(5)
+    step = ring.read()
+    assert step is not None
+    assert step.note == "first"
+    assert step.intervals == [(0, pytest.approx(0)), (1, pytest.approx(5e6))]
+    assert ring.read() is None
+    assert device.waited == 0
+
+
+def test_no_event_is_made_after_construction() -> None:
+    device = FakeDevice()
+    ring = EventRing(device.event, 8)
+    ring.begin()
+    for number in range(50):
+        _step(device, ring, number)
+        device.host(5)
+        assert ring.read() is not None
+    assert device.events == 8
+    assert ring.lost == 0
+
+
+def test_a_full_ring_loses_steps_and_recovers() -> None:
+    device = FakeDevice()
+    ring = EventRing(device.event, 7)  # the first mark and three steps of two
+    ring.begin()
+    for number in range(5):
+        _step(device, ring, number)
+    assert ring.lost == 2
+    device.host(100)
+    assert [step.note for step in iter(ring.read, None)] == [0, 1, 2]
+    _step(device, ring, "no start")  # its start was not marked
+    assert ring.lost == 3
+    _step(device, ring, "measured")
+    device.host(100)
+    step = ring.read()
+    assert step is not None
+    assert step.note == "measured"
+    assert step.intervals == [(0, pytest.approx(95e6 - 95e6)), (1, pytest.approx(5e6))]
+
+
+def test_an_abandoned_step_is_not_part_of_the_next() -> None:
+    device = FakeDevice()
+    ring = EventRing(device.event, 8)
+    ring.begin()
+    ring.mark(0)
+    device.launch(70)
+    device.host(100)
+    ring.begin()
+    _step(device, ring, "next")
+    device.host(100)
+    step = ring.read()
+    assert step is not None
+    assert step.intervals == [(0, pytest.approx(0)), (1, pytest.approx(5e6))]
+
+
+def test_events_that_cannot_be_compared_cost_the_step_not_the_training() -> None:
+    device = FakeDevice()
+
+    class OtherStream(FakeEvent):
+        def elapsed_time(self, end_event: FakeEvent) -> float:
+            raise RuntimeError("device not ready")
+
+    ring = EventRing(lambda: OtherStream(device), 8)
+    ring.begin()
+    _step(device, ring, "note")
+    device.host(100)
+    assert ring.read() == ("note", None)
+    assert ring.lost == 1
+
+
+def test_waiting_is_for_the_last_step_only() -> None:
+    device = FakeDevice()
+    ring = EventRing(device.event, 64)
+    ring.begin()
+    ring.wait()
+    assert device.waited == 0
+    for number in range(5):
+        _step(device, ring, number)
+    ring.wait()
+    assert device.waited == 1
+    assert [step.note for step in iter(ring.read, None)] == [0, 1, 2, 3, 4]
+
+
+def test_the_cpu_has_no_events() -> None:
+    assert open_ring(torch.device("cpu")) is None
+
+
+class _Backend:
+    def __init__(self, event: Any) -> None:
+        self.Event = event
+
+
+class _Event:
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return 0.0
+
+
+class _Unreadable(_Event):
+    def elapsed_time(self, end_event: Any) -> float:
+        return float("nan")
+
+
+class _Missing(_Event):
+    def record(self) -> None:
+        raise NotImplementedError
+
+
+class _Busy(_Event):
+    def query(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("backend", "works"),
+    [
+        (_Backend(_Event), True),
+        (_Backend(_Busy), True),
+        (_Backend(_Unreadable), False),
+        (_Backend(_Missing), False),
+        (object(), False),
+    ],
+    ids=["works", "busy", "nan", "not implemented", "no events"],
+)
+def test_events_of_any_backend_are_tried_first(backend: Any, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda _: backend)
+    ring = open_ring(torch.device("meta"), size=4)
+    assert (ring is not None) is works
+
+
+def test_a_device_that_torch_has_no_module_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: Any) -> Any:
+        raise RuntimeError("no module")
+
+    monkeypatch.setattr(torch, "get_device_module", missing)
+    assert open_ring(torch.device("meta")) is None
+
+
+def test_fake_events_pass_the_probe() -> None:
+    device = FakeDevice()
+    assert events_work(device.event)
+    device.launch(1e6)
+    assert events_work(device.event)

@@ -1,0 +1,209 @@
+"""The verdict is a pure function of the figures; the report is that verdict in words."""
+
+from typing import Any
+
+import pytest
+
+from lightning_feed.watch.report import as_text, print_report
+from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.watch.verdict import Diagnosis, LoopFacts, diagnose
+
+
+def _stats(other: float = 0, data: float = 0, h2d: float = 0, compute: float = 100, **changes: Any) -> StarvationStats:
+    step = other + data + h2d + compute
+    figures: dict[str, Any] = {
+        "steps": 412,
+        "confidence": "high",
+        "step_ms": step,
+        "other_ms": other,
+        "data_idle_ms": data,
+        "h2d_ms": h2d,
+        "compute_ms": compute,
+        "starved_pct": 100 * data / step,
+        "input_pct": 100 * (data + h2d) / step,
+        "speedup_if_free": step / (step - data),
+        "next_wait_ms": data,
+        "hidden_wait_ms": 0.0,
+    }
+    return StarvationStats(**(figures | changes))
+
+
+def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
+    return diagnose(_stats(**parts), facts or LoopFacts())
+
+
+@pytest.mark.parametrize(
+    ("other", "data", "h2d", "bottleneck"),
+    [
+        (10, 0, 0, "framework"),
+        (9.9, 0, 0, "compute"),
+        (0, 0, 5, "copy"),
+        (0, 0, 4.9, "compute"),
+        (0, 5, 0, "data"),
+        (0, 4.9, 0, "compute"),
+        (0, 0, 0, "compute"),
+        (10, 10, 10, "framework"),  # the first of equals
+        (0, 10, 10, "copy"),
+        (12, 60, 6, "data"),  # the dearest of those over their limit
+        (9, 6, 40, "copy"),
+    ],
+)
+def test_bottleneck(other: float, data: float, h2d: float, bottleneck: str) -> None:
+    found = _diagnose(other=other, data=data, h2d=h2d, compute=100 - other - data - h2d)
+    assert found.bottleneck == bottleneck
+
+
+@pytest.mark.parametrize(
+    ("data", "grade"),
+    [
+        (0, "fed"),
+        (1.9, "fed"),
+        (2, "fed, some jitter"),
+        (4.9, "fed, some jitter"),
+        (5, "moderately data-bound"),
+        (19.9, "moderately data-bound"),
+        (20, "highly data-bound"),
+        (100, "highly data-bound"),
+    ],
+)
+def test_grade(data: float, grade: str) -> None:
+    stats = _stats(data=data, compute=100 - data) if data < 100 else _stats(data=100, compute=1e-9)
+    assert diagnose(stats, LoopFacts()).grade == grade
+
+
+def test_no_verdict_from_a_few_steps() -> None:
+    found = _diagnose(data=90, steps=9)
+    assert (found.bottleneck, found.grade, found.confidence, found.remedies) == ("unknown", "not measured", "low", ())
+    assert "9 steps were measured" in found.evidence[0]
+    assert as_text(found).startswith("FEED  no verdict: 9 steps were measured")
+
+
+def test_no_verdict_from_nothing() -> None:
+    assert diagnose(StarvationStats(steps=0, confidence="low"), LoopFacts()).bottleneck == "unknown"
+
+
+def test_every_cause_over_its_limit_is_named_and_treated() -> None:
+    found = _diagnose(LoopFacts(num_workers=0, usable_cpus=4), other=12, data=60, h2d=6, compute=22)
+    assert [line.split(")")[0] for line in found.evidence[:3]] == [
+        "60.0 of 100.0 ms (60 %",
+        "12.0 of 100.0 ms (12 %",
+        "6.0 of 100.0 ms (6 %",
+    ]
+    assert "num_workers=2" in found.remedies[0].code
+
+
+def test_the_verdict_is_as_sure_as_its_figures() -> None:
+    assert _diagnose(data=50, confidence="low").confidence == "low"
+
+
+# --- remedies -----------------------------------------------------------------------------------------------------
+
+
+def _codes(found: Diagnosis) -> list[str]:
+    return [remedy.code for remedy in found.remedies]
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpus", "code", "predicted"),
+    [
+        (0, 8, "num_workers=2", 60),  # without waiting: 60; two workers make a batch in 40 / 2
+        (2, 8, "num_workers=4", 60),
+        (6, 8, "num_workers=8", 75),  # a batch takes 100 / 6 * 8 of a worker's time: eight make one in 75
+    ],
+)
+def test_more_workers_while_there_are_cpus(workers: int, cpus: int, code: str, predicted: float) -> None:
+    found = _diagnose(LoopFacts(num_workers=workers, usable_cpus=cpus), data=40, compute=60)
+    assert code in _codes(found)[0]
+    assert found.remedies[0].predicted_step_ms == pytest.approx(predicted)
+
+
+def test_no_more_workers_than_cpus() -> None:
+    found = _diagnose(LoopFacts(num_workers=8, usable_cpus=8), data=40, compute=60)
+    assert not any("num_workers" in code for code in _codes(found))
+    assert "uint8" in found.remedies[0].why
+
+
+def test_workers_that_are_started_each_epoch() -> None:
+    facts = LoopFacts(num_workers=8, usable_cpus=8, persistent_workers=False)
+    assert "persistent_workers=True" in _codes(_diagnose(facts, data=40, compute=60, epoch_start_s=2.0))[-1]
+    assert "persistent_workers" not in str(_codes(_diagnose(facts, data=40, compute=60, epoch_start_s=0.1)))
+    assert any("after 2.0 s" in line for line in _diagnose(facts, epoch_start_s=2.0).evidence)
+
+
+def test_a_loader_of_which_nothing_is_known() -> None:
+    assert "FastDataModule.wrap" in _codes(_diagnose(data=40, compute=60))[0]
+
+
+@pytest.mark.parametrize(
+    ("pinned", "prefetching", "first"),
+    [(False, None, "pin_memory=True"), (True, None, "PrefetchCallback()"), (True, True, "device_transform")],
+)
+def test_remedies_of_a_slow_copy(pinned: bool, prefetching: bool | None, first: str) -> None:
+    facts = LoopFacts(device_type="cuda", pin_memory=pinned)
+    found = _diagnose(facts, h2d=20, compute=80, prefetch_active=prefetching)
+    assert first in _codes(found)[0]
+
+
+def test_nothing_is_copied_on_the_cpu() -> None:
+    assert "collate" in _codes(_diagnose(h2d=20, compute=80))[0]
+
+
+def test_remedies_of_a_slow_framework() -> None:
+    assert len(_codes(_diagnose(other=20, compute=80))) == 1
+    several = LoopFacts(device_type="cuda", world_size=2)
+    found = _diagnose(several, other=20, compute=80)
+    assert "profiler" in _codes(found)[0]
+    assert "prog_bar=False" in _codes(found)[1]
+    assert "devices=1" in _codes(found)[2]
+    assert found.remedies[0].predicted_step_ms == pytest.approx(80)
+
+
+def test_every_remedy_is_one_line() -> None:
+    several = LoopFacts(device_type="cuda", world_size=2, pin_memory=False, num_workers=0, usable_cpus=4)
+    found = _diagnose(several, other=20, data=20, h2d=20, compute=40)
+    assert len(found.remedies) >= 6
+    assert not any("\n" in remedy.code + remedy.why for remedy in found.remedies)
+
+
+def test_slack_and_lost_steps_are_told() -> None:
+    found = _diagnose(next_wait_ms=30.0, hidden_wait_ms=30.0, lost_steps=7)
+    assert "30.0 of 30.0 ms in next(loader) cost nothing" in found.evidence
+    assert "7 steps could not be measured on the device" in found.evidence
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_starved_gpu() -> None:
+    found = _diagnose(
+        LoopFacts(device_type="cuda", num_workers=6, usable_cpus=20), compute=52.9, data=29.6, h2d=1.1, other=3.6
+    )
+    assert as_text(found).splitlines()[:4] == [
+        "FEED  highly data-bound: GPU idle 34 % of each step waiting for data (confidence high, 412 steps)",
+        "step 87.2 ms = compute 52.9 | data 29.6 | h2d 1.1 | other 3.6        if data were free: 1.51 x",
+        "why   29.6 of 87.2 ms (34 %) waiting for data; the loader has 6 workers on 20 CPUs",
+        "fix   FastDataModule(loader=LoaderSettings(num_workers=12))    # num_workers 6 -> 12; 20 CPUs may be used "
+        "(at best 57.6 ms a step)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "headline"),
+    [
+        ({}, "FEED  compute-bound, fed: training waits for data 0 % of each step (confidence high, 412 steps)"),
+        ({"other": 50}, "FEED  framework-bound, fed: training waits for data 0 % of each step"),
+        ({"h2d": 50, "data": 20}, "FEED  copy-bound, moderately data-bound: training waits for data 12 % of each step"),
+    ],
+)
+def test_headlines(parts: dict[str, float], headline: str) -> None:
+    assert as_text(_diagnose(**parts)).startswith(headline)
+
+
+def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _diagnose()
+    print_report(found, None)
+    assert capsys.readouterr().out == as_text(found) + "\n"
+    lines: list[str] = []
+    print_report(found, lines.append)
+    assert lines == [as_text(found)]
+    assert capsys.readouterr().out == ""
