@@ -84,7 +84,7 @@ class FetcherTap:
     """What an adopted fetcher carries: batches drawn ahead of the loop, and the loader states that belong to them."""
 
     def __init__(self, fetcher: Any) -> None:
-        # Weak: the fetcher holds its tap, and a ring of the two would keep the loader's workers until the next collection.
+        # Weak: the fetcher holds its tap, and a ring of the two would keep the loader's workers alive.
         self._fetcher: Any = weakref.proxy(fetcher)
         self.ahead: deque[Fetched] = deque()
         self.owner: Any = None

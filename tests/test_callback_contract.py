@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from recording import NullStreamPrefetch, Numbers, Recording, by_hook, fit, quiet_trainer
 from torch.utils.data import DataLoader
 
+import lightning_feed.pl
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, PrefetchCallback
 from lightning_feed.exact_resume import ExactResume
-from lightning_feed.pl import FastDataModule as FastDataModuleOfPL
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -142,7 +142,7 @@ class Data(FastDataModule):
         return Numbers(12) if split in ("train", "val") else None
 
 
-class DataOfPL(FastDataModuleOfPL):
+class DataOfPL(lightning_feed.pl.FastDataModule):
     def make_dataset(self, split: str) -> Any:
         return Numbers(12) if split in ("train", "val") else None
 
@@ -164,7 +164,20 @@ class ModuleOfPL(pytorch_lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@every_set
+class NullStreamPrefetchOfPL(NullStreamPrefetch, pytorch_lightning.Callback):
+    """On both trees: pytorch_lightning before 2.6 refuses callbacks that are not its own."""
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        lambda: [lightning_feed.pl.PrefetchCallback()],
+        lambda: [NullStreamPrefetchOfPL()],
+        lambda: [lightning_feed.pl.GPUStarvationCallback()],
+        lambda: [lightning_feed.pl.GPUStarvationCallback(), NullStreamPrefetchOfPL()],
+    ],
+    ids=["PrefetchCallback", "prefetching on a null stream", "GPUStarvationCallback", "both"],
+)
 def test_pytorch_lightning(callbacks: Any) -> None:
     def run(made: list[Any]) -> ModuleOfPL:
         pytorch_lightning.seed_everything(5, verbose=False)
@@ -189,8 +202,8 @@ def test_pytorch_lightning(callbacks: Any) -> None:
 
 def test_the_two_packages_have_the_same_datamodule_but_for_the_base() -> None:
     assert issubclass(FastDataModule, lightning.pytorch.LightningDataModule)
-    assert issubclass(FastDataModuleOfPL, pytorch_lightning.LightningDataModule)
-    own = [set(vars(kind)) - {"__module__", "__doc__"} for kind in (FastDataModule, FastDataModuleOfPL)]
+    assert issubclass(lightning_feed.pl.FastDataModule, pytorch_lightning.LightningDataModule)
+    own = [set(vars(kind)) - {"__module__", "__doc__"} for kind in (FastDataModule, lightning_feed.pl.FastDataModule)]
     assert own[0] == own[1]
 
 

@@ -1,6 +1,5 @@
 """The device clock on a real device: what it reads against work of known length, and that it never waits."""
 
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +14,6 @@ from lightning_feed.watch.nvml import NvmlSampler
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() and os.environ.get("LIGHTNING_FEED_REQUIRE_GPU") != "1", reason="no CUDA device"
-    ),
     # These fits are small on purpose.
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
