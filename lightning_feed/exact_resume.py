@@ -24,8 +24,8 @@ def attach(trainer: Trainer) -> None:
 class ExactResume(Callback):
     """Writes the loader states that belong to the trained batches into each checkpoint.
 
-    ``FastDataModule`` and ``PrefetchCallback`` add it by themselves. It works for any loader with ``state_dict`` and
-    ``load_state_dict``; loaders without them are none of its business.
+    ``PrefetchCallback`` is one, and ``FastDataModule`` adds one where there is none. It works for any loader with
+    ``state_dict`` and ``load_state_dict``; loaders without them are none of its business.
     """
 
     def __init__(self) -> None:

@@ -5,10 +5,11 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
-from lightning_feed import _host, exact_resume
+from lightning_feed import _host
 from lightning_feed.errors import SettingsError
+from lightning_feed.exact_resume import ExactResume
 from lightning_feed.transfer.nested import hold, off_host, release
 from lightning_feed.transfer.prefetcher import Prefetcher, Staged
 from lightning_feed.transfer.streams import SideStream, open_stream
@@ -21,13 +22,13 @@ LOOK_AHEAD = "[PrefetchCallback].look_ahead"
 """The profiler action around fetching and staging the next batch."""
 
 
-class PrefetchCallback(Callback):
+class PrefetchCallback(ExactResume):
     """Copies the next batch to the device on a stream of its own while the present step computes.
 
     Training is not changed: the same batches arrive in the same order and every hook runs once per batch, with
     ``on_after_batch_transfer`` on the compute stream, as ever. ``transfer_batch_to_device`` runs on the side stream,
     and so does ``FastDataModule.device_transform``. The copy overlaps with computing only from pinned host memory
-    (``pin_memory=True``).
+    (``pin_memory=True``). Checkpoints do not count batches that were only fetched: it is an :class:`ExactResume`.
 
     It stands aside, and says so in one INFO line, where it could not help: on the CPU, with loaders that yield device
     tensors already, and in loops whose ``training_step`` takes ``dataloader_iter``.
@@ -64,6 +65,7 @@ class PrefetchCallback(Callback):
             raise SettingsError(
                 f"PrefetchCallback(stages={stages!r}): give one or more of {', '.join(map(repr, STAGES))} in a tuple."
             )
+        super().__init__()
         self.depth = depth
         self.host_keys = tuple(host_keys)
         self.stages: tuple[Stage, ...] = tuple(stages)
@@ -91,17 +93,14 @@ class PrefetchCallback(Callback):
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make checkpoints exact: they must not count batches that were only fetched."""
-        if stage == "fit":
-            exact_resume.attach(trainer)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt the training fetcher."""
+        super().on_train_start(trainer, pl_module)
         self._begin(trainer, "fit", "on_train_batch_end")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt it again: reloading the loaders makes a new one. A run resumed in mid-epoch skips this hook."""
+        super().on_train_epoch_start(trainer, pl_module)
         self._begin(trainer, "fit", "on_train_batch_end")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
