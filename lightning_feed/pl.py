@@ -1,12 +1,23 @@
-"""FastDataModule for users of the ``pytorch_lightning`` package, a separate tree of classes."""
+"""The public names for users of the ``pytorch_lightning`` package, a separate tree of classes."""
 
 from lightning_feed.datamodule import FeedDataModule
 from lightning_feed.extras import require
+from lightning_feed.prefetch_callback import PrefetchCallback as _PrefetchCallback
+from lightning_feed.starvation_callback import GPUStarvationCallback as _GPUStarvationCallback
 
 require("pytorch_lightning", extra="pl", why="lightning_feed.pl")
 
-from pytorch_lightning import LightningDataModule  # noqa: E402  # after the line that says how to install it
+from pytorch_lightning import Callback, LightningDataModule  # noqa: E402  # after the line that says how to install it
 
 
 class FastDataModule(FeedDataModule, LightningDataModule):
     """``lightning_feed.FastDataModule``, on the base class of the ``pytorch_lightning`` package."""
+
+
+# pytorch_lightning 2.4 refuses a callback that is none of its own tree; its LightningCLI does so in 2.6 too.
+class PrefetchCallback(_PrefetchCallback, Callback):  # type: ignore[misc]  # the trees differ in the type of Trainer
+    """``lightning_feed.PrefetchCallback``, on the base class of the ``pytorch_lightning`` package as well."""
+
+
+class GPUStarvationCallback(_GPUStarvationCallback, Callback):  # type: ignore[misc]  # as above
+    """``lightning_feed.GPUStarvationCallback``, on the base class of the ``pytorch_lightning`` package as well."""

@@ -1,0 +1,44 @@
+"""What Lightning's entry points call for every new Trainer: both callbacks when LIGHTNING_FEED=1, else nothing."""
+
+import os
+from importlib import import_module
+from typing import Any
+
+from lightning_feed.errors import SettingsError
+
+VARIABLE = "LIGHTNING_FEED"
+
+
+def callbacks() -> list[Any]:
+    """Return the callbacks to add to a ``lightning.pytorch.Trainer`` that is being built.
+
+    Registered in the group ``lightning.pytorch.callbacks_factory``, so it runs in programs that never heard of this
+    package: while the variable is unset it imports nothing.
+
+    Returns:
+        ``[PrefetchCallback(), GPUStarvationCallback()]`` with ``LIGHTNING_FEED=1``, else an empty list.
+
+    Raises:
+        SettingsError: when the variable holds anything but 1, 0 or nothing.
+    """
+    return _both_from("lightning_feed") if _switched_on() else []
+
+
+def pl_callbacks() -> list[Any]:
+    """The same for Trainers of ``pytorch_lightning``, which in 2.4 refuse callbacks of the other package's tree."""
+    return _both_from("lightning_feed.pl") if _switched_on() else []
+
+
+def _switched_on() -> bool:
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise SettingsError(
+            f"{VARIABLE}={value!r} is neither on nor off. Set it to 1 to add PrefetchCallback and "
+            "GPUStarvationCallback to every Trainer, or unset it."
+        )
+    return value == "1"
+
+
+def _both_from(module: str) -> list[Any]:
+    home = import_module(module)
+    return [home.PrefetchCallback(), home.GPUStarvationCallback()]

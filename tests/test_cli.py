@@ -1,0 +1,101 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import lightning_feed
+from lightning_feed import cli
+from lightning_feed.errors import DatasetError
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["tune"], ["demo", "--images", "many"], ["demo", "extra"], ["demo", "--colour"]], ids=" ".join
+)
+def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv)
+    assert end.value.code == 2
+    assert "usage: lightning-feed" in capsys.readouterr().err
+
+
+def test_help_lists_the_commands_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert " demo " in text
+    assert not {"doctor", "diagnose", "tune", "pack", "stage"} & set(text.split())
+
+
+def test_module_and_command_are_the_same() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_feed", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == f"lightning-feed {lightning_feed.__version__}"
+    (command,) = entry_points(group="console_scripts", name="lightning-feed")
+    assert command.load() is cli.main
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "message"),
+    [
+        (
+            DatasetError("cats/1.jpg cannot be read. Delete it."),
+            1,
+            "lightning-feed: cats/1.jpg cannot be read. Delete it.",
+        ),
+        (KeyboardInterrupt(), 130, "lightning-feed: stopped"),
+    ],
+)
+def test_stops_are_told_in_one_line(
+    raised: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(arguments: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(cli, "_demo", stop)
+    assert cli.main(["demo"]) == code
+    assert capsys.readouterr() == ("", message + "\n")
+
+
+def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(arguments: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_demo", bug)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["demo"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--data", "{tmp}/nowhere"], "nowhere is not a folder"),
+        (["--data", "{tmp}/flat"], "holds no class folders"),
+        (["--data", "{tmp}/empty"], "hold no JPEG or PNG files"),
+        (["--images", "0"], "--images 0"),
+        (["--images", "-3"], "--images -3"),
+        (["--images", "999999999"], "between 1 and 100,000"),
+        (["--epochs", "0"], "--epochs 0"),
+        (["--images", "0", "--data", "{tmp}"], "--images 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_demo_refuses_what_it_cannot_do(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat" / "1.jpg").touch()
+    (tmp_path / "empty" / "cats").mkdir(parents=True)
+    out = tmp_path / "out"
+    arguments = [word.format(tmp=tmp_path) for word in argv]
+    assert cli.main(["demo", "--out", str(out), *arguments]) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+    assert not out.exists()

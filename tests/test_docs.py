@@ -1,0 +1,206 @@
+"""The pages tell the truth: their Python runs, their commands parse, their tables agree with the code."""
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_feed import GPUStarvationCallback, LoaderSettings, PrefetchCallback, cli, errors
+from lightning_feed.watch.tags import tag_table
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CODE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+pytestmark = [
+    # The pages show short runs on the CPU, on tiny data; Lightning has something to say about each of these.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
+    # The page on resuming goes on in the folder of the run that it resumes.
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+    # A data module has four loaders, whichever splits there are, and the readers' model does not validate.
+    pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`:UserWarning"),
+]
+
+# What the pages call the reader's own: a dataset of uint8 pictures and a model.
+PRELUDE = """
+import torch as _torch
+from {package} import LightningModule as _LightningModule
+
+
+class BirdsDataset(_torch.utils.data.Dataset):
+    def __init__(self, split):
+        self.split = split
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return _torch.full((3, 32, 32), index, dtype=_torch.uint8), index % 2
+
+
+class _Model(_LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = _torch.nn.Linear(3, 2)
+
+    def training_step(self, batch, batch_idx):
+        return _torch.nn.functional.cross_entropy(self.layer(batch[0].float().mean((2, 3))), batch[1])
+
+    def configure_optimizers(self):
+        return _torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+model = _Model()
+"""
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return [body for kind, body in CODE.findall(page.read_text()) if kind == language]
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+# --- code ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reader_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("page_"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=_name)
+def test_python_on_the_pages_runs(page: Path, reader_folder: Path) -> None:
+    blocks = _blocks(page, "python")
+    package = "pytorch_lightning" if any("pytorch_lightning" in block for block in blocks) else "lightning.pytorch"
+    module_name = f"page_{page.stem.replace('-', '_')}"
+    file = reader_folder / f"{module_name}.py"
+    file.write_text(PRELUDE.format(package=package) + "\n\n".join(blocks))
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # workers find the page's classes by this name
+    spec.loader.exec_module(module)
+
+
+def test_the_user_code_in_the_readme_is_short() -> None:
+    (code,) = _blocks(ROOT / "README.md", "python")
+    lines = [line for line in code.splitlines() if line.strip() and "import" not in line]
+    assert len(lines) <= 12
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_commands_on_the_pages_parse(page: Path) -> None:
+    commands = re.findall(r"lightning-feed ((?:demo|doctor|diagnose|tune|pack|stage)\b[^`\n&|]*)", page.read_text())
+    for command in commands:
+        cli._parser().parse_args(shlex.split(command))
+
+
+def test_yaml_on_the_pages_is_yaml() -> None:
+    yaml = importlib.import_module("yaml")
+    blocks = [block for page in PAGES for block in _blocks(page, "yaml")]
+    assert blocks
+    for block in blocks:
+        for callback in yaml.safe_load(block)["trainer"]["callbacks"]:
+            module, name = callback["class_path"].rsplit(".", 1)
+            parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+            assert set(callback["init_args"]) <= set(parameters)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    index = ROOT / "docs/README.md"
+    linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)\)", index.read_text())}
+    assert {page for page in PAGES if page.parent != ROOT and page != index} == linked
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+
+def _first_column(text: str) -> list[str]:
+    """The code names in the first column of all tables in a text."""
+    return [name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
+
+
+def _section(page: str, heading: str) -> str:
+    text = (ROOT / page).read_text()
+    (body,) = re.findall(rf"^## {re.escape(heading)}.*?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return str(body)
+
+
+def test_settings_table_names_every_field_and_its_default() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(.+?)` \|", _section("docs/reference/datamodule.md", "`LoaderSettings`"), re.MULTILINE
+    )
+    fields = {field.name: field.default for field in dataclasses.fields(LoaderSettings)}
+    assert {name: importlib.import_module("ast").literal_eval(default) for name, default in rows} == fields
+
+
+@pytest.mark.parametrize("callback", [PrefetchCallback, GPUStarvationCallback])
+def test_callback_tables_name_every_argument(callback: type) -> None:
+    parameters = inspect.signature(callback).parameters
+    written = ", ".join(str(p.replace(annotation=inspect.Parameter.empty)) for p in parameters.values()).replace(
+        "'", '"'
+    )
+    assert f"## `{callback.__name__}({written})`" in (ROOT / "docs/reference/callbacks.md").read_text()
+    assert _first_column(_section("docs/reference/callbacks.md", f"`{callback.__name__}(")) == list(parameters)
+
+
+def test_every_error_is_in_the_reference() -> None:
+    headings = re.findall(r"^## `(\w+)`$", (ROOT / "docs/reference/errors.md").read_text(), re.MULTILINE)
+    assert headings == [name for name, value in vars(errors).items() if isinstance(value, type)]
+
+
+def test_command_table_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--help"])
+    options = set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.MULTILINE))
+    named = {
+        name.split()[0] for name in _first_column(_section("docs/reference/command-line.md", "`lightning-feed demo`"))
+    }
+    assert named == options
+
+
+# --- the gate -----------------------------------------------------------------------------------------------------
+
+
+def test_the_gate_runs_the_readmes_own_test_command() -> None:
+    (command,) = [block.strip() for block in _blocks(ROOT / "README.md", "bash") if "pytest" in block]
+    _, install, test = (step.strip() for step in command.split("&&"))
+    gate = (ROOT / ".ci/run").read_text().replace(".ci-venv/", ".venv/")
+    assert gate.splitlines()[-1] == test
+    extras = re.findall(r"-e \S+", install)
+    assert extras == re.findall(r"-e \S+", gate)
+
+
+def test_the_gate_checks_what_the_style_asks() -> None:
+    gate = (ROOT / ".ci/run").read_text()
+    steps = [gate.index(step) for step in ("/ruff check", "/ruff format --check", "/mypy", "-m pytest")]
+    assert steps == sorted(steps)
+    assert "set -euo pipefail" in gate
+    assert "|| true\n" not in gate
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/tags.md"])
+def test_tag_tables_are_those_of_the_code(page: str) -> None:
+    assert [name for name in _first_column((ROOT / page).read_text()) if name.startswith("feed")] == list(tag_table())

@@ -1,0 +1,234 @@
+"""The rules of the house: the map is true, the road has one direction, and importing the package is cheap."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_feed
+from lightning_feed.errors import FeedError, MissingExtraError
+from lightning_feed.extras import require
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_feed"
+ROAD = ("archive", "decode", "load", "transfer", "watch")
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".json", ".txt", ""}
+
+
+def _relative(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+# --- the map ------------------------------------------------------------------------------------------------------
+
+
+def _mapped() -> dict[str, str]:
+    """Path in the package -> the half line that the map gives it."""
+    tree = (PACKAGE / "README.md").read_text().split("```text\n")[1].split("```")[0]
+    mapped: dict[str, str] = {}
+    folder = ""
+    for line in tree.splitlines()[1:]:
+        drawn = re.fullmatch(r"(│   )?[├└]── (\S+)\s+(\S.*)", line)
+        assert drawn, f"not a line of the map: {line!r}"
+        inside, name, words = drawn.groups()
+        if not inside:
+            folder = name if name.endswith("/") else ""
+        path = f"{folder}{name}" if inside else name
+        assert path not in mapped, f"{path} stands twice in the map"
+        mapped[path] = words
+    return mapped
+
+
+def _on_disk() -> set[str]:
+    files = {_relative(p) for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    folders = {f"{name.split('/')[0]}/" for name in files if "/" in name}
+    # A station's __init__.py is the folder's own line.
+    return {name for name in files if not name.endswith("/__init__.py")} | folders
+
+
+def test_the_map_names_every_file_and_nothing_else() -> None:
+    assert set(_mapped()) == _on_disk()
+
+
+def test_the_map_gives_each_file_half_a_line() -> None:
+    assert {path: words for path, words in _mapped().items() if len(words) > 60} == {}
+
+
+# --- the import rule ----------------------------------------------------------------------------------------------
+
+
+def _imports(source: str) -> set[str]:
+    """Every module imported anywhere in a file, in functions and under TYPE_CHECKING too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute in this package"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _breaks_rule(relative: str, imported: str) -> bool:
+    """Whether a file (path in the package) may not import this dotted name."""
+    top, *rest = imported.split(".")
+    door = "/" not in relative
+    if top in LIGHTNING:
+        return not door or relative in {"__init__.py", "errors.py", "extras.py"}
+    if top != "lightning_feed" or door:
+        return False
+    allowed = {*ROAD[: ROAD.index(relative.split("/")[0]) + 1], "errors", "extras"}
+    return not rest or rest[0] not in allowed
+
+
+@pytest.mark.parametrize("path", FILES, ids=_relative)
+def test_imports_keep_to_the_road(path: Path) -> None:
+    relative = _relative(path)
+    assert {name for name in _imports(path.read_text()) if _breaks_rule(relative, name)} == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "broken"),
+    [
+        ("load/machine.py", "from lightning_feed.transfer.nested import hold", True),
+        ("load/machine.py", "import lightning.pytorch", True),
+        ("load/machine.py", "from lightning_feed import datamodule", True),
+        ("watch/waits.py", "from lightning_feed.load.settings import LoaderSettings", False),
+        ("watch/waits.py", "from lightning_feed.errors import FeedError", False),
+        ("errors.py", "def f():\n    import pytorch_lightning", True),
+        ("datamodule.py", "from lightning.pytorch import LightningDataModule", False),
+    ],
+)
+def test_the_rule_itself_sees_a_breach(file: str, line: str, broken: bool) -> None:
+    assert any(_breaks_rule(file, name) for name in _imports(line)) is broken
+
+
+def test_every_folder_is_a_station() -> None:
+    assert {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"} <= set(ROAD)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "import lightning_feed; dir(lightning_feed); lightning_feed.__version__",
+        "import lightning_feed.autoload; assert lightning_feed.autoload.callbacks() == []",
+        "import runpy, sys; sys.argv = ['lightning_feed', '--help']\n"
+        "try: runpy.run_module('lightning_feed', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0, end.code",
+        "import lightning_feed; lightning_feed.FeedError",
+    ],
+    ids=["import", "autoload", "help", "error"],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(command: str) -> None:
+    heavy = "{'torch', 'lightning', 'pytorch_lightning', 'torchvision', 'numpy', 'PIL', 'skimage'}"
+    code = (
+        f"import os; os.environ.pop('LIGHTNING_FEED', None)\n{command}\nimport sys; print({heavy} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+# --- public names -------------------------------------------------------------------------------------------------
+
+
+def test_public_names_are_sorted_and_resolve() -> None:
+    assert lightning_feed.__all__ == sorted(lightning_feed.__all__)
+    for name in lightning_feed.__all__:
+        assert getattr(lightning_feed, name).__name__ == name
+        assert name in dir(lightning_feed)
+    with pytest.raises(AttributeError, match="no attribute 'FastLoader'"):
+        lightning_feed.FastLoader  # noqa: B018
+
+
+def test_lazy_names_are_those_that_type_checkers_see() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    seen = {
+        alias.name: node.module
+        for branch in tree.body
+        if isinstance(branch, ast.If)
+        for node in branch.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == lightning_feed._HOMES
+    assert sorted(seen) == lightning_feed.__all__
+
+
+@pytest.mark.parametrize("name", lightning_feed.__all__)
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    headings = [
+        line
+        for page in (ROOT / "docs/reference").glob("*.md")
+        for line in page.read_text().splitlines()
+        if "# " in line
+    ]
+    assert any(re.search(rf"`{name}\b", line) for line in headings)
+
+
+def test_every_error_has_the_one_root() -> None:
+    module = importlib.import_module("lightning_feed.errors")
+    errors = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Exception)]
+    assert errors
+    assert all(issubclass(error, FeedError) for error in errors)
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def test_the_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("path", FILES, ids=_relative)
+def test_no_file_is_longer_than_400_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_no_file_is_named_for_nothing() -> None:
+    assert {p.stem for p in FILES} & {"utils", "util", "helpers", "common", "manager", "misc"} == set()
+
+
+def test_no_file_holds_a_path_of_a_private_machine() -> None:
+    private = re.compile(r"(?<![\w.:/])/(?:work|root|home/\w+|Users/\w+|mnt/\w+)/\S+")
+    folders = [PACKAGE, *(ROOT / name for name in ("tests", "examples", "docs", "benchmarks", ".ci"))]
+    paths = [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *(p for folder in folders for p in folder.rglob("*"))]
+    found = {
+        f"{path.relative_to(ROOT)}:{number}": line
+        for path in paths
+        if path.is_file()
+        and path.suffix in TEXT_SUFFIXES
+        and path != Path(__file__)
+        and "__pycache__" not in path.parts
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if private.search(line)
+    }
+    assert found == {}
+
+
+# --- extras -------------------------------------------------------------------------------------------------------
+
+
+def test_an_extra_that_is_there_is_imported() -> None:
+    assert require("json.decoder", extra="demo", why="a test").__name__ == "json.decoder"
+
+
+def test_an_extra_that_is_absent_names_the_line_to_paste() -> None:
+    with pytest.raises(
+        MissingExtraError, match=r"making pictures needs no_such_module\. .*pip install 'lightning-feed\[demo\]'"
+    ):
+        require("no_such_module.data", extra="demo", why="making pictures")
+
+
+def test_an_extra_that_is_broken_inside_is_not_called_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_installed.py").write_text("import something_it_needs_itself\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="something_it_needs_itself") as caught:
+        require("half_installed", extra="demo", why="a test")
+    assert not isinstance(caught.value, FeedError)

@@ -1,0 +1,122 @@
+"""TensorBoard for real: its server reads what a fit has written, and gives it out over HTTP."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_feed import GPUStarvationCallback, PrefetchCallback
+
+WAIT_S = 90
+STEPS = 120
+
+
+def _fit(folder: Path) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from torch.utils.data import DataLoader
+
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=TensorBoardLogger(folder, name="fit", version=0),
+        callbacks=[PrefetchCallback(), GPUStarvationCallback(nvml=False, report=False)],
+        log_every_n_steps=5,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel(), DataLoader(RandomDataset(32, STEPS)))
+
+
+@pytest.fixture(scope="module")
+def get(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """``get(path, **query)``: the JSON that a real TensorBoard server answers, on the logs of a short fit."""
+    folder = tmp_path_factory.mktemp("logs")
+    _fit(folder)
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1", "--port", "0"]
+    said = folder / "server.log"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: no proxy
+    with said.open("w") as log:
+        server = subprocess.Popen([*command, "--load_fast", "false"], stdout=log, stderr=log)
+    try:
+        address = _until(lambda: _address(said), server, said)
+
+        def get(path: str, **query: str) -> Any:
+            url = f"{address}data/plugin/{path}?{urllib.parse.urlencode(query)}"
+            with opener.open(url, timeout=30) as answer:
+                return json.load(answer)
+
+        _until(lambda: get("scalars/tags").get("fit/version_0"), server, said)
+        yield get
+    finally:
+        server.kill()
+        server.wait(timeout=30)
+
+
+def _address(said: Path) -> str | None:
+    """The address that TensorBoard prints: ``TensorBoard 2.21.0 at http://127.0.0.1:41234/ (Press ...)``."""
+    words = said.read_text().split()
+    return next((word for word in words if word.startswith("http://127.0.0.1:") and word.endswith("/")), None)
+
+
+def _until(condition: Callable[[], Any], server: "subprocess.Popen[bytes]", said: Path) -> Any:
+    give_up = time.monotonic() + WAIT_S
+    while time.monotonic() < give_up:
+        if found := condition():
+            return found
+        assert server.poll() is None, f"the server ended: {said.read_text()}"
+        time.sleep(0.2)
+    pytest.fail(f"nothing after {WAIT_S} s: {said.read_text()}")
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "feed/starved_pct",
+        "feed/input_pct",
+        "feed/speedup_if_free",
+        "feed/prefetch_active",
+        "feed_step/step_ms",
+        "feed_step/compute_ms",
+        "feed_step/h2d_ms",
+        "feed_step/data_idle_ms",
+        "feed_step/other_ms",
+    ],
+)
+def test_scalars_are_served(get: Callable[..., Any], tag: str) -> None:
+    rows = get("scalars/scalars", tag=tag, run="fit/version_0")
+    assert rows
+    steps = [step for _, step, _ in rows]
+    assert steps == sorted(set(steps))
+    assert all(0 <= step < STEPS for step in steps)
+    assert all(value >= 0 for _, _, value in rows)
+
+
+def test_the_served_parts_add_up_to_the_served_step(get: Callable[..., Any]) -> None:
+    def served(part: str) -> dict[int, float]:
+        rows = get("scalars/scalars", tag=f"feed_step/{part}_ms", run="fit/version_0")
+        return {step: value for _, step, value in rows}
+
+    whole = served("step")
+    parts = [served(part) for part in ("compute", "h2d", "data_idle", "other")]
+    assert whole
+    for step, value in whole.items():
+        assert sum(part[step] for part in parts) == pytest.approx(value, rel=1e-4)
+
+
+def test_the_layout_of_custom_scalars_names_tags_that_exist(get: Callable[..., Any]) -> None:
+    layout = get("custom_scalars/layout")
+    patterns = [
+        tag for category in layout["category"] for chart in category["chart"] for tag in chart["multiline"]["tag"]
+    ]
+    assert any("feed_stack" in pattern for pattern in patterns) or any("feed_step" in pattern for pattern in patterns)
+    assert any(pattern in get("scalars/tags")["fit/version_0"] for pattern in patterns)
