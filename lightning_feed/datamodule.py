@@ -72,6 +72,8 @@ class FeedDataModule:
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self._feed = _State(settings=loader or LoaderSettings())
+        # Lightning sees a val_dataloader before it can know whether there is data for it. setup() warns where there is.
+        _hush("You passed in a `val_dataloader` but have no `validation_step`")
         if self._feed_overrides("device_transform"):
             # Bound to this object only when it is needed, since Lightning takes an override of this hook away from the
             # LightningModule. Here, and not in on_after_batch_transfer, it runs on the stream that the copy runs on.
@@ -146,6 +148,7 @@ class FeedDataModule:
             self._feed.seed = None  # each run has its own order; a checkpoint's seed comes after this
             if self.trainer is not None:
                 exact_resume.attach(self.trainer)
+                self._feed_warn_of_unused_validation()
         if _TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), _TRANSFER)):
             _hush(f"You have overridden `{_TRANSFER}` in both")  # the module's is called: see _feed_transfer
 
@@ -205,6 +208,15 @@ class FeedDataModule:
                 name_datasets(made, split)
             self._feed.datasets[split] = made
         return self._feed.datasets[split]
+
+    def _feed_warn_of_unused_validation(self) -> None:
+        module = self.trainer.lightning_module
+        if self._feed_dataset("val") is not None and not _host.is_overridden(module, "validation_step"):
+            logger.warning(
+                "make_dataset('val') gives data that is not used, since %s has no validation_step. Write one, or "
+                "return None for 'val'.",
+                type(module).__name__,
+            )
 
     def _feed_require_train(self) -> None:
         if self._feed_dataset("train") is None:

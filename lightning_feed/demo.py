@@ -222,7 +222,6 @@ def _quiet_lightning() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers")
             warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
-            warnings.filterwarnings("ignore", message="You passed in a `val_dataloader` but have no `validation_step`")
             warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")  # between Lightning and torch
             yield
     finally:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from recording import Numbers, quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
@@ -664,3 +666,29 @@ def test_attributes_of_the_users_do_not_collide() -> None:
     model = module()
     trainer().fit(model, datamodule=Named())
     assert len(model.seen["train"]) == 1
+
+
+class OnlyTrains(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("splits", [("train",), ("train", "val")])
+def test_validation_data_without_a_validation_step_is_told_and_no_data_is_not(
+    splits: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Data(lightning_feed.FastDataModule):
+        def make_dataset(self, split: str) -> Any:
+            return Numbers(8) if split in splits else None
+
+    with caplog.at_level(logging.WARNING, logger="lightning_feed"):
+        quiet_trainer([], max_epochs=1).fit(OnlyTrains(), datamodule=Data(loader=LoaderSettings(num_workers=0)))
+    told = [record for record in caplog.records if "no validation_step" in record.getMessage()]
+    assert len(told) == ("val" in splits)

@@ -26,7 +26,6 @@ pytestmark = [
     # The page on resuming goes on in the folder of the run that it resumes.
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
     # A data module has four loaders, whichever splits there are, and the readers' model does not validate.
-    pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`:UserWarning"),
 ]
 
 # What the pages call the reader's own: a dataset of uint8 pictures and a model.
