@@ -224,8 +224,8 @@ def _data(stats: StarvationStats, facts: LoopFacts) -> list[Remedy]:
     elif workers is None or workers == 0:
         remedies.append(
             Remedy(
-                code="trainer.fit(model, datamodule=FastDataModule.wrap(datamodule))",
-                why="loads in as many worker processes as the machine has CPUs for",
+                code="class Data(FastDataModule): make_dataset = lambda self, split: ...",
+                why="a FastDataModule loads in as many worker processes as the machine has CPUs for",
             )
         )
     remedies.append(
