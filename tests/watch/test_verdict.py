@@ -131,7 +131,7 @@ def test_workers_that_are_started_each_epoch() -> None:
 
 
 def test_a_loader_of_which_nothing_is_known() -> None:
-    assert "FastDataModule.wrap" in _codes(_diagnose(data=40, compute=60))[0]
+    assert "FastDataModule" in _codes(_diagnose(data=40, compute=60))[0]
 
 
 @pytest.mark.parametrize(
