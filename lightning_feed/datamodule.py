@@ -1,26 +1,20 @@
 """FastDataModule: from a dataset for each split to loaders that are tuned for the machine."""
 
 import logging
-import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, final
 
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
 from lightning_feed import _host, exact_resume
+from lightning_feed.datamodule_loaders import Loaders, hush
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
-from lightning_feed.load.build import Job, Part, build_loader
-from lightning_feed.load.datasets import like, name_datasets
-from lightning_feed.load.epoch_order import EpochOrder, mix_seed
+from lightning_feed.load.datasets import name_datasets
 from lightning_feed.load.recommend import Recommendation
-from lightning_feed.load.settings import SEEDS, LoaderSettings
-from lightning_feed.load.worker_init import WorkerInit
+from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.transfer.nested import release
 
 logger = logging.getLogger(__name__)
@@ -34,23 +28,9 @@ _TRANSFER = "transfer_batch_to_device"
 class _State:
     """What the data module keeps for itself, under one name: the other names are the user's."""
 
-    settings: LoaderSettings
-    seed: int | None = None
+    loaders: Loaders
     datasets: dict[str, Any] = field(default_factory=dict)
     built: set[str] = field(default_factory=set)
-    chosen: dict[str, Recommendation] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Collate:
-    """``datamodule.collate`` for one split, as a ``collate_fn``. Spawned workers get the data module without Trainer
-    and datasets: see ``FeedDataModule.__getstate__``."""
-
-    datamodule: Any
-    split: str
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return self.datamodule.collate(samples, self.split)
 
 
 class FeedDataModule:
@@ -71,9 +51,9 @@ class FeedDataModule:
             raise SettingsError(f"loader={loader!r} is not a LoaderSettings. Write LoaderSettings(num_workers=...).")
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
-        self._feed = _State(settings=loader or LoaderSettings())
+        self._feed = _State(Loaders(loader or LoaderSettings()))
         # Lightning sees a val_dataloader before it can know whether there is data for it. setup() warns where there is.
-        _hush("You passed in a `val_dataloader` but have no `validation_step`")
+        hush("You passed in a `val_dataloader` but have no `validation_step`")
         if self._feed_overrides("device_transform"):
             # Bound to this object only when it is needed, since Lightning takes an override of this hook away from the
             # LightningModule. Here, and not in on_after_batch_transfer, it runs on the stream that the copy runs on.
@@ -122,13 +102,11 @@ class FeedDataModule:
     @property
     def recommendations(self) -> Mapping[str, Recommendation]:
         """What was chosen for each loader that was made: ``"train"``, or ``"train['key']"`` of a dict of datasets."""
-        return MappingProxyType(self._feed.chosen)
+        return self._feed.loaders.recommendations()
 
     def loader_report(self) -> str:
         """What was chosen for each loader that was made, and why: one line for each value."""
-        if not self._feed.chosen:
-            return "No loader has been made yet."
-        return "\n".join(f"{name}: {line}" for name, made in self._feed.chosen.items() for line in _lines(made))
+        return self._feed.loaders.report()
 
     # --- what Lightning calls -----------------------------------------------------------------------------------------
 
@@ -145,12 +123,12 @@ class FeedDataModule:
             self._feed.built.discard(split)
         if stage == "fit":
             self._feed_require_train()
-            self._feed.seed = None  # each run has its own order; a checkpoint's seed comes after this
+            self._feed.loaders.seed = None  # each run has its own order; a checkpoint's seed comes after this
             if self.trainer is not None:
                 exact_resume.attach(self.trainer)
                 self._feed_warn_of_unused_validation()
         if _TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), _TRANSFER)):
-            _hush(f"You have overridden `{_TRANSFER}` in both")  # the module's is called: see _feed_transfer
+            hush(f"You have overridden `{_TRANSFER}` in both")  # the module's is called: see _feed_transfer
 
     @final
     def train_dataloader(self) -> Any:
@@ -174,24 +152,17 @@ class FeedDataModule:
 
     def state_dict(self) -> dict[str, Any]:
         """The seed of the training order, so that a resumed run goes on in the same order."""
-        return {} if self._feed.seed is None else {"seed": self._feed.seed}
+        seed = self._feed.loaders.seed
+        return {} if seed is None else {"seed": seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the seed of the run that wrote the checkpoint."""
-        saved, given = state_dict.get("seed"), self._feed.settings.seed
-        if given is not None and saved is not None and saved != given:
-            logger.warning(
-                "The checkpoint was trained in the order of seed %d, and LoaderSettings gives seed %d. That of the "
-                "checkpoint is used, since another order would repeat samples in this epoch.",
-                saved,
-                given,
-            )
-        self._feed.seed = saved if saved is not None else self._feed.seed
+        self._feed.loaders.load_seed(state_dict.get("seed"))
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickled for ddp_spawn, and for spawned workers when `collate` is overridden; copied by tuners. The Trainer
         # attaches itself again, and datasets are made again where they are needed.
-        feed = _State(self._feed.settings, seed=self._feed.seed, chosen=dict(self._feed.chosen))
+        feed = _State(self._feed.loaders.copy())
         return {**self.__dict__, "trainer": None, "_feed": feed}
 
     # --- datasets -----------------------------------------------------------------------------------------------------
@@ -239,63 +210,12 @@ class FeedDataModule:
         made = self._feed_dataset(split)
         if made is None:
             if trainer is not None and trainer.state.fn == "fit":  # training without validation is no slip
-                _hush("Total length of `list` across ranks is zero")
+                hush("Total length of `list` across ranks is zero")
             return []
-        named = name_datasets(made, split)
-        # Training goes through its loaders side by side, evaluation through one after the other.
-        together = len(named) if split == "train" else 1
-        job = Job() if trainer is None else _job(trainer)
-        loaders = []
-        for index, (name, dataset) in enumerate(named):
-            # Loaders of one seed would go through datasets of one size in one order, always with the same pairs.
-            seed = mix_seed(self._feed_seed(), index, 0, "loader") if index else self._feed_seed()
-            part = self._feed_part(split, name, together, EpochOrder(seed=seed, epoch=self._feed_epoch))
-            loader, found = build_loader(dataset, part, self._feed.settings, job)
-            self._feed_tell(split, name, found)
-            loaders.append(loader)
-        return like(made, loaders)
-
-    def _feed_part(self, split: str, name: str, together: int, order: EpochOrder) -> Part:
-        return Part(
-            name=name,
-            split=split,
-            batch_size=self.batch_size if split == "train" else self.eval_batch_size or self.batch_size,
-            together=together,
-            sampler=lambda dataset: self.sampler(dataset, split),
-            collate_fn=_Collate(self, split) if self._feed_overrides("collate") else None,
-            order=order,
-        )
-
-    def _feed_tell(self, split: str, name: str, found: Recommendation) -> None:
-        """Keep what was chosen, and say it once. Lightning is kept from complaining about it."""
-        news = self._feed.chosen.get(name) != found
-        self._feed.chosen[name] = found
-        if news and (self.trainer is None or self.trainer.is_global_zero):
-            logger.info("%s", "\n".join(f"{name}: {line}" for line in _lines(found)))
-            for warning in found.warnings:
-                logger.warning("%s: %s", name, warning)
-        if found.num_workers < 2:
-            _hush(f"The '{split}_dataloader' does not have many workers")
-        if found.num_workers and not found.persistent_workers:
-            _hush(f"Consider setting `persistent_workers=True` in '{split}_dataloader'")
-
-    # --- order --------------------------------------------------------------------------------------------------------
+        return self._feed.loaders.build(self, split, made)
 
     def _feed_epoch(self) -> int:
         return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
-
-    def _feed_seed(self) -> int:
-        feed = self._feed
-        if feed.seed is None:
-            feed.seed = feed.settings.seed
-        if feed.seed is None and "PL_GLOBAL_SEED" in os.environ:
-            feed.seed = int(os.environ["PL_GLOBAL_SEED"])
-        if feed.seed is None:
-            feed.seed = int(torch.randint(SEEDS, ()))
-            if self.trainer is not None and self.trainer.world_size > 1:
-                # Each rank takes its share of one common order.
-                feed.seed = self.trainer.strategy.broadcast(feed.seed)
-        return feed.seed
 
     # --- on the way to the device -------------------------------------------------------------------------------------
 
@@ -337,18 +257,6 @@ class FastDataModule(FeedDataModule, LightningDataModule):
     """
 
 
-def _job(trainer: Any) -> Job:
-    seeding = int(os.environ.get("PL_SEED_WORKERS", "0"))
-    return Job(
-        device_type=trainer.strategy.root_device.type,
-        local_ranks=trainer.num_devices,
-        sharing_ranks=_host.ranks_that_share_samples(trainer),
-        reload_every_n_epochs=trainer.reload_dataloaders_every_n_epochs,
-        overfit=trainer.overfit_batches > 0,  # shuffled loaders would be replaced by Lightning, with a warning
-        worker_init=WorkerInit(rank=trainer.global_rank, seed_worker=pl_worker_init_function if seeding else None),
-    )
-
-
 def _split_of(trainer: Any) -> str:
     """The split that the running loop goes through."""
     if trainer.training:
@@ -356,12 +264,3 @@ def _split_of(trainer: Any) -> str:
     if trainer.sanity_checking or trainer.validating:
         return "val"
     return "test" if trainer.testing else "predict"
-
-
-def _lines(found: Recommendation) -> list[str]:
-    return found.describe().splitlines()
-
-
-def _hush(message: str) -> None:
-    """Keep one warning of Lightning's back: what it advises was considered, and decided otherwise with a reason."""
-    warnings.filterwarnings("ignore", message=message, category=UserWarning)

@@ -1,0 +1,149 @@
+"""The loaders of one data module: built for each split, with one order for the run, and told about."""
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+
+from lightning_feed import _host
+from lightning_feed.load.build import Job, Part, build_loader
+from lightning_feed.load.datasets import like, name_datasets
+from lightning_feed.load.epoch_order import EpochOrder, mix_seed
+from lightning_feed.load.recommend import Recommendation
+from lightning_feed.load.settings import SEEDS, LoaderSettings
+from lightning_feed.load.worker_init import WorkerInit
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Collate:
+    """``datamodule.collate`` for one split, as a ``collate_fn``. Spawned workers get the data module without Trainer
+    and datasets: see ``FeedDataModule.__getstate__``."""
+
+    datamodule: Any
+    split: str
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Make a batch. Runs in the workers."""
+        return self.datamodule.collate(samples, self.split)
+
+
+@dataclass
+class Loaders:
+    """Builds loaders for a data module, and keeps what was chosen for them."""
+
+    settings: LoaderSettings
+    seed: int | None = None
+    chosen: dict[str, Recommendation] = field(default_factory=dict)
+
+    def build(self, datamodule: Any, split: str, made: Any) -> Any:
+        """Loaders for ``made``, the dataset of a split or a dict or list of them, in the same form."""
+        trainer = datamodule.trainer
+        named = name_datasets(made, split)
+        # Training goes through its loaders side by side, evaluation through one after the other.
+        together = len(named) if split == "train" else 1
+        job = Job() if trainer is None else job_of(trainer)
+        loaders = []
+        for index, (name, dataset) in enumerate(named):
+            # Loaders of one seed would go through datasets of one size in one order, always with the same pairs.
+            run_seed = self.seed_of_run(trainer)
+            seed = mix_seed(run_seed, index, 0, "loader") if index else run_seed
+            part = Part(
+                name=name,
+                split=split,
+                batch_size=datamodule.batch_size if split == "train" else _eval_batch_size(datamodule),
+                together=together,
+                sampler=lambda dataset: datamodule.sampler(dataset, split),
+                collate_fn=Collate(datamodule, split) if datamodule._feed_overrides("collate") else None,
+                order=EpochOrder(seed=seed, epoch=datamodule._feed_epoch),
+            )
+            loader, found = build_loader(dataset, part, self.settings, job)
+            self._tell(trainer, split, name, found)
+            loaders.append(loader)
+        return like(made, loaders)
+
+    def seed_of_run(self, trainer: Any) -> int:
+        """The seed of the training order: as given, that of ``seed_everything``, or drawn once for all ranks."""
+        if self.seed is None:
+            self.seed = self.settings.seed
+        if self.seed is None and "PL_GLOBAL_SEED" in os.environ:
+            self.seed = int(os.environ["PL_GLOBAL_SEED"])
+        if self.seed is None:
+            self.seed = int(torch.randint(SEEDS, ()))
+            if trainer is not None and trainer.world_size > 1:
+                # Each rank takes its share of one common order.
+                self.seed = trainer.strategy.broadcast(self.seed)
+        return self.seed
+
+    def load_seed(self, saved: int | None) -> None:
+        """Take the seed of the run that wrote a checkpoint."""
+        given = self.settings.seed
+        if given is not None and saved is not None and saved != given:
+            logger.warning(
+                "The checkpoint was trained in the order of seed %d, and LoaderSettings gives seed %d. That of the "
+                "checkpoint is used, since another order would repeat samples in this epoch.",
+                saved,
+                given,
+            )
+        self.seed = saved if saved is not None else self.seed
+
+    def recommendations(self) -> Mapping[str, Recommendation]:
+        """What was chosen, by the name of the loader."""
+        return MappingProxyType(self.chosen)
+
+    def report(self) -> str:
+        """What was chosen, and why: one line for each value."""
+        if not self.chosen:
+            return "No loader has been made yet."
+        return "\n".join(f"{name}: {line}" for name, made in self.chosen.items() for line in _lines(made))
+
+    def copy(self) -> "Loaders":
+        """For a copy of the data module, whose run is its own."""
+        return Loaders(self.settings, seed=self.seed, chosen=dict(self.chosen))
+
+    def _tell(self, trainer: Any, split: str, name: str, found: Recommendation) -> None:
+        """Keep what was chosen, and say it once. Lightning is kept from complaining about it."""
+        news = self.chosen.get(name) != found
+        self.chosen[name] = found
+        if news and (trainer is None or trainer.is_global_zero):
+            logger.info("%s", "\n".join(f"{name}: {line}" for line in _lines(found)))
+            for warning in found.warnings:
+                logger.warning("%s: %s", name, warning)
+        if found.num_workers < 2:
+            hush(f"The '{split}_dataloader' does not have many workers")
+        if found.num_workers and not found.persistent_workers:
+            hush(f"Consider setting `persistent_workers=True` in '{split}_dataloader'")
+
+
+def job_of(trainer: Any) -> Job:
+    """What loaders have to know of a Trainer's run."""
+    seeding = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    return Job(
+        device_type=trainer.strategy.root_device.type,
+        local_ranks=trainer.num_devices,
+        sharing_ranks=_host.ranks_that_share_samples(trainer),
+        reload_every_n_epochs=trainer.reload_dataloaders_every_n_epochs,
+        overfit=trainer.overfit_batches > 0,  # shuffled loaders would be replaced by Lightning, with a warning
+        worker_init=WorkerInit(rank=trainer.global_rank, seed_worker=pl_worker_init_function if seeding else None),
+    )
+
+
+def hush(message: str) -> None:
+    """Keep one warning of Lightning's back: what it advises was considered, and decided otherwise with a reason."""
+    warnings.filterwarnings("ignore", message=message, category=UserWarning)
+
+
+def _eval_batch_size(datamodule: Any) -> int:
+    size: int = datamodule.eval_batch_size or datamodule.batch_size
+    return size
+
+
+def _lines(found: Recommendation) -> list[str]:
+    return found.describe().splitlines()
