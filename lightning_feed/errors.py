@@ -23,3 +23,11 @@ class ResumeError(FeedError, RuntimeError):
 
 class MissingExtraError(FeedError, ImportError):
     """An optional dependency is needed and not installed. The message holds the pip line to paste."""
+
+
+class DecodeError(DatasetError):
+    """Bytes that are no image, that are cut short, or that the decoder cannot do."""
+
+
+class ArchiveError(FeedError, OSError):
+    """A pack, a staged copy or a cache could not be written, read or trusted."""

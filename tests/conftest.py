@@ -14,6 +14,12 @@ def _no_callbacks_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIGHTNING_FEED", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _no_memory_between_tests(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is remembered between runs goes to a folder of the test's own, not to the home of whoever runs it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture
 def class_folders(tmp_path: Path) -> Path:
     """A folder of two class folders with six small JPEGs each."""

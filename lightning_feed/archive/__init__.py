@@ -1,0 +1,1 @@
+"""At rest: where the encoded samples lie, and how they are read."""

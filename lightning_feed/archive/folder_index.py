@@ -1,0 +1,150 @@
+"""The files of a folder of class folders, in a few flat arrays: a million of them cost no Python objects."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_feed.errors import DatasetError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""Those of torchvision's ImageFolder; upper or lower case."""
+
+
+@dataclass(frozen=True, eq=False)
+class FolderIndex:
+    """Which files there are, in the order of torchvision's ``ImageFolder``.
+
+    A list of a million tuples is copied bit by bit into each forked worker, because reading a Python object writes its
+    reference count; arrays are not. (The growth is measured in ``benchmarks/index_memory.py``.)
+    """
+
+    classes: tuple[str, ...]
+    """Names of the class folders, sorted."""
+    labels: npt.NDArray[np.int64]
+    """Shape (n,): indices into ``classes``."""
+    names: npt.NDArray[np.uint8]
+    """All paths below the root, one after the other, as the bytes that the file system gave."""
+    ends: npt.NDArray[np.int64]
+    """Shape (n,): where each path ends in ``names``."""
+    folders: tuple[tuple[str, int], ...]
+    """Each folder that was read, with its modification time in ns: as long as these stay, so does the index."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def path(self, index: int) -> str:
+        """The path of file ``index`` below the root."""
+        begin = int(self.ends[index - 1]) if index else 0
+        return os.fsdecode(self.names[begin : int(self.ends[index])].tobytes())
+
+    def is_current(self, root: Path) -> bool:
+        """Whether no file was added, removed or renamed since: a folder's modification time tells."""
+        try:
+            return all((root / name).stat().st_mtime_ns == stamp for name, stamp in self.folders)
+        except OSError:
+            return False
+
+
+def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIndex:
+    """Find the images of each class folder in ``root``, and of the folders in it, symbolic links followed.
+
+    Args:
+        root: the folder of class folders.
+        classes: the classes there must be; None takes the names of the folders.
+
+    Raises:
+        DatasetError: when ``root`` is no folder, cannot be read or has no class folders, when a class has no images,
+            when ``classes`` are given and there are others, or when symbolic links go round in a circle.
+    """
+    found = _class_folders(root)
+    if classes is not None:
+        strange = sorted(set(found) - set(classes))
+        if strange:
+            raise DatasetError(
+                f"{root} has class folders that the training data does not have: {_some(strange)}. Their labels would "
+                "have no meaning to the model. Move them away, or add them to the training data."
+            )
+    labels: list[int] = []
+    lengths: list[int] = []
+    names = bytearray()
+    folders: list[tuple[str, int]] = [(".", root.stat().st_mtime_ns)]
+    empty = []
+    for label, name in enumerate(classes or found):
+        before = len(lengths)
+        for path in _images(root, name, folders) if name in found else ():
+            encoded = os.fsencode(path)
+            names += encoded
+            lengths.append(len(encoded))
+        labels += [label] * (len(lengths) - before)
+        if len(lengths) == before and classes is None:
+            empty.append(name)
+    if empty:
+        raise DatasetError(
+            f"No images in the class folder{'s' if len(empty) > 1 else ''} {_some(empty)} of {root}. Images end in "
+            f"{', '.join(IMAGE_SUFFIXES)}. Add some, or remove the folder."
+        )
+    if not lengths:
+        raise DatasetError(f"No images in the class folders of {root}. Images end in {', '.join(IMAGE_SUFFIXES)}.")
+    return FolderIndex(
+        classes=tuple(classes or found),
+        labels=np.array(labels, dtype=np.int64),
+        names=np.frombuffer(bytes(names), dtype=np.uint8),
+        ends=np.cumsum(lengths, dtype=np.int64),
+        folders=tuple(folders),
+    )
+
+
+def _class_folders(root: Path) -> list[str]:
+    try:
+        with os.scandir(root) as entries:
+            found = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as error:
+        raise DatasetError(
+            f"{root} cannot be read: {error.strerror}. Give a folder that has one folder of images for each class."
+        ) from error
+    if not found:
+        raise DatasetError(
+            f"{root} has no folders in it. Give a folder with one folder of images for each class: "
+            f"{root / 'cats' / '1.jpg'}, {root / 'dogs' / '1.jpg'}; or with train and val folders of such folders."
+        )
+    return found
+
+
+def _images(root: Path, name: str, folders: list[tuple[str, int]]) -> Iterator[str]:
+    """Paths below ``root`` of the images of class ``name``, in the order of ImageFolder's ``sorted(os.walk(...))``."""
+    found = sorted(_walk(root, name, ()))
+    for folder, stamp, files in found:
+        folders.append((folder, stamp))
+        yield from (f"{folder}/{file}" for file in files)
+
+
+def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, int, list[str]]]:
+    """Each folder from ``name`` down: its path below ``root``, its modification time, and the names of its images."""
+    try:
+        status = (root / name).stat()
+        with os.scandir(root / name) as entries:
+            listed = sorted((entry.name, entry.is_dir()) for entry in entries)
+    except OSError as error:
+        raise DatasetError(f"{root / name} cannot be read: {error.strerror}.") from error
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:
+        raise DatasetError(
+            f"{root / name} is a symbolic link to a folder above it, so there is no end to the files. Remove the link."
+        )
+    yield (
+        name,
+        status.st_mtime_ns,
+        [child for child, is_folder in listed if not is_folder and child.lower().endswith(IMAGE_SUFFIXES)],
+    )
+    for child, is_folder in listed:
+        if is_folder:
+            yield from _walk(root, f"{name}/{child}", (*above, identity))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:5]))
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -1,0 +1,101 @@
+"""Which samples of a folder or a pack belong to which split."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_feed.archive.folder_source import FolderSource, Place
+from lightning_feed.archive.index_store import index_of
+from lightning_feed.archive.source import Encoded, SampleSource
+from lightning_feed.errors import SettingsError
+
+_FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+"""What the folders of a split are called."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The splits of a root: its folders ``train``, ``val`` and ``test``, or a random share of its class folders.
+
+    Args:
+        val_fraction: share of the samples for ``"val"`` where there are no split folders; 0 for none.
+        seed: decides which ones.
+
+    Raises:
+        SettingsError: when the fraction is not in [0, 1).
+    """
+
+    val_fraction: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        value = self.val_fraction
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise SettingsError(f"val_fraction={value!r} is not possible. Give a share from 0 to below 1.")
+
+    def source(self, place: Path | Place, split: str) -> SampleSource | None:
+        """The samples of ``split`` under ``place``; None where there is no such split.
+
+        Raises:
+            DatasetError: when there is nothing to read there.
+            ArchiveError: when a pack cannot be trusted.
+        """
+        root = place if isinstance(place, Path) else place.current()
+        if split not in _FOLDERS:
+            return None
+        if not (root / "train").is_dir():
+            return self._share(FolderSource(place, index_of(root)), split)
+        name = next((name for name in _FOLDERS[split] if (root / name).is_dir()), None)
+        if name is None:
+            return None
+        classes = None if split == "train" else index_of(root / "train").classes
+        return FolderSource(root / name if place is root else Below(place, name), index_of(root / name, classes))
+
+    def classes(self, place: Path | Place) -> tuple[str, ...]:
+        """Names of the labels, sorted."""
+        source = self.source(place, "train")
+        return source.classes if source is not None else ()
+
+    def _share(self, source: SampleSource, split: str) -> SampleSource | None:
+        if split == "test":
+            return None
+        # RandomState, since its stream is frozen (NEP 19): another NumPy must not move samples from val to train.
+        order = np.random.RandomState(self.seed).permutation(len(source))
+        validation = round(len(source) * self.val_fraction)
+        chosen = order[validation:] if split == "train" else order[:validation]
+        return Chosen(source, np.sort(chosen)) if len(chosen) else None
+
+
+@dataclass(frozen=True)
+class Below:
+    """A folder in a place that may move."""
+
+    place: Place
+    name: str
+
+    def current(self) -> Path:
+        """Where the folder lies now."""
+        return self.place.current() / self.name
+
+
+class Chosen:
+    """Some of the samples of a source, by their numbers."""
+
+    def __init__(self, source: SampleSource, chosen: npt.NDArray[np.int64]) -> None:
+        self.source = source
+        self.chosen = chosen
+        self.classes = source.classes
+        self.labels = source.labels[chosen]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def read(self, index: int) -> Encoded:
+        """The bytes of sample ``index`` of those chosen."""
+        return self.source.read(int(self.chosen[index]))
+
+    def name(self, index: int) -> str:
+        """The path of sample ``index`` of those chosen."""
+        return self.source.name(int(self.chosen[index]))
