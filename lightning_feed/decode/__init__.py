@@ -1,0 +1,1 @@
+"""Encoded bytes -> uint8 pixels, (H, W, 3) RGB."""

@@ -1,0 +1,94 @@
+"""What the first bytes of an image say: its kind, and its size where that takes no library."""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from lightning_feed.decode.decoder import Encoded
+from lightning_feed.errors import DecodeError
+
+JPEG: Final = "JPEG"
+PNG: Final = "PNG"
+WEBP: Final = "WebP"
+UNKNOWN: Final = "unknown"
+
+# https://en.wikipedia.org/wiki/List_of_file_signatures
+_SIGNATURES: Final = (
+    (b"\xff\xd8\xff", JPEG),
+    (b"\x89PNG\r\n\x1a\n", PNG),
+    (b"GIF8", "GIF"),
+    (b"BM", "BMP"),
+    (b"II*\x00", "TIFF"),
+    (b"MM\x00*", "TIFF"),
+)
+KINDS: Final = (JPEG, PNG, WEBP, "GIF", "BMP", "TIFF", UNKNOWN)
+"""What :func:`kind_of` can answer."""
+_FRAME_HEADERS: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..15 without DHT, JPG, DAC
+_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})  # TEM, RST0..7, SOI: markers that no length follows
+
+
+class JpegHeader(NamedTuple):
+    """What a JPEG's frame header says."""
+
+    height: int
+    width: int
+    components: int
+    """1 greyscale, 3 colour, 4 CMYK or YCCK."""
+
+
+def as_array(data: Encoded) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """The bytes as a flat array, without a copy."""
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def kind_of(data: Encoded) -> str:
+    """One of :data:`KINDS`, by the magic bytes."""
+    start = bytes(data[:12])
+    for signature, kind in _SIGNATURES:
+        if start.startswith(signature):
+            return kind
+    return WEBP if start[:4] == b"RIFF" and start[8:12] == b"WEBP" else UNKNOWN
+
+
+def jpeg_header(data: Encoded) -> JpegHeader:
+    """Height, width and components of a JPEG, found by walking its segments.
+
+    Raises:
+        DecodeError: when there is no frame header.
+    """
+    if isinstance(data, memoryview) and data.format != "B":
+        data = data.cast("B")
+    at, end = 2, len(data)
+    while at + 4 <= end:
+        if data[at] != 0xFF:
+            break
+        marker = int(data[at + 1])
+        if marker == 0xFF or marker in _ALONE:  # 0xFF: a fill byte before the marker
+            at += 1 if marker == 0xFF else 2
+            continue
+        if marker in _FRAME_HEADERS:
+            if at + 10 > end:
+                break
+            height, width = ((int(data[p]) << 8) | int(data[p + 1]) for p in (at + 5, at + 7))
+            return JpegHeader(height, width, int(data[at + 9]))
+        at += 2 + ((int(data[at + 2]) << 8) | int(data[at + 3]))
+    raise DecodeError(f"a JPEG of {end} bytes without a frame header: it is cut short or corrupt. Replace the file.")
+
+
+def ends_like_jpeg(data: Encoded) -> bool:
+    """Whether the end-of-image marker is the last thing (but for padding), as in every whole JPEG.
+
+    Files with something appended answer False too: they need a full decode to know.
+    """
+    return bytes(data[-16:]).rstrip(b"\x00\n\r").endswith(b"\xff\xd9")
+
+
+def png_size(data: Encoded) -> tuple[int, int]:
+    """(height, width) of a PNG, (0, 0) when the header is cut short."""
+    width, height = (int.from_bytes(bytes(data[at : at + 4]), "big") for at in (16, 20))
+    return height, width
+
+
+def png_bit_depth(data: Encoded) -> int:
+    """Bits per channel of a PNG, 0 when the header is cut short."""
+    return int(data[24]) if len(data) > 24 else 0

@@ -1,0 +1,188 @@
+"""The TurboJPEG 3 C API through ctypes: only what decoding a part of a JPEG takes.
+
+Functions, constants and structures follow libjpeg-turbo's ``turbojpeg.h`` of version 3
+(https://github.com/libjpeg-turbo/libjpeg-turbo, documented there function by function).
+"""
+
+import ctypes
+import functools
+import importlib.util
+import threading
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from lightning_feed.decode.decoder import Encoded, Pixels
+from lightning_feed.decode.header import as_array
+from lightning_feed.errors import DecodeError, MissingExtraError
+
+_INIT_DECOMPRESS: Final = 1
+_STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT = 0, 4, 5, 6  # TJPARAM_*
+_PIXELS_RGB: Final = 0
+_MCU_WIDTH: Final = (8, 16, 16, 8, 8, 32, 8)
+"""Pixels per MCU by TJSAMP_*: 4:4:4, 4:2:2, 4:2:0, grey, 4:4:0, 4:1:1, 4:4:1."""
+SYSTEM_LIBRARY: Final = "libturbojpeg.so.0"
+INSTALL: Final = "Install it:  pip install 'lightning-feed[images]'"
+
+
+class _ScalingFactor(ctypes.Structure):
+    _fields_ = [("num", ctypes.c_int), ("denom", ctypes.c_int)]
+
+
+class _Region(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "w", "h")]
+
+
+class JpegShape(NamedTuple):
+    """What the header of a JPEG says."""
+
+    height: int
+    width: int
+    mcu_width: int
+    """Pixels per MCU; 0 when the subsampling is none of the usual, and only the whole image can be decoded."""
+
+
+class TurboJpeg:
+    """One decompressor. Not safe to share between threads: see :func:`decompressor`."""
+
+    def __init__(self, path: str) -> None:
+        # Calls that only touch a few fields keep the GIL: handing it over costs more than they do.
+        self._quick = ctypes.PyDLL(path)
+        self._slow = ctypes.CDLL(path)
+        if not hasattr(self._quick, "tj3Init"):
+            raise MissingExtraError(
+                f"{path} is a libjpeg-turbo older than 3, which cannot decode a region of a JPEG. {INSTALL}"
+            )
+        _declare(self._quick)
+        _declare(self._slow)
+        self._destroy = self._quick.tj3Destroy
+        self._handle = self._new_handle()
+
+    def __del__(self) -> None:
+        handle = getattr(self, "_handle", None)
+        if handle is not None:
+            self._destroy(handle)
+
+    def _new_handle(self) -> int:
+        handle: int | None = self._quick.tj3Init(_INIT_DECOMPRESS)
+        if handle is None:
+            raise MemoryError("libjpeg-turbo could not make a decompressor")
+        self._quick.tj3Set(handle, _STOP_ON_WARNING, 1)
+        return handle
+
+    def read_header(self, data: Encoded) -> JpegShape:
+        """Read the header.
+
+        Raises:
+            DecodeError: when it is not that of a JPEG, or is cut short.
+        """
+        if self._quick.tj3DecompressHeader(self._handle, _memory(data), len(data)):
+            raise self._refusal(data)
+        get = self._quick.tj3Get
+        subsampling = get(self._handle, _SUBSAMPLING)
+        mcu_width = _MCU_WIDTH[subsampling] if 0 <= subsampling < len(_MCU_WIDTH) else 0
+        return JpegShape(get(self._handle, _HEIGHT), get(self._handle, _WIDTH), mcu_width)
+
+    def decompress(self, data: Encoded, box: tuple[int, int, int, int], eighths: int) -> Pixels:
+        """Decode a box of the image whose header was just read.
+
+        Args:
+            data: the JPEG.
+            box: (top, left, height, width) at the scale; left is a multiple of the MCU's width at that scale.
+            eighths: the scale, in eighths of the full size.
+
+        Raises:
+            DecodeError: when the data is cut short or corrupt as far as it is read.
+        """
+        top, left, height, width = box
+        pixels = np.empty((height, width, 3), dtype=np.uint8)
+        if (
+            self._quick.tj3SetScalingFactor(self._handle, _ScalingFactor(*SCALES[eighths]))
+            or self._quick.tj3SetCroppingRegion(self._handle, _Region(left, top, width, height))
+            or self._slow.tj3Decompress8(
+                self._handle, _memory(data), len(data), pixels.ctypes.data, 3 * width, _PIXELS_RGB
+            )
+        ):
+            raise self._refusal(data)
+        return pixels
+
+    def decompress_all(self, data: Encoded, shape: JpegShape) -> Pixels:
+        """Decode the whole image whose header was just read, all of its data checked."""
+        self._quick.tj3SetCroppingRegion(self._handle, _Region(0, 0, 0, 0))  # TJUNCROPPED
+        self._quick.tj3SetScalingFactor(self._handle, _ScalingFactor(1, 1))
+        pixels = np.empty((shape.height, shape.width, 3), dtype=np.uint8)
+        if self._slow.tj3Decompress8(
+            self._handle, _memory(data), len(data), pixels.ctypes.data, 3 * shape.width, _PIXELS_RGB
+        ):
+            raise self._refusal(data)
+        return pixels
+
+    def _refusal(self, data: Encoded) -> DecodeError:
+        words = self._quick.tj3GetErrorStr(self._handle).decode(errors="replace")
+        # Version 3.0 beta, in the wheel, stays in the middle of a header that was cut short, and reads on in memory
+        # that is gone by then. Nothing is to be trusted after an error: begin anew.
+        self._destroy(self._handle)
+        self._handle = self._new_handle()
+        return DecodeError(f"libjpeg-turbo cannot decode these {len(data)} bytes: {words}")
+
+
+SCALES: Final = {8: (1, 1), 4: (1, 2), 2: (1, 4), 1: (1, 8)}
+"""Eighths -> the scaling factor. Those between are slower than the full size: only these have SIMD code."""
+
+_threads = threading.local()
+
+
+def decompressor() -> TurboJpeg:
+    """This thread's decompressor, made on first use.
+
+    Raises:
+        MissingExtraError: when no libjpeg-turbo 3 is installed.
+    """
+    mine: TurboJpeg | None = getattr(_threads, "mine", None)
+    if mine is None:
+        mine = _threads.mine = TurboJpeg(library_path())
+    return mine
+
+
+@functools.lru_cache(maxsize=1)
+def library_path() -> str:
+    """Where libjpeg-turbo 3 is: the system's, which gets its security updates, else the one in the wheel turbojpeg.
+
+    Raises:
+        MissingExtraError: when there is none, or only an older one.
+    """
+    try:
+        if hasattr(ctypes.PyDLL(SYSTEM_LIBRARY), "tj3Init"):
+            return SYSTEM_LIBRARY
+        older = f" {SYSTEM_LIBRARY} of the system is older than 3."
+    except OSError:
+        older = ""
+    spec = importlib.util.find_spec("turbojpeg")
+    if spec is not None and spec.origin is not None:
+        for path in sorted((Path(spec.origin).parent / "turbojpeg.libs").glob("libturbojpeg*")):
+            return str(path)
+    raise MissingExtraError(
+        f'decoder="turbo-region" needs libturbojpeg 3, from the package turbojpeg or the system.{older} {INSTALL}'
+    )
+
+
+def _memory(data: Encoded) -> bytes | int:
+    """What ctypes takes for ``const unsigned char *``, without a copy."""
+    if isinstance(data, bytes):
+        return data
+    return as_array(data).ctypes.data if len(data) else 0
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Argument types of turbojpeg.h: without them ctypes would cut pointers to 32 bits."""
+    handle, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    library.tj3Init.argtypes, library.tj3Init.restype = [integer], handle
+    library.tj3Destroy.argtypes, library.tj3Destroy.restype = [handle], None
+    library.tj3Set.argtypes = [handle, integer, integer]
+    library.tj3Get.argtypes = [handle, integer]
+    library.tj3GetErrorStr.argtypes, library.tj3GetErrorStr.restype = [handle], ctypes.c_char_p
+    library.tj3DecompressHeader.argtypes = [handle, ctypes.c_void_p, size]
+    library.tj3SetScalingFactor.argtypes = [handle, _ScalingFactor]
+    library.tj3SetCroppingRegion.argtypes = [handle, _Region]
+    library.tj3Decompress8.argtypes = [handle, ctypes.c_void_p, size, ctypes.c_void_p, integer, integer]

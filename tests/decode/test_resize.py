@@ -1,0 +1,93 @@
+"""The resize on uint8 is torchvision's, and that is Pillow's within a grey level or so."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from decode.made_images import waves
+from PIL import Image
+from torchvision.transforms.v2 import functional
+
+from lightning_feed.decode import opencv_decoder
+from lightning_feed.decode.decoder import Pixels
+from lightning_feed.decode.fidelity import psnr_db
+from lightning_feed.decode.resize import resize
+from lightning_feed.errors import MissingExtraError
+
+SHAPES = [(61, 47), (500, 375), (32, 32), (1, 1), (300, 10), (224, 224)]
+
+
+def _pillow(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+    return np.asarray(Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BILINEAR))
+
+
+def _pixels(image: torch.Tensor) -> Pixels:
+    return image.permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("fidelity", ["exact", "linear"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shape_and_layout(shape: tuple[int, int], fidelity: str) -> None:
+    image = resize(waves(3, *shape), (32, 48), fidelity=fidelity)
+    assert image.shape == (3, 32, 48)
+    assert image.dtype == torch.uint8
+    assert image.permute(1, 2, 0).is_contiguous(), "the channels lie last"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact_is_torchvision_and_pillow_within_a_grey_level(shape: tuple[int, int]) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    image = resize(noise, (32, 48))
+    planes = torch.from_numpy(noise).permute(2, 0, 1).contiguous()
+    kernel = torch.nn.functional.interpolate(planes[None], size=(32, 48), mode="bilinear", antialias=True)[0]
+    assert torch.equal(image, kernel), "the layout changed pixels"
+    # torchvision goes by way of floats where it takes the CPU to be without AVX2: then it rounds otherwise.
+    torchvisions = functional.resize(planes, [32, 48], antialias=True)
+    assert (image.int() - torchvisions.int()).abs().max() <= 1
+    apart = np.abs(_pixels(image).astype(int) - _pillow(noise, (32, 48)))
+    assert apart.max() <= 1
+
+
+def test_a_cut_need_not_be_copied() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (90, 80, 3), dtype=np.uint8)
+    cut = noise[7:70, 11:60]
+    for fidelity in ("exact", "linear"):
+        image = resize(cut, (20, 30), fidelity=fidelity)
+        assert torch.equal(image, resize(np.ascontiguousarray(cut), (20, 30), fidelity=fidelity))
+        assert image.permute(1, 2, 0).is_contiguous(), "the channels lie last"
+
+
+def test_pixels_that_must_not_be_written_to() -> None:
+    pixels = waves(3, 90, 80)
+    pixels.setflags(write=False)
+    for fidelity in ("exact", "linear"):
+        assert torch.equal(
+            resize(pixels, (20, 30), fidelity=fidelity), resize(pixels.copy(), (20, 30), fidelity=fidelity)
+        )
+
+
+def test_the_right_size_already_is_a_copy() -> None:
+    pixels = waves(3, 20, 30)
+    for fidelity in ("exact", "linear"):
+        image = resize(pixels, (20, 30), fidelity=fidelity)
+        assert np.array_equal(_pixels(image), pixels)
+        assert not np.shares_memory(pixels, image.numpy())
+
+
+def test_linear_is_the_same_where_it_enlarges_and_less_where_it_shrinks() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (100, 100, 3), dtype=np.uint8)
+    assert psnr_db(_pixels(resize(noise, (150, 140), fidelity="linear")), _pillow(noise, (150, 140))) > 50
+    assert psnr_db(_pixels(resize(noise, (30, 30), fidelity="linear")), _pillow(noise, (30, 30))) < 30
+
+
+def test_linear_needs_opencv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    opencv_decoder.open_cv2.cache_clear()
+    with pytest.raises(MissingExtraError, match=r"needs cv2.*lightning-feed\[images\]"):
+        resize(waves(), (8, 8), fidelity="linear")
+
+
+def test_no_other_fidelity() -> None:
+    with pytest.raises(ValueError, match=r"fidelity='area' is not known. Choose one of 'exact', 'linear'"):
+        resize(waves(), (8, 8), fidelity="area")  # type: ignore[arg-type]
