@@ -1,0 +1,87 @@
+"""Memory that this process may still take: the machine's, and what the container leaves of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+NO_LIMIT_BYTES = 1 << 60
+"""cgroup v1 writes "no limit" as a number just under 2**63, rounded down to a page; nothing real is this large."""
+
+
+class MemoryLimit(NamedTuple):
+    """One limit on the memory that can still be taken."""
+
+    left_bytes: int
+    """What it leaves, without swapping. May be negative for a cgroup that is over its limit."""
+    reason: str
+    """What sets it."""
+
+
+def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
+    """Every limit that binds this process. A file that is missing or unreadable sets none.
+
+    Args:
+        root: the file system to read ``proc`` and ``sys`` from.
+    """
+    for line in read_text(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            yield MemoryLimit(int(value.split()[0]) * 1024, "MemAvailable of the machine")
+    yield from cgroup_memory_limits(root)
+
+
+def cgroup_memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
+    """The limits of the container alone, as in :func:`memory_limits`."""
+    for folder in cgroup_folders(root, ""):
+        yield from _left_in_cgroup(root, folder / "memory.max", "memory.current", "")
+    for folder in cgroup_folders(root, "memory"):
+        yield from _left_in_cgroup(root, folder / "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def _left_in_cgroup(root: Path, limit_file: Path, usage_name: str, prefix: str) -> Iterator[MemoryLimit]:
+    limit, usage = read_text(limit_file), read_text(limit_file.parent / usage_name)
+    if not limit.isdigit() or not usage.isdigit() or int(limit) >= NO_LIMIT_BYTES:
+        return
+    # Usage counts the page cache, which the kernel gives back under pressure, as it does in MemAvailable. A job that
+    # reads files fills its limit with it; taken as used it would leave no memory for a single worker.
+    cache = 0
+    for line in read_text(limit_file.parent / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name in (f"{prefix}active_file", f"{prefix}inactive_file") and value.isdigit():
+            cache += int(value)
+    left = int(limit) - max(0, int(usage) - cache)
+    yield MemoryLimit(left, f"memory limit of the cgroup (/{limit_file.relative_to(root)})")
+
+
+def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of the process' own cgroup and of those around it: each may set a limit.
+
+    Args:
+        root: as in :func:`memory_limits`.
+        controller: ``""`` for cgroup v2, the name of a controller for v1.
+    """
+    own = None
+    for line in read_text(root / "proc/self/cgroup").splitlines():  # "0::/path" (v2) or "4:cpu,cpuacct:/path" (v1)
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controller in controllers.split(","):
+            own = path
+            break
+    if own is None:
+        return
+    mounts = ("", "unified") if controller == "" else (controller, "cpu,cpuacct" if controller == "cpu" else controller)
+    # In a container the path may be the host's, of which only the mounted end exists: then the walk ends at the mount,
+    # which is the container's own cgroup. A path out of the namespace ("/..") ends there too.
+    parts = [part for part in own.split("/") if part not in ("", "..")]
+    for mount in dict.fromkeys(mounts):
+        base = root / "sys/fs/cgroup" / mount
+        for depth in range(len(parts), -1, -1):
+            yield base.joinpath(*parts[:depth])
+
+
+def read_text(path: Path) -> str:
+    """The text of a small file of ``proc`` or ``sys``, or "" when it is not there or not ours to read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

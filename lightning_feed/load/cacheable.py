@@ -1,0 +1,192 @@
+"""A dataset in steps, between which a cache can stand, and the caches of a run within one limit."""
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from lightning_feed.archive.cache_limit import parse_limit
+from lightning_feed.archive.shared_cache import Kind, SampleCache
+from lightning_feed.decode.decoder import Encoded
+from lightning_feed.errors import DatasetError
+from lightning_feed.load.machine import Machine, read_machine
+
+logger = logging.getLogger(__name__)
+
+_MOST = 0.8
+"""The share of memory and of /dev/shm that caches get at most: workers hand over their batches in the rest."""
+
+
+class CacheableDataset(Dataset[Any]):
+    """A map-style dataset that tells what is the same in each epoch (read, decode) and what is not (augment).
+
+    Write ``__len__``, :meth:`read`, :meth:`decode` and, in most cases, :meth:`augment`. A sample is
+    ``augment(decode(read(index), index), index)``. A class with a faster way for the whole may override
+    ``__getitem__`` and call :meth:`cached_bytes` and :meth:`cached_decoded` itself.
+
+    Attributes:
+        cache: what stands after ``read`` (kind ``"bytes"``) or after ``decode`` (kind ``"decoded"``); None for none.
+
+    Example:
+        >>> class Squares(CacheableDataset):
+        ...     def __len__(self):
+        ...         return 4
+        ...     def read(self, index):
+        ...         return bytes([index])
+        ...     def decode(self, data, index):
+        ...         return np.array([data[0] ** 2])
+        ...     def augment(self, decoded, index):
+        ...         return decoded + np.random.randint(2), index
+    """
+
+    cache: SampleCache | None = None
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__} has no __len__. Write one that gives the number of samples.")
+
+    def read(self, index: int) -> Encoded:
+        """Give the bytes of a sample as they lie in storage."""
+        raise NotImplementedError(f"{type(self).__name__} has no read. Write read(self, index), which gives bytes.")
+
+    def decode(self, data: Encoded, index: int) -> npt.NDArray[Any]:
+        """Make an array of the bytes, the same one in each epoch.
+
+        Args:
+            data: what :meth:`read` gave; a memoryview of the same bytes where a cache of bytes stands in between.
+            index: of the sample.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no decode. Write decode(self, data, index), which gives an array."
+        )
+
+    def augment(self, decoded: npt.NDArray[Any], index: int) -> Any:
+        """Make the sample of the array, at random if you like. The array is this call's own and may be written to."""
+        return decoded
+
+    def plain(self, decoded: npt.NDArray[Any], index: int) -> Any:
+        """Make the sample without anything random, all of one shape: what ``cache="device"`` keeps on the device."""
+        if type(self).augment is not CacheableDataset.augment:
+            raise DatasetError(
+                f"{type(self).__name__} has an augment, which may be random, and no plain: kept on the device, its "
+                "samples would be the same in each epoch. Write plain(self, decoded, index), which gives the sample "
+                "without augmentation, and augment whole batches in device_transform."
+            )
+        return decoded
+
+    def cached_bytes(self, index: int) -> Encoded:
+        """What :meth:`read` gives, from the cache where it is held. To be read only."""
+        cache = self.cache
+        if cache is None or cache.kind != "bytes":
+            return self.read(index)
+        held = cache.get(index)
+        if held is None:
+            data = self.read(index)
+            # The same type whether it was held or not: code that fails with one must not work in the first epoch.
+            held = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+            cache.put(index, held)
+        return held.data.toreadonly() if held.ndim == 1 and held.dtype == np.uint8 else held
+
+    def cached_decoded(self, index: int) -> npt.NDArray[Any]:
+        """What :meth:`decode` gives, from the cache where it is held. To be read only."""
+        cache = self.cache
+        if cache is None or cache.kind != "decoded":
+            return self.decode(self.cached_bytes(index), index)
+        held = cache.get(index)
+        if held is None:
+            held = self.decode(self.read(index), index)
+            if not isinstance(held, np.ndarray):
+                raise DatasetError(
+                    f"{type(self).__name__}.decode gave a {type(held).__name__} for sample {index}, and a cache holds "
+                    "NumPy arrays. Return an array, and make what the model needs of it in augment."
+                )
+            cache.put(index, held)
+        return held
+
+    def __getitem__(self, index: int) -> Any:
+        decoded = self.cached_decoded(index)
+        if (
+            isinstance(decoded, np.ndarray) and not decoded.flags.writeable
+        ):  # from the cache, or as some decoders give it
+            decoded = decoded.copy()  # augment may write, and torch warns of arrays that cannot be written to
+        return self.augment(decoded, index)
+
+
+def open_caches(
+    named: Sequence[tuple[str, Any]], *, kind: Kind, limit: int | str, run: str, machine: Machine | None = None
+) -> list[SampleCache]:
+    """Put a cache into each dataset, all of them together within one limit, shared out by their number of samples.
+
+    A ``Subset`` or ``ConcatDataset`` is looked into; subsets of one dataset share its cache. A dataset that has a cache
+    keeps it. The caches live as long as their datasets.
+
+    Args:
+        named: names and datasets, as ``name_datasets`` gives them, the same on all ranks.
+        kind: where the caches stand.
+        limit: bytes, a size such as ``"8GiB"``, or a share such as ``"50%"`` of the memory that can be taken, in
+            /dev/shm too.
+        run: tells this run, and this making of its datasets, from every other one; the same on all ranks of the node.
+        machine: its limits, read now if not given.
+
+    Raises:
+        DatasetError: for a dataset in which nothing says where decoding ends.
+        SettingsError: for a limit that cannot be understood.
+        ArchiveError: when a cache cannot be opened.
+    """
+    places: dict[int, tuple[str, CacheableDataset]] = {}
+    for name, dataset in named:
+        for part, found in enumerate(_cacheable_parts(dataset, name, kind)):
+            if found.cache is None:
+                places.setdefault(id(found), (f"{name}.{part}", found))
+    total = sum(len(dataset) for _, dataset in places.values())
+    room = _room(machine or read_machine())
+    bytes_for_all = parse_limit(limit, room)
+    if room is not None and bytes_for_all > _MOST * room:
+        logger.warning(
+            "cache_limit=%r is cut to %d MiB: %d MiB of memory and /dev/shm can still be taken, and batches on their "
+            "way from the workers need some of it.",
+            limit,
+            int(_MOST * room) >> 20,
+            room >> 20,
+        )
+        bytes_for_all = int(_MOST * room)
+    for name, dataset in places.values():
+        size = len(dataset)
+        identity = f"{run}/{name}/{type(dataset).__qualname__}/{size}"
+        dataset.cache = SampleCache(
+            size,
+            max(1, bytes_for_all * size // total),
+            kind=kind,
+            name=hashlib.blake2b(identity.encode(), digest_size=12).hexdigest(),
+            memory_left=memory_left,
+        )
+    return [dataset.cache for _, dataset in places.values() if dataset.cache is not None]
+
+
+def memory_left() -> int | None:
+    """Bytes of memory that this process can still take, within the limit of its container; None: not known."""
+    return read_machine().available_memory_bytes
+
+
+def _room(machine: Machine) -> int | None:
+    known = [limit for limit in (machine.available_memory_bytes, machine.free_shm_bytes) if limit is not None]
+    return min(known) if known else None
+
+
+def _cacheable_parts(dataset: Any, name: str, kind: str) -> Iterator[CacheableDataset]:
+    if isinstance(dataset, CacheableDataset):
+        yield dataset
+    elif isinstance(dataset, Subset):
+        yield from _cacheable_parts(dataset.dataset, name, kind)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _cacheable_parts(part, name, kind)
+    else:
+        raise DatasetError(
+            f"cache={kind!r} has to know where reading and decoding end and where random augmentation begins, which "
+            f"the dataset of {name} (a {type(dataset).__name__}) does not tell. Derive it from "
+            "lightning_feed.CacheableDataset (read, decode, augment), or leave cache out."
+        )

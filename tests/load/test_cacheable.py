@@ -1,0 +1,263 @@
+"""CacheableDataset: the same samples with and without a cache, and each step done once where it can be."""
+
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+
+from lightning_feed.archive.shared_cache import Kind, SampleCache
+from lightning_feed.archive.source import Encoded
+from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.load.cacheable import CacheableDataset, memory_left, open_caches
+from lightning_feed.load.machine import Machine
+from lightning_feed.load.picklable import why_not_picklable
+
+MIB = 1 << 20
+# Python warns of a fork beside the threads of other tests.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.* may lead to deadlocks:DeprecationWarning")
+
+
+class Squares(CacheableDataset):
+    """Sample i is ([i * i, 0, ...], i) of (i % 3 + 1) numbers, plus noise; it counts what it does."""
+
+    def __init__(self, size: int = 12, noise: int = 0) -> None:
+        self.size, self.noise = size, noise
+        self.calls: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, index: int) -> Encoded:
+        self.calls["read"] += 1
+        return bytes([index]) * (index % 3 + 1)
+
+    def decode(self, data: Encoded, index: int) -> npt.NDArray[Any]:
+        self.calls["decode"] += 1
+        values = np.frombuffer(data, np.uint8).astype(np.int64) ** 2
+        return np.pad(values[:1], (0, 3))
+
+    def augment(self, decoded: npt.NDArray[Any], index: int) -> Any:
+        decoded += np.random.randint(self.noise + 1)  # in place, as it may be
+        return decoded, index
+
+
+@pytest.fixture(autouse=True)
+def _no_caches_are_left() -> Iterator[None]:
+    from lightning_feed.archive import shared_cache
+
+    yield
+    for cache in list(shared_cache._caches):
+        cache.close()
+
+
+def _machine(memory: int | None = 1 << 40, shm: int | None = 1 << 30) -> Machine:
+    return Machine(usable_cpus=2, cpu_reason="", available_memory_bytes=memory, free_shm_bytes=shm, start_method="fork")
+
+
+def _open(dataset: Any, kind: Kind = "decoded", limit: int | str = MIB, **options: Any) -> list[SampleCache]:
+    return open_caches(
+        [("train", dataset)], kind=kind, limit=limit, **{"run": "test", "machine": _machine(), **options}
+    )
+
+
+# --- the steps ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_cache_all_is_done_each_time() -> None:
+    dataset = Squares()
+    assert [dataset[3][0][0] for _ in range(3)] == [9, 9, 9]
+    assert dataset.calls == {"read": 3, "decode": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"), [("bytes", {"read": 12, "decode": 36}), ("decoded", {"read": 12, "decode": 12})]
+)
+def test_each_step_in_front_of_the_cache_is_done_once(kind: Kind, calls: dict[str, int]) -> None:
+    dataset, obvious = Squares(), Squares()
+    (cache,) = _open(dataset, kind)
+    for _ in range(3):
+        for index in range(12):
+            (values, label), (expected, _) = dataset[index], obvious[index]
+            np.testing.assert_array_equal(values, expected)
+            assert label == index
+    assert dataset.calls == calls
+    stats = cache.stats()
+    assert (stats.hits, stats.misses, stats.entries) == (24, 12, 12)
+
+
+def test_what_augment_writes_stays_out_of_the_cache() -> None:
+    dataset = Squares(noise=50)
+    _open(dataset)
+    np.random.seed(0)
+    values = {int(dataset[5][0][0]) for _ in range(30)}
+    assert len(values) > 10
+    assert min(values) >= 25
+    np.testing.assert_array_equal(dataset.cached_decoded(5), [25, 0, 0, 0])
+
+
+@pytest.mark.parametrize("given", [bytes([1, 2]), memoryview(bytes([1, 2])), np.array([1, 2], np.uint8)])
+def test_decode_is_given_the_same_type_whether_the_bytes_were_held_or_not(given: Any) -> None:
+    class Given(Squares):
+        def read(self, index: int) -> Encoded:
+            return given  # type: ignore[no-any-return]
+
+    dataset = Given()
+    _open(dataset, "bytes")
+    first, second = dataset.cached_bytes(0), dataset.cached_bytes(0)
+    assert type(first) is type(second) is memoryview
+    assert first == second == bytes([1, 2])
+    assert first.readonly
+
+
+def test_pixels_that_are_read_keep_their_shape() -> None:
+    class Pixels(Squares):
+        def read(self, index: int) -> Encoded:
+            return np.full((4, 5, 3), index, np.uint8)
+
+    dataset = Pixels()
+    _open(dataset, "bytes")
+    for _ in range(2):
+        data = dataset.cached_bytes(7)
+        assert isinstance(data, np.ndarray)
+        np.testing.assert_array_equal(data, np.full((4, 5, 3), 7))
+
+
+def test_a_full_cache_falls_back_to_reading() -> None:
+    dataset = Squares(size=100)
+    (cache,) = _open(dataset, limit=4096)
+    for _ in range(2):
+        assert [int(dataset[index][0][0]) for index in range(100)] == [index**2 for index in range(100)]
+    assert cache.stats().entries == 4096 // 128
+    assert dataset.calls["read"] == 200 - 32
+    stats = cache.stats()
+    assert (stats.hits, stats.misses) == (32, 168)
+
+
+def test_decode_must_give_an_array_for_a_cache() -> None:
+    class Tensors(Squares):
+        def decode(self, data: Encoded, index: int) -> Any:
+            return torch.zeros(3)
+
+    dataset = Tensors()
+    _open(dataset)
+    with pytest.raises(DatasetError, match=r"Tensors.decode gave a Tensor for sample 2.* Return an array"):
+        dataset.cached_decoded(2)
+
+
+@pytest.mark.parametrize("method", ["__len__", "read", "decode"])
+def test_what_is_not_written_is_asked_for(method: str) -> None:
+    arguments = {"__len__": (), "read": (0,), "decode": (b"", 0)}[method]
+    with pytest.raises(NotImplementedError, match=f"CacheableDataset has no {method}. Write"):
+        getattr(CacheableDataset(), method)(*arguments)
+
+
+def test_the_sample_without_augmentation_is_asked_for_where_there_is_one() -> None:
+    class Bare(CacheableDataset):
+        pass
+
+    array = np.arange(3)
+    assert Bare().plain(array, 0) is array
+    with pytest.raises(DatasetError, match="Squares has an augment, which may be random, and no plain"):
+        Squares().plain(array, 0)
+
+
+# --- in loaders ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "method"), [("bytes", "fork"), ("decoded", "fork"), ("decoded", "spawn")])
+def test_workers_share_what_they_read(kind: Kind, method: str) -> None:
+    dataset = Squares()
+    (cache,) = _open(dataset, kind)
+    loader = DataLoader(
+        dataset, 3, shuffle=True, num_workers=2, multiprocessing_context=method, persistent_workers=True
+    )
+    for epoch in range(2):
+        seen = {int(label): int(row[0]) for rows, labels in loader for row, label in zip(rows, labels, strict=True)}
+        assert seen == {index: index**2 for index in range(12)}
+        stats = cache.stats()
+        assert (stats.hits, stats.misses) == (12 * epoch, 12)
+    assert cache.stats().entries == 12
+
+
+def test_a_dataset_with_a_cache_can_be_sent_to_workers() -> None:
+    dataset = Squares()
+    (cache,) = _open(dataset)
+    assert why_not_picklable(dataset) is None
+    dataset[1]
+    other = pickle.loads(pickle.dumps(dataset))
+    assert other.cache.path == cache.path
+    assert other.cache.get(1) is not None
+
+
+# --- opening ------------------------------------------------------------------------------------------------------
+
+
+def test_subsets_of_one_dataset_share_its_cache() -> None:
+    whole = Squares()
+    train, val = Subset(whole, range(8)), Subset(whole, range(8, 12))
+    caches = open_caches([("train", train), ("val", val)], kind="decoded", limit=MIB, run="test", machine=_machine())
+    assert caches == [whole.cache]
+    assert caches[0].size == 12
+    assert val[0][1] == 8
+    assert caches[0].get(8) is not None
+
+
+def test_one_limit_is_shared_out_by_samples() -> None:
+    parts = Squares(size=10), Squares(size=30), Squares(size=40)
+    named = [("train", ConcatDataset(parts[:2])), ("val", parts[2])]
+    caches = open_caches(named, kind="decoded", limit="50%", run="test", machine=_machine(shm=160 * MIB))
+    assert [cache.limit_bytes for cache in caches] == [10 * MIB, 30 * MIB, 40 * MIB]
+    assert len({cache.path for cache in caches}) == 3
+
+
+def test_a_cache_that_is_there_is_kept() -> None:
+    dataset, new = Squares(), Squares()
+    (cache,) = _open(dataset)
+    opened = open_caches([("train", dataset), ("val", new)], kind="decoded", limit=MIB, run="test", machine=_machine())
+    assert dataset.cache is cache
+    assert opened == [new.cache]
+
+
+def test_every_making_of_a_dataset_has_a_cache_of_its_own() -> None:
+    first, same, later = Squares(), Squares(), Squares()
+    paths = [_open(dataset, run=run)[0].path for dataset, run in ((first, "run-0"), (same, "run-0"), (later, "run-1"))]
+    assert paths[0] == paths[1], "another rank of the same run"
+    assert paths[0] != paths[2]
+
+
+@pytest.mark.parametrize("limit", ["10GiB", "90MiB", "90%"])
+def test_room_is_left_for_batches(limit: str, caplog: pytest.LogCaptureFixture) -> None:
+    (cache,) = _open(Squares(), limit=limit, machine=_machine(memory=100 * MIB))
+    assert cache.limit_bytes == 80 * MIB
+    assert f"cache_limit='{limit}' is cut to 80 MiB: 100 MiB of memory and /dev/shm" in caplog.text
+
+
+def test_a_limit_within_what_there_is_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        (cache,) = _open(Squares(), limit="1MiB", machine=replace(_machine(), available_memory_bytes=None))
+    assert cache.limit_bytes == MIB
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.zeros(3)), Subset(TensorDataset(torch.zeros(3)), [0]), [1, 2]])
+def test_a_dataset_that_does_not_tell_its_steps_is_refused(dataset: Any) -> None:
+    with pytest.raises(DatasetError, match=r"cache='bytes' has to know .* dataset of train \(a .*CacheableDataset"):
+        _open(dataset, "bytes")
+
+
+def test_a_limit_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(SettingsError, match="A limit of 'much' is not possible"):
+        _open(Squares(), limit="much")
+
+
+def test_memory_left_is_of_this_machine() -> None:
+    left = memory_left()
+    assert left is None or left > MIB
