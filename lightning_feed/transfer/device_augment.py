@@ -1,0 +1,70 @@
+"""RandomResizedCrop and flip of a whole batch on its device: each image its own box, without a step for each."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_TRIES = 10
+
+
+def draw_boxes(
+    aspects: Tensor,
+    *,
+    generator: torch.Generator,
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Tensor:
+    """Boxes drawn as torchvision's RandomResizedCrop does: area uniform, aspect log-uniform, place uniform.
+
+    As there, a box that would be larger than the image is drawn again, up to ten times. All ten are drawn at once:
+    looking whether the first will do would be a wait for the device. Where none fits, the first is cut to the image.
+
+    Args:
+        aspects: float, shape (B,): width / height that each image has, or had before it was stretched to a square.
+        generator: of the same device.
+        scale: least and largest share of the image's area.
+        ratio: least and largest width / height of the box.
+
+    Returns:
+        float32, shape (B, 4): top, left, height, width as shares of the image's height and width.
+    """
+    draws = torch.rand((2, _TRIES, len(aspects)), generator=generator, device=generator.device)
+    area = scale[0] + (scale[1] - scale[0]) * draws[0]
+    # In shares of a stretched image's sides, the aspect of a box is smaller by that of the image.
+    aspect = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * draws[1]) / aspects
+    widths, heights = (area * aspect).sqrt(), (area / aspect).sqrt()
+    fits = (widths <= 1) & (heights <= 1)
+    order = torch.arange(_TRIES, 0, -1, device=fits.device)[:, None]
+    first = (fits * order).argmax(0, keepdim=True)
+    width, height = (sides.gather(0, first)[0].clamp(max=1.0) for sides in (widths, heights))
+    place = torch.rand((2, len(aspects)), generator=generator, device=generator.device)
+    return torch.stack([(1 - height) * place[0], (1 - width) * place[1], height, width], dim=1)
+
+
+def crop_and_flip(images: Tensor, boxes: Tensor, flipped: Tensor, size: int) -> Tensor:
+    """Cut a box out of each image, mirror some, and bring all to one size (bilinear, without antialiasing).
+
+    Args:
+        images: uint8 or float, shape (B, C, H, W).
+        boxes: shape (B, 4), as :func:`draw_boxes` gives them.
+        flipped: bool, shape (B,).
+        size: height and width of the result, in pixels.
+
+    Returns:
+        float32 of shape (B, C, size, size), in the range of ``images``.
+    """
+    top, left, height, width = boxes.unbind(1)
+    sign = torch.where(flipped, -1.0, 1.0)
+    zero = torch.zeros_like(top)
+    # affine_grid's coordinates go from -1 to 1 over the image, so a box's middle is at 2 * (left + width / 2) - 1.
+    theta = torch.stack(
+        [
+            torch.stack([width * sign, zero, 2 * left + width - 1], dim=1),
+            torch.stack([zero, height, 2 * top + height - 1], dim=1),
+        ],
+        dim=1,
+    )
+    grid = functional.affine_grid(theta, [len(images), images.shape[1], size, size], align_corners=False)
+    return functional.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)

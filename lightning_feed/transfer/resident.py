@@ -1,0 +1,271 @@
+"""A dataset that stays on the device: loaded once, and gathered into batches there."""
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from tqdm import tqdm
+
+from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.load.cacheable import CacheableDataset
+from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.machine import read_machine
+from lightning_feed.transfer.leaves import leaves, map_leaves, shapes_of
+
+logger = logging.getLogger(__name__)
+
+_LOOKED_AT = 8
+"""Samples from which the size of the whole is estimated; every sample must have the shapes of the first."""
+_CHUNK_BYTES = 8 << 20
+"""At most so much is one batch on its way to the device; each worker has two of them in host memory."""
+_MOST_IN_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The samples rank, rank + ranks, rank + 2 * ranks ... of a dataset: fixed, so that the others need not be here."""
+
+    rank: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.ranks:
+            raise SettingsError(f"There is no rank {self.rank} among {self.ranks}. Count them from 0.")
+
+
+class ResidentData(Dataset[Any]):
+    """Samples on the device: each leaf of the nested batch is one tensor, with a row for each sample.
+
+    Made by :func:`load_resident`; read through a ``ResidentLoader``.
+
+    Args:
+        rows: a batch of all samples, as the collate function gives it.
+        size: samples of the dataset, on all ranks together.
+        shard: which of them are here; None for all.
+    """
+
+    def __init__(self, rows: Any, size: int, shard: Shard | None = None) -> None:
+        self.shard = shard
+        self.held = len(range(shard.rank, size, shard.ranks)) if shard is not None else size
+        self._rows = rows
+        self._size = size
+        self.device = next(leaves(rows))[1].rows.device
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def stored_bytes(self) -> int:
+        """Memory in use on the device."""
+        return sum(leaf.rows.nbytes for _, leaf in leaves(self._rows))
+
+    def gather(self, rows: Tensor) -> Any:
+        """The batch of some rows.
+
+        Args:
+            rows: their numbers on this rank, int64 of shape (B,), on the device.
+        """
+        return map_leaves(self._rows, lambda leaf: leaf.gather(rows))
+
+    def __getitems__(self, indices: Tensor | Sequence[int]) -> Any:
+        """What torch's DataLoader asks for a batch: a tensor has the numbers of rows, a list those of samples."""
+        if isinstance(indices, Tensor):
+            return self.gather(indices)
+        return self.gather(torch.tensor([self._row(index) for index in indices], dtype=torch.int64, device=self.device))
+
+    def __getitem__(self, index: int) -> Any:
+        batch = self.__getitems__([index])
+        return map_leaves(batch, lambda leaf: leaf[0])
+
+    def _row(self, index: int) -> int:
+        place = index + self._size if index < 0 else index
+        if not 0 <= place < self._size:
+            raise IndexError(f"There is no sample {index} among {self._size}.")
+        if self.shard is None:
+            return place
+        row, rank = divmod(place, self.shard.ranks)
+        if rank != self.shard.rank:
+            raise DatasetError(
+                f"Sample {index} is not on rank {self.shard.rank}, which holds every {self.shard.ranks}th sample only. "
+                "Samplers of your own need the whole set on each rank: leave out sharding."
+            )
+        return row
+
+
+@dataclass
+class _Leaf:
+    """One tensor of the batch for all samples, laid out in memory as the collate function laid out its batches."""
+
+    rows: Tensor
+    """Contiguous, one row for each sample."""
+    dims: tuple[int, ...] | None
+    """How a batch is permuted to look as it did, where it was not contiguous: channels last, for example."""
+
+    def gather(self, rows: Tensor) -> Tensor:
+        batch = self.rows.index_select(0, rows)
+        return batch if self.dims is None else batch.permute(self.dims)
+
+    def fill(self, start: int, part: Tensor) -> None:
+        target = self.rows[start : start + len(part)]
+        (target if self.dims is None else target.permute(self.dims)).copy_(part)
+
+
+def load_resident(
+    dataset: Any,
+    *,
+    device: torch.device,
+    limit_bytes: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    shard: Shard | None = None,
+    reading: Mapping[str, Any] | None = None,
+) -> ResidentData:
+    """Go once through a dataset and keep it on the device.
+
+    Of a ``CacheableDataset`` (or subsets of one) what ``plain`` gives is kept; of any other dataset its samples as they
+    come now.
+
+    Args:
+        dataset: map-style; all samples of one shape.
+        device: where to keep it.
+        limit_bytes: the most that may be taken there; None for what is free.
+        collate_fn: makes a batch of samples, each row from its sample alone; None for torch's own.
+        shard: the part to load; None for the whole.
+        reading: options of :class:`FeedLoader` that say who reads it: ``num_workers``, ``workers`` and the like.
+
+    Raises:
+        SettingsError: when it does not fit, with the numbers, before anything is loaded.
+        DatasetError: for a stream, and when a sample has another shape than the first, or holds what cannot be on a
+            device.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise DatasetError(
+            f"A stream (an IterableDataset, here {type(dataset).__name__}) has no samples by index, so it cannot be "
+            "kept on the device. Leave cache='device' out, or give a map-style dataset."
+        )
+    _warn_of_frozen(dataset)
+    size = len(dataset)
+    part = range(shard.rank, size, shard.ranks) if shard is not None else range(size)
+    if not part:
+        raise DatasetError(f"A dataset of {size} samples cannot be divided among {shard.ranks if shard else 1} ranks.")
+    collate = collate_fn or default_collate
+    first = shapes_of(_plain(dataset, part[0]), part[0])
+    samples = _Plain(dataset, part, first)
+    looked_at = collate([samples[row] for row in sorted({i * len(part) // _LOOKED_AT for i in range(_LOOKED_AT)})])
+    sample_bytes = _bytes_of_each(looked_at)
+    _refuse_if_too_large(sample_bytes, len(part), size, device, limit_bytes)
+    rows = map_leaves(looked_at, lambda leaf: _allocate(leaf, len(part), device))
+    chunk = max(1, min(_MOST_IN_CHUNK, _CHUNK_BYTES // max(1, sample_bytes)))
+    # A generator of its own: from the default one, which the training draws from, nothing is taken.
+    options = {**(reading or {}), "batch_size": chunk, "collate_fn": collate, "generator": torch.Generator()}
+    loader = FeedLoader(samples, **options)
+    with tqdm(total=len(part), desc=f"Loading onto {device}", unit=" samples", disable=None, leave=False) as bar:
+        start = 0
+        for batch in loader:
+            count = min(chunk, len(part) - start)
+            for (_, whole), (place, leaf) in zip(leaves(rows), leaves(batch), strict=True):
+                _check_rows(leaf, count, place)
+                whole.fill(start, leaf)
+            start += count
+            bar.update(count)
+    return ResidentData(rows, size, shard)
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Memory of the device that can still be taken by tensors; None: not known."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    return read_machine().available_memory_bytes if device.type == "cpu" else None
+
+
+class _Plain(Dataset[Any]):
+    """The samples of ``part`` without augmentation, each checked against the first."""
+
+    def __init__(self, dataset: Any, part: range, expected: dict[str, str]) -> None:
+        self.dataset, self.part, self.expected = dataset, part, expected
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, row: int) -> Any:
+        index = self.part[row]
+        sample = _plain(self.dataset, index)
+        shapes = shapes_of(sample, index)
+        if shapes != self.expected:
+            places = [place for place in {**self.expected, **shapes} if shapes.get(place) != self.expected.get(place)]
+            raise DatasetError(
+                f"Sample {index} is different from sample {self.part[0]}, and a set on the device needs samples of one "
+                f"shape: at sample{places[0]} it has {shapes.get(places[0], 'nothing')}, not "
+                f"{self.expected.get(places[0], 'nothing')}. Resize in plain(), or use cache='decoded'."
+            )
+        return sample
+
+
+def _plain(dataset: Any, index: int) -> Any:
+    """A sample without augmentation, where the dataset tells what that is."""
+    if isinstance(dataset, Subset):
+        return _plain(dataset.dataset, dataset.indices[index])
+    if isinstance(dataset, ConcatDataset):
+        place = bisect_right(dataset.cumulative_sizes, index)
+        return _plain(dataset.datasets[place], index - (dataset.cumulative_sizes[place - 1] if place else 0))
+    if isinstance(dataset, CacheableDataset):
+        return dataset.plain(dataset.cached_decoded(index), index)
+    return dataset[index]
+
+
+def _warn_of_frozen(dataset: Any) -> None:
+    if isinstance(dataset, (Subset, ConcatDataset)):
+        for inner in [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets:
+            _warn_of_frozen(inner)
+    elif not isinstance(dataset, (CacheableDataset, TensorDataset)):
+        logger.warning(
+            "The samples of %s are kept on the device as they come now. If they are augmented at random, they will be "
+            "the same in each epoch: derive it from lightning_feed.CacheableDataset, and augment in device_transform.",
+            type(dataset).__name__,
+        )
+
+
+def _bytes_of_each(batch: Any) -> int:
+    parts = [leaf for _, leaf in leaves(batch)]
+    for place, leaf in leaves(batch):
+        _check_rows(leaf, len(parts[0]) if isinstance(parts[0], Tensor) else -1, place)
+    return sum(part.nbytes // len(part) for part in parts)
+
+
+def _check_rows(leaf: Any, rows: int, place: str) -> None:
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
+        what = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+        raise DatasetError(
+            f"The collate function gave {what} at batch{place}, and a set on the device needs a tensor with a row for "
+            "each sample there. Use torch's own collate function, or cache='decoded'."
+        )
+
+
+def _refuse_if_too_large(
+    sample_bytes: int, rows: int, size: int, device: torch.device, limit_bytes: int | None
+) -> None:
+    needed, free = sample_bytes * rows, free_device_bytes(device)
+    limits = [limit for limit in (limit_bytes, free) if limit is not None]
+    if not limits or needed <= min(limits):
+        return
+    allowed = f"cache_limit allows {limit_bytes >> 20} MiB" if limit_bytes is not None else "no limit is set"
+    known = f"{free >> 20} MiB are free" if free is not None else "it is not known how much is free"
+    raise SettingsError(
+        f"cache='device' needs {needed >> 20} MiB on {device}, for {rows} of {size} samples of {sample_bytes} bytes "
+        f"each; {allowed}, and {known}. Keep uint8 and convert in device_transform, make samples smaller, raise "
+        "cache_limit, give each rank a share (cache_shard=True), or use cache='decoded'."
+    )
+
+
+def _allocate(leaf: Tensor, rows: int, device: torch.device) -> _Leaf:
+    order = sorted(range(leaf.ndim), key=lambda dim: (leaf.stride(dim), leaf.shape[dim]), reverse=True)
+    if leaf.is_contiguous() or order[0] != 0:
+        return _Leaf(torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device=device), None)
+    shape = [leaf.shape[dim] for dim in order[1:]]
+    dims = tuple(order.index(dim) for dim in range(leaf.ndim))
+    return _Leaf(torch.empty((rows, *shape), dtype=leaf.dtype, device=device), dims)

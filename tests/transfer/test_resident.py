@@ -1,0 +1,509 @@
+"""A set on the device: the batches of a plain loader, in its order, with nothing done for each sample."""
+
+import logging
+import pickle
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from lightning_feed.errors import DatasetError, LoaderError, SettingsError
+from lightning_feed.load.cacheable import CacheableDataset
+from lightning_feed.load.epoch_order import EpochOrder
+from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.transfer import resident
+from lightning_feed.transfer.resident import ResidentData, Shard, free_device_bytes, load_resident
+from lightning_feed.transfer.resident_loader import ResidentLoader, order_of
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", ["image", "label"])
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),  # there is nothing for them to do
+    # ddp_fork forks beside the threads of other tests.
+    pytest.mark.filterwarnings("ignore:.*use of fork.* may lead to deadlocks:DeprecationWarning"),
+]
+
+
+class Rows(Dataset[Any]):
+    """Sample i in any form; it counts how often it was asked."""
+
+    def __init__(self, size: int, form: Callable[[int], Any] | None = None) -> None:
+        self.size, self.form = size, form or (lambda index: (torch.full((2, 3), index, dtype=torch.uint8), index))
+        self.calls: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        self.calls[index] += 1
+        return self.form(index)
+
+
+class Pictures(CacheableDataset):
+    """Random in augment, fixed in plain."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, index: int) -> bytes:
+        return bytes([index])
+
+    def decode(self, data: Any, index: int) -> npt.NDArray[Any]:
+        return np.full((4, 4, 3), data[0], np.uint8)
+
+    def augment(self, decoded: npt.NDArray[Any], index: int) -> Any:
+        return torch.rand(3), index
+
+    def plain(self, decoded: npt.NDArray[Any], index: int) -> Any:
+        return torch.from_numpy(decoded).permute(2, 0, 1), index
+
+
+def _same(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        left, right = list(left.values()), list(right.values())
+    if isinstance(left, (list, tuple)):
+        for one, other in zip(left, right, strict=True):
+            _same(one, other)
+    else:
+        assert left.dtype == right.dtype
+        assert left.stride() == right.stride()
+        assert torch.equal(left, right)
+
+
+FORMS: dict[str, Callable[[int], Any]] = {
+    "tensor": lambda index: torch.full((3,), index, dtype=torch.float16),
+    "array": lambda index: np.full((2, 2), index, dtype=np.int16),
+    "pair": lambda index: (torch.full((3, 4), index, dtype=torch.uint8), index),
+    "named": lambda index: Pair(torch.tensor(index), index % 2 == 0),
+    "nested": lambda index: {"x": [torch.tensor([index]), (float(index), np.float32(index))], "y": index},
+    "empty": lambda index: (torch.zeros(0), index),
+}
+
+
+# --- equal to the obvious way -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_are_those_of_a_plain_loader(form: Callable[[int], Any], drop_last: bool) -> None:
+    rows = Rows(23, form)
+    data = load_resident(rows, device=CPU)
+    ours = ResidentLoader(data, batch_size=5, drop_last=drop_last)
+    plain = DataLoader(rows, batch_size=5, drop_last=drop_last)
+    assert len(ours) == len(plain)
+    for one, other in zip(ours, plain, strict=True):
+        _same(one, other)
+
+
+def test_each_sample_is_asked_for_once_and_never_again() -> None:
+    rows = Rows(23)
+    data = load_resident(rows, device=CPU)
+    asked = Counter(rows.calls)
+    assert set(asked) == set(range(23))
+    assert max(asked.values()) <= 3, "the first for its shape, eight for the size, all for the rows"
+    for _ in range(3):
+        list(ResidentLoader(data, batch_size=5, shuffle=True))
+    assert rows.calls == asked
+
+
+def test_channels_last_batches_stay_channels_last() -> None:
+    def collate(samples: list[Any]) -> Tensor:
+        return torch.stack(samples).permute(0, 3, 1, 2)
+
+    rows = Rows(9, lambda index: torch.full((4, 6, 3), index, dtype=torch.uint8))
+    data = load_resident(rows, device=CPU, collate_fn=collate)
+    for ours, plain in zip(ResidentLoader(data, batch_size=4), DataLoader(rows, 4, collate_fn=collate), strict=True):
+        assert ours.is_contiguous(memory_format=torch.channels_last)
+        _same(ours, plain)
+
+
+@given(size=st.integers(1, 40), batch_size=st.integers(1, 12), chunk=st.integers(1, 50))
+@settings(deadline=None, max_examples=30)
+def test_any_size_is_loaded_in_any_chunks(size: int, batch_size: int, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resident, "_MOST_IN_CHUNK", chunk)
+        data = load_resident(Rows(size), device=CPU)
+    labels = torch.cat([labels for _, labels in ResidentLoader(data, batch_size=batch_size)])
+    assert labels.tolist() == list(range(size))
+    assert data.stored_bytes == size * (6 + 8)
+
+
+@pytest.mark.parametrize("workers", ["process", "thread"])
+def test_workers_can_load_it(workers: str) -> None:
+    data = load_resident(Rows(20), device=CPU, reading={"num_workers": 2, "workers": workers})
+    assert [int(data[index][1]) for index in range(20)] == list(range(20))
+
+
+def test_what_is_kept_is_without_augmentation(caplog: pytest.LogCaptureFixture) -> None:
+    pictures = Pictures(6)
+    both = ConcatDataset([Subset(pictures, [5, 3]), Pictures(4)])
+    data = load_resident(both, device=CPU)
+    images, labels = next(iter(ResidentLoader(data, batch_size=6)))
+    assert images.shape == (6, 3, 4, 4)
+    assert labels.tolist() == [5, 3, 0, 1, 2, 3] == images[:, 0, 0, 0].tolist()
+    assert caplog.text == ""
+
+
+def test_a_sample_by_itself() -> None:
+    data = load_resident(Rows(5), device=CPU)
+    image, label = data[-1]
+    assert label.item() == 4
+    assert torch.equal(image, torch.full((2, 3), 4, dtype=torch.uint8))
+    with pytest.raises(IndexError, match="no sample 5 among 5"):
+        data[5]
+
+
+# --- order --------------------------------------------------------------------------------------------------------
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+SAMPLERS: dict[str, Callable[[Any, torch.Generator], Any]] = {
+    "sequential": lambda data, generator: SequentialSampler(data),
+    "random": lambda data, generator: RandomSampler(data, generator=generator),
+    "random, more": lambda data, generator: RandomSampler(data, num_samples=2 * len(data) + 3, generator=generator),
+    "random, fewer": lambda data, generator: RandomSampler(data, num_samples=4, generator=generator),
+    "with replacement": lambda data, generator: RandomSampler(data, replacement=True, generator=generator),
+    "subset": lambda data, generator: SubsetRandomSampler([3, 1, 2], generator=generator),
+    "weighted": lambda data, generator: WeightedRandomSampler([1.0, 2.0, 3.0], 7, generator=generator),
+    "distributed": lambda data, generator: DistributedSampler(data, 3, 1),
+    "distributed, in order": lambda data, generator: DistributedSampler(data, 3, 2, shuffle=False),
+    "distributed, last dropped": lambda data, generator: DistributedSampler(data, 3, 2, drop_last=True),
+    "own": lambda data, generator: [2, 0, 1],
+}
+
+
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS.keys())
+@pytest.mark.parametrize("size", [4, 11])
+def test_the_order_is_the_samplers_for_epochs_on_end(make: Callable[..., Any], size: int) -> None:
+    ours, plain = make(range(size), _seeded(5)), make(range(size), _seeded(5))
+    for epoch in range(3):
+        if isinstance(ours, DistributedSampler):
+            ours.set_epoch(epoch)
+            plain.set_epoch(epoch)
+        order = order_of(ours)
+        assert order is not None
+        assert order.dtype == torch.int64
+        assert order.tolist() == list(plain)
+
+
+@given(size=st.integers(1, 50), ranks=st.integers(1, 9), shuffle=st.booleans(), drop_last=st.booleans(), data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_a_distributed_order_is_the_samplers(
+    size: int, ranks: int, shuffle: bool, drop_last: bool, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, ranks - 1))
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        range(size),
+        ranks,
+        rank,
+        shuffle=shuffle,
+        drop_last=drop_last and size >= ranks,  # type: ignore[arg-type]
+    )
+    order = order_of(sampler)
+    assert order is not None
+    assert order.tolist() == list(sampler)
+
+
+class _Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from (0, 2, 1)
+
+
+def test_a_sampler_without_end_is_asked_for_one_batch_at_a_time() -> None:
+    data = load_resident(Rows(3), device=CPU)
+    batches = iter(ResidentLoader(data, batch_size=4, sampler=_Endless()))
+    assert [next(batches)[1].tolist() for _ in range(2)] == [[0, 2, 1, 0], [2, 1, 0, 2]]
+
+
+def test_a_batch_sampler_of_the_users_is_followed() -> None:
+    data = load_resident(Rows(9), device=CPU)
+
+    class Pairs(BatchSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from ([index, 8 - index] for index in range(4))
+
+    loader = ResidentLoader(data, batch_sampler=Pairs(SequentialSampler(data), 2, drop_last=False))
+    assert [labels.tolist() for _, labels in loader] == [[0, 8], [1, 7], [2, 6], [3, 5]]
+
+
+def test_a_sampler_that_gives_a_wrong_index_is_named() -> None:
+    data = load_resident(Rows(3), device=CPU)
+    with pytest.raises(LoaderError, match="gave indices from 1 to 3, and the dataset has 3 samples"):
+        next(iter(ResidentLoader(data, batch_size=2, sampler=SubsetRandomSampler([1, 3]))))
+
+
+def test_the_order_of_a_run_is_that_of_a_feed_loader_and_can_be_resumed() -> None:
+    rows, epoch = Rows(17), [0]
+    data = load_resident(rows, device=CPU)
+
+    def loader(kind: Any, dataset: Any) -> Any:
+        order = EpochOrder(seed=3, epoch=lambda: epoch[0])
+        return kind(dataset, batch_size=4, sampler=RandomSampler(dataset), order=order)
+
+    ours, plain = loader(ResidentLoader, data), loader(FeedLoader, rows)
+    orders = []
+    for epoch[0] in range(2):
+        orders.append([labels.tolist() for _, labels in ours])
+        assert orders[-1] == [labels.tolist() for _, labels in plain]
+    assert orders[0] != orders[1]
+
+    epoch[0] = 2
+    begun = iter(ours)
+    next(begun)
+    next(begun)
+    resumed = loader(ResidentLoader, data)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(ours.state_dict())))
+    whole = [labels.tolist() for _, labels in plain]
+    assert [labels.tolist() for _, labels in resumed] == whole[2:] == [labels.tolist() for _, labels in begun]
+
+
+def test_a_stream_cannot_be_kept() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield 1
+
+    with pytest.raises(DatasetError, match="here Stream"):
+        load_resident(Stream(), device=CPU)
+
+
+# --- divided among ranks ------------------------------------------------------------------------------------------
+
+
+def _epoch_of_ranks(size: int, ranks: int, epoch: int, **options: Any) -> list[list[int]]:
+    labels = []
+    for rank in range(ranks):
+        data = load_resident(Rows(size), device=CPU, shard=Shard(rank, ranks))
+        sampler: DistributedSampler[Any] = DistributedSampler(data, ranks, rank, **options)
+        sampler.set_epoch(epoch)
+        loader = ResidentLoader(data, batch_size=3, sampler=sampler)
+        batches = [labels.tolist() for _, labels in loader]
+        assert len(batches) == len(loader)
+        labels.append([label for batch in batches for label in batch])
+    return labels
+
+
+@given(size=st.integers(1, 30), ranks=st.integers(1, 5), epoch=st.integers(0, 3))
+@settings(deadline=None, max_examples=25)
+def test_ranks_see_every_sample_once_and_equally_many(size: int, ranks: int, epoch: int) -> None:
+    ranks = min(size, ranks)
+    shares = _epoch_of_ranks(size, ranks, epoch)
+    assert {len(share) for share in shares} == {-(-size // ranks)}
+    counted = Counter(label for share in shares for label in share)
+    assert set(counted) == set(range(size))
+    assert sum(counted.values()) == -(-size // ranks) * ranks
+    assert max(counted.values()) <= 2
+    assert all(label % ranks == rank for rank, share in enumerate(shares) for label in share)
+
+
+def test_a_share_is_shuffled_anew_each_epoch() -> None:
+    assert _epoch_of_ranks(20, 2, 0) != _epoch_of_ranks(20, 2, 1)
+    assert _epoch_of_ranks(20, 2, 0, seed=1) != _epoch_of_ranks(20, 2, 0, seed=2)
+    assert _epoch_of_ranks(20, 2, 0) == _epoch_of_ranks(20, 2, 0)
+
+
+def test_evaluation_goes_through_its_share_in_order() -> None:
+    assert _epoch_of_ranks(7, 2, 0, shuffle=False) == [[0, 2, 4, 6], [1, 3, 5, 1]]
+    assert _epoch_of_ranks(7, 2, 0, shuffle=False, drop_last=True) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_a_share_is_a_share_of_the_memory() -> None:
+    data = load_resident(Rows(10), device=CPU, shard=Shard(1, 4))
+    assert (len(data), data.held, data.stored_bytes) == (10, 3, 3 * 14)
+    assert int(data[5][1]) == 5
+    with pytest.raises(DatasetError, match="Sample 4 is not on rank 1"):
+        data[4]
+
+
+@pytest.mark.parametrize("sampler", [None, SubsetRandomSampler([1, 3]), DistributedSampler(range(10), 2, 0)])  # type: ignore[arg-type]
+def test_a_share_needs_the_sampler_that_divides_alike(sampler: Any) -> None:
+    data = load_resident(Rows(10), device=CPU, shard=Shard(1, 2))
+    with pytest.raises(LoaderError, match="Rank 1 of 2 holds its own share of the set, and its sampler is a"):
+        list(ResidentLoader(data, batch_size=2, sampler=sampler))
+
+
+def test_more_ranks_than_samples_are_refused() -> None:
+    with pytest.raises(DatasetError, match="1 samples cannot be divided among 2 ranks"):
+        load_resident(Rows(1), device=CPU, shard=Shard(1, 2))
+    with pytest.raises(SettingsError, match="no rank 2 among 2"):
+        Shard(2, 2)
+
+
+class _Seen(LightningModule):
+    def __init__(self, shard: bool) -> None:
+        super().__init__()
+        self.shard = shard
+        self.layer = nn.Linear(6, 1)
+
+    def train_dataloader(self) -> ResidentLoader:
+        ranks = self.trainer.world_size
+        shard = Shard(self.trainer.global_rank, ranks) if self.shard else None
+        data = load_resident(Rows(16), device=self.device, shard=shard)
+        return ResidentLoader(data, batch_size=3, sampler=RandomSampler(data))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        image, label = batch
+        assert torch.equal(image[:, 0, 0].long(), label)
+        of_ranks: list[list[int]] = [[], []]
+        torch.distributed.all_gather_object(of_ranks, label.tolist())
+        self.seen = [*getattr(self, "seen", []), *of_ranks[0], *of_ranks[1]]
+        return self.layer(image.flatten(1).float()).mean()
+
+    def on_train_epoch_end(self) -> None:
+        assert sorted(self.seen) == list(range(16))
+        if self.current_epoch:
+            assert self.seen != self.before
+        self.before, self.seen = self.seen, []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_lightning_makes_the_loader_again_for_two_ranks(shard: bool) -> None:
+    trainer = Trainer(max_epochs=2, accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, barebones=True)
+    trainer.fit(_Seen(shard))
+    assert trainer.state.finished
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_loaded() -> None:
+    rows = Rows(1000, lambda index: torch.zeros(1 << 20, dtype=torch.uint8))
+    words = (
+        r"needs 1000 MiB on cpu, for 1000 of 1000 samples of 1048576 bytes each; cache_limit allows 300 MiB, and \d+ "
+        "MiB are free"
+    )
+    with pytest.raises(SettingsError, match=words):
+        load_resident(rows, device=CPU, limit_bytes=300 << 20)
+    assert sum(rows.calls.values()) <= 9
+    with pytest.raises(SettingsError, match="needs 334 MiB"):
+        load_resident(rows, device=CPU, limit_bytes=300 << 20, shard=Shard(0, 3))
+
+
+def test_what_is_free_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident, "free_device_bytes", lambda device: 100)
+    with pytest.raises(SettingsError, match="no limit is set, and 0 MiB are free"):
+        load_resident(Rows(50), device=CPU)
+    monkeypatch.setattr(resident, "free_device_bytes", lambda device: None)
+    with pytest.raises(SettingsError, match="it is not known how much is free"):
+        load_resident(Rows(50), device=CPU, limit_bytes=100)
+    assert load_resident(Rows(50), device=CPU).stored_bytes == 700
+
+
+def test_free_memory_of_the_host_is_known() -> None:
+    free = free_device_bytes(CPU)
+    assert free is None or free > 1 << 20
+    assert free_device_bytes(torch.device("meta")) is None
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (
+            lambda i: (torch.zeros(2 + (i == 9)), i),
+            r"Sample 9 .* at sample\[0\] it has float32 \(3,\), not float32 \(2,\)",
+        ),
+        (lambda i: {"x": torch.zeros(2, dtype=torch.int8 if i == 9 else torch.uint8)}, r"Sample 9 .*\['x'\] .* int8"),
+        (lambda i: [i, i] if i == 9 else [i], r"Sample 9 .*\[1\] it has a int, not nothing"),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_of_another_shape_is_named(form: Callable[[int], Any], words: str, num_workers: int) -> None:
+    with pytest.raises(DatasetError, match=words):
+        load_resident(Rows(12, form), device=CPU, reading={"num_workers": num_workers})
+
+
+@pytest.mark.parametrize("leaf", ["text", None, np.array([object()]), np.array(["text"])])
+def test_what_cannot_be_on_a_device_is_named(leaf: Any) -> None:
+    with pytest.raises(DatasetError, match=rf"Sample 0 has a {type(leaf).__name__} at sample\['name'\]"):
+        load_resident(Rows(3, lambda index: {"image": torch.zeros(2), "name": leaf}), device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("collate", "words"),
+    [(lambda samples: samples, "a int at batch"), (lambda samples: torch.zeros(2, 2), r"\(2, 2\) at batch")],
+)
+def test_a_batch_without_rows_for_samples_is_refused(collate: Callable[[list[Any]], Any], words: str) -> None:
+    with pytest.raises(DatasetError, match=words):
+        load_resident(Rows(12, lambda index: index), device=CPU, collate_fn=collate)
+
+
+def test_random_samples_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load_resident(Subset(Rows(3), [0, 1]), device=CPU)
+    assert "The samples of Rows are kept on the device as they come now" in caplog.text
+    caplog.clear()
+    load_resident(TensorDataset(torch.zeros(3)), device=CPU)
+    assert caplog.text == ""
+
+
+def test_an_augmented_dataset_that_does_not_say_what_is_plain_is_refused() -> None:
+    class Random(Pictures):
+        plain = CacheableDataset.plain
+
+    with pytest.raises(DatasetError, match="Random has an augment"):
+        load_resident(Random(3), device=CPU)
+
+
+@pytest.mark.parametrize("option", [{"num_workers": 2}, {"pin_memory": True}])
+def test_options_without_effect_are_refused(option: dict[str, Any]) -> None:
+    data = load_resident(Rows(3), device=CPU)
+    with pytest.raises(SettingsError, match="on a set that is on the device"):
+        ResidentLoader(data, **option)
+
+
+@pytest.mark.gpu
+def test_on_cuda_nothing_comes_from_the_host() -> None:
+    device = torch.device("cuda", 0)
+    rows = Rows(64)
+    data = load_resident(rows, device=device, limit_bytes=free_device_bytes(device))
+    loader: ResidentLoader = ResidentLoader(data, batch_size=7, sampler=RandomSampler(data, generator=_seeded(1)))
+    plain = DataLoader(rows, batch_size=7, sampler=RandomSampler(rows, generator=_seeded(1)))  # type: ignore[arg-type]
+    for (images, labels), (expected, numbers) in zip(loader, plain, strict=True):
+        assert images.device == device
+        assert torch.equal(images.cpu(), expected)
+        assert torch.equal(labels.cpu(), numbers)
+    torch.cuda.synchronize(device)
+    batches = iter(loader)
+    next(batches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in batches:
+            pass
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert isinstance(data, ResidentData)
