@@ -1,0 +1,189 @@
+"""Several processes stage at once, are killed in the middle, copy in the background, and clean up behind them."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_feed.archive import StagedPath, stage, stage_in_background
+from lightning_feed.archive.stage_lock import FileLock, claim
+from lightning_feed.archive.stage_record import StagePlace, now_s
+from lightning_feed.archive.stage_users import release
+from lightning_feed.errors import ArchiveError
+
+# A process that says so when its first file is in place, then stands still until it is told to go on, or is killed.
+PAUSED = """
+import sys
+from lightning_feed.archive import stage, stage_copy
+real, told = stage_copy._copy_one, []
+def copy_one(job, name, add):
+    if told:
+        sys.stdin.readline()
+    real(job, name, add)
+    if not told:
+        told.append(name)
+        print("copied one", flush=True)
+stage_copy._copy_one, stage_copy._in_threads.__kwdefaults__ = copy_one, None
+real_threads = stage_copy._in_threads
+stage_copy._in_threads = lambda *a, report, threads: real_threads(*a, report=report, threads=1)
+done = stage(sys.argv[1], sys.argv[2])
+print(done.copied_files, flush=True)
+sys.stdin.readline()
+"""
+STAGE = """
+import sys
+from lightning_feed.archive import stage
+done = stage(sys.argv[1], sys.argv[2], remove_at_exit="remove" in sys.argv)
+print(done.copied_files, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    root = tmp_path / "data" / "birds"
+    root.mkdir(parents=True)
+    for number in range(6):
+        (root / f"{number}.jpg").write_bytes(bytes([number]) * 10_000)
+    return root
+
+
+@pytest.fixture
+def dest(tmp_path: Path) -> Path:
+    return tmp_path / "fast"
+
+
+def start(code: str, *arguments: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def end(*processes: "subprocess.Popen[str]") -> None:
+    for process in processes:
+        process.communicate("\n" * 10)
+        assert process.returncode == 0
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.iterdir()}
+
+
+def test_one_copies_and_the_others_wait_for_the_same_copy(source: Path, dest: Path) -> None:
+    first = start(PAUSED, source, dest)
+    assert line(first) == "copied one"
+    others = [start(STAGE, source, dest) for _ in range(2)]
+    with pytest.raises(ArchiveError, match=rf"being copied by process {first.pid} on .*after the 0 s"):
+        stage(source, dest, wait_s=0)
+    assert first.stdin is not None
+    first.stdin.write("\n" * 6)
+    first.stdin.flush()
+    assert line(first) == "6"
+    assert [line(other) for other in others] == ["0", "0"]
+    assert contents(dest / "birds") == contents(source)
+    end(first, *others)
+
+
+def test_a_copy_whose_process_was_killed_is_gone_on_with(
+    source: Path, dest: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = start(PAUSED, source, dest)
+    assert line(first) == "copied one"
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert not StagedPath(source, dest / "birds").is_staged
+    with caplog.at_level("INFO"):
+        assert stage(source, dest).copied_files == 5
+    assert f"process {first.pid}" in caplog.text
+    assert contents(dest / "birds") == contents(source)
+
+
+def test_the_last_user_removes_the_copy(source: Path, dest: Path) -> None:
+    first, second = start(STAGE, source, dest, "remove"), None
+    assert line(first) == "6"
+    second = start(STAGE, source, dest, "remove")
+    assert line(second) == "0"
+    end(first)
+    assert contents(dest / "birds") == contents(source)
+    end(second)
+    assert list(dest.iterdir()) == []
+
+
+def test_a_copy_that_was_there_before_stays(source: Path, dest: Path) -> None:
+    stage(source, dest)
+    release(StagePlace(dest / "birds"))
+    again = start(STAGE, source, dest, "remove")
+    assert line(again) == "0"
+    end(again)
+    assert contents(dest / "birds") == contents(source)
+
+
+def test_a_forked_child_neither_holds_nor_removes(source: Path, dest: Path) -> None:
+    place = StagePlace(dest / "birds")
+    dest.mkdir()
+    lock = claim(place)
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ready[1], b".")
+        os.read(go[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    lock.release()
+    other = FileLock(place.lock)
+    assert other.try_acquire()
+    other.release()
+    os.write(go[1], b".")
+    assert os.waitpid(child, 0)[1] == 0
+    for fd in (*ready, *go):
+        os.close(fd)
+
+
+def test_a_background_copy_is_complete_and_then_read(source: Path, dest: Path) -> None:
+    copy = stage_in_background(source, dest)
+    assert copy.join(60)
+    assert copy.error is None
+    assert contents(dest / "birds") == contents(source)
+    assert StagedPath(source, dest / "birds").current() == dest / "birds"
+    assert pickle.loads(pickle.dumps(StagedPath(source, dest / "birds"))).current() == dest / "birds"
+
+
+def test_a_background_copy_that_fails_is_said_and_the_source_is_read(
+    source: Path, dest: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (source / "dead.jpg").symlink_to("gone")
+    copy = stage_in_background(source, dest)
+    assert not copy.join(60)
+    assert "leads nowhere" in str(copy.error)
+    assert copy.path.current() == source
+    assert caplog.text.count("Training goes on from") == 1
+
+
+def test_a_stopped_background_copy_leaves_whole_files(source: Path, dest: Path) -> None:
+    copy = stage_in_background(source, dest)
+    copy.stop()
+    assert not copy.join(0)
+    stage(source, dest)
+    assert contents(dest / "birds") == contents(source)
+
+
+def test_the_path_looks_once_a_second_and_only_for_a_copy_that_is_new_enough(source: Path, dest: Path) -> None:
+    now = [0.0]
+    path = StagedPath(source, dest / "birds", clock=lambda: now[0])
+    assert path.current() == source
+    done = stage(source, dest)
+    now[0] = 0.9
+    assert path.current() == source
+    now[0] = 1.0
+    assert path.current() == done.path
+    assert StagedPath(source, done.path, since_s=now_s()).current() == source
+    assert done.staged_path().is_staged
