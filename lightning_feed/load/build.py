@@ -55,7 +55,8 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
     """Build the loader of one dataset, and tell what was chosen for it.
 
     Raises:
-        SettingsError: when no batch would be left, or workers were to outlive their loader.
+        SettingsError: when no batch would be left, workers were to outlive their loader, or threads were to serve an
+            iterable dataset.
         LoaderError: when the dataset or the collate function cannot be sent to the workers.
     """
     training, stream = part.split == "train", isinstance(dataset, IterableDataset)
@@ -79,7 +80,8 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
     if sampler is None and training and settings.shuffle and not stream and not job.overfit:
         sampler = RandomSampler(dataset)
     workers = found.num_workers > 0
-    if workers and (settings.start_method or machine.start_method) != "fork":
+    processes = workers and found.workers == "process"
+    if processes and (settings.start_method or machine.start_method) != "fork":
         # Not left to torch: Lightning covers an error at the start of a loader with one of its own.
         _check_picklable({"dataset": dataset, "collate function": part.collate_fn}, part.name)
     loader = FeedLoader(
@@ -91,13 +93,14 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
         pin_memory=found.pin_memory,
         drop_last=drop_last,
         timeout=settings.timeout_s if workers else 0,
-        worker_init_fn=job.worker_init if workers else None,
-        multiprocessing_context=settings.start_method if workers else None,
+        worker_init_fn=job.worker_init if processes else None,
+        multiprocessing_context=settings.start_method if processes else None,
         prefetch_factor=found.prefetch_factor,
         persistent_workers=found.persistent_workers,
         in_order=settings.in_order,
         background=settings.background,
         order=part.order,
+        workers=found.workers,
     )
     return loader, found
 

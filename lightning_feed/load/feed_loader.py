@@ -13,15 +13,17 @@ import weakref
 from collections.abc import Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from lightning_feed.errors import LoaderError, ResumeError
+from lightning_feed.errors import LoaderError, ResumeError, SettingsError
 from lightning_feed.load.epoch_order import EpochOrder, IndexSource, MapPass, PassGenerator, find_samplers, mix_seed
 from lightning_feed.load.iterable_state import IterablePass, StampingCollate
 from lightning_feed.load.loader_pass import LoaderPass
+from lightning_feed.load.thread_crew import ThreadCrew
+from lightning_feed.load.thread_pass import ThreadPass, check_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +49,15 @@ class FeedLoader(DataLoader[Any]):
         dataset: map-style or iterable.
         background: batches that a thread prepares ahead of the consumer; 0: no thread.
         order: what seeds the order of each epoch; None: torch's global generator, as in a DataLoader.
+        workers: what ``num_workers`` counts, ``"process"`` or ``"thread"``. Threads serve map-style datasets, in the
+            training process: ``get_worker_info()`` is None in them, and ``worker_init_fn`` is not called. Torch's
+            random numbers come from a stream for each sample, of (seed, epoch, cycle, place in the epoch, rank).
         **options: DataLoader's own. They are passed through by name, because Lightning makes a copy of the loader
             with another sampler by the names that DataLoader has.
 
     Raises:
-        LoaderError: from ``iter()``, when an argument cannot be sent to the workers.
+        SettingsError: for threads with an iterable dataset, or with a ``multiprocessing_context``.
+        LoaderError: from ``iter()``, when an argument cannot be sent to the workers, or threads cannot be started.
 
     Example:
         >>> loader = FeedLoader(range(6), batch_size=2)
@@ -64,11 +70,27 @@ class FeedLoader(DataLoader[Any]):
         [tensor([2, 3]), tensor([4, 5])]
     """
 
-    def __init__(self, dataset: Any, *, background: int = 0, order: EpochOrder | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        background: int = 0,
+        order: EpochOrder | None = None,
+        workers: Literal["process", "thread"] = "process",
+        **options: Any,
+    ) -> None:
+        self.workers = workers
         super().__init__(dataset, **options)
         self.background = background
         self.order = order
         self._iterable = isinstance(dataset, IterableDataset)
+        self._threaded = workers == "thread" and self.num_workers > 0
+        self._sample_seed: int | None = None
+        self._probed = False
+        if workers not in ("process", "thread"):
+            raise SettingsError(f"workers={workers!r} is not a choice. Give 'process' or 'thread'.")
+        if self._threaded:
+            check_arguments(self)
         inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
         self._index = IndexSource(inner, {} if self._iterable else find_samplers(self.sampler, self.batch_sampler))
         self._live: weakref.ref[LoaderPass] | None = None
@@ -107,6 +129,7 @@ class FeedLoader(DataLoader[Any]):
             return copy.deepcopy(self._pending)
         now = self._position
         state: dict[str, Any] = {
+            **({} if self._sample_seed is None else {"sample_seed": self._sample_seed}),
             "version": _VERSION,
             "kind": "iterable" if self._iterable else "map",
             "seed": self.order.seed if self.order is not None else None,
@@ -142,6 +165,11 @@ class FeedLoader(DataLoader[Any]):
         if self.order is not None and state["seed"] is not None:
             self.order.seed = state["seed"]  # the epochs after this one must be those of the interrupted run, too
         self._pending = state if state["begun"] else None
+
+    def check_worker_number_rationality(self) -> None:
+        """Torch's warning of more worker processes than CPUs, which threads are not."""
+        if self.workers != "thread":
+            super().check_worker_number_rationality()
 
     def _refuse_misfit(self, state: Mapping[str, Any]) -> None:
         # Here, not in iter(): an error there is hidden by one that Lightning's teardown raises on top of it.
@@ -203,7 +231,9 @@ class FeedLoader(DataLoader[Any]):
         return MapPass(self.order, epoch=epoch, cycle=cycle, resume=resume)
 
     def _start(self, position: MapPass | IterablePass) -> Iterator[Any]:
-        """Torch's iterator for the pass."""
+        """Torch's iterator for the pass, or that of worker threads."""
+        if self._threaded and isinstance(position, MapPass):
+            return self._start_threads(position)
         inner = self._inner(position)
         if inner is None:
             return super().__iter__()
@@ -218,6 +248,24 @@ class FeedLoader(DataLoader[Any]):
         # Kept here, where Lightning ends workers, and not a second time in the inner loader.
         self._iterator, inner._iterator = inner._iterator, None
         return source
+
+    def _start_threads(self, position: MapPass) -> ThreadPass:
+        self._index.now = position
+        crew = self._iterator if isinstance(self._iterator, ThreadCrew) and self._iterator.usable else None
+        if crew is None:
+            # Drawn where DataLoader draws the seed of its workers, from what it draws it from.
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+            crew = ThreadCrew(self.num_workers, base_seed=seed)
+        crew.passes += 1
+        self._iterator = crew if self.persistent_workers else None  # type: ignore[assignment]
+        saved = position.origin.get("sample_seed") if position.origin is not None else None
+        if self.order is not None and position.epoch is not None:
+            self._sample_seed, seed = None, mix_seed(self.order.seed, position.epoch, position.cycle, "samples")
+        else:
+            seed = saved if saved is not None else mix_seed(crew.base_seed, crew.passes, 0, "samples")
+            self._sample_seed = seed
+        probe, self._probed = not self._probed, True
+        return ThreadPass(self, iter(self._index), crew, first=position.batches, seed=seed, probe=probe)
 
     def _inner(self, position: MapPass | IterablePass) -> DataLoader[Any] | None:
         options = {name: getattr(self, name) for name in _HANDED_ON if hasattr(self, name)}
@@ -305,4 +353,5 @@ def begin_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
     if state["kind"] == "iterable" or not state["begun"]:
         return {**state, "begun": False}
     epoch = None if state["epoch"] is None else state["epoch"] + 1
+    state = {key: value for key, value in state.items() if key != "sample_seed"}
     return {**state, "epoch": epoch, "cycle": 0, "batches": 0, "pass_start": {}}

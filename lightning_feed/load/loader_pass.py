@@ -7,13 +7,14 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.background import BackgroundIterator
 from lightning_feed.load.epoch_order import MapPass
 from lightning_feed.load.iterable_state import IterablePass, Stamped
+from lightning_feed.load.thread_pass import ThreadPass
 
 
 class LoaderPass(Iterator[Any]):
     """One pass over a :class:`FeedLoader`. It ends when it is exhausted, closed, garbage, or has raised.
 
     Attributes:
-        source: the torch iterator underneath, None once the pass has ended.
+        source: the iterator underneath, torch's or that of worker threads; None once the pass has ended.
         background: the thread's side, None without ``background`` and once the pass has ended.
     """
 
@@ -50,9 +51,11 @@ class LoaderPass(Iterator[Any]):
         return self.position.hand_out(item)
 
     def close(self) -> None:
-        """End the pass, and its thread. Persistent workers live on. Closing twice does nothing more."""
+        """End the pass, and its threads. Persistent workers live on. Closing twice does nothing more."""
         background, self.background = self.background, None
-        self.source = self._upstream = None
+        source, self.source, self._upstream = self.source, None, None
+        if isinstance(source, ThreadPass):
+            source.close()  # first, so that the background thread does not wait for a batch any more
         if background is not None:
             background.close()
 

@@ -1,6 +1,7 @@
 """Loader settings for a machine and a job: a pure function, with a reason for each value."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import Machine
@@ -12,6 +13,8 @@ ASSUMED_SAMPLE_BYTES = 3 * 224 * 224 * 4
 WORKER_BYTES = {"fork": 256 * MIB, "forkserver": 512 * MIB, "spawn": 512 * MIB}
 """Memory reckoned for one worker, its batches apart. Measured: a spawned worker with torch, torchvision and Lightning
 imported has 382 MiB to itself; a forked one begins with 2 MiB, and makes its own copy of what it touches."""
+THREAD_BYTES = 8 * MIB
+"""The same for a worker thread: its stack. It copies nothing."""
 MEMORY_SHARE = 0.5
 """Workers and the batches in flight take at most this share of the free memory: the model needs some too."""
 SHM_SHARE = 0.8
@@ -52,7 +55,9 @@ class Recommendation:
     pin_memory: bool
     persistent_workers: bool
     reasons: dict[str, str]
-    """A reason for each of the values above, by its name."""
+    """A reason for each of the values, by its name; for ``workers`` where it is not the default."""
+    workers: Literal["process", "thread"] = "process"
+    """What the workers are."""
     warnings: tuple[str, ...] = ()
     """What may go wrong with values that were given, or that nothing could be done about."""
 
@@ -65,8 +70,16 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
     """Choose what ``settings`` leaves to ``"auto"``. Given values are kept, with a warning where they may hurt.
 
     Raises:
-        SettingsError: for persistent workers with loaders that are made anew every few epochs.
+        SettingsError: for persistent workers with loaders that are made anew every few epochs, and for threads with
+            an iterable dataset.
     """
+    threads = settings.workers == "thread"
+    if threads and workload.iterable:
+        raise SettingsError(
+            f"workers='thread' cannot serve the dataset of '{workload.split}', an IterableDataset: a stream is drawn "
+            "from in one place. Use workers='process', or LoaderSettings(num_workers=0, background=2), which draws "
+            "from it in one thread."
+        )
     workers, why_workers = _workers(machine, settings, workload)
     prefetch, why_prefetch = _prefetch(settings)
     bounds = _Bounds(machine, settings, workload)
@@ -100,7 +113,9 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
         prefetch_factor=prefetch if workers else None,
         pin_memory=pin,
         persistent_workers=persistent,
+        workers=settings.workers,
         reasons={
+            **({"workers": "as given"} if threads else {}),
             "num_workers": why_workers,
             "prefetch_factor": why_prefetch,
             "pin_memory": why_pin,
@@ -131,7 +146,9 @@ def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> 
     if workload.loaders > 1:
         workers //= workload.loaders
         why += f", shared by {workload.loaders} loaders"
-    if workload.batches is not None and workers > workload.batches:
+    if settings.workers == "thread":
+        why += "; threads work on a batch together, side by side where the GIL is released, as by decoders in C"
+    elif workload.batches is not None and workers > workload.batches:
         workers = workload.batches
         why += f", and no more than the {workload.batches} batches"
     if workers < 1:
@@ -169,14 +186,17 @@ class _Bounds:
                 "by LoaderSettings(sample_bytes=...))"
             )
         for_all = f" for each of {sharers} loaders on this machine" if sharers > 1 else ""
-        shm = self.machine.free_shm_bytes
+        threads = self.settings.workers == "thread"
+        shm = None if threads else self.machine.free_shm_bytes  # threads hand over what they have made as it is
         if shm is not None and batches_bytes > SHM_SHARE * shm / sharers:
             return (
                 f"{size} need {_mib(batches_bytes)}{for_all}, more than {SHM_SHARE:.0%} of the {_mib(shm)} free in "
                 "/dev/shm; a container gets more by `docker run --shm-size`"
             )
         memory = self.machine.available_memory_bytes
-        worker_bytes = WORKER_BYTES[self.settings.start_method or self.machine.start_method]
+        worker_bytes = (
+            THREAD_BYTES if threads else WORKER_BYTES[self.settings.start_method or self.machine.start_method]
+        )
         total = batches_bytes + workers * worker_bytes
         if memory is not None and total > MEMORY_SHARE * memory / sharers:
             return (
@@ -208,6 +228,8 @@ def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> t
         return settings.persistent_workers, "as given"
     if workers == 0:
         return False, "there are no workers"
+    if settings.workers == "thread":
+        return False, "threads start in less than a millisecond, and none is left between the epochs when others fork"
     if reloaded:
         return False, f"the Trainer makes the loaders anew every {workload.reload_every_n_epochs} epochs"
     if not repeated:

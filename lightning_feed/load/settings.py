@@ -26,7 +26,10 @@ class LoaderSettings:
     """
 
     num_workers: int | Literal["auto"] = "auto"
-    """Worker processes of each loader; 0 loads in the training process."""
+    """Workers of each loader; 0 loads in the training process, in its own thread."""
+    workers: Literal["process", "thread"] = "process"
+    """What the workers are. Threads start at once, share memory with training and send nothing through pipes, but only
+    what releases the GIL runs beside it: decoders in C, reading files, torch. See docs/how-to/threads.md."""
     prefetch_factor: int | Literal["auto"] = "auto"
     """Batches that each worker loads ahead."""
     pin_memory: bool | Literal["auto"] = "auto"
@@ -60,6 +63,8 @@ class LoaderSettings:
             self._check_whole("seed", 0, SEEDS - 1, hint=" or None")
         if self.sample_bytes is not None:
             self._check_whole("sample_bytes", 1, 2**50, hint=" or None")
+        if self.workers not in ("process", "thread"):
+            raise SettingsError(f'workers={self.workers!r} is not a choice. Give "process" or "thread".')
         for name in ("pin_memory", "persistent_workers", "in_order", "drop_last", "shuffle"):
             value = getattr(self, name)
             may_be_auto = name in ("pin_memory", "persistent_workers")
@@ -76,8 +81,9 @@ class LoaderSettings:
         self._refuse_without_effect()
 
     def asking_for_workers(self) -> dict[str, Any]:
-        """The settings given that mean something only where there are worker processes."""
+        """The settings given that mean something only where there are workers."""
         given = {
+            "workers": (self.workers, self.workers != "process"),
             "prefetch_factor": (self.prefetch_factor, self.prefetch_factor != "auto"),
             "persistent_workers": (self.persistent_workers, self.persistent_workers is True),
             "in_order": (self.in_order, not self.in_order),
@@ -98,6 +104,12 @@ class LoaderSettings:
             raise SettingsError(
                 "num_workers=1 has nobody to overtake it, so in_order=False would have no effect. "
                 "Set num_workers to 2 or more, or leave in_order out."
+            )
+
+        if self.workers == "thread" and self.start_method is not None:
+            raise SettingsError(
+                f"workers='thread' starts no processes, so start_method={self.start_method!r} would have no effect. "
+                "Leave it out."
             )
 
     def _check_whole(self, name: str, lowest: int, highest: int, hint: str = "") -> None:

@@ -169,6 +169,39 @@ def test_given_numbers_are_kept_and_warned_about() -> None:
     assert "WARNING" in found.reasons["prefetch_factor"]
 
 
+THREADS = LoaderSettings(workers="thread")
+
+
+def test_threads_end_with_each_pass_and_say_what_they_are() -> None:
+    found = recommend(MACHINE, THREADS, WORK)
+    assert chosen(found) == (7, 2, True, False)
+    assert found.workers == "thread"
+    assert found.describe().startswith("workers=thread: as given\nnum_workers=7: ")
+    assert "GIL" in found.reasons["num_workers"]
+    assert recommend(MACHINE, LoaderSettings(workers="thread", persistent_workers=True), WORK).persistent_workers
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_threads_have_a_single_batch_to_share(batches: int) -> None:
+    assert recommend(MACHINE, THREADS, replace(WORK, batches=batches)).num_workers == 7
+
+
+def test_threads_need_no_shared_memory_and_little_of_the_other() -> None:
+    small = replace(MACHINE, free_shm_bytes=0, available_memory_bytes=GIB)
+    assert recommend(small, AUTO, WORK).num_workers == 0
+    found = recommend(small, THREADS, WORK)
+    assert chosen(found)[:2] == (7, 2)
+    assert found.warnings == ()
+    tiny = recommend(replace(MACHINE, available_memory_bytes=64 * 2**20), THREADS, WORK)
+    assert chosen(tiny)[:2] == (1, 1)
+    assert "1 workers at 8 MiB" in tiny.warnings[0]
+
+
+def test_threads_are_refused_for_a_stream() -> None:
+    with pytest.raises(SettingsError, match=r"dataset of 'val', an IterableDataset.*workers='process'"):
+        recommend(MACHINE, THREADS, replace(WORK, split="val", iterable=True))
+
+
 maybe_bytes = st.none() | st.integers(0, 2**40)
 machines = st.builds(
     Machine,

@@ -35,6 +35,8 @@ def test_settings_are_values() -> None:
         {"num_workers": 2, "in_order": False, "timeout_s": 0.5, "start_method": "spawn", "persistent_workers": True},
         {"prefetch_factor": 4, "seed": 0, "sample_bytes": 1},
         {"num_workers": 1024, "prefetch_factor": 1024},
+        {"workers": "thread"},
+        {"workers": "thread", "num_workers": 2, "in_order": False, "timeout_s": 0.5, "persistent_workers": True},
     ],
 )
 def test_what_makes_sense_is_taken(given: dict[str, Any]) -> None:
@@ -68,6 +70,8 @@ def test_what_makes_sense_is_taken(given: dict[str, Any]) -> None:
         ("timeout_s", True),
         ("timeout_s", "10"),
         ("start_method", "thread"),
+        ("workers", "threads"),
+        ("workers", None),
         ("seed", -1),
         ("seed", 2**32),
         ("seed", 1.5),
@@ -92,6 +96,7 @@ def test_the_impossible_is_refused_by_name_and_value(name: str, value: Any) -> N
         {"in_order": False},
         {"timeout_s": 3},
         {"start_method": "fork"},
+        {"workers": "thread"},
     ],
 )
 def test_what_would_have_no_effect_without_workers_is_refused(idle: dict[str, Any]) -> None:
@@ -99,6 +104,11 @@ def test_what_would_have_no_effect_without_workers_is_refused(idle: dict[str, An
     with pytest.raises(SettingsError, match=f"{name}={value!r} would have no effect.*num_workers to 1 or more"):
         LoaderSettings(num_workers=0, **idle)
     assert LoaderSettings(**idle).asking_for_workers() == idle
+
+
+def test_a_start_method_has_no_effect_on_threads() -> None:
+    with pytest.raises(SettingsError, match=r"starts no processes, so start_method='spawn' would .* Leave it out"):
+        LoaderSettings(workers="thread", start_method="spawn")
 
 
 def test_a_lone_worker_cannot_be_overtaken() -> None:

@@ -1,0 +1,107 @@
+"""FastDataModule with worker threads in a Trainer: the run of num_workers=0, and resumed exactly."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from recording import NullStreamPrefetch, Numbers, Recording, Stream, quiet_trainer
+from resuming import assert_resumes_exactly
+from torch.utils.data import Dataset, WeightedRandomSampler
+
+from lightning_feed import FastDataModule, LoaderSettings
+from lightning_feed.errors import SettingsError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
+]
+
+SAMPLES, BATCH = 15, 2
+
+
+class Data(FastDataModule):
+    def __init__(self, kind: str = "map", *, noise: bool = False, **loader: Any) -> None:
+        super().__init__(batch_size=BATCH, loader=LoaderSettings(**loader))
+        self.kind, self.noise = kind, noise
+
+    def make_dataset(self, split: str) -> Any:
+        if split == "val":
+            return Numbers(5, noise=self.noise, first=1000) if self.kind == "validated" else None
+        if split != "train":
+            return None
+        return Stream(SAMPLES) if self.kind == "stream" else Numbers(SAMPLES, noise=self.noise)
+
+    def sampler(self, dataset: Dataset[Any], split: str) -> Any:
+        return WeightedRandomSampler([1.0] * SAMPLES, SAMPLES) if self.kind == "weighted" else None
+
+
+def fitted(data: Data, callbacks: Any = (), **options: Any) -> tuple[list[Any], list[Any], Any]:
+    seed_everything(7, workers=True, verbose=False)
+    model = Recording()
+    quiet_trainer(list(callbacks), **options).fit(model, datamodule=data)
+    weights = [parameter.tolist() for parameter in model.parameters()]
+    return model.events, weights, torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("kind", ["map", "weighted", "validated"])
+@pytest.mark.parametrize("options", [{}, {"background": 2}, {"persistent_workers": False}], ids=str)
+def test_a_fit_is_that_of_no_workers(kind: str, options: dict[str, Any]) -> None:
+    plain = fitted(Data(kind, num_workers=0))
+    assert fitted(Data(kind, workers="thread", num_workers=2, **options)) == plain
+
+
+def test_random_samples_do_not_depend_on_the_threads_nor_touch_the_training() -> None:
+    one, two, seven = (fitted(Data("validated", noise=True, workers="thread", num_workers=n)) for n in (1, 2, 7))
+    assert one == two == seven
+    assert one[2] == fitted(Data("validated", num_workers=0))[2]
+
+
+@pytest.mark.parametrize("callbacks", [list, lambda: [NullStreamPrefetch()]], ids=["plain", "prefetching"])
+@pytest.mark.parametrize("background", [0, 2])
+@pytest.mark.parametrize("count", [3, 7, 9])
+def test_a_run_with_random_samples_resumes_exactly(callbacks: Any, background: int, count: int, tmp_path: Path) -> None:
+    def source() -> dict[str, Any]:
+        data = Data("validated", noise=True, workers="thread", num_workers=2, background=background)
+        return {"datamodule": data}
+
+    assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=count, max_epochs=3)
+
+
+def test_persistent_threads_end_with_the_fit() -> None:
+    before = set(threading.enumerate())
+    data = Data("validated", workers="thread", num_workers=2, persistent_workers=True)
+    assert fitted(data)[0] == fitted(Data("validated", num_workers=0))[0]
+    assert {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("feed-")} == set()
+
+
+def test_a_data_module_fits_twice_with_threads() -> None:
+    data = Data(workers="thread", num_workers=2)
+    assert fitted(data) == fitted(data)
+
+
+def test_the_report_says_that_they_are_threads() -> None:
+    data = Data(workers="thread", num_workers=2)
+    data.train_dataloader()
+    assert data.recommendations["train"].workers == "thread"
+    assert "train: workers=thread: as given" in data.loader_report()
+    assert "persistent_workers=False: threads start in" in data.loader_report()
+
+
+def test_a_stream_is_refused_with_the_name_of_its_split() -> None:
+    with pytest.raises(SettingsError, match=r"dataset of 'train', an IterableDataset.*background=2"):
+        Data("stream", workers="thread").train_dataloader()
+
+
+def test_what_cannot_be_pickled_is_no_matter_to_threads() -> None:
+    class Unpicklable(Data):
+        def make_dataset(self, split: str) -> Any:
+            made = Numbers(4)
+            made.transform = lambda sample: sample  # type: ignore[attr-defined]
+            return made
+
+    data = Unpicklable(workers="thread", num_workers=1)
+    assert len(list(data.train_dataloader())) == 2
