@@ -6,17 +6,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_feed.datamodule import FastDataModule
     from lightning_feed.errors import FeedError
+    from lightning_feed.images import ImageFolderDataModule
+    from lightning_feed.load.cacheable import CacheableDataset
     from lightning_feed.load.settings import LoaderSettings
     from lightning_feed.prefetch_callback import PrefetchCallback
     from lightning_feed.starvation_callback import GPUStarvationCallback
 
-__all__ = ["FastDataModule", "FeedError", "GPUStarvationCallback", "LoaderSettings", "PrefetchCallback"]
+__all__ = [
+    "CacheableDataset",
+    "FastDataModule",
+    "FeedError",
+    "GPUStarvationCallback",
+    "ImageFolderDataModule",
+    "LoaderSettings",
+    "PrefetchCallback",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CacheableDataset": "lightning_feed.load.cacheable",
     "FastDataModule": "lightning_feed.datamodule",
     "FeedError": "lightning_feed.errors",
     "GPUStarvationCallback": "lightning_feed.starvation_callback",
+    "ImageFolderDataModule": "lightning_feed.images",
     "LoaderSettings": "lightning_feed.load.settings",
     "PrefetchCallback": "lightning_feed.prefetch_callback",
 }

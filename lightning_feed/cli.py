@@ -4,6 +4,8 @@ Exit codes: 0 done, 1 a FeedError (its message on stderr), 2 wrong usage, 130 st
 """
 
 import argparse
+import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +52,25 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("feed_demo"), metavar="DIR", help="default: feed_demo")
     demo.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
     demo.set_defaults(run=_demo)
+    _add_stage(commands)
     return parser
+
+
+def _add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    stage = commands.add_parser(
+        "stage",
+        help="copy data to memory or a local disk, or bring the copy there up to date",
+        description="Copy SRC to DEST/<name of SRC>. Only files that are new or have changed are copied; a copy that was "
+        "broken off is gone on with. No root is needed: /dev/shm, or any folder.",
+    )
+    stage.add_argument("source", type=Path, metavar="SRC", help="a folder or a file")
+    stage.add_argument("dest", type=Path, metavar="DEST", help="a folder in memory (/dev/shm/me) or on a local disk")
+    stage.add_argument("--hash", action="store_true", help="compare the contents of all files too, byte by byte")
+    stage.add_argument("--force", action="store_true", help="remove what lies there and copy everything")
+    stage.add_argument("--wait", type=float, metavar="S", help="seconds to wait for another process that copies")
+    stage.add_argument("--remove", action="store_true", help="remove the copy instead")
+    stage.add_argument("--json", action="store_true", help="print what was done as JSON")
+    stage.set_defaults(run=_stage)
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -58,3 +78,21 @@ def _demo(arguments: argparse.Namespace) -> None:
 
     outcome = run_demo(data=arguments.data, images=arguments.images, epochs=arguments.epochs, out=arguments.out)
     print(outcome.as_json() if arguments.json else outcome.as_text())
+
+
+def _stage(arguments: argparse.Namespace) -> None:
+    from lightning_feed.archive import mount_command, stage, unstage
+
+    if arguments.remove:
+        removed = unstage(arguments.source, arguments.dest)
+        print(json.dumps({"removed": removed}) if arguments.json else "Removed." if removed else "There is no copy.")
+        return
+    done = stage(arguments.source, arguments.dest, hash=arguments.hash, force=arguments.force, wait_s=arguments.wait)
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(done), default=str, indent=2))
+        return
+    print(f"{done.path}: {done.files} files, {done.total_bytes / 1e6:.1f} MB", end="; ")
+    print(f"{done.copied_files} copied ({done.copied_bytes / 1e6:.1f} MB), {done.removed} removed, {done.took_s:.1f} s")
+    if not done.in_memory:
+        print("This copy is on a disk. For one in memory, mount a tmpfs of the right size and stage to it:")
+        print(f"  {mount_command('/mnt/ram', done.total_bytes)}")

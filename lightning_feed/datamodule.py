@@ -1,8 +1,9 @@
 """FastDataModule: from a dataset for each split to loaders that are tuned for the machine."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -10,9 +11,12 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
 from lightning_feed import _host, exact_resume
+from lightning_feed.archive.shared_cache import CacheStats
 from lightning_feed.datamodule_loaders import Loaders, hush
+from lightning_feed.datamodule_storage import Cache, Storage
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.datasets import name_datasets
+from lightning_feed.load.drop_keys import check_drop_keys
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.transfer.nested import release
@@ -29,8 +33,10 @@ class _State:
     """What the data module keeps for itself, under one name: the other names are the user's."""
 
     loaders: Loaders
+    storage: Storage
     datasets: dict[str, Any] = field(default_factory=dict)
     built: set[str] = field(default_factory=set)
+    cached: set[str] = field(default_factory=set)
 
 
 class FeedDataModule:
@@ -38,8 +44,20 @@ class FeedDataModule:
 
     trainer: Any
 
-    def __init__(
-        self, batch_size: int = 32, *, eval_batch_size: int | None = None, loader: LoaderSettings | None = None
+    def __init__(  # noqa: PLR0913 - all but the batch size are by name, and have a default
+        self,
+        batch_size: int = 32,
+        *,
+        eval_batch_size: int | None = None,
+        loader: LoaderSettings | None = None,
+        drop_keys: Sequence[str] = (),
+        data_dir: str | Path | None = None,
+        stage_to: str | Path | None = None,
+        stage_wait: bool = True,
+        stage_remove: bool = False,
+        cache: Cache | None = None,
+        cache_limit: int | str = "50%",
+        cache_shard: bool = False,
     ) -> None:
         super().__init__()
         for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
@@ -51,7 +69,17 @@ class FeedDataModule:
             raise SettingsError(f"loader={loader!r} is not a LoaderSettings. Write LoaderSettings(num_workers=...).")
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
-        self._feed = _State(Loaders(loader or LoaderSettings()))
+        storage = Storage(
+            data_dir=data_dir,
+            stage_to=stage_to,
+            stage_wait=stage_wait,
+            stage_remove=stage_remove,
+            cache=cache,
+            cache_limit=cache_limit,
+            cache_shard=cache_shard,
+        )
+        dropped = check_drop_keys(drop_keys, type(self).__name__)
+        self._feed = _State(Loaders(loader or LoaderSettings(), drop_keys=dropped), storage)
         # Lightning sees a val_dataloader before it can know whether there is data for it. setup() warns where there is.
         hush("You passed in a `val_dataloader` but have no `validation_step`")
         if self._feed_overrides("device_transform"):
@@ -100,6 +128,17 @@ class FeedDataModule:
         return self._feed_dataset(split)
 
     @property
+    def staged_dir(self) -> Path:
+        """The folder to read from: ``data_dir`` as given, or its copy in ``stage_to`` once that is complete.
+
+        Raises:
+            SettingsError: when the data module was made without ``data_dir``.
+            ArchiveError: when it cannot be staged.
+        """
+        place = self._feed.storage.find()
+        return place if isinstance(place, Path) else place.current()
+
+    @property
     def recommendations(self) -> Mapping[str, Recommendation]:
         """What was chosen for each loader that was made: ``"train"``, or ``"train['key']"`` of a dict of datasets."""
         return self._feed.loaders.recommendations()
@@ -107,6 +146,10 @@ class FeedDataModule:
     def loader_report(self) -> str:
         """What was chosen for each loader that was made, and why: one line for each value."""
         return self._feed.loaders.report()
+
+    def cache_stats(self) -> CacheStats | None:
+        """What the caches in host memory hold and have done, over all processes of the node; None without one."""
+        return self._feed.storage.stats()
 
     # --- what Lightning calls -----------------------------------------------------------------------------------------
 
@@ -121,6 +164,7 @@ class FeedDataModule:
         for split in _SPLITS_OF_STAGE[stage]:
             self._feed_dataset(split)
             self._feed.built.discard(split)
+        self._feed_open_caches(*_SPLITS_OF_STAGE[stage])
         if stage == "fit":
             self._feed_require_train()
             self._feed.loaders.seed = None  # each run has its own order; a checkpoint's seed comes after this
@@ -162,7 +206,7 @@ class FeedDataModule:
     def __getstate__(self) -> dict[str, Any]:
         # Pickled for ddp_spawn, and for spawned workers when `collate` is overridden; copied by tuners. The Trainer
         # attaches itself again, and datasets are made again where they are needed.
-        feed = _State(self._feed.loaders.copy())
+        feed = _State(self._feed.loaders.copy(), self._feed.storage.copy())
         return {**self.__dict__, "trainer": None, "_feed": feed}
 
     # --- datasets -----------------------------------------------------------------------------------------------------
@@ -179,6 +223,12 @@ class FeedDataModule:
                 name_datasets(made, split)
             self._feed.datasets[split] = made
         return self._feed.datasets[split]
+
+    def _feed_open_caches(self, *splits: str) -> None:
+        """Caches for the datasets that were made since, within one limit."""
+        named = [(split, self._feed_dataset(split)) for split in splits if split not in self._feed.cached]
+        self._feed.cached.update(splits)
+        self._feed.storage.open_caches(self.trainer, [(split, made) for split, made in named if made is not None])
 
     def _feed_warn_of_unused_validation(self) -> None:
         module = self.trainer.lightning_module
@@ -202,17 +252,19 @@ class FeedDataModule:
         trainer = self.trainer
         if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in self._feed.built:
             del self._feed.datasets[split]  # asked for again, since the data may have changed
+            self._feed.cached.discard(split)
         self._feed.built.add(split)
         if split == "train":
             self._feed_require_train()
             if trainer is not None:
                 exact_resume.attach(trainer)  # a subclass may have a setup() of its own
+        self._feed_open_caches(split)
         made = self._feed_dataset(split)
         if made is None:
             if trainer is not None and trainer.state.fn == "fit":  # training without validation is no slip
                 hush("Total length of `list` across ranks is zero")
             return []
-        return self._feed.loaders.build(self, split, made)
+        return self._feed.loaders.build(self, split, made, self._feed.storage)
 
     def _feed_epoch(self) -> int:
         return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
@@ -243,9 +295,18 @@ class FastDataModule(FeedDataModule, LightningDataModule):
         batch_size: samples in a training batch, on each rank.
         eval_batch_size: samples in a batch of validation, test and prediction; None for ``batch_size``.
         loader: how the loaders are to be built.
+        drop_keys: parts of a batch that nobody reads: they are left out in the workers, before they cost a copy.
+        data_dir: the folder or file that ``make_dataset`` reads, for ``stage_to``; read it from ``staged_dir``.
+        stage_to: a folder in memory (``"/dev/shm/me"``) or on a local disk: the data are copied there once per node.
+        stage_wait: whether training waits for the copy; if not, it begins with the source and moves over.
+        stage_remove: whether the copy is removed when its last user ends.
+        cache: ``"bytes"`` or ``"decoded"``, what to keep of each sample in memory shared by all processes of the node,
+            or ``"device"``, to keep the whole set on each accelerator. Needs a ``CacheableDataset``.
+        cache_limit: the most that caches may take: bytes, ``"8GiB"``, or a share of the free memory.
+        cache_shard: for ``"device"``, whether each rank keeps its share of the samples only.
 
     Raises:
-        SettingsError: when a batch size is not a positive whole number.
+        SettingsError: for a value that is impossible, or that would have no effect.
 
     Example:
         >>> from lightning_feed import FastDataModule

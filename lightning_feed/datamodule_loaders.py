@@ -3,21 +3,29 @@
 import logging
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import RandomSampler
 
 from lightning_feed import _host
+from lightning_feed.archive.cache_limit import parse_limit
+from lightning_feed.datamodule_storage import Storage
 from lightning_feed.load.build import Job, Part, build_loader
 from lightning_feed.load.datasets import like, name_datasets
+from lightning_feed.load.drop_keys import DroppingCollate
 from lightning_feed.load.epoch_order import EpochOrder, mix_seed
+from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import SEEDS, LoaderSettings
 from lightning_feed.load.worker_init import WorkerInit
+from lightning_feed.transfer.resident import ResidentData, Shard, free_device_bytes, load_resident
+from lightning_feed.transfer.resident_loader import ResidentLoader
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +49,19 @@ class Loaders:
 
     settings: LoaderSettings
     seed: int | None = None
+    drop_keys: tuple[str, ...] = ()
+    """Parts of batches that are left out in the workers."""
     chosen: dict[str, Recommendation] = field(default_factory=dict)
+    resident: dict[str, tuple[Any, ResidentData]] = field(default_factory=dict)
+    """Datasets and what of them is on the device, by the name of the loader."""
 
-    def build(self, datamodule: Any, split: str, made: Any) -> Any:
+    def build(self, datamodule: Any, split: str, made: Any, storage: Storage) -> Any:
         """Loaders for ``made``, the dataset of a split or a dict or list of them, in the same form."""
         trainer = datamodule.trainer
         named = name_datasets(made, split)
         # Training goes through its loaders side by side, evaluation through one after the other.
         together = len(named) if split == "train" else 1
-        job = Job() if trainer is None else job_of(trainer)
+        job = replace(Job() if trainer is None else job_of(trainer), reserved_bytes=storage.growth_bytes())
         loaders = []
         for index, (name, dataset) in enumerate(named):
             # Loaders of one seed would go through datasets of one size in one order, always with the same pairs.
@@ -61,13 +73,64 @@ class Loaders:
                 batch_size=datamodule.batch_size if split == "train" else _eval_batch_size(datamodule),
                 together=together,
                 sampler=lambda dataset: datamodule.sampler(dataset, split),
-                collate_fn=Collate(datamodule, split) if datamodule._feed_overrides("collate") else None,
+                collate_fn=self._collate(datamodule, split),
                 order=EpochOrder(seed=seed, epoch=datamodule._feed_epoch),
             )
-            loader, found = build_loader(dataset, part, self.settings, job)
+            if storage.cache == "device":
+                loader, found = self._build_on_device(trainer, dataset, part, storage, job)
+            else:
+                loader, found = build_loader(dataset, part, self.settings, job)
             self._tell(trainer, split, name, found)
             loaders.append(loader)
         return like(made, loaders)
+
+    def _collate(self, datamodule: Any, split: str) -> Callable[[list[Any]], Any] | None:
+        collate = Collate(datamodule, split) if datamodule._feed_overrides("collate") else None
+        return DroppingCollate(collate, self.drop_keys) if self.drop_keys else collate
+
+    def _build_on_device(
+        self, trainer: Any, dataset: Any, part: Part, storage: Storage, job: Job
+    ) -> tuple[FeedLoader, Recommendation]:
+        """The loader of a dataset that is kept on the device, where it is put if it is not there yet."""
+        device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+        held = self.resident.get(part.name)
+        if held is None or held[0] is not dataset or held[1].device != device:
+            self.resident.pop(part.name, None)  # before the next one is loaded: there may not be room for both
+            ranks = job.sharing_ranks if storage.cache_shard else 1
+            workers = self.settings.num_workers
+            if workers == "auto":
+                # Worth their start from a few batches on.
+                workers = min(read_machine().usable_cpus // job.local_ranks, len(dataset) // 512)
+            data = load_resident(
+                dataset,
+                device=device,
+                limit_bytes=parse_limit(storage.cache_limit, free_device_bytes(device)),
+                collate_fn=part.collate_fn,
+                shard=Shard(trainer.global_rank, ranks) if ranks > 1 else None,
+                reading={"num_workers": workers, "workers": self.settings.workers},
+            )
+            held = self.resident[part.name] = (dataset, data)
+        data, sampler = held[1], part.sampler(dataset)
+        training = part.split == "train"
+        if sampler is None and training and self.settings.shuffle and not job.overfit:
+            sampler = RandomSampler(data)
+        loader = ResidentLoader(
+            data,
+            batch_size=part.batch_size,
+            sampler=sampler,
+            drop_last=training and self.settings.drop_last,
+            order=part.order,
+        )
+        reason = f"the set is on {device} ({data.stored_bytes >> 20} MiB), so there is nothing to load"
+        names = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+        found = Recommendation(
+            num_workers=0,
+            prefetch_factor=None,
+            pin_memory=False,
+            persistent_workers=False,
+            reasons=dict.fromkeys(names, reason),
+        )
+        return loader, found
 
     def seed_of_run(self, trainer: Any) -> int:
         """The seed of the training order: as given, that of ``seed_everything``, or drawn once for all ranks."""
@@ -106,7 +169,7 @@ class Loaders:
 
     def copy(self) -> "Loaders":
         """For a copy of the data module, whose run is its own."""
-        return Loaders(self.settings, seed=self.seed, chosen=dict(self.chosen))
+        return Loaders(self.settings, seed=self.seed, drop_keys=self.drop_keys, chosen=dict(self.chosen))
 
     def _tell(self, trainer: Any, split: str, name: str, found: Recommendation) -> None:
         """Keep what was chosen, and say it once. Lightning is kept from complaining about it."""

@@ -2,6 +2,7 @@
 
 from lightning_feed.datamodule import FeedDataModule
 from lightning_feed.extras import require
+from lightning_feed.images import FeedImageFolder
 from lightning_feed.prefetch_callback import PrefetchCallback as _PrefetchCallback
 from lightning_feed.starvation_callback import GPUStarvationCallback as _GPUStarvationCallback
 
@@ -12,6 +13,10 @@ from pytorch_lightning import Callback, LightningDataModule  # noqa: E402  # aft
 
 class FastDataModule(FeedDataModule, LightningDataModule):
     """``lightning_feed.FastDataModule``, on the base class of the ``pytorch_lightning`` package."""
+
+
+class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
+    """``lightning_feed.ImageFolderDataModule``, on the base class of the ``pytorch_lightning`` package."""
 
 
 # pytorch_lightning 2.4 refuses a callback that is none of its own tree; its LightningCLI does so in 2.6 too.

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
+from lightning_feed.archive.shared_cache import CacheStats
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.prefetch_callback import LOOK_AHEAD, PrefetchCallback
@@ -16,7 +17,7 @@ from lightning_feed.watch.clocks import open_ring
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.profiler_tap import tap_profiler
 from lightning_feed.watch.report import print_report
-from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.watch.stats import LoaderStats, StarvationStats
 from lightning_feed.watch.step_meter import StepMeter
 from lightning_feed.watch.tags import custom_scalar_layout, to_tags
 from lightning_feed.watch.verdict import Diagnosis, LoopFacts, diagnose
@@ -37,6 +38,7 @@ class _Fit:
     logged_step: int = -1
     epoch_reported: bool = False
     reported_steps: int = 0
+    cache_before: Any = None
 
 
 class GPUStarvationCallback(Callback):
@@ -206,7 +208,7 @@ class GPUStarvationCallback(Callback):
         stats = self._close_window(trainer, fit)
         if not trainer.is_global_zero or not trainer.loggers:
             return
-        tags = to_tags(stats, fit.nvml.take() if fit.nvml is not None else None)
+        tags = to_tags(stats, fit.nvml.take() if fit.nvml is not None else None, _ask_loaders(trainer, fit))
         for each in trainer.loggers:
             each.log_metrics(tags, step=step)
 
@@ -280,6 +282,18 @@ def _queue(trainer: Trainer) -> int:
         for loader in _host.train_loaders(trainer)
     ]
     return max(ready, default=0)
+
+
+def _ask_loaders(trainer: Any, fit: _Fit) -> LoaderStats:
+    """What the data module's caches did since the last time."""
+    ask = getattr(trainer.datamodule, "cache_stats", None)
+    stats = ask() if callable(ask) else None
+    if not isinstance(stats, CacheStats):
+        return LoaderStats()
+    before, fit.cache_before = fit.cache_before, stats
+    hits = stats.hits - (before.hits if before is not None else 0)
+    misses = stats.misses - (before.misses if before is not None else 0)
+    return LoaderStats(cache_hit_pct=100 * hits / (hits + misses) if hits + misses else None)
 
 
 def _prefetch_active(trainer: Any) -> bool | None:

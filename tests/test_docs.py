@@ -28,10 +28,19 @@ pytestmark = [
     # A data module has four loaders, whichever splits there are, and the readers' model does not validate.
 ]
 
-# What the pages call the reader's own: a dataset of uint8 pictures and a model.
+# What the pages call the reader's own: a dataset of uint8 pictures, a folder of such in class folders, and a model.
 PRELUDE = """
+import pathlib as _pathlib
+
+import PIL.Image as _image
 import torch as _torch
 from {package} import LightningModule as _LightningModule
+
+photos = _pathlib.Path("photos")
+for _name in ("crow", "wren"):
+    (photos / _name).mkdir(parents=True)
+    for _index in range(12):
+        _image.new("RGB", (48, 40), (20 * _index, 90, 30)).save(photos / _name / f"{{_index}}.jpg")
 
 
 class BirdsDataset(_torch.utils.data.Dataset):

@@ -68,7 +68,13 @@ def _load(kept: Path) -> FolderIndex | None:
             )
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:  # cut short, or of something else: scanned anew
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        EOFError,
+        zipfile.BadZipFile,
+    ) as error:  # cut short, or of something else: scanned anew
         logger.debug("The remembered index %s cannot be read (%s), so the folder is listed anew.", kept, error)
         return None
 

@@ -13,10 +13,13 @@ Encoded: TypeAlias = "bytes | memoryview | npt.NDArray[np.uint8]"
 class SampleSource(Protocol):
     """Labelled samples by index. Can be pickled and forked: files are opened in the process that reads them."""
 
-    classes: tuple[str, ...]
-    """Names of the labels, sorted; ``labels`` are indices into it."""
-    labels: npt.NDArray[np.int64]
-    """Shape (n,)."""
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the labels, sorted; ``labels`` are indices into it."""
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """Shape (n,)."""
 
     def __len__(self) -> int:
         """Samples."""

@@ -51,7 +51,8 @@ class Splits:
         if name is None:
             return None
         classes = None if split == "train" else index_of(root / "train").classes
-        return FolderSource(root / name if place is root else Below(place, name), index_of(root / name, classes))
+        folder = root / name if isinstance(place, Path) else Below(place, name)
+        return FolderSource(folder, index_of(root / name, classes))
 
     def classes(self, place: Path | Place) -> tuple[str, ...]:
         """Names of the labels, sorted."""

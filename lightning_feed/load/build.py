@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, RandomSampler
@@ -11,7 +11,7 @@ from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.datasets import size_of
 from lightning_feed.load.epoch_order import EpochOrder
 from lightning_feed.load.feed_loader import FeedLoader
-from lightning_feed.load.machine import read_machine
+from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.picklable import why_not_picklable
 from lightning_feed.load.recommend import Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
@@ -28,6 +28,8 @@ class Job:
     """Training processes on this machine."""
     sharing_ranks: int = 1
     """Training processes that the samples of a map-style dataset are divided among."""
+    reserved_bytes: int = 0
+    """Memory, and room in /dev/shm, that caches have still to fill: workers must leave it alone."""
     reload_every_n_epochs: int = 0
     overfit: bool = False
     """Whether a few batches are trained again and again, for which the order must stay."""
@@ -61,7 +63,7 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
     """
     training, stream = part.split == "train", isinstance(dataset, IterableDataset)
     drop_last = training and settings.drop_last
-    machine = read_machine()
+    machine = _without(read_machine(), job.reserved_bytes)
     found = recommend(
         machine,
         settings,
@@ -103,6 +105,15 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
         workers=found.workers,
     )
     return loader, found
+
+
+def _without(machine: Machine, reserved_bytes: int) -> Machine:
+    memory, shm = machine.available_memory_bytes, machine.free_shm_bytes
+    return replace(
+        machine,
+        available_memory_bytes=None if memory is None else max(0, memory - reserved_bytes),
+        free_shm_bytes=None if shm is None else max(0, shm - reserved_bytes),
+    )
 
 
 def _check_picklable(things: dict[str, Any], name: str) -> None:

@@ -88,6 +88,13 @@ class SampleRandom:
         self._guard.__exit__(kind, error, trace)
 
 
+def sample_generator() -> torch.Generator | None:
+    """What to name as ``generator`` in a draw: in a worker thread that of its sample, which saves the way below Python;
+    None elsewhere, which is torch's default."""
+    own: SampleRandom | None = getattr(_thread, "random", None)
+    return None if own is None else own.generator()
+
+
 def prepare() -> None:
     """Give the drawing operations their kernel, once in a process.
 

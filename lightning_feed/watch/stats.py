@@ -17,6 +17,15 @@ def tagged(tag: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoaderStats:
+    """What the loaders tell of themselves."""
+
+    cache_hit_pct: float | None = tagged("feed/cache_hit_pct")
+    """Share of reads since the last window that FastDataModule(cache=...) answered, 0 to 100, over all processes of the
+    node. Low after the first epoch: the cache is full."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StarvationStats:
     """How the steps of a window divide. Shares are sums divided by sums, never means of ratios.
 

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_feed.watch.nvml import GpuStats
-from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.watch.stats import LoaderStats, StarvationStats
 
 STACK = {
     "feed_stack/1_compute_ms": ("compute_ms",),
@@ -18,16 +18,21 @@ STACK = {
 def tag_table() -> dict[str, str]:
     """Every tag that can be logged, and the name of the field that it shows."""
     table = {
-        one.metadata["tag"]: one.name for kind in (StarvationStats, GpuStats) for one in fields(kind) if one.metadata
+        one.metadata["tag"]: one.name
+        for kind in (StarvationStats, LoaderStats, GpuStats)
+        for one in fields(kind)
+        if one.metadata
     }
     return table | {tag: " + ".join(parts) for tag, parts in STACK.items()}
 
 
-def to_tags(stats: StarvationStats, gpu: GpuStats | None = None) -> dict[str, float]:
+def to_tags(
+    stats: StarvationStats, gpu: GpuStats | None = None, loaders: LoaderStats | None = None
+) -> dict[str, float]:
     """The measured figures by tag. What was not measured is absent, so that 0 always means a measured zero."""
     tags: dict[str, float] = {}
-    for value in (stats, gpu) if gpu is not None else (stats,):
-        for one in fields(value):
+    for value in (stats, gpu, loaders):
+        for one in fields(value) if value is not None else ():
             if one.metadata and getattr(value, one.name) is not None:
                 tags[one.metadata["tag"]] = float(getattr(value, one.name))
     for tag, names in STACK.items():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_feed.watch.nvml import GpuStats
-from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.watch.stats import LoaderStats, StarvationStats
 from lightning_feed.watch.tags import STACK, custom_scalar_layout, tag_table, to_tags
 
 FULL = StarvationStats(
@@ -63,7 +63,7 @@ def test_gpu_figures_stand_beside() -> None:
 
 def test_the_table_holds_every_tag() -> None:
     gpu = GpuStats(util_pct=1, sm_pct=1, mem_used_mib=1, power_w=1, pcie_rx_mb_per_s=1)
-    assert set(tag_table()) == set(to_tags(FULL, gpu))
+    assert set(tag_table()) == set(to_tags(FULL, gpu, LoaderStats(cache_hit_pct=1)))
 
 
 def test_the_layout_shows_tags_that_exist() -> None:

@@ -1,0 +1,137 @@
+"""Where the data of a data module lie, and what of them is kept in memory: staging and caches."""
+
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+from weakref import WeakSet
+
+from lightning_feed.archive.cache_limit import parse_limit
+from lightning_feed.archive.folder_source import Place
+from lightning_feed.archive.shared_cache import CacheStats, SampleCache
+from lightning_feed.archive.stage_background import BackgroundStage, stage_in_background
+from lightning_feed.archive.staging import stage
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.cacheable import open_caches
+from lightning_feed.load.datasets import name_datasets
+
+logger = logging.getLogger(__name__)
+
+Cache: TypeAlias = Literal["bytes", "decoded", "device"]
+
+
+@dataclass(kw_only=True)
+class Storage:
+    """Settings of storage, and what was made of them.
+
+    Raises:
+        SettingsError: for a value that is impossible, or that would have no effect beside the others.
+    """
+
+    data_dir: str | Path | None = None
+    stage_to: str | Path | None = None
+    stage_wait: bool = True
+    stage_remove: bool = False
+    cache: Cache | None = None
+    cache_limit: int | str = "50%"
+    cache_shard: bool = False
+    place: Path | Place | None = None
+    """Where the data lie; None until they are asked for."""
+    copying: BackgroundStage | None = None
+    caches: WeakSet[SampleCache] = field(default_factory=WeakSet)
+    """Those in host memory. They live as long as the datasets that they are in."""
+    total_bytes: int | None = None
+    """What all caches may take together; None until the first is opened."""
+    run: str | None = None
+    """Tells this run's caches from those of other runs; the same on all ranks."""
+    makings: int = 0
+
+    def __post_init__(self) -> None:
+        if self.cache not in (None, "bytes", "decoded", "device"):
+            raise SettingsError(f"cache={self.cache!r} is not a choice. Give 'bytes', 'decoded', 'device' or None.")
+        parse_limit(self.cache_limit, 1 << 40)
+        if self.cache_shard and self.cache != "device":
+            raise SettingsError(
+                f"cache_shard=True divides a cache on the devices among the ranks, and cache={self.cache!r} is shared "
+                "by them. Set cache='device', or leave cache_shard out."
+            )
+        if self.stage_to is not None and self.data_dir is None:
+            raise SettingsError(
+                f"stage_to={str(self.stage_to)!r} needs to know what to copy. Give data_dir, the folder of the data, "
+                "and read from self.staged_dir in make_dataset."
+            )
+        if self.stage_to is None and (not self.stage_wait or self.stage_remove):
+            name, value = ("stage_remove", True) if self.stage_wait else ("stage_wait", False)
+            raise SettingsError(f"{name}={value} is about staging. Give stage_to, or leave {name} out.")
+
+    def find(self) -> Path | Place:
+        """Where the data lie, staged now if they are to be.
+
+        Raises:
+            ArchiveError: when they cannot be staged.
+        """
+        if self.data_dir is None:
+            raise SettingsError("This data module was made without data_dir, so there is no folder to read from.")
+        if self.place is None:
+            source = Path(self.data_dir)
+            if self.stage_to is None:
+                self.place = source
+            elif self.stage_wait:
+                self.place = stage(source, self.stage_to, remove_at_exit=self.stage_remove).staged_path()
+            else:
+                self.copying = stage_in_background(source, self.stage_to, remove_at_exit=self.stage_remove)
+                self.place = self.copying.path
+        return self.place
+
+    def open_caches(self, trainer: Any, made: Sequence[tuple[str, Any]]) -> None:
+        """Put caches in host memory into the datasets of some splits, given with the names of their splits."""
+        if self.cache is None or self.cache == "device" or not made:
+            return
+        if self.run is None:
+            self.run = uuid.uuid4().hex
+            if trainer is not None and trainer.world_size > 1:
+                self.run = trainer.strategy.broadcast(self.run)
+        self.makings += 1
+        taken = sum(cache.stats().limit_bytes for cache in self.caches)
+        if self.total_bytes is not None and taken >= self.total_bytes:
+            logger.info("cache_limit is used up by earlier splits: %s is read each time.", ", ".join(dict(made)))
+            return
+        opened = open_caches(
+            [named for split, dataset in made for named in name_datasets(dataset, split)],
+            kind=self.cache,
+            limit=self.cache_limit if self.total_bytes is None else self.total_bytes - taken,
+            run=f"{self.run}/{self.makings}",
+        )
+        self.caches.update(opened)
+        if self.total_bytes is None:
+            self.total_bytes = sum(cache.stats().limit_bytes for cache in opened)
+
+    def growth_bytes(self) -> int:
+        """Memory that the caches have still to fill."""
+        return sum(cache.growth_bytes for cache in self.caches)
+
+    def stats(self) -> CacheStats | None:
+        """What the caches hold and have done, all of them together; None without one."""
+        found = [cache.stats() for cache in self.caches]
+        if not found:
+            return None
+        return CacheStats(
+            hits=sum(stats.hits for stats in found),
+            misses=sum(stats.misses for stats in found),
+            entries=sum(stats.entries for stats in found),
+            stored_bytes=sum(stats.stored_bytes for stats in found),
+            limit_bytes=sum(stats.limit_bytes for stats in found),
+            full=any(stats.full for stats in found),
+        )
+
+    def copy(self) -> "Storage":
+        """For a copy of the data module: the same settings and place, caches of its own."""
+        return replace(self, copying=None, caches=WeakSet(), total_bytes=None, run=None, makings=0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "caches": None, "copying": None, "total_bytes": None, "run": None, "makings": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, caches=WeakSet())

@@ -1,0 +1,263 @@
+"""ImageFolderDataModule: a folder of images, or a pack of them, as a data module that is ready to train with."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+
+from lightning_feed.archive.source import SampleSource
+from lightning_feed.archive.splits import Splits
+from lightning_feed.datamodule import FeedDataModule
+from lightning_feed.decode.choose import Choice, make_decoder
+from lightning_feed.errors import DatasetError, DecodeError, SettingsError
+from lightning_feed.extras import require
+from lightning_feed.load.bad_samples import BadSamples, OnError
+from lightning_feed.load.epoch_order import mix_seed
+from lightning_feed.load.image_dataset import ImageDataset, collate_images
+from lightning_feed.load.image_recipe import (
+    QUALITIES,
+    EvalRecipe,
+    GivenTransform,
+    Quality,
+    Recipe,
+    SquareRecipe,
+    TrainRecipe,
+)
+from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.transfer.device_augment import crop_and_flip, draw_boxes
+
+logger = logging.getLogger(__name__)
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+"""Of ImageNet's training images in [0, 1], RGB, as torchvision's pretrained weights expect them (its documentation)."""
+_SAMPLES_TO_CHOOSE_BY = 64
+
+
+class FeedImageFolder(FeedDataModule):
+    """All of ImageFolderDataModule but its base class, of which there are two, as of Lightning's packages."""
+
+    def __init__(  # noqa: PLR0913 - each is a decision of the user's, all but the first have a default
+        self,
+        root: str | Path,
+        batch_size: int = 32,
+        *,
+        eval_batch_size: int | None = None,
+        image_size: int = 224,
+        quality: Quality = "exact",
+        transform: Callable[[Any], Any] | None = None,
+        eval_transform: Callable[[Any], Any] | None = None,
+        transform_input: Literal["auto", "tensor", "pil"] = "auto",
+        decoder: str = "auto",
+        val_fraction: float = 0.1,
+        split_seed: int = 0,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        dtype: torch.dtype = torch.float32,
+        on_error: OnError = "raise",
+        max_failures: int = 100,
+        loader: LoaderSettings | None = None,
+        **storage: Any,
+    ) -> None:
+        super().__init__(batch_size, eval_batch_size=eval_batch_size, loader=loader, data_dir=root, **storage)
+        if quality not in QUALITIES:
+            raise SettingsError(f"quality={quality!r} is not a choice. Give one of {', '.join(map(repr, QUALITIES))}.")
+        if quality == "fast":
+            require("cv2", extra="images", why='quality="fast"')
+        if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
+            raise SettingsError(f"image_size={image_size!r} is not possible. Give pixels, 1 or more.")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise SettingsError(
+                f"dtype={dtype!r} cannot hold normalised images. Give torch.float32, bfloat16 or float16."
+            )
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise SettingsError(f"mean={mean!r}, std={std!r}: give three numbers each, for R, G and B, std above 0.")
+        self.image_size = image_size
+        self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
+        self.decoder = decoder
+        self.on_error, self.max_failures = on_error, max_failures
+        self._images_train: Recipe = TrainRecipe(size=image_size, quality=quality)
+        short_side = round(image_size * 256 / 224)  # as in torchvision's reference evaluation
+        self._images_eval: Recipe = EvalRecipe(size=image_size, short_side=short_side, quality=quality)
+        if transform is not None:
+            self._images_train = GivenTransform(transform, transform_input)
+        if eval_transform is not None:
+            self._images_eval = GivenTransform(eval_transform, transform_input)
+        BadSamples(on_error, max_failures)  # refuses what is no choice, before there is a dataset
+        if self._feed.storage.cache == "device" and transform is not None:
+            raise SettingsError(
+                "cache='device' keeps decoded images, so that no transform on the host runs on them again. Leave "
+                "transform out (crop and flip are then done on the device), or use cache='decoded'."
+            )
+        self._images_kept = SquareRecipe(size=short_side)
+        self._images_generators: dict[torch.device, tuple[int, torch.Generator]] = {}
+        self._images_splits = Splits(val_fraction, split_seed)
+        self._images_choice: Choice | None = None
+        self._images_scaling: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    # --- what FastDataModule asks for ---------------------------------------------------------------------------------
+
+    def make_dataset(self, split: str) -> ImageDataset | None:
+        """The images of a split: the folder of that name in ``root``, or its share of ``root``."""
+        source = self._images_splits.source(self._feed.storage.find(), split)
+        if source is None:
+            return None
+        if self._images_choice is None:
+            self._images_choice = self._images_choose(source)
+        return ImageDataset(
+            source,
+            self._images_choice.decoder,
+            self._images_train if split == "train" else self._images_eval,
+            kept=self._images_kept if split == "train" else None,
+            bad_samples=BadSamples(self.on_error, self.max_failures),
+        )
+
+    def collate(self, samples: list[Any], split: str) -> Any:
+        """(images, labels): uint8 images stay uint8, channels last. Runs in the workers."""
+        return collate_images(samples)
+
+    def device_transform(self, batch: Any, split: str) -> Any:
+        """uint8 images -> normalised ones of ``dtype``. Images that a transform of the user's made float are left."""
+        images, labels, *aspects = batch
+        if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
+            return batch
+        values = images.to(torch.float32)
+        if aspects:  # from cache="device", whole and stretched to squares
+            generator = self._images_generator(images.device)
+            boxes = draw_boxes(aspects[0], generator=generator)
+            flipped = torch.rand(len(images), generator=generator, device=images.device) < 0.5
+            values = crop_and_flip(images, boxes, flipped, self.image_size)
+        scale, offset = self._images_scale(images.device)
+        # In float32, since a half's mean / std would be off by up to a step of uint8; then cast.
+        return torch.addcmul(offset, values, scale).to(self.dtype), labels
+
+    # --- to ask -------------------------------------------------------------------------------------------------------
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the labels, sorted: label 0 is ``classes[0]``."""
+        return self._images_splits.classes(self._feed.storage.find())
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.classes)
+
+    @property
+    def decoder_choice(self) -> Choice | None:
+        """Which decoder was taken, and why; None until the first dataset is made."""
+        return self._images_choice
+
+    def failures(self) -> int:
+        """Samples that could not be read so far, of all splits, on this rank."""
+        return sum(made.bad_samples.failures for made in self._feed.datasets.values() if isinstance(made, ImageDataset))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is on a device stays there: a worker that got it would open the device for itself.
+        return {**super().__getstate__(), "_images_scaling": {}, "_images_generators": {}}
+
+    # --- details ------------------------------------------------------------------------------------------------------
+
+    def _images_choose(self, source: SampleSource) -> Choice:
+        """The decoder asked for; for "auto", the one that rank 0 finds fastest on some of the images."""
+        if self.decoder != "auto":
+            return make_decoder(self.decoder)
+        trainer = self.trainer
+        if trainer is None or trainer.world_size == 1:
+            return self._images_fastest(source)
+        # Each rank would find its own, and all of them must give the same pixels.
+        choice = self._images_fastest(source) if trainer.is_global_zero else None
+        name = trainer.strategy.broadcast(None if choice is None else choice.name)
+        return choice or make_decoder(name)
+
+    def _images_fastest(self, source: SampleSource) -> Choice:
+        samples = _some_encoded(source)
+        if not samples:  # a pack of pixels, or files that cannot be read, which on_error will deal with
+            return make_decoder("pillow")
+        try:
+            choice = make_decoder("auto", samples, regions=self._images_train.crops)
+        except DecodeError:
+            return make_decoder("pillow")
+        logger.info("decoder=%r: %s", choice.name, choice.reason)
+        return choice
+
+    def _images_generator(self, device: torch.device) -> torch.Generator:
+        """For what is drawn on the device: of the run's seed and the epoch, and never the model's own generator."""
+        epoch = self._feed_epoch()
+        held = self._images_generators.get(device)
+        if held is None or held[0] != epoch:
+            rank = 0 if self.trainer is None else self.trainer.global_rank
+            seed = mix_seed(self._feed.loaders.seed_of_run(self.trainer), epoch, rank, "device augmentation")
+            held = (epoch, torch.Generator(device).manual_seed(seed))
+            self._images_generators[device] = held
+        return held[1]
+
+    def _images_scale(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """scale and offset, shape (3, 1, 1): (x / 255 - mean) / std = x * scale + offset."""
+        if device not in self._images_scaling:
+            mean, std = (torch.tensor(value, dtype=torch.float64).view(3, 1, 1) for value in (self.mean, self.std))
+            # Kept, since making them from numbers is a copy that waits for the device.
+            scale, offset = (value.float().to(device) for value in (1 / (255 * std), -mean / std))
+            self._images_scaling[device] = (scale, offset)
+        return self._images_scaling[device]
+
+
+class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
+    """Images in class folders, or a pack of them, as a data module to train with.
+
+    ``root`` holds ``train`` and ``val`` (and ``test``) folders of class folders, or class folders, of which
+    ``val_fraction`` is set aside; or it is a pack of either (``lightning-feed pack``). Batches are (images, labels):
+    they leave the workers as uint8 of shape (B, 3, H, W), channels last, and ``device_transform`` normalises them on
+    the device (a quarter of the bytes), so that the model gets ``dtype``.
+
+    Args:
+        root: the folder, or the pack.
+        batch_size: samples in a training batch, on each rank.
+        eval_batch_size: samples in a batch of validation and test; None for ``batch_size``.
+        image_size: height and width of the images, in pixels.
+        quality: ``"exact"`` gives the pixels of torchvision's uint8 recipe. ``"near"`` decodes large images at a smaller
+            scale; ``"fast"`` at the smallest one, and resizes without antialiasing. docs/reference/decoders.md says how
+            much that changes the pixels.
+        transform: for training images, in place of RandomResizedCrop and flip: of torchvision v1 or v2, or a function.
+        eval_transform: for the other splits, in place of Resize and CenterCrop.
+        transform_input: what the transforms take, ``"tensor"`` (uint8, (3, H, W)) or ``"pil"``; ``"auto"`` finds out.
+        decoder: a decoder's name, or ``"auto"`` for the fastest here that is true to Pillow (45 dB or more).
+        val_fraction: share set aside for validation where ``root`` has no split folders.
+        split_seed: decides which images are set aside.
+        mean: of the three channels, for values in [0, 1].
+        std: of the three channels, for values in [0, 1].
+        dtype: of normalised images.
+        on_error: for images that cannot be read, ``"raise"``, ``"skip"`` (another image of the batch takes the place)
+            or ``"substitute"`` (another image of the split does). The last two are counted and logged.
+        max_failures: how many are too many, for ``"skip"`` and ``"substitute"``.
+        loader: how the loaders are to be built.
+        **storage: ``cache``, ``cache_limit``, ``stage_to`` and ``stage_wait``, as in FastDataModule.
+
+    Raises:
+        SettingsError: for a value that is impossible.
+
+    Example:
+        >>> from lightning_feed import ImageFolderDataModule
+        >>> birds = ImageFolderDataModule("birds", batch_size=256, dtype=torch.bfloat16)
+        >>> birds.dtype
+        torch.bfloat16
+    """
+
+
+def _some_encoded(source: SampleSource) -> list[Any]:
+    """Images spread over the source, to measure decoders with; none where it holds pixels."""
+    step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
+    found = []
+    for index in range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]:
+        try:
+            data = source.read(index)
+        except DatasetError:  # met again, and dealt with as on_error says, when it is its turn
+            continue
+        if isinstance(data, np.ndarray) and data.ndim == 3:
+            return []
+        found.append(data)
+    return found

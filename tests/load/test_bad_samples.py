@@ -1,0 +1,113 @@
+"""Samples that cannot be read: named, replaced, counted over workers, and too many of them end the run."""
+
+import logging
+import pickle
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.load.bad_samples import BadSamples, Skipped, fill_skipped
+
+
+class Breakable(Dataset[Any]):
+    """Numbers, of which some cannot be read."""
+
+    def __init__(self, size: int, broken: set[int], bad_samples: BadSamples) -> None:
+        self.size, self.broken, self.bad_samples = size, broken, bad_samples
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, index: int) -> int:
+        if index in self.broken:
+            raise DatasetError(f"number {index} is broken.")
+        return index
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self.read(index)
+        except DatasetError as error:
+            return self.bad_samples.instead(index, error, self.size, self.read)
+
+
+def batches(dataset: Breakable, workers: int = 0, start_method: str | None = None) -> list[list[int]]:
+    loader = DataLoader(
+        dataset,
+        batch_size=4,
+        num_workers=workers,
+        collate_fn=fill_skipped,
+        multiprocessing_context=start_method,
+    )
+    return list(loader)
+
+
+def test_raise_gives_the_error_itself() -> None:
+    dataset = Breakable(8, {5}, BadSamples())
+    with pytest.raises(DatasetError, match="number 5 is broken"):
+        batches(dataset)
+    assert dataset.bad_samples.failures == 0
+
+
+def test_skip_repeats_others_of_the_batch() -> None:
+    assert batches(Breakable(8, {1, 2, 7}, BadSamples("skip"))) == [[0, 0, 3, 3], [4, 5, 6, 4]]
+
+
+def test_skip_needs_one_sample_that_can_be_read() -> None:
+    with pytest.raises(DatasetError, match=r"No sample of a batch of 4 could be read \(samples 4, 5, 6, 7\)"):
+        batches(Breakable(8, {4, 5, 6, 7}, BadSamples("skip")))
+
+
+def test_substitute_takes_another_sample_that_can_be_read() -> None:
+    found = batches(Breakable(8, {1, 2, 7}, BadSamples("substitute")))
+    assert [len(batch) for batch in found] == [4, 4]
+    flat = [number for batch in found for number in batch]
+    assert not set(flat) & {1, 2, 7}
+    assert [number for index, number in enumerate(flat) if index not in (1, 2, 7)] == [0, 3, 4, 5, 6]
+
+
+def test_substitute_with_nothing_left_gives_the_first_error() -> None:
+    with pytest.raises(DatasetError, match="number 0 is broken"):
+        batches(Breakable(3, {0, 1, 2}, BadSamples("substitute")))
+
+
+def test_each_failure_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        batches(Breakable(8, {1, 6}, BadSamples("skip")))
+    assert [record.getMessage() for record in caplog.records] == [
+        "number 1 is broken. on_error='skip': the run goes on. (1 so far)",
+        "number 6 is broken. on_error='skip': the run goes on. (2 so far)",
+    ]
+
+
+@pytest.mark.parametrize("on_error", ["skip", "substitute"])
+def test_more_than_max_failures_end_the_run(on_error: Any) -> None:
+    dataset = Breakable(12, {1, 5, 9}, BadSamples(on_error, max_failures=2))
+    with pytest.raises(DatasetError, match=r"3 samples could not be read, and max_failures=2.*number 9 is broken"):
+        batches(dataset)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_failures_in_workers_are_counted_here(start_method: str) -> None:
+    dataset = Breakable(16, {1, 6, 11}, BadSamples("skip"))
+    assert batches(dataset, workers=2, start_method=start_method)[0] == [0, 0, 2, 3]
+    assert dataset.bad_samples.failures == 3
+
+
+def test_the_limit_holds_over_all_workers() -> None:
+    dataset = Breakable(16, {1, 5, 9, 13}, BadSamples("skip", max_failures=3))
+    with pytest.raises(DatasetError, match="max_failures=3"):
+        batches(dataset, workers=2)
+
+
+def test_a_copy_has_a_count_of_its_own_and_can_go_on() -> None:
+    copy = pickle.loads(pickle.dumps(BadSamples("skip")))
+    assert isinstance(copy.instead(3, DatasetError("x"), 8, lambda index: index), Skipped)
+    assert copy.failures == 1
+
+
+@pytest.mark.parametrize("given", [{"on_error": "ignore"}, {"max_failures": -1}, {"max_failures": True}])
+def test_what_is_no_choice_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=next(iter(given))):
+        BadSamples(**given)

@@ -1,0 +1,199 @@
+"""The recipes give what torchvision gives: the same draws, the same pixels; a user's own transforms run as written."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms as v1
+from PIL import Image
+from torchvision.transforms import v2
+
+from lightning_feed.decode.decoder import Encoded, Pixels, Region
+from lightning_feed.decode.fidelity import psnr_db
+from lightning_feed.decode.pillow_decoder import PillowDecoder
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.image_recipe import EvalRecipe, GivenTransform, Recipe, TrainRecipe, draw_region
+from lightning_feed.load.picture import DecodedPicture, EncodedPicture
+
+
+def photo(height: int = 120, width: int = 161) -> np.ndarray:
+    """Something smooth with edges, as photos are."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    waves = np.stack([np.sin(rows / 9 + k) * np.cos(columns / (7 + k)) for k in range(3)], axis=-1)
+    pixels = np.clip(127 + 100 * waves, 0, 255).astype(np.uint8)
+    pixels[height // 3 : height // 2, width // 4 : width // 2] = (250, 20, 60)
+    return pixels
+
+
+def jpeg(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+DATA = jpeg(photo())
+PIL = Image.open(io.BytesIO(DATA)).convert("RGB")
+
+
+class RegionByCutting(PillowDecoder):
+    """A decoder of regions, the obvious way, which notes what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Region | str] = []
+
+    def decode(self, data: Encoded) -> Pixels:
+        self.asked.append("whole")
+        return super().decode(data)
+
+    def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
+        self.asked.append(region)
+        top, left, height, width = region
+        return super().decode(data)[top : top + height, left : left + width].copy()
+
+
+def encoded(decoder: PillowDecoder | None = None) -> EncodedPicture:
+    return EncodedPicture(DATA, decoder or PillowDecoder())
+
+
+def decoded() -> DecodedPicture:
+    pixels = np.array(PIL)
+    pixels.flags.writeable = False  # as a cache gives them
+    return DecodedPicture(pixels)
+
+
+PICTURES: dict[str, Callable[[], Any]] = {
+    "encoded": encoded,
+    "regions": lambda: encoded(RegionByCutting()),
+    "decoded": decoded,
+}
+
+
+def with_seed(seed: int, call: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(seed)
+    return call(), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("seed", range(8))
+def test_training_gives_the_pixels_and_the_draws_of_torchvisions_uint8_recipe(name: str, seed: int) -> None:
+    theirs = v2.Compose([v2.PILToTensor(), v2.RandomResizedCrop(64, antialias=True), v2.RandomHorizontalFlip()])
+    expected, state = with_seed(seed, lambda: theirs(PIL))
+    found, state_after = with_seed(seed, lambda: TrainRecipe(size=64)(PICTURES[name]()))
+    assert (found.dtype, found.shape) == (torch.uint8, (3, 64, 64))
+    assert (found.int() - expected.int()).abs().max() <= 1
+    assert torch.equal(state, state_after)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_training_stays_near_the_standard_recipe_on_pil_images(seed: int) -> None:
+    theirs = v1.Compose([v1.RandomResizedCrop(64), v1.RandomHorizontalFlip(), v1.PILToTensor()])
+    expected, _ = with_seed(seed, lambda: theirs(PIL))
+    found, _ = with_seed(seed, lambda: TrainRecipe(size=64)(encoded()))
+    assert psnr_db(found.numpy(), expected.numpy()) >= 45
+
+
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("shape", [(120, 161), (161, 120), (90, 90)])
+def test_evaluation_gives_the_pixels_of_torchvision(name: str, shape: tuple[int, int], monkeypatch: Any) -> None:
+    data = jpeg(photo(*shape))
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    theirs = v2.Compose([v2.PILToTensor(), v2.Resize(73, antialias=True), v2.CenterCrop(64)])
+    picture = DecodedPicture(np.array(image)) if name == "decoded" else EncodedPicture(data, PillowDecoder())
+    found = EvalRecipe(size=64, short_side=73)(picture)
+    assert found.shape == (3, 64, 64)
+    assert (found.int() - theirs(image).int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    "recipe", [TrainRecipe(size=64, quality="fast"), EvalRecipe(size=64, quality="fast", short_side=73)]
+)
+def test_fast_stays_recognisable(recipe: Recipe) -> None:
+    exact = type(recipe)(size=64, **({"short_side": 73} if isinstance(recipe, EvalRecipe) else {}))
+    for seed in range(8):
+        fast, state = with_seed(seed, lambda: recipe(encoded()))
+        slow, state_of_exact = with_seed(seed, lambda: exact(encoded()))
+        assert (fast.shape, fast.dtype) == ((3, 64, 64), torch.uint8)
+        assert torch.equal(state, state_of_exact)
+        assert psnr_db(fast.numpy(), slow.numpy()) >= 25
+
+
+@pytest.mark.parametrize("shape", [(375, 500), (500, 375), (7, 900), (900, 7), (1, 1)])
+@pytest.mark.parametrize(
+    "limits", [((0.08, 1.0), (3 / 4, 4 / 3)), ((0.9, 1.0), (0.1, 0.2)), ((0.01, 0.02), (1.0, 1.0))]
+)
+def test_boxes_are_drawn_as_torchvision_draws_them(shape: tuple[int, int], limits: Any) -> None:
+    for seed in range(300):
+        shaped = torch.empty(()).expand(3, *shape)
+        expected, state = with_seed(seed, lambda: v1.RandomResizedCrop.get_params(shaped, *map(list, limits)))  # noqa: B023
+        found, state_after = with_seed(seed, lambda: draw_region(*shape, *limits))
+        assert found == expected
+        assert torch.equal(state, state_after)
+
+
+def test_only_the_crop_is_decoded() -> None:
+    decoder = RegionByCutting()
+    TrainRecipe(size=64)(encoded(decoder))
+    GivenTransform(v1.Compose([v1.RandomResizedCrop(64), v1.ToTensor()]))(encoded(decoder))
+    assert len(decoder.asked) == 2
+    assert "whole" not in decoder.asked
+
+
+# --- the user's transforms --------------------------------------------------------------------------------------------
+
+GIVEN: dict[str, tuple[Any, str]] = {
+    "v1 on PIL": (v1.Compose([v1.RandomResizedCrop(48), v1.RandomHorizontalFlip(), v1.ToTensor()]), "pil"),
+    "v1 without a crop": (v1.Compose([v1.Resize((40, 50)), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.2] * 3)]), "pil"),
+    "v1 on tensors": (v1.Compose([v1.RandomResizedCrop(48), v1.RandomHorizontalFlip()]), "tensor"),
+    "v2 on PIL": (v2.Compose([v2.RandomResizedCrop(48), v2.PILToTensor()]), "pil"),
+    "v2 on tensors": (
+        v2.Compose(
+            [
+                v2.RandomResizedCrop(48, scale=(0.5, 1), antialias=True),
+                v2.ColorJitter(0.2),
+                v2.ToDtype(torch.float32, scale=True),
+            ]
+        ),
+        "tensor",
+    ),
+    "v2 in random parts": (v2.Compose([v2.RandomApply([v2.GaussianBlur(3)]), v2.Resize((48, 48))]), "tensor"),
+    "Sequential": (torch.nn.Sequential(v2.CenterCrop(48), v2.RandomHorizontalFlip()), "tensor"),
+    "Lambda inside": (v1.Compose([v1.Resize((40, 50)), v1.Lambda(lambda image: np.array(image))]), "pil"),
+    "a function": (lambda image: torch.tensor(np.array(image.resize((10, 12)))), "pil"),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("picture", PICTURES)
+def test_a_given_transform_gives_what_it_gives_by_itself(name: str, seed: int, picture: str) -> None:
+    transform, kind = GIVEN[name]
+    recipe = GivenTransform(transform)
+    assert recipe.takes_pil == (kind == "pil")
+    given = PIL if kind == "pil" else torch.from_numpy(np.array(PIL)).permute(2, 0, 1)
+    expected, state = with_seed(seed, lambda: transform(given))
+    found, state_after = with_seed(seed, lambda: recipe(PICTURES[picture]()))
+    assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+    assert torch.equal(state, state_after)
+
+
+def test_what_a_transform_takes_can_be_said() -> None:
+    seen: list[type] = []
+
+    def transform(image: Any) -> Any:
+        seen.append(type(image))
+        return image
+
+    for kind in ("tensor", "pil"):
+        GivenTransform(transform, kind)(encoded())  # type: ignore[arg-type]
+    assert seen == [torch.Tensor, Image.Image]
+
+
+def test_what_is_no_transform_is_refused() -> None:
+    with pytest.raises(SettingsError, match="transform=3 cannot be called"):
+        GivenTransform(3)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="transform_input='numpy'"):
+        GivenTransform(lambda image: image, "numpy")  # type: ignore[arg-type]

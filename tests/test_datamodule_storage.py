@@ -1,0 +1,281 @@
+"""FastDataModule's storage: staged once, cached once, kept on the device; the batches are those without any of it."""
+
+import copy
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from recording import Recording, quiet_trainer
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from lightning_feed import (
+    CacheableDataset,
+    FastDataModule,
+    GPUStarvationCallback,
+    ImageFolderDataModule,
+    LoaderSettings,
+)
+from lightning_feed.errors import ArchiveError, DatasetError, SettingsError
+from lightning_feed.load import build
+from lightning_feed.load.recommend import recommend
+from lightning_feed.transfer.resident_loader import ResidentLoader
+
+HERE = LoaderSettings(num_workers=0, seed=1)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:You have overridden .* in `LightningModule`:UserWarning"
+)  # Recording has
+
+
+class Squares(CacheableDataset):
+    """Sample i is i squared, four times; reads are counted where all processes see it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.reads = torch.zeros(size, dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, index: int) -> bytes:
+        self.reads[index] += 1
+        return bytes([index])
+
+    def decode(self, data: Any, index: int) -> np.ndarray:
+        return np.full(4, float(bytes(data)[0]) ** 2, dtype=np.float32)
+
+    def augment(self, decoded: np.ndarray, index: int) -> Tensor:
+        return torch.from_numpy(decoded)
+
+    def plain(self, decoded: np.ndarray, index: int) -> Tensor:
+        return torch.from_numpy(decoded)
+
+
+class Module(FastDataModule):
+    """Squares for training and validation."""
+
+    def make_dataset(self, split: str) -> Any:
+        return {"train": Squares(12), "val": Squares(6)}.get(split)
+
+
+def batches(module: FastDataModule, epochs: int = 2) -> list[list[list[float]]]:
+    return [[batch.tolist() for batch in module.train_dataloader()] for _ in range(epochs)]
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["bytes", "decoded", "device"])
+@pytest.mark.parametrize(
+    "loader",
+    [
+        HERE,
+        LoaderSettings(num_workers=2, seed=1),
+        LoaderSettings(num_workers=2, seed=1, workers="thread"),
+        LoaderSettings(num_workers=1, seed=1, start_method="spawn"),
+    ],
+    ids=["here", "processes", "threads", "spawned"],
+)
+def test_a_cache_changes_no_batch_and_reads_each_sample_once(cache: Any, loader: LoaderSettings) -> None:
+    plain, cached = Module(4, loader=loader), Module(4, loader=loader, cache=cache)
+    assert batches(cached) == batches(plain)
+    assert plain.dataset("train").reads.tolist() == [2] * 12
+    reads = cached.dataset("train").reads.tolist()
+    if cache == "device":  # some were looked at first, to know the size of the whole
+        batches(cached)
+        assert cached.dataset("train").reads.tolist() == reads
+    else:
+        assert reads == [1] * 12
+
+
+def test_a_fit_ends_with_the_same_weights(tmp_path: Path) -> None:
+    weights = []
+    for cache in (None, "bytes", "decoded", "device"):
+        torch.manual_seed(0)
+        model = Recording()
+        quiet_trainer([], max_epochs=2).fit(model, datamodule=Module(4, loader=HERE, cache=cache))
+        weights.append(torch.cat([value.flatten() for value in model.state_dict().values()]))
+    assert all(torch.equal(weights[0], other) for other in weights[1:])
+
+
+def test_all_splits_of_a_fit_share_one_limit() -> None:
+    module = Module(4, loader=HERE, cache="decoded", cache_limit="4MiB")
+    module.setup("fit")
+    stats = module.cache_stats()
+    assert stats is not None
+    assert stats.limit_bytes <= (4 << 20) + 2 * 4096  # whole pages
+    assert module.dataset("train").cache is not None
+    assert module.dataset("val").cache is not None
+
+
+def test_workers_leave_the_memory_alone_that_a_cache_has_still_to_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        build, "recommend", lambda machine, *others: seen.append(machine) or recommend(machine, *others)
+    )
+    for limit in (None, "64MiB"):
+        cache = {} if limit is None else {"cache": "bytes", "cache_limit": limit}
+        Module(4, loader=LoaderSettings(num_workers=1), **cache).train_dataloader()
+    taken = seen[0].free_shm_bytes - seen[1].free_shm_bytes
+    assert taken == pytest.approx(64 << 20, rel=0.5)  # others use /dev/shm as well
+
+
+def test_the_hit_rate_is_logged(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(
+        [GPUStarvationCallback(every_n_steps=3, report=False)],
+        max_epochs=2,
+        logger=logger,
+        limit_val_batches=0,
+        log_every_n_steps=3,
+    )
+    trainer.fit(Recording(), datamodule=Module(4, loader=HERE, cache="bytes"))
+    lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("feed/cache_hit_pct")
+    assert [line.split(",")[column] for line in lines[1:] if line.split(",")[column]] == ["0.0", "100.0"]
+
+
+def test_a_dataset_that_does_not_tell_its_steps_is_refused() -> None:
+    class Plain(FastDataModule):
+        def make_dataset(self, split: str) -> Any:
+            return TensorDataset(torch.arange(4)) if split == "train" else None
+
+    with pytest.raises(DatasetError, match=r"Derive it from lightning_feed.CacheableDataset"):
+        Plain(2, cache="bytes", loader=HERE).train_dataloader()
+    assert len(Plain(2, cache="device", loader=HERE).train_dataloader()) == 2
+
+
+def test_on_the_device_there_is_one_loader_of_another_kind_and_one_copy() -> None:
+    module = Module(4, loader=LoaderSettings(num_workers=2), cache="device")
+    first, second = module.train_dataloader(), module.train_dataloader()
+    assert isinstance(first, ResidentLoader)
+    assert first.dataset is second.dataset
+    assert "the set is on cpu" in module.loader_report()
+
+
+def test_what_does_not_fit_on_the_device_is_refused_with_the_numbers() -> None:
+    with pytest.raises(SettingsError, match=r"needs .* MiB on cpu, for 12 of 12 samples of 16 bytes each"):
+        Module(4, loader=HERE, cache="device", cache_limit=100).train_dataloader()
+
+
+def test_a_copy_of_the_module_has_caches_of_its_own() -> None:
+    module = Module(4, loader=HERE, cache="decoded")
+    module.setup("fit")
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert other.cache_stats() is None
+        assert batches(other) == batches(Module(4, loader=HERE))
+        assert other.cache_stats() is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"cache": "ram"}, "cache='ram'"),
+        ({"cache": "bytes", "cache_limit": "half"}, "limit of 'half'"),
+        ({"cache": "bytes", "cache_shard": True}, "cache_shard"),
+        ({"stage_to": "/dev/shm/x"}, "Give data_dir"),
+        ({"stage_wait": False}, "stage_wait=False"),
+        ({"stage_remove": True}, "stage_remove=True"),
+        ({"drop_keys": "meta"}, "letter by letter"),
+    ],
+)
+def test_what_is_impossible_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        Module(4, **given)
+
+
+# --- staging ----------------------------------------------------------------------------------------------------------
+
+
+class Files(FastDataModule):
+    """Reads numbers from the files in its folder."""
+
+    def make_dataset(self, split: str) -> Any:
+        if split != "train":
+            return None
+        return TensorDataset(torch.tensor([float(path.read_text()) for path in sorted(self.staged_dir.iterdir())]))
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    folder = tmp_path / "numbers"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}.txt").write_text(str(number))
+    return folder
+
+
+def test_data_are_read_from_the_staged_copy(numbers: Path, tmp_path: Path) -> None:
+    module = Files(4, loader=HERE, data_dir=numbers, stage_to=tmp_path / "fast")
+    assert batches_of_pairs(module) == batches_of_pairs(Files(4, loader=HERE, data_dir=numbers))
+    assert module.staged_dir == tmp_path / "fast" / "numbers"
+    assert Files(4, data_dir=numbers).staged_dir == numbers
+
+
+def test_training_may_begin_with_the_source(numbers: Path, tmp_path: Path) -> None:
+    module = Files(4, loader=HERE, data_dir=str(numbers), stage_to=tmp_path / "fast", stage_wait=False)
+    assert module.staged_dir in (numbers, tmp_path / "fast" / "numbers")
+    assert len(batches_of_pairs(module)) == 2
+    copying = module._feed.storage.copying
+    assert copying is not None
+    assert copying.join(60)
+    assert copying.error is None
+
+
+def test_images_move_to_the_copy_while_they_are_read(class_folders: Path, tmp_path: Path) -> None:
+    module = ImageFolderDataModule(
+        class_folders,
+        batch_size=4,
+        image_size=16,
+        val_fraction=0.0,
+        decoder="pillow",
+        loader=HERE,
+        stage_to=tmp_path / "fast",
+        stage_wait=False,
+    )
+    source = module.dataset("train").source
+    copying = module._feed.storage.copying
+    assert copying is not None
+    assert copying.join(60)
+    module._feed.storage.place._look_at_s = 0.0  # a second later
+    assert source.name(0).startswith(str(tmp_path / "fast"))
+    assert [len(labels) for _, labels in module.train_dataloader()] == [4, 4, 4]
+
+
+def test_what_cannot_be_staged_ends_the_fit(numbers: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(ArchiveError, match="one lies in the other"):
+        quiet_trainer([]).fit(Recording(), datamodule=Files(4, loader=HERE, data_dir=numbers, stage_to=numbers))
+
+
+def batches_of_pairs(module: FastDataModule) -> list[list[float]]:
+    return [batch[0].tolist() for batch in module.train_dataloader()]
+
+
+# --- keys that nobody reads -------------------------------------------------------------------------------------------
+
+
+class Dicts(torch.utils.data.Dataset[Any]):
+    """A tensor and a path."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.ones(2), "path": f"{index}.jpg"}
+
+
+def test_dropped_keys_do_not_leave_the_workers() -> None:
+    class WithPath(FastDataModule):
+        def make_dataset(self, split: str) -> Any:
+            return Dicts()
+
+    for workers in ("process", "thread"):
+        loader = LoaderSettings(num_workers=1, workers=workers)  # type: ignore[arg-type]
+        (first, *_) = WithPath(4, loader=loader, drop_keys=("path",)).train_dataloader()
+        assert list(first) == ["x"]

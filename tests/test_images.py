@@ -1,0 +1,293 @@
+"""ImageFolderDataModule on real folders and real Trainers: pixels, labels, splits, broken files, several ranks."""
+
+import importlib
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from recording import quiet_trainer
+from torch import Tensor, nn
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+import lightning_feed
+from lightning_feed import ImageFolderDataModule, LoaderSettings
+from lightning_feed.errors import DatasetError, DecodeError, MissingExtraError, SettingsError
+from lightning_feed.load.bad_samples import BadSamples
+
+HERE = LoaderSettings(num_workers=0)
+MEAN, STD = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Three classes of eight smooth JPEGs each, in folders for training and validation."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 4)):
+        for label, name in enumerate("abc"):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                coarse = rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)
+                coarse[..., label] //= 3
+                Image.fromarray(coarse).resize((80, 60), Image.Resampling.BICUBIC).save(
+                    folder / f"{index}.jpg", quality=95
+                )
+    return tmp_path / "photos"
+
+
+class Classifier:
+    """A small classifier for either package, which keeps what it saw."""
+
+    @staticmethod
+    def of(package: str = "lightning.pytorch", classes: int = 3) -> Any:
+        module = importlib.import_module(package).LightningModule
+
+        class Small(module):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = nn.Linear(3, classes)
+                self.seen: list[tuple[Tensor, Tensor]] = []
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                self.seen.append(batch)
+                return nn.functional.cross_entropy(self.net(batch[0].float().mean((2, 3))), batch[1])
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                self.training_step(batch, batch_idx)
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        return Small()
+
+
+# --- what the model sees ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decoder", ["pillow", "opencv", "turbo", "turbo-region", "torchvision", "auto"])
+def test_validation_is_the_float_recipe_of_image_folder_within_a_step_of_uint8(photos: Path, decoder: str) -> None:
+    recipe = v2.Compose(
+        [
+            v2.PILToTensor(),
+            v2.Resize(37, antialias=True),
+            v2.CenterCrop(32),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+        ]
+    )
+    standard = ImageFolder(str(photos / "val"), recipe)
+    ours = ImageFolderDataModule(photos, batch_size=12, image_size=32, decoder=decoder, loader=HERE)
+    (batch,) = ours.val_dataloader()
+    assert (batch[0].dtype, batch[0].shape) == (torch.uint8, (12, 3, 32, 32))
+    assert batch[0].is_contiguous(memory_format=torch.channels_last)
+    images, labels = ours.device_transform(batch, "val")
+    expected = torch.stack([image for image, _ in standard])
+    assert labels.tolist() == [label for _, label in standard]
+    assert images.dtype == torch.float32
+    # Within one step of uint8: after Normalize a step is 1 / 255 / std. Decoders other than the reference may be
+    # further off in a few pixels, which the tests of decoders bound.
+    steps = ((images - expected) * STD * 255).abs()
+    assert steps.max() <= (1.01 if decoder == "pillow" else 12)
+    assert steps.mean() <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_normalising_on_the_device_is_that_of_torchvision(photos: Path, dtype: torch.dtype) -> None:
+    module = ImageFolderDataModule(photos, dtype=dtype, image_size=16, loader=HERE)
+    images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
+    found, _ = module.device_transform((images, None), "train")
+    expected = (images.float() / 255 - MEAN) / STD
+    torch.testing.assert_close(found, expected.to(dtype), atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0)
+    kept, _ = module.device_transform((expected, None), "train")
+    assert kept is expected
+
+
+def test_a_transform_of_ones_own_is_applied_and_its_floats_are_left_alone(photos: Path) -> None:
+    transform = v2.Compose([v2.Resize((20, 24)), v2.ToDtype(torch.float32, scale=True)])
+    module = ImageFolderDataModule(photos, batch_size=4, eval_transform=transform, decoder="pillow", loader=HERE)
+    batch = next(iter(module.val_dataloader()))
+    found, _ = module.device_transform(batch, "val")
+    picture = torch.from_numpy(np.array(Image.open(photos / "val" / "a" / "0.jpg"))).permute(2, 0, 1)
+    assert torch.equal(found[0], transform(picture))
+
+
+def test_training_order_and_pixels_do_not_depend_on_the_kind_of_workers(photos: Path) -> None:
+    plain = v2.Compose([v2.Resize((16, 16))])  # nothing random
+    seen = []
+    for loader in (
+        LoaderSettings(num_workers=0, seed=3),
+        LoaderSettings(num_workers=2, seed=3),
+        LoaderSettings(num_workers=2, seed=3, workers="thread"),
+    ):
+        module = ImageFolderDataModule(photos, batch_size=5, transform=plain, loader=loader)
+        seen.append([(images.clone(), labels.clone()) for images, labels in module.train_dataloader()])
+    for other in seen[1:]:
+        assert all(
+            torch.equal(a, b)
+            for ours, theirs in zip(seen[0], other, strict=True)
+            for a, b in zip(ours, theirs, strict=True)
+        )
+
+
+# --- in a Trainer -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("workers", ["process", "thread"])
+def test_it_trains_and_validates(package: str, workers: Any, photos: Path) -> None:
+    home = lightning_feed if package == "lightning.pytorch" else importlib.import_module("lightning_feed.pl")
+    module = home.ImageFolderDataModule(
+        photos, batch_size=6, image_size=32, loader=LoaderSettings(num_workers=2, workers=workers)
+    )
+    model = Classifier.of(package)
+    trainer = importlib.import_module(package).Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, datamodule=module)
+    assert len(model.seen) == 2 + 4 + 2  # sanity check, training, validation
+    assert all(images.dtype == torch.float32 and images.shape[1:] == (3, 32, 32) for images, _ in model.seen)
+    assert module.classes == ("a", "b", "c")
+    assert module.num_classes == 3
+
+
+def test_a_folder_without_splits_is_divided(photos: Path) -> None:
+    module = ImageFolderDataModule(photos / "train", val_fraction=0.25, image_size=16, loader=HERE)
+    assert (len(module.dataset("train")), len(module.dataset("val"))) == (18, 6)
+    assert module.dataset("test") is None
+    assert module.test_dataloader() == []
+
+
+# --- the decoder ------------------------------------------------------------------------------------------------------
+
+
+def test_auto_says_what_it_took_and_why(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = ImageFolderDataModule(photos, image_size=16, loader=HERE)
+    assert module.decoder_choice is None
+    with caplog.at_level(logging.INFO):
+        module.dataset("train")
+        module.dataset("val")
+    assert module.decoder_choice is not None
+    said = [record.getMessage() for record in caplog.records if module.decoder_choice.reason in record.getMessage()]
+    assert len(said) == 1  # one decoder for all splits
+
+
+def test_a_missing_library_is_named_with_its_pip_line(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[images\]'"):
+        ImageFolderDataModule(photos, decoder="turbo", loader=HERE).dataset("train")
+
+
+# --- broken files -----------------------------------------------------------------------------------------------------
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+BREAK = {
+    "cut short": _truncate,
+    "a text": lambda path: path.write_text("not an image"),
+    "empty": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", BREAK)
+@pytest.mark.parametrize("workers", [LoaderSettings(num_workers=0), LoaderSettings(num_workers=1)])
+def test_a_broken_file_ends_the_fit_with_its_path_and_index(name: str, workers: LoaderSettings, photos: Path) -> None:
+    module = ImageFolderDataModule(photos, batch_size=4, image_size=16, loader=workers)
+    module.dataset("train")
+    BREAK[name](photos / "train" / "b" / "3.jpg")
+    with pytest.raises(DatasetError, match=r"b/3\.jpg \(sample 11\)"):
+        quiet_trainer([], max_epochs=1).fit(Classifier.of(), datamodule=module)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "substitute"])
+@pytest.mark.parametrize("workers", ["process", "thread"])
+def test_broken_files_are_replaced_and_counted(on_error: Any, workers: Any, photos: Path) -> None:
+    module = ImageFolderDataModule(
+        photos,
+        batch_size=8,
+        image_size=16,
+        on_error=on_error,
+        loader=LoaderSettings(num_workers=2, workers=workers, shuffle=False),
+    )
+    module.dataset("train")
+    for index, breaking in enumerate(BREAK.values()):
+        breaking(photos / "train" / "b" / f"{2 * index}.jpg")
+    batches = list(module.train_dataloader())
+    assert [len(labels) for _, labels in batches] == [8, 8, 8]
+    assert module.failures() >= 4 if on_error == "substitute" else module.failures() == 4
+    if on_error == "skip":
+        assert batches[1][1].tolist() == [1] * 8  # the places were filled from the same batch
+
+
+def test_too_many_broken_files_end_the_run(photos: Path) -> None:
+    for index in range(3):
+        _truncate(photos / "train" / "a" / f"{index}.jpg")
+    module = ImageFolderDataModule(
+        photos, batch_size=8, image_size=16, on_error="skip", max_failures=2, decoder="pillow", loader=HERE
+    )
+    with pytest.raises(DatasetError, match="3 samples could not be read, and max_failures=2"):
+        list(module.train_dataloader())
+
+
+def test_unreadable_files_do_not_keep_auto_from_choosing(photos: Path) -> None:
+    for path in (photos / "train" / "a").iterdir():
+        path.write_bytes(b"")
+    module = ImageFolderDataModule(photos, image_size=16, loader=HERE)
+    module.dataset("train")
+    assert module.decoder_choice is not None
+
+
+def test_a_decode_error_is_a_dataset_error() -> None:
+    assert issubclass(DecodeError, DatasetError)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"quality": "best"},
+        {"image_size": 0},
+        {"dtype": torch.uint8},
+        {"mean": (0.5,)},
+        {"std": (0.0, 1, 1)},
+        {"val_fraction": 1.5},
+        {"on_error": "ignore"},
+        {"transform": 3},
+        {"decoder": "jpegli"},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_is_impossible_is_refused(given: dict[str, Any], photos: Path) -> None:
+    with pytest.raises(SettingsError, match=next(iter(given))):
+        ImageFolderDataModule(photos, **given).dataset("train")
+
+
+def test_a_copy_for_a_spawned_worker_carries_no_open_file(photos: Path) -> None:
+    module = ImageFolderDataModule(
+        photos, batch_size=6, image_size=16, loader=LoaderSettings(num_workers=1, start_method="spawn")
+    )
+    assert sum(len(labels) for _, labels in module.train_dataloader()) == 24
+    assert threading.active_count() >= 1
+
+
+def test_the_count_of_failures_is_shared_with_the_workers(photos: Path) -> None:
+    module = ImageFolderDataModule(photos, image_size=16, on_error="skip", loader=HERE)
+    assert isinstance(module.dataset("train").bad_samples, BadSamples)
