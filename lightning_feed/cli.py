@@ -60,8 +60,8 @@ def _add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     stage = commands.add_parser(
         "stage",
         help="copy data to memory or a local disk, or bring the copy there up to date",
-        description="Copy SRC to DEST/<name of SRC>. Only files that are new or have changed are copied; a copy that was "
-        "broken off is gone on with. No root is needed: /dev/shm, or any folder.",
+        description="Copy SRC to DEST/<name of SRC>. Only files that are new or have changed are copied; a copy that "
+        "was broken off is gone on with. No root is needed: /dev/shm, or any folder.",
     )
     stage.add_argument("source", type=Path, metavar="SRC", help="a folder or a file")
     stage.add_argument("dest", type=Path, metavar="DEST", help="a folder in memory (/dev/shm/me) or on a local disk")

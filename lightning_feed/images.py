@@ -219,9 +219,9 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         batch_size: samples in a training batch, on each rank.
         eval_batch_size: samples in a batch of validation and test; None for ``batch_size``.
         image_size: height and width of the images, in pixels.
-        quality: ``"exact"`` gives the pixels of torchvision's uint8 recipe. ``"near"`` decodes large images at a smaller
-            scale; ``"fast"`` at the smallest one, and resizes without antialiasing. docs/reference/decoders.md says how
-            much that changes the pixels.
+        quality: ``"exact"`` gives the pixels of torchvision's uint8 recipe. ``"near"`` decodes large images at a
+            smaller scale; ``"fast"`` at the smallest one, and resizes without antialiasing. docs/reference/decoders.md
+            says how much that changes the pixels.
         transform: for training images, in place of RandomResizedCrop and flip: of torchvision v1 or v2, or a function.
         eval_transform: for the other splits, in place of Resize and CenterCrop.
         transform_input: what the transforms take, ``"tensor"`` (uint8, (3, H, W)) or ``"pil"``; ``"auto"`` finds out.

@@ -16,7 +16,7 @@ from lightning_feed.decode.decoder import Pixels, Region
 from lightning_feed.decode.resize import resize
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.picture import DecodedPicture, EncodedPicture
-from lightning_feed.load.thread_random import sample_generator
+from lightning_feed.load.thread_random import SampleDraws
 
 Picture: TypeAlias = "EncodedPicture | DecodedPicture"
 Quality: TypeAlias = Literal["exact", "near", "fast"]
@@ -56,9 +56,10 @@ class TrainRecipe:
 
     def __call__(self, picture: Picture) -> torch.Tensor:
         """Crop, resize, and flip or not."""
-        region = draw_region(*picture.size(), self.scale, self.ratio)
+        with SampleDraws() as generator:
+            region = draw_region(*picture.size(), self.scale, self.ratio, generator)
+            flipped = torch.rand(1, generator=generator).item() < self.flip_probability
         image = _resized(picture, region, (self.size, self.size), self.quality)
-        flipped = torch.rand(1, generator=sample_generator()) < self.flip_probability
         return image.flip(-1) if flipped else image
 
 
@@ -131,7 +132,8 @@ class GivenTransform:
         crop = self._crop
         if crop is None:
             return self.transform(self._image(picture.whole()))
-        region = draw_region(*picture.size(), crop.scale, crop.ratio)
+        with SampleDraws() as generator:
+            region = draw_region(*picture.size(), crop.scale, crop.ratio, generator)
         functional = (
             v1.functional if isinstance(crop, v1.RandomResizedCrop) else v2.functional
         )  # they round differently
@@ -163,17 +165,23 @@ def _resized(picture: Picture, region: Region, size: tuple[int, int], quality: Q
     return resize(pixels, size, fidelity="linear" if quality == "fast" else "exact")
 
 
-def draw_region(height: int, width: int, scale: Sequence[float], ratio: Sequence[float]) -> Region:
+def draw_region(
+    height: int,
+    width: int,
+    scale: Sequence[float],
+    ratio: Sequence[float],
+    generator: torch.Generator | None = None,
+) -> Region:
     """The box of a RandomResizedCrop, by the draws of torchvision's (area uniform, aspect log-uniform, ten tries, then
-    the middle; Szegedy et al., arXiv 1409.4842), without a tensor for the image and with the generator named.
+    the middle; Szegedy et al., arXiv 1409.4842).
 
     Args:
         height: of the image, in pixels.
         width: of the image, in pixels.
         scale: least and largest share of the area.
         ratio: least and largest width / height.
+        generator: None for torch's default.
     """
-    generator = sample_generator()
     shortest, longest = _logarithms(*ratio)
     drawn = torch.empty(1)
     for _ in range(_TRIES):

@@ -15,6 +15,7 @@ import logging
 import random
 import sys
 import threading
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -88,11 +89,29 @@ class SampleRandom:
         self._guard.__exit__(kind, error, trace)
 
 
-def sample_generator() -> torch.Generator | None:
-    """What to name as ``generator`` in a draw: in a worker thread that of its sample, which saves the way below Python;
-    None elsewhere, which is torch's default."""
-    own: SampleRandom | None = getattr(_thread, "random", None)
-    return None if own is None else own.generator()
+class SampleDraws:
+    """For code that names a generator in each draw: within it, in a worker thread, the generator is that of the sample,
+    and draws go the direct way; elsewhere it is None, torch's default.
+
+    Example:
+        >>> with SampleDraws() as generator:
+        ...     flipped = torch.rand(1, generator=generator) < 0.5
+    """
+
+    def __enter__(self) -> torch.Generator | None:
+        own: SampleRandom | None = getattr(_thread, "random", None)
+        if own is None:
+            self._guard = None
+            return None
+        self._guard = torch._C._ExcludeDispatchKeyGuard(_key_set())
+        self._guard.__enter__()
+        return own.generator()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._guard is not None:
+            self._guard.__exit__(kind, error, trace)
 
 
 def prepare() -> None:
@@ -136,9 +155,14 @@ def _key() -> torch._C.DispatchKey:
     return key
 
 
+@lru_cache(maxsize=1)
+def _key_set() -> torch._C.DispatchKeySet:
+    return torch._C.DispatchKeySet(_key())
+
+
 def _kernel(operation: Any, place: int) -> Any:
     """``operation`` with the thread's generator where none was given; ``place`` is that of its generator argument."""
-    key = torch._C.DispatchKeySet(_key())
+    key = _key_set()
 
     def draw(*args: Any, **options: Any) -> Any:
         own = getattr(_thread, "random", None)
