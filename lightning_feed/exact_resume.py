@@ -33,6 +33,8 @@ class ExactResume(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remember what Lightning gives to the loaders: it is true until the first batch is trained."""
+        if trainer.state.fn != "fit":
+            return  # ``trainer.validate(ckpt_path=...)``: no training loader is given a state
         states = _host.checkpoint_loader_states(checkpoint) or []
         ours = all(map(is_feed_state, states))
         if states and _host.resumes_in_a_new_epoch(trainer, checkpoint):
@@ -62,7 +64,7 @@ class ExactResume(Callback):
         if fetcher is None:
             return
         tap: _host.FetcherTap | None = getattr(fetcher, "_feed_tap", None)
-        states = tap.trained_states if tap is not None else None
+        states = tap.states_to_save() if tap is not None else None
         if states is None:
             states = _host.checkpoint_loader_states(checkpoint)
         if states is None:
@@ -78,4 +80,7 @@ class ExactResume(Callback):
     @staticmethod
     def _adopt(trainer: Trainer) -> _host.FetcherTap | None:
         fetcher = _host.train_fetcher(trainer)
-        return None if fetcher is None else _host.adopt_fetcher(fetcher)
+        tap = None if fetcher is None else _host.adopt_fetcher(fetcher)
+        if tap is not None:
+            tap.progress = _host.train_progress(trainer)
+        return tap

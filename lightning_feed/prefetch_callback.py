@@ -10,7 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_feed import _host
 from lightning_feed.errors import SettingsError
 from lightning_feed.exact_resume import ExactResume
-from lightning_feed.transfer.nested import hold, off_host, release
+from lightning_feed.load.drop_keys import check_drop_keys
+from lightning_feed.transfer.lean import LeanTransfer, PackSmall
+from lightning_feed.transfer.nested import off_host
 from lightning_feed.transfer.prefetcher import Prefetcher, Staged
 from lightning_feed.transfer.streams import SideStream, open_stream
 
@@ -20,6 +22,7 @@ Stage = Literal["fit", "validate", "test", "predict"]
 STAGES: tuple[Stage, ...] = ("fit", "validate", "test", "predict")
 LOOK_AHEAD = "[PrefetchCallback].look_ahead"
 """The profiler action around fetching and staging the next batch."""
+_TRANSFER = "transfer_batch_to_device"
 
 
 class PrefetchCallback(ExactResume):
@@ -38,11 +41,18 @@ class PrefetchCallback(ExactResume):
             are loaded before the step in front of them has run; a dataset that draws random numbers in the main process
             (``num_workers=0``) then draws them in another order.
         host_keys: keys of dict batches, at any depth of nesting, whose values stay on the host.
+        drop_keys: keys that are left out before the transfer, since the step does not read them. Mappings lose the key;
+            named tuples and dataclasses have None there. ``on_before_batch_transfer`` still sees the values. What needs
+            not even leave the workers is better given to ``FastDataModule(drop_keys=...)``.
+        pack_small: copy many small tensors of a batch as one. ``"auto"`` times the first batches both ways, keeps the
+            cheaper way and says in one INFO line which; batches with fewer than 8 tensors of at most 64 kB are never
+            packed, nor is anything where ``transfer_batch_to_device`` is overridden.
         stages: where to prefetch: any of ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``. ``"validate"`` covers
             the validation inside a fit and the sanity check.
 
     Raises:
-        SettingsError: when ``depth`` is not a positive integer, a stage is unknown, or ``host_keys`` is a plain string.
+        SettingsError: when ``depth`` is not a positive integer, a stage is unknown, ``host_keys`` or ``drop_keys`` is a
+            plain string, or ``pack_small`` is none of the three.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -50,7 +60,15 @@ class PrefetchCallback(ExactResume):
         >>> trainer = Trainer(callbacks=[PrefetchCallback(host_keys=("meta",))], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, depth: int = 1, host_keys: tuple[str, ...] = (), stages: tuple[Stage, ...] = STAGES) -> None:
+    def __init__(
+        self,
+        depth: int = 1,
+        host_keys: tuple[str, ...] = (),
+        stages: tuple[Stage, ...] = STAGES,
+        *,
+        drop_keys: tuple[str, ...] = (),
+        pack_small: PackSmall = "auto",
+    ) -> None:
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise SettingsError(
                 f"PrefetchCallback(depth={depth!r}): depth is the number of batches kept ready on the device, a whole "
@@ -65,13 +83,19 @@ class PrefetchCallback(ExactResume):
             raise SettingsError(
                 f"PrefetchCallback(stages={stages!r}): give one or more of {', '.join(map(repr, STAGES))} in a tuple."
             )
+        if not isinstance(pack_small, bool) and pack_small != "auto":
+            raise SettingsError(f"PrefetchCallback(pack_small={pack_small!r}): give True, False or 'auto'.")
         super().__init__()
         self.depth = depth
         self.host_keys = tuple(host_keys)
+        self.drop_keys = check_drop_keys(drop_keys, "PrefetchCallback")
+        self.pack_small: PackSmall = pack_small
         self.stages: tuple[Stage, ...] = tuple(stages)
-        self._held = frozenset(host_keys)
         self._active = False
         self._stream: SideStream | None = None
+        self._device: torch.device | None = None
+        self._lean: LeanTransfer | None = None
+        self._staging = self._behind = self._outer_active = False
         self._prefetcher: Prefetcher | None = None
         self._in_hand: Staged | None = None
         self._wraps: list[_host.Wrap] = []
@@ -80,7 +104,8 @@ class PrefetchCallback(ExactResume):
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A stream can be neither.
-        return {**self.__dict__, "_stream": None, "_prefetcher": None, "_in_hand": None, "_wraps": [], "_triggers": {}}
+        none = dict.fromkeys(("_stream", "_device", "_prefetcher", "_lean", "_in_hand"))
+        return {**self.__dict__, **none, "_wraps": [], "_triggers": {}}
 
     @property
     def active(self) -> bool:
@@ -107,6 +132,11 @@ class PrefetchCallback(ExactResume):
         """Adopt the fetcher of this validation run."""
         self._begin(trainer, "validate", "on_validation_batch_end")
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A validation inside a fit is over: training goes on as before."""
+        if trainer.state.fn == "fit":
+            self._active = self._outer_active
+
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt the fetcher of this test run."""
         self._begin(trainer, "test", "on_test_batch_end")
@@ -124,18 +154,20 @@ class PrefetchCallback(ExactResume):
         self._let_go()
 
     def _begin(self, trainer: Trainer, stage: Stage, batch_end: str) -> None:
-        inside_fit = stage == "validate" and trainer.state.fn == "fit"
-        self._active = self._active if inside_fit else False
+        self._outer_active = self._active
+        self._active = False
         if stage not in self.stages:
             return
-        device = trainer.strategy.root_device
-        self._stream = self._stream or self.open_stream(device)
-        if self._stream is None:
-            self._stand_aside(trainer, f"there is no stream to copy on for device '{device}'")
+        if self.drop_keys or self.host_keys:
+            self._wrap(trainer)  # prefetched or not, the step sees the same batches
+        stream = self._stream_on(trainer.strategy.root_device)
+        if stream is None:
+            self._stand_aside(trainer, f"there is no stream to copy on for device '{trainer.strategy.root_device}'")
             return
         tap = _host.adopt_fetcher(_host.live_fetcher(trainer))
         if tap is None:
-            self._stand_aside(trainer, "the step takes `dataloader_iter` and fetches for itself")
+            keys = " (and drop_keys and host_keys do nothing there)" if self.drop_keys or self.host_keys else ""
+            self._stand_aside(trainer, f"the step takes `dataloader_iter` and fetches for itself{keys}")
             return
         if tap.owner not in (None, self):
             self._stand_aside(trainer, "another PrefetchCallback of this Trainer is at work")
@@ -143,12 +175,38 @@ class PrefetchCallback(ExactResume):
         if tap.closed:
             return  # its loader yields device tensors, which was said
         tap.owner, tap.on_hand_out = self, self._receive
-        self._active = True
-        if not self._wraps:
-            self._prefetcher = Prefetcher(self._stream)
-            self._wraps = _host.wrap_transfer(trainer, self._convert_input, partial(self._batch_hook, trainer))
+        self._active = self._behind = True
+        self._prefetcher = self._prefetcher or Prefetcher(stream)
+        self._wrap(trainer)
         if batch_end not in self._triggers:
             self._set_trigger(trainer, batch_end)
+
+    def _stream_on(self, device: torch.device) -> SideStream | None:
+        if self._stream is None or device != self._device:  # a callback may serve one Trainer after another
+            self._stream, self._device = self.open_stream(device), device
+        return self._stream
+
+    def _wrap(self, trainer: Trainer) -> None:
+        if self._lean is not None:
+            return
+        self._lean = LeanTransfer(
+            drop_keys=frozenset(self.drop_keys),
+            host_keys=frozenset(self.host_keys),
+            pack_small=self._may_pack(trainer) and self.pack_small,
+            warn=partial(self._say, trainer, logging.WARNING),
+            tell=partial(self._say, trainer, logging.INFO),
+        )
+        self._wraps += _host.wrap_transfer(trainer, self._convert_input, partial(self._batch_hook, trainer))
+
+    def _may_pack(self, trainer: Any) -> bool:
+        """A transfer of the user's own is given host batches, so nothing may be on the device before it."""
+        owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+        own = any(_host.is_overridden(each, _TRANSFER) for owner in owners for each in (owner, type(owner)))
+        if own and self.pack_small is True:
+            self._say(
+                trainer, logging.WARNING, f"pack_small=True does nothing, since {_TRANSFER} is overridden: it copies."
+            )
+        return not own
 
     def _set_trigger(self, trainer: Any, batch_end: str) -> None:
         """Choose the moment of the look-ahead: as early as nobody else's code can notice.
@@ -172,18 +230,23 @@ class PrefetchCallback(ExactResume):
         while self._wraps:
             self._wraps.pop().undo()
         self._triggers.clear()
-        self._in_hand = self._prefetcher = None
+        self._in_hand = self._prefetcher = self._lean = None
 
     def _stand_aside(self, trainer: Trainer, why: str) -> None:
-        if why not in self._told and trainer.is_global_zero:
-            logger.info("PrefetchCallback stands aside: %s.", why)
-        self._told.add(why)
+        self._say(trainer, logging.INFO, f"PrefetchCallback stands aside: {why}.")
+
+    def _say(self, trainer: Trainer, level: int, what: str) -> None:
+        """Once, and on one rank only."""
+        if what not in self._told and trainer.is_global_zero:
+            logger.log(level, "%s", what)
+        self._told.add(what)
 
     # --- looking ahead ------------------------------------------------------------------------------------------------
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """With a gradient scaler, look ahead before it makes the host wait for the device in the optimizer step."""
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        unnoticed = self._triggers.get("on_train_batch_end")
+        if unnoticed and getattr(trainer.precision_plugin, "scaler", None) is not None:
             self._look_ahead(trainer, step_pending=True)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -220,6 +283,11 @@ class PrefetchCallback(ExactResume):
             return
         trainer.profiler.start(LOOK_AHEAD)
         try:
+            if self._behind and self._stream is not None:
+                # Once for each loop: what the first batch's `device_transform` made on the compute stream, constants
+                # for example, is read on the side stream from here on.
+                self._stream.follow_compute()
+                self._behind = False
             while len(tap.ahead) < depth and _host.more_to_draw(fetcher):
                 item = tap.look_ahead()
                 if item.error is None:
@@ -235,15 +303,17 @@ class PrefetchCallback(ExactResume):
         module: Any = trainer.lightning_module
         device = trainer.strategy.root_device
         hook_in_progress = module._current_fx_name
+        self._staging = True
         try:
             return self._prefetcher.stage(
                 batch,
                 prepare=lambda host: module._on_before_batch_transfer(
                     trainer.precision_plugin.convert_input(host), dataloader_idx=index
                 ),
-                copy=lambda host: module._call_batch_hook("transfer_batch_to_device", host, device, index),
+                copy=lambda host: module._call_batch_hook(_TRANSFER, host, device, index),
             )
         finally:
+            self._staging = False
             module._current_fx_name = hook_in_progress  # a hook that raises leaves its own name behind
 
     # --- what the loop sees -------------------------------------------------------------------------------------------
@@ -258,16 +328,25 @@ class PrefetchCallback(ExactResume):
         """Stand in for the dispatch of the transfer hooks: a staged batch has been through the first two."""
         if self._in_hand is not None and name == "on_before_batch_transfer":
             return batch
-        if name != "transfer_batch_to_device":
+        if name != _TRANSFER:
             return original(name, batch, *args)
         if self._in_hand is not None:
             assert self._prefetcher is not None
             staged, self._in_hand = self._in_hand, None
             return self._prefetcher.take(staged)
-        self._look_at_first(trainer, batch)
-        if not self._held:
+        stage = _host.stage_now(trainer)
+        if self._lean is None or stage not in self.stages:
             return original(name, batch, *args)
-        return release(original(name, hold(batch, self._held), *args))
+        self._look_at_first(trainer, batch)
+        if trainer.training or trainer.state.fn != "fit" or "fit" not in self.stages:
+            self._lean.look(batch)  # validation inside a fit may have other keys than training
+
+        def copy(left: Any) -> Any:
+            return original(name, left, *args)
+
+        if not self._staging or self._stream is None:
+            return self._lean.send(batch, copy)
+        return self._lean.send_packed(batch, copy, device=args[0], stream=self._stream, stage=stage)
 
     def _look_at_first(self, trainer: Trainer, batch: Any) -> None:
         """A loader that yields device tensors (DALI, static buffers) may overwrite a batch in use when drawn ahead."""

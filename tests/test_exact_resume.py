@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from recording import NullStreamPrefetch, Numbers, Stream, WritesPerRank
-from resuming import Counting, SaveThenDie, assert_resumes_exactly, run
-from torch.utils.data import Dataset, WeightedRandomSampler
+from recording import NullStreamPrefetch, Numbers, Recording, Stream, WritesPerRank, quiet_trainer
+from resuming import Counting, Killed, SaveThenDie, assert_resumes_exactly, run
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
 
@@ -105,6 +105,36 @@ def test_saved_at_other_moments(moment: str, count: int, callbacks: Any, tmp_pat
     )
 
 
+class SaveInStep(SaveThenDie):
+    """Saves while a batch is in hand, as a SLURM signal or ``OnExceptionCheckpoint`` does."""
+
+    def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
+        self._reach("on_before_optimizer_step", trainer)
+
+
+@pytest.mark.parametrize("moment", ["on_train_batch_start", "on_before_optimizer_step"])
+@pytest.mark.parametrize("kind", ["map", "stream", "counting"])
+@pytest.mark.parametrize("callbacks", [no_callbacks, prefetching])
+def test_a_batch_in_hand_is_trained_again(moment: str, kind: str, callbacks: Any, tmp_path: Path) -> None:
+    """Lightning does not count a batch whose step did not end, so it must not be missing from the loader's state."""
+    source = data(kind, num_workers=0)
+    whole = run(source, callbacks(), max_epochs=2)
+    for count in (0, 3, 7, 8):  # first, middle and last batch of the first epoch, first batch of the second
+        path = tmp_path / f"{count}.ckpt"
+        run(source, [*callbacks(), SaveInStep(moment, count, path)], max_epochs=2)
+        assert run(source, callbacks(), ckpt_path=path, max_epochs=2) == whole[count:]
+
+
+def test_validating_a_checkpoint_leaves_nothing_for_a_fresh_fit(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+    run(data("counting", num_workers=0), [SaveThenDie("on_train_batch_end", 4, old)])
+    model, trainer = Recording(), quiet_trainer([NullStreamPrefetch(), SaveThenDie("on_train_batch_start", 0, new)])
+    trainer.validate(model, DataLoader(Numbers(2), batch_size=2), ckpt_path=old)
+    with pytest.raises(Killed):
+        trainer.fit(model, datamodule=Data("counting", num_workers=0))
+    assert "combined_loader" not in torch.load(new)["loops"]["fit_loop"]["state_dict"]
+
+
 @pytest.mark.parametrize("options", [{"max_steps": 21, "max_epochs": -1}, {"limit_train_batches": 5}], ids=str)
 @pytest.mark.parametrize("count", [2, 4, 7, 9])
 def test_limits(options: dict[str, Any], count: int, tmp_path: Path) -> None:
@@ -122,8 +152,8 @@ def test_the_order_differs_from_epoch_to_epoch_and_holds_each_sample_once() -> N
 
 def test_without_a_seed_the_checkpoint_brings_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No ``seed_everything``: each process draws its own seed, and the resumed one must take the first one's."""
-    from recording import Recording, end_workers, quiet_trainer
-    from resuming import Killed, trained
+    from recording import end_workers
+    from resuming import trained
 
     def go(callbacks: list[Callback], path: Path | None = None) -> list[Any]:
         monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)

@@ -128,6 +128,31 @@ def test_with_a_gradient_scaler_it_looks_ahead_before_backward() -> None:
     assert order == ["prepare", "prepare", "backward", *["prepare", "backward"] * 4, "backward"]
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_code_at_the_end_of_a_step_runs_before_the_next_batch_is_loaded_with_a_scaler_too(scaled: bool) -> None:
+    seen: list[Any] = []
+
+    class Grows(Recording):
+        """Makes the samples larger from step to step, as a curriculum does."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(batch[:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.trainer.train_dataloader.dataset.first += 100
+
+    scaler = torch.amp.GradScaler("cpu") if scaled else None
+    fit(
+        [NullStreamPrefetch()],
+        plain,
+        Grows,
+        plugins=[MixedPrecision("16-mixed" if scaled else "bf16-mixed", "cpu", scaler=scaler)],
+        max_epochs=1,
+    )
+    assert seen == [[100 * step + 2 * step, 100 * step + 2 * step + 1] for step in range(6)]
+
+
 # --- standing aside ---------------------------------------------------------------------------------------------------
 
 
@@ -571,3 +596,52 @@ def test_two_ranks(strategy: str, tmp_path: Path) -> None:
         assert ours[rank]["seen"] == expected[rank]["seen"]
         assert all(map(torch.equal, ours[rank]["weights"], expected[rank]["weights"]))
     assert ours[0]["seen"] != ours[1]["seen"]
+
+
+# --- one callback, several loops and Trainers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [("fit",), ("validate",), ("fit", "validate")])
+def test_active_is_that_of_the_loop_that_runs(stages: Any) -> None:
+    callback = NullStreamPrefetch(stages=stages)
+    seen: dict[str, set[bool]] = {"fit": set(), "validate": set()}
+
+    class Looks(Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            seen["fit"].add(callback.active)
+
+        def on_validation_batch_start(self, *args: Any) -> None:
+            seen["validate"].add(callback.active)
+
+    fit([callback, Looks()], with_validation, max_epochs=2, val_check_interval=2)
+    assert seen == {stage: {stage in stages} for stage in seen}
+
+
+def test_each_device_has_its_own_stream() -> None:
+    opened: list[str] = []
+
+    class Opens(PrefetchCallback):
+        def open_stream(self, device: torch.device) -> NullStream | None:
+            opened.append(device.type)
+            return None if device.type == "cpu" else NullStream()
+
+    callback = Opens()
+    assert callback._stream_on(torch.device("meta")) is callback._stream_on(torch.device("meta"))
+    assert opened == ["meta"]
+    fit([callback], plain, max_epochs=1)
+    assert not callback.active
+
+
+def test_the_side_stream_follows_the_compute_stream_once_for_each_loop() -> None:
+    """Constants that the first batch's transform makes on the compute stream are read on the side stream later."""
+
+    class Follows(CountingStream):
+        followed = 0
+
+        def follow_compute(self) -> None:
+            self.followed += 1
+
+    callback = CountingPrefetch(stages=("fit",))
+    callback.stream = Follows()
+    fit([callback], plain, max_epochs=3)
+    assert callback.stream.followed == 3

@@ -1,13 +1,15 @@
 """Walks over a batch of any shape: containers, dataclasses, named tuples, objects of the user's own."""
 
-import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _OPAQUE = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device)
+_CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
@@ -62,6 +64,16 @@ def release(batch: Any) -> Any:
     return _rebuild(batch, lambda _, value: value.value if isinstance(value, _Held) else release(value))
 
 
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``batch`` with ``change(tensor)`` in the place of every tensor in its plain containers, in order.
+
+    Objects with their own ``.to``, and those under :func:`hold`, are not entered.
+    """
+    if isinstance(batch, Tensor):
+        return change(batch)
+    return _rebuild(batch, lambda _, value: map_tensors(value, change))
+
+
 def _rebuild(batch: Any, child: Callable[[Any, Any], Any]) -> Any:
     """One container with ``child(key, value)`` in the place of each value: itself where that changes nothing."""
     if hasattr(batch, "to"):
@@ -109,23 +121,32 @@ def _leaves(batch: Any, stop_at: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, _Held):
+    """What a batch may keep its tensors in: elements, slots and attributes. A subclass of a container has both."""
+    if isinstance(value, (_Held, *_CODE)):
         return ()
+    inside: list[Any] = []
     if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    if isinstance(value, type) or callable(value):
-        return ()
-    slots = [getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
-    return [*slots, *getattr(value, "__dict__", {}).values()]
+        inside += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        inside += value
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            inside.append(getattr(value, f"_{kind.__name__.lstrip('_')}{name}" if private else name, None))
+    return inside + list(getattr(value, "__dict__", {}).values())
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that own the memory: ``Tensor.record_stream`` knows strided layouts only."""
-    if tensor.layout is torch.strided:
+    if tensor.is_nested:
+        ragged: Any = tensor  # its methods are not in torch's stubs
+        yield ragged.values()  # one buffer for all of its rows
+        if tensor.layout is torch.jagged:
+            yield ragged.offsets()
+            if ragged.lengths() is not None:
+                yield ragged.lengths()
+    elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_feed.transfer.nested import off_host
 from lightning_feed.transfer.streams import SideStream
 
 
@@ -40,6 +41,8 @@ class Prefetcher:
         """
         try:
             ready = prepare(batch)
+            if off_host(ready):
+                self._stream.follow_compute()  # `prepare` worked on the compute stream, and `copy` reads what it made
             with self._stream.issue():
                 ready = copy(ready)
             return Staged(batch=ready, mark=self._stream.mark())

@@ -23,6 +23,14 @@ class SideStream(Protocol):
         """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
         ...
 
+    def follow_compute(self) -> None:
+        """Let what is issued from here on begin after what the compute stream was given so far."""
+        ...
+
+    def stamp(self) -> Any:
+        """An event with the device's time after all work issued so far; None where there is no such clock."""
+        ...
+
 
 class DeviceStream:
     """A real stream of any backend whose module has streams and events: ``torch.cuda``, ``torch.xpu``.
@@ -55,6 +63,16 @@ class DeviceStream:
         compute.wait_event(mark)
         record_stream(batch, compute)
 
+    def follow_compute(self) -> None:
+        """Let what is issued from here on begin after what the compute stream was given so far."""
+        self._stream.wait_stream(self._backend.current_stream(self._device))
+
+    def stamp(self) -> Any:
+        """An event with the device's time after all work issued so far."""
+        event = self._backend.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
 
 class NullStream:
     """No stream at all: everything happens in program order. The same code runs on it where there is no accelerator."""
@@ -68,6 +86,12 @@ class NullStream:
 
     def hand_over(self, batch: Any, mark: Any) -> None:
         """The batch is ready already."""
+
+    def follow_compute(self) -> None:
+        """Program order does."""
+
+    def stamp(self) -> None:
+        """There is no clock but the host's."""
 
 
 def open_stream(device: torch.device) -> SideStream | None:

@@ -1,7 +1,7 @@
 """The walk over batches: every tensor is found, once; held values never move."""
 
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from typing import Any
 
 import pytest
@@ -33,6 +33,47 @@ class Slotted:
         self.x = x
 
 
+class SlottedToo(Slotted):
+    """Slots of a base class, a private one, and one that is not in a tuple."""
+
+    __slots__ = ("__y",)
+
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__(x)
+        self.__y = y
+
+
+class OneSlot:
+    __slots__ = "x"  # allowed by Python, so it is met
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Called(Plain):
+    """As PyTorch Geometric's batches are."""
+
+    def __call__(self) -> None: ...
+
+
+class Masked(dict[str, Any]):
+    """A container with an attribute of its own."""
+
+    def __init__(self, mask: Any, **values: Any) -> None:
+        super().__init__(**values)
+        self.mask = mask
+
+
+@dataclasses.dataclass
+class Computed:
+    """Has an attribute that is no field."""
+
+    x: Any
+
+    def __post_init__(self) -> None:
+        self.y = Y
+
+
 X, Y = torch.ones(2), torch.zeros(3)
 
 
@@ -46,6 +87,12 @@ X, Y = torch.ones(2), torch.zeros(3)
         (Sample(X), [X]),
         (Plain({"deep": X}), [X]),
         (Slotted(X), [X]),
+        (SlottedToo(X, Y), [X, Y]),
+        (OneSlot(X), [X]),
+        (Called(X), [X]),
+        (Masked(X, y=Y), [X, Y]),
+        (Computed(X), [X, Y]),
+        (deque([X]), [X]),
         (UserDict(a=X), [X]),
         (defaultdict(list, a=[X]), [X]),
         ([X, X], [X]),
@@ -63,6 +110,14 @@ def test_tensors(batch: Any, expected: list[torch.Tensor]) -> None:
 def test_packed_sequence() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)], enforce_sorted=False)
     assert {id(packed.data), id(packed.batch_sizes), id(packed.sorted_indices)} <= set(map(id, tensors(packed)))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_give_the_memory_under_them(layout: torch.layout) -> None:
+    rows = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=layout)
+    found = [tensor.tolist() for tensor in tensors({"rows": rows})]
+    assert found == [[1, 1, 0, 0, 0], *([[0, 2, 5]] if layout is torch.jagged else [])]
 
 
 def test_a_cycle_ends() -> None:

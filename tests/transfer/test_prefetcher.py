@@ -29,6 +29,9 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self._log.append(f"{self.name} waits for the event")
 
+    def wait_stream(self, stream: "Stream") -> None:
+        self._log.append(f"{self.name} waits for {stream.name}")
+
     def synchronize(self) -> None:
         raise AssertionError("the host must not wait")
 
@@ -45,7 +48,8 @@ class Backend:
         self.made += 1
         return Stream("side", self.log)
 
-    def Event(self) -> Event:  # torch's name
+    def Event(self, enable_timing: bool = False) -> Event:  # torch's name
+        self.timed = enable_timing
         return Event(self.log)
 
     @contextmanager
@@ -140,3 +144,21 @@ def test_open_stream(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: object())  # as torch.mps: no streams
     assert open_stream(torch.device("mps")) is None
     assert streams.open_stream is open_stream
+
+
+def test_a_copy_waits_for_what_was_prepared_on_the_device(backend: Backend) -> None:
+    """A hook may put tensors on the device itself; the side stream must not read them before they are written."""
+    prefetcher = Prefetcher(DeviceStream(torch.device("cuda")))
+
+    def prepare(batch: Any) -> Any:
+        backend.work("prepare")
+        return torch.empty(1, device="meta")
+
+    prefetcher.stage("host batch", prepare=prepare, copy=lambda batch: backend.work("transform"))
+    assert backend.log[:3] == ["prepare on compute", "side waits for compute", "transform on side"]
+
+
+def test_a_stamp_is_a_timing_event_on_the_side_stream(backend: Backend) -> None:
+    assert DeviceStream(torch.device("cuda")).stamp() is not None
+    assert (backend.timed, backend.log) == (True, ["record on side"])
+    assert NullStream().stamp() is None

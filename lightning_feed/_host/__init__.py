@@ -1,0 +1,70 @@
+"""All that touches Lightning's private parts.
+
+Each function says in which versions it was read, and what public thing would replace it. Objects of both packages
+(``lightning`` and ``pytorch_lightning``) pass through here, so nothing is imported from either: they are told apart by
+what they have, not by what they are. The files are used through this package's own names: ``_host.adopt_fetcher``.
+"""
+
+from lightning_feed._host.checkpoint import (
+    checkpoint_loader_states,
+    count_the_batch_in_hand,
+    resumes_in_a_new_epoch,
+    write_loader_states,
+)
+from lightning_feed._host.fetcher import (
+    Fetched,
+    FetcherTap,
+    adopt_fetcher,
+    more_to_draw,
+)
+from lightning_feed._host.hooks import (
+    Wrap,
+    defined_by_lightning,
+    is_overridden,
+    wrap_transfer,
+)
+from lightning_feed._host.loops import (
+    epochs_processed,
+    live_fetcher,
+    ranks_that_share_samples,
+    read_already,
+    stage_now,
+    train_batches_to_follow,
+    train_fetcher,
+    train_loaders,
+    train_progress,
+)
+from lightning_feed._host.reporting import (
+    bar_printer,
+    profiler_does_nothing,
+    step_actions,
+    step_to_log,
+)
+
+__all__ = [
+    "Fetched",
+    "FetcherTap",
+    "Wrap",
+    "adopt_fetcher",
+    "bar_printer",
+    "checkpoint_loader_states",
+    "count_the_batch_in_hand",
+    "defined_by_lightning",
+    "epochs_processed",
+    "is_overridden",
+    "live_fetcher",
+    "more_to_draw",
+    "profiler_does_nothing",
+    "ranks_that_share_samples",
+    "read_already",
+    "resumes_in_a_new_epoch",
+    "stage_now",
+    "step_actions",
+    "step_to_log",
+    "train_batches_to_follow",
+    "train_fetcher",
+    "train_loaders",
+    "train_progress",
+    "wrap_transfer",
+    "write_loader_states",
+]

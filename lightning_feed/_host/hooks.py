@@ -1,0 +1,65 @@
+"""Wraps methods of live objects, and tells the user's code from Lightning's."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Wrap:
+    """``around(original, *args)`` in the place of ``owner.name(*args)``, on this one instance, until :meth:`undo`.
+
+    A wrap that another tool has wrapped in its turn cannot be taken out; it then goes dead and passes calls through.
+    It pickles and deep-copies as the plain method, so a module copied or saved in the middle of a fit stays usable.
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        self._owner, self._name = owner, name
+        self._original = getattr(owner, name)
+        self._shadowed = vars(owner).get(name)
+        self._around: Callable[..., Any] | None = around
+        functools.update_wrapper(self, self._original)  # Lightning's is_overridden looks through __wrapped__
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._around is None:
+            return self._original(*args, **kwargs)
+        return self._around(self._original, *args, **kwargs)
+
+    def undo(self) -> None:
+        """Take the wrap out, or make it dead where something else holds on to it."""
+        self._around = None
+        if vars(self._owner).get(self._name) is not self:
+            return
+        if self._shadowed is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._shadowed)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, self._name)
+
+
+def wrap_transfer(trainer: Any, convert_input: Callable[..., Any], batch_hook: Callable[..., Any]) -> list[Wrap]:
+    """Put ``around`` functions before the three things that every loop does to a fetched batch.
+
+    ``convert_input(original, batch)`` stands in for the precision plugin's, and
+    ``batch_hook(original, name, batch, *args)`` for the module's dispatch of ``on_before_batch_transfer``,
+    ``transfer_batch_to_device`` and ``on_after_batch_transfer``. Read in 2.4.0, 2.5.6 and 2.6.6
+    (``core/module.py: _call_batch_hook``); a public hook that gives a callback the next batch would replace it.
+    """
+    return [
+        Wrap(trainer.precision_plugin, "convert_input", convert_input),
+        Wrap(trainer.lightning_module, "_call_batch_hook", batch_hook),
+    ]
+
+
+def is_overridden(owner: Any, hook: str) -> bool:
+    """Whether the user's module or callback has a ``hook`` of its own, not Lightning's empty one."""
+    method = getattr(owner, hook, None)
+    return method is not None and not defined_by_lightning(getattr(method, "__wrapped__", method))
+
+
+def defined_by_lightning(thing: Any) -> bool:
+    """Whether a class, object or function comes from Lightning or from this package."""
+    module = getattr(thing, "__module__", None) or type(thing).__module__
+    return module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_feed")

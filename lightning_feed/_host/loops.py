@@ -1,0 +1,87 @@
+"""Where the trainer and its loops stand."""
+
+from typing import Any
+
+
+def epochs_processed(trainer: Any) -> int:
+    """Training epochs that were trained to their end, which is the number of the epoch to train now.
+
+    Lightning gives this number to ``sampler.set_epoch``. ``trainer.current_epoch`` is behind it on a resumed run until
+    the fit loop starts. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
+    """
+    return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def ranks_that_share_samples(trainer: Any) -> int:
+    """Among how many ranks Lightning divides the samples of a map-style dataset.
+
+    Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _requires_distributed_sampler``).
+    """
+    connector = trainer._accelerator_connector
+    return int(trainer.world_size) if connector.use_distributed_sampler and connector.is_distributed else 1
+
+
+def live_fetcher(trainer: Any) -> Any:
+    """The fetcher of the loop that runs now, or None before it exists. Read in 2.4.0, 2.5.6 and 2.6.6."""
+    if trainer.training:
+        return train_fetcher(trainer)
+    if trainer.sanity_checking or trainer.validating:
+        fitting = trainer.state.fn == "fit"
+        return (trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop)._data_fetcher
+    if trainer.testing:
+        return trainer.test_loop._data_fetcher
+    if trainer.predicting:
+        return trainer.predict_loop._data_fetcher
+    return None
+
+
+def stage_now(trainer: Any) -> str:
+    """What the running loop does: ``"fit"``, ``"validate"`` (within a fit too), ``"test"`` or ``"predict"``."""
+    if trainer.training:
+        return "fit"
+    if trainer.sanity_checking or trainer.validating:
+        return "validate"
+    return "test" if trainer.testing else "predict"
+
+
+def train_fetcher(trainer: Any) -> Any:
+    """The training loop's fetcher, or None outside of a fit. Read in 2.4.0, 2.5.6 and 2.6.6."""
+    return trainer.fit_loop._data_fetcher
+
+
+def train_progress(trainer: Any) -> Any:
+    """The training loop's count of its batches. Read in 2.4.0 and 2.6.6 (``loops/progress.py: _BatchProgress``)."""
+    return trainer.fit_loop.epoch_loop.batch_progress
+
+
+def read_already(trainer: Any) -> bool:
+    """Whether Lightning has drawn a batch that no step was given yet, as it does for loaders without a length."""
+    return bool(trainer.fit_loop._data_fetcher.batches)
+
+
+def train_batches_to_follow(trainer: Any, *, at_most: int, step_pending: bool) -> int:
+    """How many batches the training loop will surely go straight on to after this one, up to ``at_most``.
+
+    None when the run ends here, and none when validation comes first: what validation draws from the global random
+    generators would otherwise come after the next training batch was loaded, not before.
+
+    Args:
+        at_most: the answer is not looked for beyond it.
+        step_pending: the optimizer step of this batch is still to come, so the step count is one behind.
+
+    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.should_stop or loop.batch_progress.is_last_batch:
+        return 0
+    if trainer.max_steps != -1:
+        at_most = min(at_most, trainer.max_steps - trainer.global_step - step_pending)
+    if at_most <= 0 or loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        return 0
+    return at_most
+
+
+def train_loaders(trainer: Any) -> list[Any]:
+    """The training loaders, flattened. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: setup_data``)."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)

@@ -1,0 +1,115 @@
+"""Copies the many small tensors of a batch to the device as one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_feed.transfer.nested import map_tensors
+
+SMALL_BYTES = 64 * 1024
+"""Tensors up to this size are packed. A larger one keeps the bus busy longer than it takes the host to ask for it."""
+AT_LEAST = 8
+"""Small tensors that a batch must have."""
+ALIGN_BYTES = 128
+"""Where a tensor may begin in the buffer: a whole number of every element, and of what vectorised kernels load."""
+
+DTYPES = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
+"""Those that every version of torch can concatenate and view."""
+
+_pads: dict[tuple[torch.dtype, int], Tensor] = {}
+"""Fillers between two tensors; a constant of each dtype and length, so nothing grows beyond a few kB."""
+
+
+def small_tensors(batch: Any) -> list[Tensor]:
+    """The tensors of ``batch`` that can be packed, in the order of a walk through its plain containers.
+
+    Those are dense, contiguous tensors on the host, of torch's own class and without a gradient. All others are left to
+    the ordinary transfer, which knows what to do with them.
+    """
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if _is_small(tensor):
+            found.append(tensor)
+        return tensor
+
+    map_tensors(batch, note)
+    return found
+
+
+def pack(batch: Any, small: list[Tensor], send: Callable[[Tensor], Tensor], *, pin: bool) -> Any:
+    """``batch`` with its small tensors on the device; everything else is where it was.
+
+    The packed tensors have the values, dtypes and shapes of the originals, and each has a version count of its own, so
+    that autograd does not take a write to one for a write to another. But they lie in one piece of device memory,
+    which lives as long as any of them, and which ``torch.save`` of one of them would save whole.
+
+    Args:
+        batch: a host batch.
+        small: what :func:`small_tensors` found in it.
+        send: issues the copy of one tensor of bytes to the device, without waiting.
+        pin: make the buffer of page-locked memory. Its owner is torch's caching host allocator, which hands it out
+            again only when the copies from it are over, so it need not be kept here.
+    """
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(small):
+        by_dtype.setdefault(tensor.dtype, []).append(index)
+    regions: list[tuple[torch.dtype, list[int], list[Tensor], list[int], int]] = []
+    start = 0
+    for dtype, members in by_dtype.items():
+        pieces: list[Tensor] = []
+        lengths: list[int] = []
+        step = ALIGN_BYTES // dtype.itemsize
+        for index in members:
+            flat = small[index]
+            if flat.dim() != 1:
+                flat = flat.view(-1)
+            length = len(flat)
+            filler = -length % step
+            pieces += (flat, _pad(dtype, filler))
+            lengths += (length, filler)
+        regions.append((dtype, members, pieces, lengths, start))
+        start += sum(lengths) * dtype.itemsize
+    host = torch.empty(start, dtype=torch.uint8, pin_memory=pin)
+    for dtype, _, pieces, lengths, begin in regions:
+        torch.cat(pieces, out=_typed(host, dtype, begin, lengths))
+    device = send(host)
+    sent: list[Any] = [None] * len(small)
+    for dtype, members, _, lengths, begin in regions:
+        flats = _typed(device, dtype, begin, lengths).split_with_sizes(lengths)[::2]
+        for index, flat in zip(members, flats, strict=True):
+            shape = small[index].shape
+            # `.data`: views of one tensor share its version count, and autograd would refuse a backward pass.
+            sent[index] = (flat if len(shape) == 1 else flat.view(shape)).data
+    coming, packed = iter(sent), set(map(id, small))
+    return map_tensors(batch, lambda tensor: next(coming) if id(tensor) in packed else tensor)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    # Asked of every tensor of every batch. `is_cpu` and `nbytes` make no objects, as `device.type` does.
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and 0 < tensor.nbytes <= SMALL_BYTES
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
+        and tensor.dtype in DTYPES
+    )
+
+
+def _typed(buffer: Tensor, dtype: torch.dtype, begin: int, lengths: list[int]) -> Tensor:
+    return buffer[begin : begin + sum(lengths) * dtype.itemsize].view(dtype)
+
+
+def _pad(dtype: torch.dtype, length: int) -> Tensor:
+    pad = _pads.get((dtype, length))
+    if pad is None:
+        pad = _pads[dtype, length] = torch.zeros(length, dtype=dtype)
+    return pad
