@@ -52,8 +52,32 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("feed_demo"), metavar="DIR", help="default: feed_demo")
     demo.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
     demo.set_defaults(run=_demo)
+    _add_pack(commands)
     _add_stage(commands)
     return parser
+
+
+def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    pack = commands.add_parser(
+        "pack",
+        help="pack a folder of many small files into a few large ones",
+        description="Pack SRC, a folder of class folders (with train, val, test around them or not), into DEST. Run "
+        "again after a kill, it goes on where it was. ImageFolderDataModule and PackedDataset read the pack.",
+    )
+    pack.add_argument("source", type=Path, metavar="SRC", help="a folder of class folders")
+    pack.add_argument("dest", type=Path, metavar="DEST", help="where the pack is to be")
+    pack.add_argument("--format", choices=("lmdb", "hdf5", "litdata"), default="lmdb", help="default: lmdb")
+    pack.add_argument("--short-side", type=int, metavar="PX", help="resize larger images once, to this shorter side")
+    pack.add_argument(
+        "--quality", type=int, default=95, metavar="Q", help="of the JPEGs that are resized (default: 95)"
+    )
+    pack.add_argument("--decoded", action="store_true", help="store decoded pixels in place of files")
+    pack.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each CPU)")
+    pack.add_argument("--on-error", choices=("raise", "skip"), default="raise", help="for images that cannot be read")
+    pack.add_argument("--force", action="store_true", help="replace a pack that is there")
+    pack.add_argument("--verify", action="store_true", help="read everything back and compare checksums")
+    pack.add_argument("--json", action="store_true", help="print what was done as JSON")
+    pack.set_defaults(run=_pack)
 
 
 def _add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -78,6 +102,30 @@ def _demo(arguments: argparse.Namespace) -> None:
 
     outcome = run_demo(data=arguments.data, images=arguments.images, epochs=arguments.epochs, out=arguments.out)
     print(outcome.as_json() if arguments.json else outcome.as_text())
+
+
+def _pack(arguments: argparse.Namespace) -> None:
+    from lightning_feed.archive import pack
+
+    done = pack(
+        arguments.source,
+        arguments.dest,
+        format=arguments.format,
+        short_side=arguments.short_side,
+        quality=arguments.quality,
+        decoded=arguments.decoded,
+        workers=arguments.workers,
+        on_error=arguments.on_error,
+        force=arguments.force,
+        verify=arguments.verify,
+    )
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(done), default=str, indent=2))
+        return
+    for problem in done.skipped:
+        print(f"left out: {problem}", file=sys.stderr)
+    verified = ", verified" if arguments.verify else ""
+    print(f"{done.path}: {done.samples} samples, {done.total_bytes / 1e6:.1f} MB, {done.took_s:.1f} s{verified}")
 
 
 def _stage(arguments: argparse.Namespace) -> None:

@@ -4,21 +4,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_feed.archive.pack_manifest import is_pack
+    from lightning_feed.archive.packed_dataset import PackedDataset
+    from lightning_feed.archive.packing import PackReport, pack, verify_pack
     from lightning_feed.archive.stage_background import stage_in_background
     from lightning_feed.archive.stage_path import StagedPath
     from lightning_feed.archive.stage_room import mount_command
     from lightning_feed.archive.stage_users import unstage
     from lightning_feed.archive.staging import Staged, stage
 
-__all__ = ["Staged", "StagedPath", "mount_command", "stage", "stage_in_background", "unstage"]
+__all__ = [
+    "PackReport",
+    "PackedDataset",
+    "Staged",
+    "StagedPath",
+    "is_pack",
+    "mount_command",
+    "pack",
+    "stage",
+    "stage_in_background",
+    "unstage",
+    "verify_pack",
+]
 
 _HOMES = {
+    "PackReport": "packing",
+    "PackedDataset": "packed_dataset",
     "Staged": "staging",
     "StagedPath": "stage_path",
+    "is_pack": "pack_manifest",
     "mount_command": "stage_room",
+    "pack": "packing",
     "stage": "staging",
     "stage_in_background": "stage_background",
     "unstage": "stage_users",
+    "verify_pack": "packing",
 }
 
 

@@ -8,8 +8,10 @@ import numpy.typing as npt
 
 from lightning_feed.archive.folder_source import FolderSource, Place
 from lightning_feed.archive.index_store import index_of
+from lightning_feed.archive.pack_manifest import ALL, is_pack
+from lightning_feed.archive.packed_dataset import PackedDataset
 from lightning_feed.archive.source import Encoded, SampleSource
-from lightning_feed.errors import SettingsError
+from lightning_feed.errors import DatasetError, SettingsError
 
 _FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 """What the folders of a split are called."""
@@ -45,6 +47,8 @@ class Splits:
         root = place if isinstance(place, Path) else place.current()
         if split not in _FOLDERS:
             return None
+        if is_pack(root):
+            return self._packed(root, split)
         if not (root / "train").is_dir():
             return self._share(FolderSource(place, index_of(root)), split)
         name = next((name for name in _FOLDERS[split] if (root / name).is_dir()), None)
@@ -58,6 +62,16 @@ class Splits:
         """Names of the labels, sorted."""
         source = self.source(place, "train")
         return source.classes if source is not None else ()
+
+    def _packed(self, root: Path, split: str) -> SampleSource | None:
+        manifest = PackedDataset.manifest_of(root)
+        if manifest.kind == "samples":
+            raise DatasetError(
+                f"{root} is a pack of samples, not of images. Read it with PackedDataset({str(root)!r})."
+            )
+        if ALL in manifest.parts:
+            return self._share(PackedDataset(root), split)
+        return PackedDataset(root, split) if split in manifest.parts else None
 
     def _share(self, source: SampleSource, split: str) -> SampleSource | None:
         if split == "test":

@@ -99,9 +99,9 @@ class SampleDraws:
     """
 
     def __enter__(self) -> torch.Generator | None:
+        self._guard: Any = None
         own: SampleRandom | None = getattr(_thread, "random", None)
         if own is None:
-            self._guard = None
             return None
         self._guard = torch._C._ExcludeDispatchKeyGuard(_key_set())
         self._guard.__enter__()

@@ -54,8 +54,7 @@ def test_files_labels_and_order_are_those_of_image_folder(tmp_path: Path) -> Non
 def test_names_that_are_not_unicode_are_read(tmp_path: Path) -> None:
     folder = put(tmp_path, "a/1.jpg") / "a"
     odd = os.fsencode(folder) + b"/\xff\xfe.jpg"
-    with open(odd, "wb") as file:
-        file.write(b"odd")
+    Path(os.fsdecode(odd)).write_bytes(b"odd")
     source = FolderSource(tmp_path, scan_classes(tmp_path))
     assert [source.read(i) for i in range(len(source))] == [b"a/1.jpg", b"odd"]
 
@@ -112,7 +111,7 @@ def test_the_index_pickles_and_holds_no_list_of_files(tmp_path: Path) -> None:
     assert all(isinstance(value, np.ndarray) for value in per_file)
 
 
-# --- remembered ----------------------------------------------------------------------------------------------------------
+# --- remembered -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

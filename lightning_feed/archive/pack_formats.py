@@ -1,0 +1,221 @@
+"""The three formats that a pack can have: how payloads are written, and how one is read by its number.
+
+Files are opened in the process that reads, on the first read: neither LMDB nor HDF5 survives a fork.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakValueDictionary, finalize
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_feed.archive.pack_manifest import Format
+from lightning_feed.errors import ArchiveError
+from lightning_feed.extras import require
+
+Write = Callable[[Path, Iterator[bytes], npt.NDArray[np.int64], Callable[[int], None]], None]
+"""(folder, payloads, their sizes, report of bytes written)"""
+_LMDB_PAGE = 4096
+_BATCH_BYTES = 64 << 20
+_CHUNK_BYTES = 64 << 20
+
+
+class Reader(Protocol):
+    """Reads payloads of one part in this process, from any thread."""
+
+    def read(self, index: int) -> bytes:
+        """The payload of sample ``index``."""
+
+
+# --- LMDB -------------------------------------------------------------------------------------------------------------
+
+
+def write_lmdb(
+    folder: Path, payloads: Iterator[bytes], sizes: npt.NDArray[np.int64], report: Callable[[int], None]
+) -> None:
+    """One LMDB environment; keys are numbers of 8 bytes, big-endian, so that they sort."""
+    lmdb = _lmdb()
+    pages = int(((sizes + 16 + _LMDB_PAGE - 1) // _LMDB_PAGE + 1).sum())  # each payload in whole pages, and its key
+    environment = lmdb.open(str(folder), map_size=int(pages * _LMDB_PAGE * 1.1) + (16 << 20), subdir=True, lock=False)
+    transaction, waiting = environment.begin(write=True), 0
+    try:
+        for index, payload in enumerate(payloads):
+            transaction.put(_key(index), payload, append=True)
+            waiting += len(payload)
+            if waiting >= _BATCH_BYTES:
+                transaction.commit()
+                report(waiting)
+                transaction, waiting = environment.begin(write=True), 0
+        transaction.commit()
+        report(waiting)
+        environment.sync(True)  # noqa: FBT003 - lmdb has no name for it
+    finally:
+        environment.close()
+
+
+class LmdbReader:
+    """Reads from a memory map."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lmdb = _lmdb()
+        self._folder = folder
+        self._environment = _open_once(self._lmdb, folder)
+        self._entries = self._environment.lmdb.stat()["entries"]
+
+    def read(self, index: int) -> bytes:
+        """The payload of sample ``index``, copied out of the map: it is valid within a transaction only."""
+        try:
+            with self._environment.lmdb.begin(buffers=False) as transaction:
+                found = transaction.get(_key(index))
+        except self._lmdb.Error as error:
+            raise ArchiveError(f"{self._folder} cannot be read at sample {index}: {error}.") from error
+        if found is None:
+            raise ArchiveError(f"{self._folder} has no sample {index} among {self._entries}. Pack the source again.")
+        payload: bytes = found
+        return payload
+
+
+class _Environment:
+    """An open environment, and the process that opened it."""
+
+    def __init__(self, lmdb: Any) -> None:
+        self.lmdb, self.pid = lmdb, os.getpid()
+
+    def __del__(self) -> None:
+        self.lmdb.close()
+
+
+_environments: "WeakValueDictionary[str, _Environment]" = WeakValueDictionary()
+_opening = threading.Lock()
+
+
+def _open_once(lmdb: Any, folder: Path) -> _Environment:
+    """LMDB forbids to open an environment twice in a process; several datasets may read one pack."""
+    path = os.path.realpath(folder)
+    with _opening:
+        held = _environments.get(path)
+        if held is not None and held.pid == os.getpid():
+            return held
+        if held is not None:
+            held.lmdb.close()  # inherited by a fork: closed in this process only
+        try:
+            # No lock: nobody writes. No readahead: training reads at random. Spare readers are for threads.
+            environment = lmdb.open(path, readonly=True, lock=False, readahead=False, subdir=True, max_readers=512)
+        except lmdb.Error as error:
+            raise ArchiveError(
+                f"{folder} cannot be read: {error}. The pack is damaged: copy it again, or pack the source again."
+            ) from error
+        page = environment.stat()["psize"]
+        needed, there = environment.info()["last_pgno"] + 1, (folder / "data.mdb").stat().st_size // page
+        if there < needed:  # reading on would end the process with SIGBUS
+            environment.close()
+            raise ArchiveError(
+                f"{folder / 'data.mdb'} is cut short: {there} of {needed} pages are there. Copy or pack it again."
+            )
+        _environments[path] = made = _Environment(environment)
+        return made
+
+
+def _key(index: int) -> bytes:
+    return index.to_bytes(8, "big")
+
+
+def _lmdb() -> Any:
+    return require("lmdb", extra="pack", why="A pack of the format lmdb")
+
+
+# --- HDF5 -------------------------------------------------------------------------------------------------------------
+
+
+def write_hdf5(
+    folder: Path, payloads: Iterator[bytes], sizes: npt.NDArray[np.int64], report: Callable[[int], None]
+) -> None:
+    """``data.h5``: ``bytes``, uint8 of all payloads one after the other, and ``ends``, int64, where each ends."""
+    h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
+    total = int(sizes.sum())
+    with h5py.File(folder / "data.h5", "w") as file:
+        file.create_dataset("ends", data=np.cumsum(sizes))
+        # Contiguous and not compressed: readers take bytes from a place in the file, without the HDF5 library.
+        data = file.create_dataset("bytes", shape=(max(1, total),), dtype="u1")
+        at, waiting = 0, bytearray()
+        for payload in payloads:
+            waiting += payload
+            if len(waiting) >= _BATCH_BYTES:
+                data[at : at + len(waiting)] = np.frombuffer(waiting, np.uint8)
+                report(len(waiting))
+                at, waiting = at + len(waiting), bytearray()
+        if waiting:
+            data[at : at + len(waiting)] = np.frombuffer(waiting, np.uint8)
+            report(len(waiting))
+
+
+class Hdf5Reader:
+    """Asks HDF5 once where the bytes lie in the file, and reads there: its library locks, and dislikes forks."""
+
+    def __init__(self, folder: Path) -> None:
+        h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
+        path = folder / "data.h5"
+        try:
+            with h5py.File(path, "r", locking=False) as file:
+                self._ends: npt.NDArray[np.int64] = file["ends"][:]
+                self._offset: int = file["bytes"].id.get_offset()
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except (OSError, KeyError) as error:
+            raise ArchiveError(
+                f"{path} cannot be read: {error}. The pack is damaged: pack the source again."
+            ) from error
+        finalize(self, os.close, self._descriptor)
+        self._path = path
+
+    def read(self, index: int) -> bytes:
+        """The payload of sample ``index``."""
+        begin = int(self._ends[index - 1]) if index else 0
+        size = int(self._ends[index]) - begin
+        payload = os.pread(self._descriptor, size, self._offset + begin)
+        if len(payload) < size:
+            raise ArchiveError(f"{self._path} is cut short at sample {index}. Copy or pack it again.")
+        return payload
+
+
+# --- LitData ----------------------------------------------------------------------------------------------------------
+
+
+def write_litdata(
+    folder: Path,
+    payloads: Iterator[bytes],
+    sizes: npt.NDArray[np.int64],  # noqa: ARG001 - LitData cuts its chunks as they come
+    report: Callable[[int], None],
+) -> None:
+    """Chunks as ``litdata.StreamingDataset`` reads them, from object stores too; a sample is ``{"data": bytes}``."""
+    litdata = require("litdata", extra="litdata", why="A pack of the format litdata")
+    cache = litdata.streaming.Cache(str(folder), chunk_bytes=_CHUNK_BYTES)
+    for index, payload in enumerate(payloads):
+        cache[index] = {"data": payload}
+        report(len(payload))
+    cache.done()
+    cache.merge()
+
+
+class LitDataReader:
+    """Reads through LitData's own dataset."""
+
+    def __init__(self, folder: Path) -> None:
+        litdata = require("litdata", extra="litdata", why="A pack of the format litdata")
+        try:
+            self._dataset = litdata.StreamingDataset(str(folder))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ArchiveError(
+                f"{folder} cannot be read: {error}. The pack is damaged: pack the source again."
+            ) from error
+
+    def read(self, index: int) -> bytes:
+        """The payload of sample ``index``."""
+        return bytes(self._dataset[index]["data"])
+
+
+WRITERS: dict[Format, Write] = {"lmdb": write_lmdb, "hdf5": write_hdf5, "litdata": write_litdata}
+READERS: dict[Format, Callable[[Path], Reader]] = {"lmdb": LmdbReader, "hdf5": Hdf5Reader, "litdata": LitDataReader}

@@ -1,0 +1,98 @@
+"""What is packed: each sample of a source as bytes, kept, made smaller, or decoded. Runs in worker processes."""
+
+import io
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+from torch.utils.data import Dataset
+
+from lightning_feed.archive.pack_manifest import Kind
+from lightning_feed.archive.pack_sample import to_bytes
+from lightning_feed.archive.source import Encoded, SampleSource
+from lightning_feed.errors import DatasetError, DecodeError
+
+SHAPE_BYTES = 8
+"""Before decoded pixels: height and width, 4 bytes each, little endian."""
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """How images are changed once, while they are packed."""
+
+    short_side: int | None = None
+    """Images with a longer shorter side are resized to this, in pixels; smaller ones stay as they are."""
+    quality: int = 95
+    """Of JPEGs that are written anew, 1 to 100."""
+    decoded: bool = False
+    """Whether pixels are stored, uint8 (H, W, 3), instead of a file."""
+
+
+class Payloads(Dataset[tuple[bytes | None, int, str]]):
+    """A map-style dataset of payloads: ``payloads[i]`` is (bytes or None, CRC-32, why it could not be read).
+
+    Args:
+        source: labelled files, or any map-style dataset.
+        kind: what is packed.
+        shrink: for files and decoded pixels.
+    """
+
+    def __init__(self, source: Any, kind: Kind, shrink: Shrink) -> None:
+        self.source, self.kind, self.shrink = source, kind, shrink
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[bytes | None, int, str]:
+        try:
+            payload = self._payload(index)
+        except DatasetError as error:
+            return None, 0, str(error)
+        return payload, zlib.crc32(payload), ""
+
+    def _payload(self, index: int) -> bytes:
+        if self.kind == "samples":
+            return to_bytes(self.source[index])
+        source: SampleSource = self.source
+        data = source.read(index)
+        if self.kind == "files" and self.shrink.short_side is None:
+            return bytes(data)
+        try:
+            return _decoded(data, self.shrink) if self.kind == "decoded" else _encoded(data, self.shrink)
+        except (DecodeError, OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise DecodeError(
+                f"{source.name(index)} (sample {index}) is not an image that can be read: {error}"
+            ) from error
+
+
+def pixels_of(payload: bytes | memoryview) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """Decoded pixels from their payload: uint8, shape (H, W, 3), read-only."""
+    height, width = np.frombuffer(payload, "<u4", count=2)
+    return np.frombuffer(payload, np.uint8, offset=SHAPE_BYTES).reshape(int(height), int(width), 3)
+
+
+def _decoded(data: Encoded, shrink: Shrink) -> bytes:
+    with Image.open(io.BytesIO(bytes(data))) as image:
+        pixels = np.asarray(_resized(image.convert("RGB"), shrink.short_side))
+    return np.array(pixels.shape[:2], "<u4").tobytes() + pixels.tobytes()
+
+
+def _encoded(data: Encoded, shrink: Shrink) -> bytes:
+    with Image.open(io.BytesIO(bytes(data))) as image:
+        image.load()  # whether or not it is resized: a file that is cut short is found now
+        if shrink.short_side is None or min(image.size) <= shrink.short_side:
+            return bytes(data)  # as good as new ones would be, and of the size that was asked for
+        file = io.BytesIO()
+        # The colours at full resolution: they have been halved once, and would be so again.
+        _resized(image.convert("RGB"), shrink.short_side).save(file, "JPEG", quality=shrink.quality, subsampling=0)
+    return file.getvalue()
+
+
+def _resized(image: Image.Image, short_side: int | None) -> Image.Image:
+    short = min(image.size)
+    if short_side is None or short <= short_side:
+        return image
+    size = tuple(max(1, round(side * short_side / short)) for side in image.size)
+    return image.resize((size[0], size[1]), Image.Resampling.BICUBIC)
