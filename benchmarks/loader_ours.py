@@ -1,0 +1,97 @@
+"""The rows of `loader.py` that are this package's own, as a user gets them from ImageFolderDataModule."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from loader_process import Feed, Job, Skip
+from PIL import Image
+
+
+def ours(
+    job: Job,
+    *,
+    quality: Literal["exact", "near", "fast"] = "exact",
+    workers: Literal["process", "thread"] = "thread",
+    cache: Literal["bytes", "decoded"] | None = None,
+    floats: bool = False,
+) -> Feed:
+    """``floats`` runs ``device_transform`` on the CPU, too: what the reference gives, where there is no device."""
+    from lightning_feed import ImageFolderDataModule, LoaderSettings
+    from lightning_feed.load.image_recipe import TrainRecipe
+    from lightning_feed.load.picture import DecodedPicture, EncodedPicture
+
+    if cache == "decoded":
+        _check_room(job)
+    made = ImageFolderDataModule(
+        job.folder,
+        job.batch_size,
+        image_size=job.size,
+        quality=quality,
+        cache=cache,
+        loader=LoaderSettings(num_workers=job.workers, workers=workers, persistent_workers=True, pin_memory=False),
+    )
+    loader = made.train_dataloader()
+    choice = made.decoder_choice
+    # Boxes of the whole area and square do not fit, so that the recipe takes the middle, as torchvision's does.
+    recipe = TrainRecipe(size=job.size, quality=quality, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip_probability=0.0)
+
+    def epoch() -> Iterator[Any]:
+        for batch in loader:
+            yield (made.device_transform(batch, "train") if floats else batch)[0]
+
+    def pixels(paths: Sequence[Path]) -> Iterator[np.ndarray]:
+        for path in paths:
+            data = path.read_bytes()
+            decoded = cache == "decoded"
+            picture = DecodedPicture(choice.decoder.decode(data)) if decoded else EncodedPicture(data, choice.decoder)
+            yield recipe(picture).permute(1, 2, 0).numpy()
+
+    return Feed(epoch, pixels, note=f"decoder {choice.name}")
+
+
+def on_device(job: Job, *, augmented: bool) -> Feed:
+    """cache="device": on the first CUDA device, else on the CPU, which then does the device's work.
+
+    Without ``augmented`` only the batches are gathered: what is left for the host, whose share on a device is nothing
+    per sample.
+    """
+    from lightning.pytorch import Trainer
+
+    from lightning_feed import ImageFolderDataModule, LoaderSettings
+
+    made = ImageFolderDataModule(
+        job.folder,
+        job.batch_size,
+        image_size=job.size,
+        cache="device",
+        loader=LoaderSettings(num_workers=job.workers, workers="thread"),
+    )
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
+        made.trainer = Trainer(accelerator="cuda", devices=1, logger=False, enable_checkpointing=False)
+    loader = made.train_dataloader()
+
+    def epoch() -> Iterator[Any]:
+        for batch in loader:
+            images = (made.device_transform(batch, "train") if augmented else batch)[0]
+            yield images if augmented else images[..., : job.size, : job.size]  # kept larger; a view
+        if on_cuda:
+            torch.cuda.synchronize()
+
+    return Feed(epoch, note="on CUDA" if on_cuda else "the CPU does the device's work")
+
+
+def _check_room(job: Job) -> None:
+    files: Iterable[Path] = job.files
+    needed = 0
+    for path in files:
+        with Image.open(path) as image:
+            needed += 3 * image.width * image.height
+    from lightning_feed.load.machine import read_machine
+
+    free = read_machine().available_memory_bytes or 0
+    if needed > free // 4:
+        raise Skip(f"decoded, the images take {needed / 1e9:.1f} GB, more than a quarter of the free memory")

@@ -1,0 +1,197 @@
+"""One contender in a process of its own, measured there: what `loader.py` starts for each row of its table.
+
+A crash, an import or a thread of one contender cannot touch another. The process leads a session, so that all it
+starts (workers, helpers) is found by its number, for the CPU time and for the memory.
+"""
+
+import gc
+import logging
+import math
+import os
+import resource
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Skip(Exception):
+    """A contender that cannot run here, in a word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be loaded, the same for all."""
+
+    folder: Path
+    """Holds ``train/<class>/<file>``."""
+    scratch: Path
+    """For what a contender makes of the files: archives, chunks, logs."""
+    batch_size: int = 64
+    size: int = 224
+    workers: int = 2
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted((self.folder / "train").glob("*/*"))
+
+    @property
+    def batches(self) -> list[list[Path]]:
+        files = self.files
+        return [files[at : at + self.batch_size] for at in range(0, len(files), self.batch_size)]
+
+
+class Feed(NamedTuple):
+    """A contender that is ready: its epochs, and what its resize makes of a fixed crop."""
+
+    epoch: Callable[[], Iterable[Any]]
+    """Called before the clock starts; gives the image batches of one epoch, (B, 3, H, W)."""
+    pixels: Callable[[Sequence[Path]], Iterable[np.ndarray]] | None = None
+    """uint8 (H, W, 3) of the largest square in the middle of each file; None where the library allows no fixed crop."""
+    whole: bool = False
+    """Whether ``pixels`` stretches the whole image instead, as the library has no fixed crop."""
+    note: str = ""
+
+
+class Ready(NamedTuple):
+    psnr_db: tuple[float, float] | None
+    """Worst and median of the files, against Pillow."""
+    note: str
+
+
+class Pass(NamedTuple):
+    """One epoch."""
+
+    images: int
+    wall_s: float
+    """From the start of the first ``iter`` to the last batch."""
+    first_s: float
+    cpu_s: float
+    memory_mb: float | None
+
+
+def serve(connection: Connection, make: Callable[[Job], Feed], job: Job, log: Path) -> None:
+    """Make the contender, then run one epoch for each message until told to stop."""
+    os.setsid()
+    with log.open("w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    try:
+        feed = make(job)
+        connection.send(Ready(_fidelity(feed, job), feed.note))
+        while (asked := connection.recv()) != "stop":
+            connection.send(_run(feed, job, asked == "memory"))
+    except Exception as error:  # noqa: BLE001 - whatever a library raises is said in the table
+        traceback.print_exc()
+        connection.send(error if isinstance(error, Skip) else Skip(f"{type(error).__name__}: {error}"))
+    finally:
+        connection.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # some of the libraries wait for their threads for ever
+
+
+def _run(feed: Feed, job: Job, with_memory: bool) -> Pass:  # noqa: FBT001
+    source = feed.epoch()
+    total, half = len(job.files), len(job.files) // 2
+    images, first_s, memory_mb = 0, math.nan, None
+    gc.collect()
+    cpu, begun = _cpu_seconds(), time.perf_counter()
+    last = begun
+    for batch in source:
+        last = time.perf_counter()
+        if not images:
+            first_s = last - begun
+            _check(batch, job)
+        images += len(batch)
+        if with_memory and memory_mb is None and images >= half:
+            memory_mb = _memory_mb()
+    cpu = _cpu_seconds() - cpu
+    if images != total:
+        raise Skip(f"gave {images} of {total} images")
+    return Pass(images, last - begun, first_s, cpu, memory_mb)
+
+
+def _check(batch: Any, job: Job) -> None:
+    wanted = (job.batch_size, 3, job.size, job.size)
+    if tuple(batch.shape) != wanted:
+        raise Skip(f"gave batches of {tuple(batch.shape)}, not {wanted}")
+
+
+def _fidelity(feed: Feed, job: Job) -> tuple[float, float] | None:
+    if feed.pixels is None:
+        return None
+    files = job.files
+    some = files[:: max(1, len(files) // 16)][:16]
+    found = []
+    for path, pixels in zip(some, feed.pixels(some), strict=True):
+        reference = _reference(path, job.size, whole=feed.whole)
+        error = np.mean(np.square(np.asarray(pixels, np.float64) - reference))
+        found.append(math.inf if error == 0 else 10 * math.log10(255**2 / error))
+    return min(found), statistics.median(found)
+
+
+def _reference(path: Path, size: int, *, whole: bool) -> np.ndarray:
+    with Image.open(path) as image:
+        pixels = image.convert("RGB")
+    if not whole:
+        top, left, side, _ = middle(pixels.height, pixels.width)
+        pixels = pixels.crop((left, top, left + side, top + side))
+    return np.asarray(pixels.resize((size, size), Image.Resampling.BILINEAR))
+
+
+def middle(height: int, width: int) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of the largest square in the middle."""
+    side = min(height, width)
+    return (height - side) // 2, (width - side) // 2, side, side
+
+
+def _session() -> Iterator[tuple[int, list[str]]]:
+    """(pid, fields of /proc/<pid>/stat from the state on) of what belongs to this session."""
+    leader = str(os.getsid(0))
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if fields[3] == leader:
+                yield int(entry.name), fields
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process, of its children that ended, and of all that live (those to 10 ms)."""
+    own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    seconds = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
+    for pid, fields in _session():
+        if pid != os.getpid():
+            seconds += sum(map(int, fields[11:15])) / _TICKS
+    return seconds
+
+
+def _memory_mb() -> float:
+    """Anonymous and shared memory of the session, each page once. Files are left out: the libraries' code is mapped
+    by the processes of all contenders, and each one's share of it would depend on how many there are."""
+    kilobytes = 0
+    for pid, _ in _session():
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        kilobytes += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return kilobytes * 1024 / 1e6

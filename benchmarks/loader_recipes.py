@@ -1,0 +1,190 @@
+"""What the contenders of `loader.py` do to one file, and the plain ways to do it in workers: processes and threads."""
+
+import io
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from loader_process import Feed, Job, middle
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torchvision import io as tv_io
+from torchvision import transforms as v1
+from torchvision.transforms import v2
+
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+Box: TypeAlias = tuple[int, int, int, int]
+
+
+class Draw(NamedTuple):
+    """How the box and the flip of an image are found: (height, width) -> (top, left, height, width)."""
+
+    box: Callable[[int, int], Box]
+    flips: bool
+
+
+def _random_box(height: int, width: int) -> Box:
+    """The distribution of torchvision's RandomResizedCrop, without its tensors, which cost 60 us per image."""
+    for _ in range(10):
+        area = height * width * random.uniform(*SCALE)
+        aspect = RATIO[0] * (RATIO[1] / RATIO[0]) ** random.random()
+        rows, columns = round((area / aspect) ** 0.5), round((area * aspect) ** 0.5)
+        if 0 < rows <= height and 0 < columns <= width:
+            return random.randint(0, height - rows), random.randint(0, width - columns), rows, columns
+    return middle(height, width)
+
+
+RANDOM = Draw(_random_box, flips=True)
+MIDDLE = Draw(middle, flips=False)
+Crop: TypeAlias = Callable[[bytes, Draw], Tensor]
+"""Encoded bytes -> uint8 (224, 224, 3), which stacks without being transposed."""
+
+
+def opencv(data: bytes, draw: Draw, *, area: bool = False) -> Tensor:
+    import cv2
+
+    cv2.setNumThreads(0)
+    image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
+    top, left, rows, columns = draw.box(*image.shape[:2])
+    cut = image[top : top + rows, left : left + columns]
+    image = cv2.resize(cut, (224, 224), interpolation=cv2.INTER_AREA if area else cv2.INTER_LINEAR)
+    image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
+    return torch.from_numpy(cv2.flip(image, 1) if draw.flips and random.random() < 0.5 else image)
+
+
+def simplejpeg_v2(data: bytes, draw: Draw) -> Tensor:
+    import simplejpeg
+
+    image = simplejpeg.decode_jpeg(data, "RGB")
+    top, left, rows, columns = draw.box(*image.shape[:2])
+    cut = np.ascontiguousarray(image[top : top + rows, left : left + columns])
+    # As a batch of one, torchvision's resize stays in channels last, which is its fastest way.
+    made = v2.functional.resize(torch.from_numpy(cut)[None].permute(0, 3, 1, 2), [224, 224], antialias=True)
+    if draw.flips and random.random() < 0.5:
+        made = made.flip(-1)
+    return made[0].permute(1, 2, 0)
+
+
+def load_batch(paths: Sequence[Path], *, crop: Crop, draw: Draw = RANDOM) -> Tensor:
+    return torch.stack([crop(path.read_bytes(), draw) for path in paths]).permute(0, 3, 1, 2)
+
+
+def pixels_of(crop: Crop) -> Callable[[Sequence[Path]], Iterable[np.ndarray]]:
+    return lambda paths: [crop(path.read_bytes(), MIDDLE).numpy() for path in paths]
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+class Files(Dataset[Any]):
+    def __init__(self, files: list[Path], load: Callable[[Path], Any]) -> None:
+        self.files, self.load = files, load
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.load(self.files[index])
+
+
+def collate_channels_last(samples: list[Tensor]) -> Tensor:
+    return default_collate(samples).permute(0, 3, 1, 2)  # default_collate stacks right into shared memory
+
+
+def one_worker_thread(_: int) -> None:
+    torch.set_num_threads(1)
+
+
+def in_processes(job: Job, dataset: Any, **options: Any) -> DataLoader[Any]:
+    """A DataLoader as a careful user sets it up: workers that live on, two batches ahead in each."""
+    options = {"batch_size": job.batch_size, "shuffle": True, **options}
+    return DataLoader(
+        dataset,
+        num_workers=job.workers,
+        persistent_workers=True,
+        worker_init_fn=one_worker_thread,
+        **options,
+    )
+
+
+def _read_crop(path: Path, crop: Crop) -> Tensor:
+    return crop(path.read_bytes(), RANDOM)
+
+
+def dataloader(job: Job, *, crop: Crop) -> Feed:
+    loader = in_processes(job, Files(job.files, partial(_read_crop, crop=crop)), collate_fn=collate_channels_last)
+    return Feed(lambda: loader, pixels_of(crop))
+
+
+class _Recipe:
+    """A composed torchvision transform on what ``opened`` makes of a file."""
+
+    def __init__(self, opened: Callable[[Path], Any], transform: Callable[[Any], Any]) -> None:
+        self.opened, self.transform = opened, transform
+
+    def __call__(self, path: Path) -> Any:
+        return self.transform(self.opened(path))
+
+
+def open_pillow(path: Path) -> Image.Image:
+    return Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
+
+
+def pillow(job: Job, *, floats: bool) -> Feed:
+    """The recipe of torchvision's documentation; the reference, and the same without its float part."""
+    last = [v1.ToTensor(), v1.Normalize(MEAN, STD)] if floats else [v1.PILToTensor()]
+    recipe = v1.Compose([v1.RandomResizedCrop(job.size), v1.RandomHorizontalFlip(), *last])
+    loader = in_processes(job, Files(job.files, _Recipe(open_pillow, recipe)))
+
+    def pixels(paths: Sequence[Path]) -> Iterator[np.ndarray]:
+        for path in paths:
+            image = open_pillow(path)
+            box = middle(image.height, image.width)
+            yield np.asarray(v1.functional.resized_crop(image, *box, [job.size, job.size]))
+
+    return Feed(lambda: loader, pixels)
+
+
+def _open_torchvision(path: Path) -> Tensor:
+    return tv_io.decode_image(str(path), tv_io.ImageReadMode.RGB)
+
+
+def torchvision_v2(job: Job) -> Feed:
+    recipe = v2.Compose([v2.RandomResizedCrop(job.size, antialias=True), v2.RandomHorizontalFlip()])
+    loader = in_processes(job, Files(job.files, _Recipe(_open_torchvision, recipe)))
+
+    def pixels(paths: Sequence[Path]) -> Iterator[np.ndarray]:
+        for path in paths:
+            image = _open_torchvision(path)
+            made = v2.functional.resized_crop(image, *middle(*image.shape[-2:]), [job.size] * 2, antialias=True)
+            yield made.permute(1, 2, 0).numpy()
+
+    return Feed(lambda: loader, pixels)
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def thread_pool(job: Job, *, crop: Crop) -> Feed:
+    """A batch is one task; two more are ahead for each thread, as in a DataLoader."""
+    batches = job.batches
+    pool = ThreadPoolExecutor(job.workers)
+
+    def epoch() -> Iterator[Tensor]:
+        ahead: deque[Future[Tensor]] = deque()
+        for batch in batches:
+            ahead.append(pool.submit(load_batch, batch, crop=crop))
+            if len(ahead) > 2 * job.workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+    return Feed(epoch, pixels_of(crop))
