@@ -34,7 +34,7 @@ from PIL import Image
 REFERENCE = "Pillow, float, w2: the standard recipe"
 SUFFIXES = (".jpg", ".jpeg")
 LARGE = (1600, 1200)
-PATIENCE_S = 600
+PATIENCE_S = 120
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1, help="each file so many times in an epoch")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", default="", help="names, or parts of them, with commas between")
+    parser.add_argument("--without", default="", help="the same for rows to leave out")
     parser.add_argument("--large", action="store_true", help="images of 1600 x 1200, laid together from the files")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
@@ -133,7 +134,9 @@ def main() -> None:
         folder = Path(scratch) / "data"
         link(arguments, folder)
         wanted = [part for part in arguments.only.split(",") if part]
+        unwanted = [part for part in arguments.without.split(",") if part]
         names = [name for name in ROWS if name == REFERENCE or not wanted or any(part in name for part in wanted)]
+        names = [name for name in names if not any(part in name for part in unwanted)]
         contenders = run(names, folder, Path(scratch), arguments.rounds)
     show(contenders, arguments)
 

@@ -46,6 +46,8 @@ def count_the_batch_in_hand(trainer: Any, checkpoint: dict[str, Any]) -> None:
     fit_loop = checkpoint["loops"]["fit_loop"]
     progress = fit_loop["epoch_loop.batch_progress"]
     current = progress["current"]
+    if current["ready"] > current["processed"]:
+        progress["is_last_batch"] = False  # it is to be trained again, and 2.4.0 would take the epoch as ended
     if not current["ready"] == current["processed"] == current["completed"] + 1:
         return
     for part in (current, progress["total"]):
