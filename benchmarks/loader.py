@@ -172,7 +172,7 @@ def run(names: list[str], folder: Path, scratch: Path, rounds: int) -> dict[str,
         process.start()
         contenders[name] = contender = Contender(process, here)
         contender.ask("")
-        for asked in ("memory", "warm"):  # the first fills caches; neither counts for time
+        for asked in ("warm", "memory"):  # the first fills caches; neither counts for time
             if not contender.skipped:
                 contender.ask(asked)
         print(f"{name}: {contender.skipped or 'ready'}", flush=True)
@@ -211,7 +211,7 @@ def show(contenders: dict[str, Contender], arguments: argparse.Namespace) -> Non
             f"| {name} | {row.fidelity} | {row.out} | {statistics.median(rates):.0f} [{min(rates):.0f}, "
             f"{max(rates):.0f}] | {faster:.2f} | {statistics.median(cpu):.2f} | {cheaper:.2f} | "
             f"{statistics.median(one.first_s for one in runs[name]) * 1e3:.0f} | "
-            f"{contender.passes[0].memory_mb or math.nan:.0f} | "
+            f"{contender.passes[1].memory_mb or math.nan:.0f} | "
             f"{'' if psnr is None else f'{psnr[0]:.1f} / {psnr[1]:.1f}'} |"
         )
     if arguments.json is not None:

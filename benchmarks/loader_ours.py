@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from loader_process import Feed, Job, Skip
+from loader_process import Feed, Job, Skip, middle
 from PIL import Image
 
 
@@ -61,6 +61,10 @@ def on_device(job: Job, *, augmented: bool) -> Feed:
     from lightning.pytorch import Trainer
 
     from lightning_feed import ImageFolderDataModule, LoaderSettings
+    from lightning_feed.decode.choose import make_decoder
+    from lightning_feed.load.image_recipe import SquareRecipe
+    from lightning_feed.load.picture import DecodedPicture
+    from lightning_feed.transfer.device_augment import crop_and_flip
 
     made = ImageFolderDataModule(
         job.folder,
@@ -81,7 +85,17 @@ def on_device(job: Job, *, augmented: bool) -> Feed:
         if on_cuda:
             torch.cuda.synchronize()
 
-    return Feed(epoch, note="on CUDA" if on_cuda else "the CPU does the device's work")
+    def pixels(paths: Sequence[Path]) -> Iterator[np.ndarray]:
+        decoder, kept = make_decoder("pillow").decoder, SquareRecipe(size=round(job.size * 256 / 224))
+        for path in paths:
+            decoded = decoder.decode(path.read_bytes())
+            height, width = decoded.shape[:2]
+            box = np.divide(middle(height, width), (height, width, height, width))
+            boxes = torch.tensor(box[None], dtype=torch.float32)
+            images = crop_and_flip(kept(DecodedPicture(decoded))[None], boxes, torch.tensor([False]), job.size)
+            yield images[0].round().permute(1, 2, 0).numpy()
+
+    return Feed(epoch, pixels if augmented else None, note="on CUDA" if on_cuda else "the CPU does the device's work")
 
 
 def _check_room(job: Job) -> None:

@@ -3,11 +3,12 @@
 import io
 import random
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from loader_process import Feed, Job
 from loader_recipes import RANDOM, Crop, collate_channels_last, in_processes, load_batch, pixels_of
@@ -16,28 +17,57 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def dali(job: Job, *, antialias: bool) -> Feed:
-    """DALI on the CPU: a decode of the random box alone, a triangular or linear resize, a flip."""
-    from nvidia.dali import fn, pipeline_def, types
+    """DALI on the CPU: a decode of the random box alone, a triangular or linear resize, a flip.
+
+    It is told how many batches to prepare. With ``run()`` the first two of an epoch are prepared before it starts.
+    """
+    from nvidia.dali import fn, math, pipeline_def, types
+
+    kind = types.INTERP_TRIANGULAR if antialias else types.INTERP_LINEAR
+    size = [job.size, job.size]
 
     @pipeline_def(batch_size=job.batch_size, num_threads=job.workers, device_id=None, prefetch_queue_depth=2)
     def graph() -> Any:
         encoded, _ = fn.readers.file(file_root=str(job.folder / "train"), random_shuffle=True)
         images = fn.decoders.image_random_crop(encoded, device="cpu", output_type=types.RGB)
-        kind = types.INTERP_TRIANGULAR if antialias else types.INTERP_LINEAR
-        images = fn.resize(images, size=[job.size, job.size], interp_type=kind, antialias=antialias)
+        images = fn.resize(images, size=size, interp_type=kind, antialias=antialias)
         return fn.flip(images, horizontal=fn.random.coin_flip())
+
+    @pipeline_def(num_threads=1, device_id=None)
+    def fixed(files: list[str]) -> Any:
+        encoded, _ = fn.readers.file(files=files)
+        shape = fn.peek_image_shape(encoded)
+        side = fn.cast(math.min(shape[0], shape[1]), dtype=types.FLOAT)
+        images = fn.decoders.image(encoded, device="cpu", output_type=types.RGB)
+        images = fn.crop(images, crop_h=side, crop_w=side, rounding="truncate")
+        return fn.resize(images, size=size, interp_type=kind, antialias=antialias)
 
     pipeline = graph()
     pipeline.build()
-    total = len(job.files)
+    total, first = len(job.files), True
 
     def epoch() -> Iterator[Tensor]:
-        for at in range(0, total, job.batch_size):
-            (images,) = pipeline.run()
-            # The reader goes on with the next epoch inside the last batch.
-            yield torch.from_numpy(images.as_array()).permute(0, 3, 1, 2)[: total - at]
+        nonlocal first
+        starts = range(0, total, job.batch_size)
+        for _ in starts[: 1 if first else 2]:
+            pipeline.schedule_run()  # the very first fills the queue of two
+        first = False
+        for number, at in enumerate(starts):
+            (images,) = pipeline.share_outputs()
+            # A copy, since the buffer is used again. The reader goes on with the next epoch inside the last batch.
+            batch = torch.from_numpy(np.array(images.as_array())).permute(0, 3, 1, 2)[: total - at]
+            pipeline.release_outputs()
+            if number + 2 < len(starts):
+                pipeline.schedule_run()
+            yield batch
 
-    return Feed(epoch)
+    def pixels(paths: Sequence[Path]) -> Iterable[np.ndarray]:
+        made = fixed([str(path) for path in paths], batch_size=len(paths))
+        made.build()
+        (images,) = made.run()
+        return np.array(images.as_array())
+
+    return Feed(epoch, pixels)
 
 
 def spdl(job: Job, *, crop: Crop) -> Feed:
@@ -175,13 +205,24 @@ def turboloader(job: Job) -> Feed:
         for batch in loader:
             yield batch["image"] if isinstance(batch, dict) else batch[0]
 
-    return Feed(epoch)
+    def pixels(paths: Sequence[Path]) -> Iterable[np.ndarray]:
+        """Without ``train_aug``, which has no fixed box: the whole image, by the same resize."""
+        archive = job.scratch / "some.tar"
+        with tarfile.open(archive, "w") as writer:
+            for number, path in enumerate(paths):
+                writer.add(path.resolve(), f"{number:07}.jpg")
+        how = {"image_size": job.size, "antialias": True, "output_format": "pytorch"}
+        ((images, about),) = library.DataLoader(str(archive), batch_size=len(paths), num_workers=job.workers, **how)
+        in_order = np.asarray(images)[np.argsort(about["indices"])]
+        return (in_order * 255).round().transpose(0, 2, 3, 1)
+
+    return Feed(epoch, pixels, whole=True)
 
 
 def ffcv(job: Job) -> Feed:
     """FFCV with JPEGs re-encoded into its own file, by its writer's default quality; area resize."""
     from ffcv.fields import RGBImageField
-    from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
+    from ffcv.fields.rgb_image import CenterCropRGBImageDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader, OrderOption
     from ffcv.transforms import RandomHorizontalFlip, ToTensor, ToTorchImage
     from ffcv.writer import DatasetWriter
@@ -204,7 +245,23 @@ def ffcv(job: Job) -> Feed:
         drop_last=False,
         pipelines={"image": steps},
     )
-    return Feed(lambda: (batch[0] for batch in loader))
+
+    def epoch() -> Iterator[Tensor]:
+        # No generator expression, which would call iter(loader), and with it start the threads, before the clock.
+        for (images,) in loader:
+            yield images
+
+    def pixels(paths: Sequence[Path]) -> Iterable[np.ndarray]:
+        """What encoding again changed is in it, too."""
+        some = str(job.scratch / "some.beton")
+        DatasetWriter(some, {"image": RGBImageField(write_mode="jpg")}, num_workers=1).from_indexed_dataset(
+            _Pictures(list(paths))
+        )
+        steps = [CenterCropRGBImageDecoder((job.size, job.size), ratio=1), ToTensor(), ToTorchImage()]
+        for (images,) in Loader(some, batch_size=len(paths), num_workers=1, pipelines={"image": steps}):
+            yield from images.permute(0, 2, 3, 1).numpy()
+
+    return Feed(epoch, pixels)
 
 
 class _Pictures(Dataset[Any]):

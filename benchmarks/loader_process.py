@@ -7,6 +7,7 @@ starts (workers, helpers) is found by its number, for the CPU time and for the m
 import gc
 import logging
 import math
+import multiprocessing
 import os
 import resource
 import statistics
@@ -91,6 +92,9 @@ def serve(connection: Connection, make: Callable[[Job], Feed], job: Job, log: Pa
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    # This process was spawned, and would hand that on to the contenders' workers, which then import all libraries
+    # again: seconds at the start, and hundreds of MB for each. Linux's default up to Python 3.13 is fork.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         feed = make(job)
         connection.send(Ready(_fidelity(feed, job), feed.note))
