@@ -4,7 +4,7 @@ Files are opened in the process that reads, on the first read: neither LMDB nor 
 """
 
 import os
-import threading
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +13,13 @@ from weakref import WeakValueDictionary, finalize
 import numpy as np
 import numpy.typing as npt
 
-from lightning_feed.archive.pack_manifest import Format
+from lightning_feed.archive import in_use
+from lightning_feed.archive.pack_manifest import Format, PartIndex
 from lightning_feed.errors import ArchiveError
 from lightning_feed.extras import require
 
-Write = Callable[[Path, Iterator[bytes], npt.NDArray[np.int64], Callable[[int], None]], None]
-"""(folder, payloads, their sizes, report of bytes written)"""
+Write = Callable[[Path, Iterator[bytes], PartIndex, Callable[[int], None]], None]
+"""(folder, payloads, their index, report of bytes written)"""
 _LMDB_PAGE = 4096
 _BATCH_BYTES = 64 << 20
 _CHUNK_BYTES = 64 << 20
@@ -34,17 +35,17 @@ class Reader(Protocol):
 # --- LMDB -------------------------------------------------------------------------------------------------------------
 
 
-def write_lmdb(
-    folder: Path, payloads: Iterator[bytes], sizes: npt.NDArray[np.int64], report: Callable[[int], None]
-) -> None:
+def write_lmdb(folder: Path, payloads: Iterator[bytes], index: PartIndex, report: Callable[[int], None]) -> None:
     """One LMDB environment; keys are numbers of 8 bytes, big-endian, so that they sort."""
     lmdb = _lmdb()
-    pages = int(((sizes + 16 + _LMDB_PAGE - 1) // _LMDB_PAGE + 1).sum())  # each payload in whole pages, and its key
+    pages = int(
+        ((index.sizes + 16 + _LMDB_PAGE - 1) // _LMDB_PAGE + 1).sum()
+    )  # each payload in whole pages, and its key
     environment = lmdb.open(str(folder), map_size=int(pages * _LMDB_PAGE * 1.1) + (16 << 20), subdir=True, lock=False)
     transaction, waiting = environment.begin(write=True), 0
     try:
-        for index, payload in enumerate(payloads):
-            transaction.put(_key(index), payload, append=True)
+        for number, payload in enumerate(payloads):
+            transaction.put(_key(number), payload, append=True)
             waiting += len(payload)
             if waiting >= _BATCH_BYTES:
                 transaction.commit()
@@ -89,15 +90,22 @@ class _Environment:
         self.lmdb.close()
 
 
-_environments: "WeakValueDictionary[str, _Environment]" = WeakValueDictionary()
-_opening = threading.Lock()
+_environments: "WeakValueDictionary[tuple[int, int], _Environment]" = WeakValueDictionary()
+"""By device and inode of the data: another pack may lie at the path by now."""
 
 
 def _open_once(lmdb: Any, folder: Path) -> _Environment:
     """LMDB forbids to open an environment twice in a process; several datasets may read one pack."""
     path = os.path.realpath(folder)
-    with _opening:
-        held = _environments.get(path)
+    with in_use.process_lock:
+        try:
+            status = (folder / "data.mdb").stat()
+        except OSError as error:
+            raise ArchiveError(
+                f"{folder / 'data.mdb'} cannot be read: {error.strerror}. Copy or pack it again."
+            ) from error
+        identity = (status.st_dev, status.st_ino)
+        held = _environments.get(identity)
         if held is not None and held.pid == os.getpid():
             return held
         if held is not None:
@@ -110,13 +118,13 @@ def _open_once(lmdb: Any, folder: Path) -> _Environment:
                 f"{folder} cannot be read: {error}. The pack is damaged: copy it again, or pack the source again."
             ) from error
         page = environment.stat()["psize"]
-        needed, there = environment.info()["last_pgno"] + 1, (folder / "data.mdb").stat().st_size // page
+        needed, there = environment.info()["last_pgno"] + 1, status.st_size // page
         if there < needed:  # reading on would end the process with SIGBUS
             environment.close()
             raise ArchiveError(
                 f"{folder / 'data.mdb'} is cut short: {there} of {needed} pages are there. Copy or pack it again."
             )
-        _environments[path] = made = _Environment(environment)
+        _environments[identity] = made = _Environment(environment)
         return made
 
 
@@ -131,14 +139,12 @@ def _lmdb() -> Any:
 # --- HDF5 -------------------------------------------------------------------------------------------------------------
 
 
-def write_hdf5(
-    folder: Path, payloads: Iterator[bytes], sizes: npt.NDArray[np.int64], report: Callable[[int], None]
-) -> None:
+def write_hdf5(folder: Path, payloads: Iterator[bytes], index: PartIndex, report: Callable[[int], None]) -> None:
     """``data.h5``: ``bytes``, uint8 of all payloads one after the other, and ``ends``, int64, where each ends."""
     h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
-    total = int(sizes.sum())
+    total = int(index.sizes.sum())
     with h5py.File(folder / "data.h5", "w") as file:
-        file.create_dataset("ends", data=np.cumsum(sizes))
+        file.create_dataset("ends", data=np.cumsum(index.sizes))
         # Contiguous and not compressed: readers take bytes from a place in the file, without the HDF5 library.
         data = file.create_dataset("bytes", shape=(max(1, total),), dtype="u1")
         at, waiting = 0, bytearray()
@@ -162,7 +168,7 @@ class Hdf5Reader:
         try:
             with h5py.File(path, "r", locking=False) as file:
                 self._ends: npt.NDArray[np.int64] = file["ends"][:]
-                self._offset: int = file["bytes"].id.get_offset()
+                self._offset: int = file["bytes"].id.get_offset() or 0  # None when all files are empty
             self._descriptor = os.open(path, os.O_RDONLY)
         except (OSError, KeyError) as error:
             raise ArchiveError(
@@ -184,17 +190,15 @@ class Hdf5Reader:
 # --- LitData ----------------------------------------------------------------------------------------------------------
 
 
-def write_litdata(
-    folder: Path,
-    payloads: Iterator[bytes],
-    sizes: npt.NDArray[np.int64],  # noqa: ARG001 - LitData cuts its chunks as they come
-    report: Callable[[int], None],
-) -> None:
-    """Chunks as ``litdata.StreamingDataset`` reads them, from object stores too; a sample is ``{"data": bytes}``."""
+def write_litdata(folder: Path, payloads: Iterator[bytes], index: PartIndex, report: Callable[[int], None]) -> None:
+    """Chunks as ``litdata.StreamingDataset`` reads them, from object stores too.
+
+    A sample is ``{"data": bytes, "label": int}``: such a reader has no index to look the label up in.
+    """
     litdata = require("litdata", extra="litdata", why="A pack of the format litdata")
     cache = litdata.streaming.Cache(str(folder), chunk_bytes=_CHUNK_BYTES)
-    for index, payload in enumerate(payloads):
-        cache[index] = {"data": payload}
+    for number, payload in enumerate(payloads):
+        cache[number] = {"data": payload, "label": int(index.labels[number])}
         report(len(payload))
     cache.done()
     cache.merge()
@@ -205,6 +209,7 @@ class LitDataReader:
 
     def __init__(self, folder: Path) -> None:
         litdata = require("litdata", extra="litdata", why="A pack of the format litdata")
+        self._folder = folder
         try:
             self._dataset = litdata.StreamingDataset(str(folder))
         except (OSError, ValueError, RuntimeError) as error:
@@ -214,7 +219,12 @@ class LitDataReader:
 
     def read(self, index: int) -> bytes:
         """The payload of sample ``index``."""
-        return bytes(self._dataset[index]["data"])
+        try:
+            return bytes(self._dataset[index]["data"])
+        except (OSError, ValueError, RuntimeError, struct.error) as error:
+            raise ArchiveError(
+                f"{self._folder} cannot be read at sample {index}: {error}. Copy or pack it again."
+            ) from error
 
 
 WRITERS: dict[Format, Write] = {"lmdb": write_lmdb, "hdf5": write_hdf5, "litdata": write_litdata}

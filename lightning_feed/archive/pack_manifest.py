@@ -35,6 +35,8 @@ class Manifest:
     total_bytes: int
     options: dict[str, Any]
     """What was asked for: ``short_side``, ``quality``."""
+    files: dict[str, int]
+    """Bytes of each data file, by its path in the pack."""
     version: int = VERSION
 
     def save(self, folder: Path) -> None:
@@ -70,6 +72,26 @@ def read_manifest(path: Path) -> Manifest:
     if set(found) != {field.name for field in fields(Manifest)} or found["format"] not in FORMATS:
         raise ArchiveError(f"{path / NAME} is not the manifest of a pack. Pack the source again.")
     return Manifest(**{**found, "classes": tuple(found["classes"])})
+
+
+def check_files(path: Path, manifest: Manifest, part: str) -> None:
+    """See whether the data files of a part are there and as long as they were.
+
+    Raises:
+        ArchiveError: for the first that is not.
+    """
+    for name, size in manifest.files.items():
+        if not name.startswith(f"{part}/"):
+            continue
+        try:
+            there = (path / name).stat().st_size
+        except OSError as error:
+            raise ArchiveError(f"{path / name} cannot be read: {error.strerror}. Copy or pack it again.") from error
+        if there != size:
+            raise ArchiveError(
+                f"{path / name} has {there} bytes, and {size} were packed: it is cut short or damaged. Copy or pack it "
+                "again."
+            )
 
 
 @dataclass(frozen=True, eq=False)

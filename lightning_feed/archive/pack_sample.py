@@ -47,7 +47,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 def _describe(value: Any, arrays: list[np.ndarray[Any, Any]], place: str) -> Any:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN) and not isinstance(value, np.floating):  # np.float64 is a float
         return {"value": value}
     if isinstance(value, (bytes, bytearray)):
         arrays.append(np.frombuffer(value, np.uint8))

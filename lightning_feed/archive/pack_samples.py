@@ -1,12 +1,13 @@
 """What is packed: each sample of a source as bytes, kept, made smaller, or decoded. Runs in worker processes."""
 
 import io
+import struct
 import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch.utils.data import Dataset
 
 from lightning_feed.archive.pack_manifest import Kind
@@ -14,6 +15,8 @@ from lightning_feed.archive.pack_sample import to_bytes
 from lightning_feed.archive.source import Encoded, SampleSource
 from lightning_feed.errors import DatasetError, DecodeError
 
+# What Pillow's readers are known to raise on corrupt files; as in decode/pillow_decoder.py.
+_CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
 SHAPE_BYTES = 8
 """Before decoded pixels: height and width, 4 bytes each, little endian."""
 
@@ -61,7 +64,7 @@ class Payloads(Dataset[tuple[bytes | None, int, str]]):
             return bytes(data)
         try:
             return _decoded(data, self.shrink) if self.kind == "decoded" else _encoded(data, self.shrink)
-        except (DecodeError, OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        except _CORRUPT as error:
             raise DecodeError(
                 f"{source.name(index)} (sample {index}) is not an image that can be read: {error}"
             ) from error

@@ -34,6 +34,14 @@ class Spool:
         self._records.truncate(self.done * RECORD.itemsize)
         self._payloads.truncate(self.total_bytes)
 
+    def cut(self, count: int) -> None:
+        """Drop all samples of the source from number ``count`` on."""
+        found = self.records()[: self.done]
+        self.done = min(self.done, count)
+        self.total_bytes = int(found["size"][: self.done].sum())
+        self._records.truncate(self.done * RECORD.itemsize)
+        self._payloads.truncate(self.total_bytes)
+
     def append(self, payload: bytes | None, checksum: int) -> None:
         """Add the payload of the next sample; None for one that is left out."""
         size = 0 if payload is None else len(payload)

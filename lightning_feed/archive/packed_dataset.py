@@ -1,15 +1,16 @@
 """PackedDataset: what was packed, by its number, in any process and from any thread."""
 
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from lightning_feed.archive import in_use
+from lightning_feed.archive.folder_source import Place
 from lightning_feed.archive.pack_formats import READERS, Reader
-from lightning_feed.archive.pack_manifest import ALL, Manifest, PartIndex, read_manifest
+from lightning_feed.archive.pack_manifest import ALL, Manifest, PartIndex, check_files, read_manifest
 from lightning_feed.archive.pack_sample import from_bytes
 from lightning_feed.archive.pack_samples import pixels_of
 from lightning_feed.archive.source import Encoded
@@ -24,7 +25,7 @@ class PackedDataset(Dataset[Any]):
     that it is safe under fork, spawn and forkserver, and in threads. Nothing is unpickled.
 
     Args:
-        path: the pack.
+        path: the pack; or a place that says where it lies now, such as a copy that is being staged.
         part: ``"train"``, ``"val"`` or ``"test"`` of a folder that had these; None where the pack has one part.
 
     Raises:
@@ -33,22 +34,25 @@ class PackedDataset(Dataset[Any]):
         MissingExtraError: from the first read, when the library of its format is not installed.
     """
 
-    def __init__(self, path: str | Path, part: str | None = None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path | Place, part: str | None = None) -> None:
+        self.place = Path(path) if isinstance(path, (str, Path)) else path
+        self.path = self.place if isinstance(self.place, Path) else self.place.current()
         self.manifest = read_manifest(self.path)
         self.part = part if part is not None else next(iter(self.manifest.parts))
         if part is None and len(self.manifest.parts) > 1:
-            raise SettingsError(f"{path} has the parts {', '.join(map(repr, self.manifest.parts))}. Say which.")
+            raise SettingsError(f"{self.path} has the parts {', '.join(map(repr, self.manifest.parts))}. Say which.")
         if self.part not in self.manifest.parts:
-            raise SettingsError(f"{path} has no part {part!r}. It has {', '.join(map(repr, self.manifest.parts))}.")
+            raise SettingsError(
+                f"{self.path} has no part {part!r}. It has {', '.join(map(repr, self.manifest.parts))}."
+            )
         self.index = PartIndex.load(self.path / self.part / "index.npz")
         if len(self.index.sizes) != self.manifest.parts[self.part]:
             raise ArchiveError(
-                f"{path} should have {self.manifest.parts[self.part]} samples in {self.part!r}, and its index has "
+                f"{self.path} should have {self.manifest.parts[self.part]} samples in {self.part!r}, and its index has "
                 f"{len(self.index.sizes)}. Copy or pack it again."
             )
-        self._opened: tuple[int, Reader] | None = None
-        self._lock = threading.Lock()
+        check_files(self.path, self.manifest, self.part)
+        self._opened: tuple[int, Path, Reader] | None = None
 
     @staticmethod
     def manifest_of(path: str | Path) -> Manifest:
@@ -94,16 +98,18 @@ class PackedDataset(Dataset[Any]):
         return f"{self.path}/{self.part if self.part != ALL else ''}:{self.index.name(index)}"
 
     def _reader(self) -> Reader:
+        here = (os.getpid(), self.place if isinstance(self.place, Path) else self.place.current())
         opened = self._opened
-        if opened is not None and opened[0] == os.getpid():
-            return opened[1]
-        with self._lock:
-            if self._opened is None or self._opened[0] != os.getpid():
-                self._opened = (os.getpid(), READERS[self.manifest.format](self.path / self.part / "data"))
-            return self._opened[1]
+        if opened is not None and opened[:2] == here:
+            return opened[2]
+        with in_use.process_lock:  # one that a fork renews
+            opened = self._opened
+            if opened is None or opened[:2] != here:
+                self._opened = opened = (*here, READERS[self.manifest.format](here[1] / self.part / "data"))
+            return opened[2]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "part": self.part}
+        return {"path": self.place, "part": self.part}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"], state["part"])  # type: ignore[misc]  # the index is read again, not sent

@@ -1,16 +1,13 @@
 """Packs many small files, or any map-style dataset, into a few large ones: resumable, checked, atomic at the end."""
 
-import errno
-import fcntl
-import hashlib
-import json
+import multiprocessing
 import os
 import shutil
+import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,15 @@ from lightning_feed.archive.folder_source import FolderSource
 from lightning_feed.archive.index_store import index_of
 from lightning_feed.archive.pack_formats import WRITERS
 from lightning_feed.archive.pack_manifest import ALL, FORMATS, Format, Kind, Manifest, PartIndex, is_pack
+from lightning_feed.archive.pack_partial import (
+    alone_in,
+    begin_or_go_on,
+    finish,
+    full_disk_told,
+    looked_again,
+    plan_of,
+    unchanged,
+)
 from lightning_feed.archive.pack_samples import Payloads, Shrink
 from lightning_feed.archive.pack_spool import Spool
 from lightning_feed.archive.packed_dataset import PackedDataset
@@ -29,7 +35,10 @@ from lightning_feed.errors import ArchiveError, SettingsError
 
 _SPLIT_FOLDERS = ("train", "val", "valid", "validation", "test")
 _AT_ONCE = 16
-"""Samples that a worker hands over together."""
+"""Samples that a worker hands over together, at most."""
+_HANDED_OVER_BYTES = 16 << 20
+"""About as much as a worker hands over at once: two such lots wait for each worker."""
+_QUALITY = 95
 _LOOKED_AT = 256
 """Samples from which the size of the pack is estimated."""
 
@@ -55,7 +64,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     *,
     format: Format = "lmdb",
     short_side: int | None = None,
-    quality: int = 95,
+    quality: int | None = None,
     decoded: bool = False,
     workers: int | None = None,
     on_error: str = "raise",
@@ -73,7 +82,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
         dest: where the pack is to be; a folder that does not exist.
         format: ``"lmdb"``, ``"hdf5"`` or ``"litdata"``.
         short_side: resize images whose shorter side is longer, once, to this many pixels.
-        quality: of the JPEGs that this writes.
+        quality: of the JPEGs that ``short_side`` writes, 1 to 100; None for 95.
         decoded: store pixels, uint8 (H, W, 3), in place of files.
         workers: processes that read and resize; None for one for each CPU.
         on_error: for images that cannot be read, ``"raise"``, or ``"skip"`` to leave them out and say so.
@@ -89,21 +98,35 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     began = time.monotonic()
     target = Path(dest)
     _check(format, short_side, quality, on_error)
+    _check_workers(workers)
+    if quality is not None and (short_side is None or decoded):
+        raise SettingsError(
+            f"quality={quality} is of images that are resized and written anew as JPEG, so it would have no effect. "
+            "Give short_side with it and not decoded, or leave it out."
+        )
     _check_target(target, force=force)
-    shrink = Shrink(short_side=short_side, quality=quality, decoded=decoded)
+    shrink = Shrink(short_side=short_side, quality=_QUALITY if quality is None else quality, decoded=decoded)
     parts, kind, classes = _parts_of(source, shrink)
     partial = target.with_name(f"{target.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
     skipped: list[str] = []
     resumed_at = 0
-    with _alone_in(partial), _full_disk_told(partial):
-        _begin_or_go_on(partial, _plan_of(parts, kind, shrink, format))
+    with alone_in(partial), full_disk_told(partial):
+        _check_target(target, force=force)  # again: another process may have packed there since
+        plan = plan_of(parts, kind, format)
+        since_ns = begin_or_go_on(partial, plan)
         _check_room(partial, parts)
+        for name, part in parts.items():
+            _drop_outdated(partial / name, part, since_ns)
+        looked_again(partial, plan)
         counts, total_bytes = {}, 0
         for name, part in parts.items():
             folder = partial / name
             (folder / "spool").mkdir(parents=True, exist_ok=True)
-            resumed_at += _fill(folder / "spool", part, name, workers, on_error, skipped)
+            if (folder / "index.npz").exists():
+                resumed_at += len(part)
+                skipped += _reasons(folder / "spool")
+            else:
+                resumed_at += _fill(folder / "spool", part, name, workers, on_error, skipped)
             index = _write_part(folder, part, kind, format)
             counts[name] = len(index.sizes)
             total_bytes += int(index.sizes.sum())
@@ -113,11 +136,16 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
             classes=classes,
             parts=counts,
             total_bytes=total_bytes,
-            options={"short_side": short_side, "quality": quality if short_side is not None else None},
+            options={"short_side": short_side, "quality": shrink.quality if short_side and not decoded else None},
+            files={
+                f"{name}/data/{file.name}": file.stat().st_size
+                for name in parts
+                for file in sorted((partial / name / "data").iterdir())
+            },
         ).save(partial)
         if verify:
             verify_pack(partial)
-        _finish(partial, target)
+        finish(partial, target)
     return PackReport(
         path=target,
         samples=sum(counts.values()),
@@ -155,15 +183,20 @@ def verify_pack(path: str | Path) -> int:
 # --- before anything is written ---------------------------------------------------------------------------------------
 
 
-def _check(format: str, short_side: int | None, quality: int, on_error: str) -> None:
+def _check(format: str, short_side: int | None, quality: int | None, on_error: str) -> None:
     if format not in FORMATS:
         raise SettingsError(f"format={format!r} is not a choice. Give one of {', '.join(map(repr, FORMATS))}.")
     if short_side is not None and (isinstance(short_side, bool) or not isinstance(short_side, int) or short_side < 1):
         raise SettingsError(f"short_side={short_side!r} is not possible. Give pixels, 1 or more.")
-    if isinstance(quality, bool) or not isinstance(quality, int) or not 1 <= quality <= 100:
+    if quality is not None and (isinstance(quality, bool) or not isinstance(quality, int) or not 1 <= quality <= 100):
         raise SettingsError(f"quality={quality!r} is not possible. Give 1 to 100.")
     if on_error not in ("raise", "skip"):
         raise SettingsError(f"on_error={on_error!r} is not a choice. Give 'raise' or 'skip'.")
+
+
+def _check_workers(workers: int | None) -> None:
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
+        raise SettingsError(f"workers={workers!r} is not possible. Give processes, 0 for none but this one, or None.")
 
 
 def _check_target(target: Path, *, force: bool) -> None:
@@ -197,40 +230,6 @@ def _parts_of(source: Any, shrink: Shrink) -> tuple[dict[str, Payloads], Kind, t
     return parts, kind, train.classes
 
 
-def _plan_of(parts: dict[str, Payloads], kind: Kind, shrink: Shrink, format: Format) -> dict[str, Any]:
-    """What a broken-off pack must have in common with this one for it to be gone on with."""
-    return {
-        "kind": kind,
-        "format": format,
-        "shrink": asdict(shrink),
-        "parts": {name: [len(part), _fingerprint(part)] for name, part in parts.items()},
-    }
-
-
-def _fingerprint(part: Payloads) -> str:
-    source = part.source
-    if not isinstance(source, FolderSource):
-        return f"{type(source).__module__}.{type(source).__qualname__}"
-    digest = hashlib.blake2b(digest_size=16)
-    for array in (source.index.names, source.index.ends, source.index.labels):
-        digest.update(array.tobytes())
-    return digest.hexdigest()
-
-
-def _begin_or_go_on(partial: Path, plan: dict[str, Any]) -> None:
-    """Keep what is there if it is of the same plan; else begin anew."""
-    written = partial / "plan.json"
-    try:
-        same = json.loads(written.read_text()) == json.loads(json.dumps(plan))
-    except (OSError, ValueError):
-        same = False
-    if not same:
-        for entry in partial.iterdir():
-            if entry.name != "lock":
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        written.write_text(json.dumps(plan))
-
-
 def _check_room(partial: Path, parts: dict[str, Payloads]) -> None:
     needed = sum(_estimated_bytes(part) for part in parts.values())
     there = sum(file.stat().st_size for file in partial.rglob("payloads"))
@@ -245,6 +244,8 @@ def _check_room(partial: Path, parts: dict[str, Payloads]) -> None:
 
 def _estimated_bytes(part: Payloads) -> int:
     count = len(part)
+    if count == 0:
+        return 0
     step = max(1, count // _LOOKED_AT)
     sizes = [len(payload) for payload, _, _ in (part[index] for index in range(0, count, step)) if payload is not None]
     return int(np.mean(sizes) * count) if sizes else 0
@@ -258,7 +259,10 @@ def _fill(folder: Path, part: Payloads, name: str, workers: int | None, on_error
     spool = Spool(folder)
     resumed_at = spool.done
     reasons = folder / "skipped.txt"
-    skipped += reasons.read_text().splitlines() if resumed_at and reasons.exists() else []
+    # As many as there are records of: a killed process may have written the reason of one more.
+    told = _reasons(folder)[: int((spool.records()["kept"] == 0).sum())]
+    reasons.write_bytes(b"".join(line.encode("utf-8", "surrogateescape") + b"\n" for line in told))
+    skipped += told
     try:
         with tqdm(
             total=len(part), initial=resumed_at, desc=f"Packing {name}", unit=" samples", disable=None, leave=False
@@ -272,8 +276,8 @@ def _fill(folder: Path, part: Payloads, name: str, workers: int | None, on_error
                             "samples out with --on-error skip."
                         )
                     skipped.append(problem)
-                    with reasons.open("a") as file:
-                        file.write(problem.replace("\n", " ") + "\n")
+                    with reasons.open("ab") as file:
+                        file.write(problem.replace("\n", " ").encode("utf-8", "surrogateescape") + b"\n")
                 spool.append(payload, checksum)
                 if spool.done % _AT_ONCE == 0:
                     spool.flush()
@@ -291,18 +295,62 @@ def _payloads(part: Payloads, first: int, workers: int | None) -> Iterator[tuple
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(workers, len(left) // _AT_ONCE)
-    loader = DataLoader(part, batch_size=_AT_ONCE, sampler=left, num_workers=workers, collate_fn=list)
+    at_once = _at_once(part, first) if workers else 1
+    loader = DataLoader(
+        part, batch_size=at_once, sampler=left, num_workers=workers, collate_fn=list, worker_init_fn=_end_with_parent
+    )
     for batch in loader:
         yield from batch
 
 
-def _write_part(folder: Path, part: Payloads, kind: Kind, format: Format) -> PartIndex:
-    """Turn the spool of a part into the format, and write its index. The spool is removed."""
+def _at_once(part: Payloads, first: int) -> int:
+    """Samples that a worker hands over together: fewer where they are large."""
+    payload = part[first][0]
+    return max(1, min(_AT_ONCE, _HANDED_OVER_BYTES // max(1, len(payload or b""))))
+
+
+def _end_with_parent(_worker: int) -> None:
+    """End this worker when its parent is killed: it would wait for ever to hand over what nobody takes."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # it is a worker process
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="end-with-parent").start()
+
+
+def _reasons(folder: Path) -> list[str]:
+    """Why samples were left out."""
+    try:
+        written = (folder / "skipped.txt").read_bytes()
+    except FileNotFoundError:
+        return []
+    return [line.decode("utf-8", "surrogateescape") for line in written.split(b"\n")[:-1]]
+
+
+def _drop_outdated(folder: Path, part: Payloads, since_ns: int) -> None:
+    """Cut what is packed of a part at the first sample that has changed in the source since."""
     finished = folder / "index.npz"
-    spool = Spool(folder / "spool")
-    spool.close()
+    if finished.exists():
+        if unchanged(part, len(part), since_ns) < len(part):
+            finished.unlink()
+        else:
+            return
+    if (folder / "spool").exists():
+        spool = Spool(folder / "spool")
+        spool.cut(unchanged(part, spool.done, since_ns))
+        spool.close()
+
+
+def _write_part(folder: Path, part: Payloads, kind: Kind, format: Format) -> PartIndex:
+    """Turn the spool of a part into the format, and write its index; what is there already is taken."""
+    finished = folder / "index.npz"
     if finished.exists():
         return PartIndex.load(finished)
+    spool = Spool(folder / "spool")
+    spool.close()
     kept = [record for record in spool.records() if record["kept"]]
     rows = np.array([record["source"] for record in kept], dtype=np.int64)
     labels = part.source.labels[rows] if kind != "samples" else np.zeros(len(rows), dtype=np.int64)
@@ -319,7 +367,7 @@ def _write_part(folder: Path, part: Payloads, kind: Kind, format: Format) -> Par
     with tqdm(
         total=int(index.sizes.sum()), desc=f"Writing {format}", unit="B", unit_scale=True, disable=None, leave=False
     ) as bar:
-        WRITERS[format](folder / "data", spool.payloads(), index.sizes, bar.update)
+        WRITERS[format](folder / "data", spool.payloads(), index, bar.update)
     index.save(folder / "index.tmp")
     (folder / "index.tmp").replace(finished)
     return index
@@ -327,46 +375,3 @@ def _write_part(folder: Path, part: Payloads, kind: Kind, format: Format) -> Par
 
 def _name_of(part: Payloads, row: int) -> str:
     return part.source.relative_name(row) if isinstance(part.source, FolderSource) else str(row)
-
-
-def _finish(partial: Path, target: Path) -> None:
-    for leftover in (*partial.glob("*/spool"), *partial.glob("*/index.tmp")):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    (partial / "plan.json").unlink()
-    old = None
-    if is_pack(target):
-        old = target.with_name(f"{target.name}.old-{os.getpid()}")
-        target.rename(old)
-    partial.rename(target)
-    (target / "lock").unlink(missing_ok=True)
-    if old is not None:
-        shutil.rmtree(old)
-
-
-@contextmanager
-def _alone_in(partial: Path) -> Iterator[None]:
-    """Hold the lock of a pack in the making. The system lets go of it when the process ends, however it does."""
-    with (partial / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ArchiveError(
-                f"Another process is packing to {partial}. Wait for it to end, or give another DEST."
-            ) from error
-        yield
-
-
-@contextmanager
-def _full_disk_told(partial: Path) -> Iterator[None]:
-    try:
-        yield
-    except ArchiveError:
-        raise
-    except Exception as error:
-        number = getattr(error, "errno", None)
-        if number not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(error):
-            raise
-        raise ArchiveError(
-            f"The disk of {partial.parent} is full. What is packed so far is kept in {partial}: free some space and "
-            "pack again, which goes on from there."
-        ) from error

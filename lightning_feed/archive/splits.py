@@ -48,7 +48,7 @@ class Splits:
         if split not in _FOLDERS:
             return None
         if is_pack(root):
-            return self._packed(root, split)
+            return self._packed(place, root, split)
         if not (root / "train").is_dir():
             return self._share(FolderSource(place, index_of(root)), split)
         name = next((name for name in _FOLDERS[split] if (root / name).is_dir()), None)
@@ -63,15 +63,15 @@ class Splits:
         source = self.source(place, "train")
         return source.classes if source is not None else ()
 
-    def _packed(self, root: Path, split: str) -> SampleSource | None:
+    def _packed(self, place: Path | Place, root: Path, split: str) -> SampleSource | None:
         manifest = PackedDataset.manifest_of(root)
         if manifest.kind == "samples":
             raise DatasetError(
                 f"{root} is a pack of samples, not of images. Read it with PackedDataset({str(root)!r})."
             )
         if ALL in manifest.parts:
-            return self._share(PackedDataset(root), split)
-        return PackedDataset(root, split) if split in manifest.parts else None
+            return self._share(PackedDataset(place), split)
+        return PackedDataset(place, split) if split in manifest.parts else None
 
     def _share(self, source: SampleSource, split: str) -> SampleSource | None:
         if split == "test":
