@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -176,12 +177,12 @@ class FeedImageFolder(FeedDataModule):
 
     def _images_fastest(self, source: SampleSource) -> Choice:
         samples = _some_encoded(source)
-        if not samples:  # a pack of pixels, or files that cannot be read, which on_error will deal with
-            return make_decoder("pillow")
         try:
+            if not samples:
+                raise DecodeError("there are no encoded images to time decoders on: a pack of pixels needs none")
             choice = make_decoder("auto", samples, regions=self._images_train.crops)
-        except DecodeError:
-            return make_decoder("pillow")
+        except DecodeError as error:  # images that cannot be read are dealt with as on_error says, in their turn
+            choice = replace(make_decoder("pillow"), reason=f'decoder="auto" took the reference: {error}')
         logger.info("decoder=%r: %s", choice.name, choice.reason)
         return choice
 
@@ -235,7 +236,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
             or ``"substitute"`` (another image of the split does). The last two are counted and logged.
         max_failures: how many are too many, for ``"skip"`` and ``"substitute"``.
         loader: how the loaders are to be built.
-        **storage: ``cache``, ``cache_limit``, ``stage_to`` and ``stage_wait``, as in FastDataModule.
+        **storage: ``cache``, ``cache_limit``, ``stage_to``, ``drop_keys`` and the others of FastDataModule.
 
     Raises:
         SettingsError: for a value that is impossible.

@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torchvision.transforms import v2
 import lightning_feed
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError, DecodeError, MissingExtraError, SettingsError
-from lightning_feed.load.bad_samples import BadSamples
 
 HERE = LoaderSettings(num_workers=0)
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -253,6 +251,17 @@ def test_unreadable_files_do_not_keep_auto_from_choosing(photos: Path) -> None:
     assert module.decoder_choice is not None
 
 
+def test_auto_says_that_it_had_nothing_to_choose_by(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for path in (photos / "train").rglob("*.jpg"):
+        path.write_bytes(b"no image")
+    module = ImageFolderDataModule(photos, image_size=16, loader=HERE)
+    with caplog.at_level(logging.INFO):
+        module.dataset("train")
+    assert module.decoder_choice is not None
+    assert module.decoder_choice.reason.startswith('decoder="auto" took the reference: ')
+    assert module.decoder_choice.reason in caplog.text
+
+
 def test_a_decode_error_is_a_dataset_error() -> None:
     assert issubclass(DecodeError, DatasetError)
 
@@ -285,9 +294,3 @@ def test_a_copy_for_a_spawned_worker_carries_no_open_file(photos: Path) -> None:
         photos, batch_size=6, image_size=16, loader=LoaderSettings(num_workers=1, start_method="spawn")
     )
     assert sum(len(labels) for _, labels in module.train_dataloader()) == 24
-    assert threading.active_count() >= 1
-
-
-def test_the_count_of_failures_is_shared_with_the_workers(photos: Path) -> None:
-    module = ImageFolderDataModule(photos, image_size=16, on_error="skip", loader=HERE)
-    assert isinstance(module.dataset("train").bad_samples, BadSamples)

@@ -67,7 +67,7 @@ def test_files_come_out_as_they_went_in(format: Any, workers: int, photos: Path,
     assert (report.samples, report.total_bytes) == (50, sum(path.stat().st_size for path in photos.rglob("*.*")))
     assert packed.classes == ("crow black", "würger")
     assert packed[-1] == packed[49]
-    assert packed.name(44).endswith(":crow black/x9.jpg") or ":" in packed.name(44)
+    assert packed.name(44).endswith(":crow black/x9.jpg")
     assert isinstance(packed, SampleSource)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packed", "photos"]
     with pytest.raises(IndexError, match="no sample 50 among 50"):
