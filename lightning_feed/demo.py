@@ -21,7 +21,7 @@ from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
 from lightning_feed.prefetch_callback import PrefetchCallback
 from lightning_feed.starvation_callback import GPUStarvationCallback
-from lightning_feed.watch.verdict import Diagnosis
+from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
 LOG_EVERY_N_STEPS = 10
 

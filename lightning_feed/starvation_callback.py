@@ -16,11 +16,12 @@ from lightning_feed.prefetch_callback import LOOK_AHEAD, PrefetchCallback
 from lightning_feed.watch.clocks import open_ring
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.profiler_tap import tap_profiler
-from lightning_feed.watch.report import print_report
+from lightning_feed.watch.reports.text import print_report
 from lightning_feed.watch.stats import LoaderStats, StarvationStats
 from lightning_feed.watch.step_meter import StepMeter
 from lightning_feed.watch.tags import custom_scalar_layout, to_tags
-from lightning_feed.watch.verdict import Diagnosis, LoopFacts, diagnose
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
+from lightning_feed.watch.verdict.tree import diagnose
 from lightning_feed.watch.windows import UNFOLDED_STEPS, Ledger
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,8 @@ class GPUStarvationCallback(Callback):
 
     def report(self) -> Diagnosis:
         """What limits training, from all steps measured in this fit or the last one."""
-        return diagnose(self._ledger.total(prefetch_active=self._prefetch_active), self._facts)
+        stats = self._ledger.total(prefetch_active=self._prefetch_active)
+        return diagnose(Measurements(stats=stats, facts=self._facts))
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 

@@ -18,11 +18,64 @@ def tagged(tag: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderStats:
-    """What the loaders tell of themselves."""
+    """What can be known of the loaders from outside, and what they tell of themselves. Linux; elsewhere None."""
+
+    workers_on_cpu_pct: float | None = tagged("feed_workers/on_cpu_pct")
+    """Share of the workers' time on a CPU, 0 to 100, mean over workers. High while starved: decoding, augmenting."""
+    workers_run_queue_pct: float | None = tagged("feed_workers/run_queue_pct")
+    """Share of the workers' time ready to run without a CPU. High: more workers or threads than CPUs."""
+    workers_blocked_pct: float | None = tagged("feed_workers/blocked_pct")
+    """The rest. High while starved: disk, network, locks. High while fed: workers with nothing to do."""
+    read_mb_per_s: float | None = tagged("feed_workers/read_mb_per_s")
+    """Megabytes per second that all workers read, from wherever."""
+    page_cache_pct: float | None = tagged("feed_workers/page_cache_pct")
+    """Share of those bytes that no disk had to give, 0 to 100. Low while blocked: stage, cache or pack."""
+
+    queue_ready: float | None = tagged("feed_queue/ready")
+    """Batches ready when the loop asked for one, mean. Near 0 while starved; near the capacity: the loader is ahead."""
+    queue_capacity: float | None = tagged("feed_queue/capacity")
+    """Batches that the loader may hold ready."""
+    head_of_line_pct: float | None = tagged("feed_queue/head_of_line_pct")
+    """Share of the waiting in which a later batch was ready, 0 to 100. From 25: ``in_order=False``, or deeper."""
+    pin_lag_ms: float | None = tagged("feed_queue/pin_lag_ms")
+    """Mean time of the waits in which batches were there, but not pinned yet. High: the pin thread is the limit."""
+    produced_per_s: float | None = tagged("feed_queue/produced_per_s")
+    """Batches per second that the loader made, what only left a full queue not counted."""
+
+    cpu_pressure_pct: float | None = tagged("feed_pressure/cpu_pct")
+    """Share of time in which some task of the container, or of the machine, waited for a CPU (PSI "some")."""
+    io_pressure_pct: float | None = tagged("feed_pressure/io_pct")
+    """The same for reading and writing."""
+    memory_pressure_pct: float | None = tagged("feed_pressure/memory_pct")
+    """The same for memory."""
+    throttled_pct: float | None = tagged("feed_pressure/throttled_pct")
+    """Share of the scheduler's periods in which the cgroup had used up its CPU quota. High: fewer workers, or quota."""
 
     cache_hit_pct: float | None = tagged("feed/cache_hit_pct")
     """Share of reads since the last window that FastDataModule(cache=...) answered, 0 to 100, over all processes of the
     node. Low after the first epoch: the cache is full."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStats:
+    """What the ranks cost each other. A starved rank makes the others wait in their gradient exchange.
+
+    Per step the largest value over the ranks counts, never the mean.
+    """
+
+    world_size: int
+    steps: int
+    """Steps that all ranks measured."""
+    max_data_idle_ms: float | None = tagged("feed_dist/max_data_idle_ms")
+    """Mean over the steps of the longest wait of any rank. High with a low starved_pct: another rank is starved."""
+    slow_rank: int | None = tagged("feed_dist/slow_rank")
+    """The rank that waits longest in the mean, where it is 10 % of a step above the median. Absent: balanced."""
+    starved_pct: float | None = tagged("feed_dist/starved_pct")
+    """Sum of the longest waits over sum of the longest steps, 0 to 100: what waiting for data costs all together."""
+    amplification: float | None = tagged("feed_dist/amplification")
+    """That cost over the mean of the ranks' own starved_pct, 1 or more. High: ranks wait in turn, or one for all."""
+    data_idle_ms_by_rank: tuple[float, ...] = ()
+    """Mean wait of each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +95,10 @@ class StarvationStats:
 
     starved_pct: float | None = tagged("feed/starved_pct")
     """Share of step time the device waited for data, 0 to 100. Near 0: fed. From 20: the loader is the limit."""
+    starved_low_pct: float | None = None
+    """Lower end of the 95 % interval of starved_pct, by a block bootstrap."""
+    starved_high_pct: float | None = None
+    """Its upper end."""
     input_pct: float | None = tagged("feed/input_pct")
     """Share of step time spent on data and exposed copying, 0 to 100. High beside a low starved_pct: slow copies."""
     speedup_if_free: float | None = tagged("feed/speedup_if_free")

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_feed.watch.nvml import GpuStats
-from lightning_feed.watch.stats import LoaderStats, StarvationStats
+from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
 
 STACK = {
     "feed_stack/1_compute_ms": ("compute_ms",),
@@ -19,7 +19,7 @@ def tag_table() -> dict[str, str]:
     """Every tag that can be logged, and the name of the field that it shows."""
     table = {
         one.metadata["tag"]: one.name
-        for kind in (StarvationStats, LoaderStats, GpuStats)
+        for kind in (StarvationStats, RankStats, LoaderStats, GpuStats)
         for one in fields(kind)
         if one.metadata
     }

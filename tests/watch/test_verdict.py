@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.watch.report import as_text, print_report
+from lightning_feed.watch.reports.text import as_text, print_report
 from lightning_feed.watch.stats import StarvationStats
-from lightning_feed.watch.verdict import Diagnosis, LoopFacts, diagnose
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
+from lightning_feed.watch.verdict.tree import diagnose
 
 
 def _stats(other: float = 0, data: float = 0, h2d: float = 0, compute: float = 100, **changes: Any) -> StarvationStats:
@@ -29,7 +30,7 @@ def _stats(other: float = 0, data: float = 0, h2d: float = 0, compute: float = 1
 
 
 def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
-    return diagnose(_stats(**parts), facts or LoopFacts())
+    return diagnose(Measurements(stats=_stats(**parts), facts=facts or LoopFacts()))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_bottleneck(other: float, data: float, h2d: float, bottleneck: str) -> N
 )
 def test_grade(data: float, grade: str) -> None:
     stats = _stats(data=data, compute=100 - data) if data < 100 else _stats(data=100, compute=1e-9)
-    assert diagnose(stats, LoopFacts()).grade == grade
+    assert diagnose(Measurements(stats=stats)).grade == grade
 
 
 def test_no_verdict_from_a_few_steps() -> None:
@@ -79,7 +80,7 @@ def test_no_verdict_from_a_few_steps() -> None:
 
 
 def test_no_verdict_from_nothing() -> None:
-    assert diagnose(StarvationStats(steps=0, confidence="low"), LoopFacts()).bottleneck == "unknown"
+    assert diagnose(Measurements(stats=StarvationStats(steps=0, confidence="low"))).bottleneck == "unknown"
 
 
 def test_every_cause_over_its_limit_is_named_and_treated() -> None:

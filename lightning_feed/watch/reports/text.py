@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from lightning_feed.watch.verdict import Diagnosis, in_ms
+from lightning_feed.watch.verdict.diagnosis import Diagnosis
+from lightning_feed.watch.verdict.tree import in_ms
 
 Printer = Callable[[str], object]
 

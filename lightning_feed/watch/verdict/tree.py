@@ -1,12 +1,7 @@
 """Says what limits training, with the figures it rests on and what to change. A pure function of what was measured."""
 
-from dataclasses import dataclass
-from typing import Literal
-
-from lightning_feed.watch.stats import Confidence, StarvationStats
-
-Bottleneck = Literal["data", "copy", "framework", "compute", "unknown"]
-Grade = Literal["fed", "fed, some jitter", "moderately data-bound", "highly data-bound", "not measured"]
+from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.watch.verdict.diagnosis import Bottleneck, Diagnosis, Grade, LoopFacts, Measurements, Remedy
 
 FRAMEWORK_PCT, COPY_PCT, DATA_PCT = 10.0, 5.0, 5.0
 """Shares of a step from which its parts are at fault."""
@@ -21,60 +16,14 @@ SLACK_SHARE = 0.01
 SHORT_STEP_MS = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopFacts:
-    """What is known of the run besides its times. None: not known."""
-
-    device_type: str = "cpu"
-    num_workers: int | None = None
-    """Of the training loader; the smallest where there are several."""
-    prefetch_factor: int | None = None
-    pin_memory: bool | None = None
-    persistent_workers: bool | None = None
-    usable_cpus: int | None = None
-    """CPUs that this rank may use."""
-    world_size: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """One change to try."""
-
-    code: str
-    """One line of code."""
-    why: str
-    """What it does about it."""
-    predicted_step_ms: float | None = None
-    """Step time to expect at best; None: cannot be computed from what was measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """What limits training, why we think so, and what to change first."""
-
-    bottleneck: Bottleneck
-    """``data``, ``copy``, ``framework`` (between the steps), ``compute`` (the GPU is fed), or ``unknown``."""
-    grade: Grade
-    """How starved the device is, whatever the bottleneck: under 2 % fed, under 5 % jitter, under 20 % moderately."""
-    confidence: Confidence
-    """How far to trust it."""
-    evidence: tuple[str, ...]
-    """The figures it rests on, one sentence each."""
-    remedies: tuple[Remedy, ...]
-    """What to change, the most promising first."""
-    stats: StarvationStats
-    """All that was measured."""
-    device_type: str = "cpu"
-    """``cpu``, ``cuda``, ...: where the steps ran."""
-
-
-def diagnose(stats: StarvationStats, facts: LoopFacts) -> Diagnosis:
+def diagnose(measured: Measurements) -> Diagnosis:
     """Find what limits training.
 
     The parts of a step are held against their limits in the order framework (10 %), copy (5 %), data (5 %). Of those
     over their limit the dearest is the bottleneck, the earlier on a tie; the others are named. With none, training is
     limited by what it computes.
     """
+    stats, facts = measured.stats, measured.facts
     if stats.steps < MIN_STEPS or stats.starved_pct is None or stats.input_pct is None or not stats.step_ms:
         reason = f"{stats.steps} steps were measured, and a verdict needs {MIN_STEPS}: the first of an epoch and those "
         return Diagnosis(
@@ -83,8 +32,7 @@ def diagnose(stats: StarvationStats, facts: LoopFacts) -> Diagnosis:
             confidence="low",
             evidence=(reason + "after a validation do not count",),
             remedies=(),
-            stats=stats,
-            device_type=facts.device_type,
+            measurements=measured,
         )
     shares: dict[Bottleneck, float] = {
         "framework": 100 * (stats.other_ms or 0) / stats.step_ms,
@@ -101,8 +49,7 @@ def diagnose(stats: StarvationStats, facts: LoopFacts) -> Diagnosis:
         confidence=stats.confidence,
         evidence=tuple(_evidence(stats, facts, over, shares)),
         remedies=tuple(remedy for cause in over for remedy in find[cause](stats, facts)),
-        stats=stats,
-        device_type=facts.device_type,
+        measurements=measured,
     )
 
 

@@ -1,0 +1,1 @@
+"""The machine and the environment, looked at once."""

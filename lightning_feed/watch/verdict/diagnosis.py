@@ -1,0 +1,154 @@
+"""What goes into a verdict, and what comes out: frozen values, None for what is not known."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightning_feed.watch.experiments.results import ExperimentResults
+from lightning_feed.watch.stats import Confidence, LoaderStats, RankStats, StarvationStats
+
+Bottleneck = Literal["data", "copy", "framework", "compute", "unknown"]
+Grade = Literal["fed", "fed, some jitter", "moderately data-bound", "highly data-bound", "not measured"]
+Cause = Literal[
+    "hooks",
+    "synchronisation",
+    "unpinned",
+    "not overlapped",
+    "link",
+    "small tensors",
+    "transfer hooks",
+    "epoch start",
+    "no workers",
+    "head of line",
+    "pin thread",
+    "oversubscribed",
+    "cpu",
+    "cold reads",
+    "waiting",
+    "jitter",
+    "one rank",
+    "compute",
+    "launch",
+    "unknown",
+]
+"""Why, within a bottleneck.
+
+framework: ``hooks`` (callbacks, logging, checkpoints), ``synchronisation`` (the host waits for the device by itself).
+copy: ``unpinned``, ``not overlapped`` (pinned, on the compute stream), ``link`` (near its speed), ``small tensors``,
+``transfer hooks`` (the user's, or no copy at all).
+data: ``epoch start`` (workers are started anew), ``no workers``, ``head of line`` (one slow batch holds finished ones
+up), ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
+``cold reads`` (from the disk or network), ``waiting`` (reads are cached: locks, IPC, sleeping), ``jitter`` (fast enough
+in the mean, not always), ``one rank``.
+compute: ``compute``, or ``launch`` (the host can hardly issue the work as fast as the device does it).
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopFacts:
+    """What is known of the run besides its times. None: not known."""
+
+    device_type: str = "cpu"
+    """``cpu``, ``cuda``, ...: where the steps run."""
+    num_workers: int | None = None
+    """Of the training loader; the smallest where there are several."""
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
+    persistent_workers: bool | None = None
+    in_order: bool | None = None
+    workers: Literal["process", "thread"] | None = None
+    map_style: bool | None = None
+    """Whether all training data sets are map-style."""
+    ours: bool | None = None
+    """Whether the training loaders were made by a FastDataModule."""
+    batch_size: int | None = None
+    batch_bytes: int | None = None
+    """Of all tensors of a training batch on the host."""
+    batch_tensors: int | None = None
+    """Number of tensors of a training batch."""
+    batches_per_epoch: int | None = None
+    decoder: str | None = None
+    """Of an ImageFolderDataModule."""
+    usable_cpus: int | None = None
+    """CPUs that this rank may use."""
+    world_size: int = 1
+    lightning: str | None = None
+    """Version of the Lightning package that trains."""
+    syncs: tuple[str, ...] = ()
+    """What is set up that makes the host wait for the device in each step: of :data:`SYNCS`."""
+
+
+SYNCS = {
+    "prog_bar": "metrics in the progress bar are read from the device",
+    "grad_scaler": "the GradScaler of precision 16-mixed reads back whether gradients overflowed",
+    "sigterm_broadcast": "with several ranks Lightning broadcasts in each step whether SIGTERM came",
+    "throughput_monitor": "ThroughputMonitor synchronises to measure",
+}
+"""Known synchronisations of Lightning: name -> what waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookTime:
+    """What one hook takes of a step."""
+
+    name: str
+    """As Lightning names it to its profiler, for example ``[Callback]ModelCheckpoint.on_train_batch_end``."""
+    ms_per_step: float
+    """Mean over the steps in which hooks were timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """All that a verdict rests on."""
+
+    stats: StarvationStats
+    facts: LoopFacts = field(default_factory=LoopFacts)
+    loaders: LoaderStats = field(default_factory=LoaderStats)
+    """Over all of the run that counts, not of the last window."""
+    ranks: RankStats | None = None
+    hooks: tuple[HookTime, ...] = ()
+    """The dearest between the steps first."""
+    experiments: ExperimentResults | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One change to try."""
+
+    code: str
+    """One line of code."""
+    why: str
+    """What it does about it."""
+    predicted_step_ms: float | None = None
+    """Step time to expect at best; None: cannot be computed from what was measured."""
+    changes: str = ""
+    """Name of what it changes, the same in every report, by which a later run is compared: ``num_workers=8``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What limits training, why we think so, and what to change first."""
+
+    bottleneck: Bottleneck
+    """``data``, ``copy``, ``framework`` (between the steps), ``compute`` (the GPU is fed), or ``unknown``."""
+    cause: Cause = "unknown"
+    """Why, as far as the measurements tell: see :data:`Cause`."""
+    grade: Grade
+    """How starved the device is, whatever the bottleneck: under 2 % fed, under 5 % jitter, under 20 % moderately."""
+    confidence: Confidence
+    """How far to trust it."""
+    evidence: tuple[str, ...]
+    """The figures it rests on, one sentence each."""
+    remedies: tuple[Remedy, ...]
+    """What to change, the most promising first."""
+    measurements: Measurements
+    """All that was measured."""
+
+    @property
+    def stats(self) -> StarvationStats:
+        """How the steps divide."""
+        return self.measurements.stats
+
+    @property
+    def device_type(self) -> str:
+        """``cpu``, ``cuda``, ...: where the steps ran."""
+        return self.measurements.facts.device_type
