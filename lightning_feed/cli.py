@@ -68,7 +68,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     pack.add_argument("dest", type=Path, metavar="DEST", help="where the pack is to be")
     pack.add_argument("--format", choices=("lmdb", "hdf5", "litdata"), default="lmdb", help="default: lmdb")
     pack.add_argument("--short-side", type=int, metavar="PX", help="resize larger images once, to this shorter side")
-    pack.add_argument("--quality", type=int, metavar="Q", help="of the JPEGs that --short-side writes (default: 95)")
+    pack.add_argument("--quality", type=int, metavar="Q", help="of JPEGs that are written anew: those that --short-side makes smaller (default: 95), or all")
     pack.add_argument("--decoded", action="store_true", help="store decoded pixels in place of files")
     pack.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each CPU)")
     pack.add_argument("--on-error", choices=("raise", "skip"), default="raise", help="for images that cannot be read")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 
 from lightning_feed.archive.pack_manifest import Kind
@@ -17,6 +17,8 @@ from lightning_feed.errors import DatasetError, DecodeError
 
 # What Pillow's readers are known to raise on corrupt files; as in decode/pillow_decoder.py.
 _CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
+QUALITY = 95
+"""Of images that are resized, where none was asked for."""
 SHAPE_BYTES = 8
 """Before decoded pixels: height and width, 4 bytes each, little endian."""
 
@@ -27,8 +29,8 @@ class Shrink:
 
     short_side: int | None = None
     """Images with a longer shorter side are resized to this, in pixels; smaller ones stay as they are."""
-    quality: int = 95
-    """Of JPEGs that are written anew, 1 to 100."""
+    quality: int | None = None
+    """Of JPEGs that are written anew, 1 to 100. Without a short side, all images are written anew."""
     decoded: bool = False
     """Whether pixels are stored, uint8 (H, W, 3), instead of a file."""
 
@@ -60,13 +62,15 @@ class Payloads(Dataset[tuple[bytes | None, int, str]]):
             return to_bytes(self.source[index])
         source: SampleSource = self.source
         data = source.read(index)
-        if self.kind == "files" and self.shrink.short_side is None:
+        if self.kind == "files" and self.shrink.short_side is None and self.shrink.quality is None:
             return bytes(data)
         try:
             return _decoded(data, self.shrink) if self.kind == "decoded" else _encoded(data, self.shrink)
         except _CORRUPT as error:
+            # Pillow would show the object that it read from.
+            why = "it is of no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
             raise DecodeError(
-                f"{source.name(index)} (sample {index}) is not an image that can be read: {error}"
+                f"{source.name(index)} (sample {index}) is not an image that can be read: {why}."
             ) from error
 
 
@@ -85,11 +89,12 @@ def _decoded(data: Encoded, shrink: Shrink) -> bytes:
 def _encoded(data: Encoded, shrink: Shrink) -> bytes:
     with Image.open(io.BytesIO(bytes(data))) as image:
         image.load()  # whether or not it is resized: a file that is cut short is found now
-        if shrink.short_side is None or min(image.size) <= shrink.short_side:
+        if shrink.short_side is not None and min(image.size) <= shrink.short_side:
             return bytes(data)  # as good as new ones would be, and of the size that was asked for
         file = io.BytesIO()
+        quality = QUALITY if shrink.quality is None else shrink.quality
         # The colours at full resolution: they have been halved once, and would be so again.
-        _resized(image.convert("RGB"), shrink.short_side).save(file, "JPEG", quality=shrink.quality, subsampling=0)
+        _resized(image.convert("RGB"), shrink.short_side).save(file, "JPEG", quality=quality, subsampling=0)
     return file.getvalue()
 
 

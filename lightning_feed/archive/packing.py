@@ -28,17 +28,16 @@ from lightning_feed.archive.pack_partial import (
     plan_of,
     unchanged,
 )
-from lightning_feed.archive.pack_samples import Payloads, Shrink
+from lightning_feed.archive.pack_samples import QUALITY, Payloads, Shrink
 from lightning_feed.archive.pack_spool import Spool
 from lightning_feed.archive.packed_dataset import PackedDataset
+from lightning_feed.archive.splits import SPLITS, split_folder
 from lightning_feed.errors import ArchiveError, SettingsError
 
-_SPLIT_FOLDERS = ("train", "val", "valid", "validation", "test")
 _AT_ONCE = 16
 """Samples that a worker hands over together, at most."""
 _HANDED_OVER_BYTES = 16 << 20
 """About as much as a worker hands over at once: two such lots wait for each worker."""
-_QUALITY = 95
 _LOOKED_AT = 256
 """Samples from which the size of the pack is estimated."""
 
@@ -82,7 +81,8 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
         dest: where the pack is to be; a folder that does not exist.
         format: ``"lmdb"``, ``"hdf5"`` or ``"litdata"``.
         short_side: resize images whose shorter side is longer, once, to this many pixels.
-        quality: of the JPEGs that ``short_side`` writes, 1 to 100; None for 95.
+        quality: of JPEGs that are written anew, 1 to 100: those that ``short_side`` makes smaller (None for 95), or
+            all images, where ``short_side`` is not given.
         decoded: store pixels, uint8 (H, W, 3), in place of files.
         workers: processes that read and resize; None for one for each CPU.
         on_error: for images that cannot be read, ``"raise"``, or ``"skip"`` to leave them out and say so.
@@ -99,13 +99,13 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     target = Path(dest)
     _check(format, short_side, quality, on_error)
     _check_workers(workers)
-    if quality is not None and (short_side is None or decoded):
+    if quality is not None and decoded:
         raise SettingsError(
-            f"quality={quality} is of images that are resized and written anew as JPEG, so it would have no effect. "
-            "Give short_side with it and not decoded, or leave it out."
+            f"quality={quality} is of images that are written anew as JPEG, so it would have no effect on decoded "
+            "pixels. Leave it or decoded out."
         )
     _check_target(target, force=force)
-    shrink = Shrink(short_side=short_side, quality=_QUALITY if quality is None else quality, decoded=decoded)
+    shrink = Shrink(short_side=short_side, quality=quality, decoded=decoded)
     parts, kind, classes = _parts_of(source, shrink)
     partial = target.with_name(f"{target.name}.partial")
     skipped: list[str] = []
@@ -136,7 +136,10 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
             classes=classes,
             parts=counts,
             total_bytes=total_bytes,
-            options={"short_side": short_side, "quality": shrink.quality if short_side and not decoded else None},
+            options={
+                "short_side": short_side,
+                "quality": QUALITY if quality is None and short_side and not decoded else quality,
+            },
             files={
                 f"{name}/data/{file.name}": file.stat().st_size
                 for name in parts
@@ -212,8 +215,10 @@ def _parts_of(source: Any, shrink: Shrink) -> tuple[dict[str, Payloads], Kind, t
     if not isinstance(source, (str, Path)):
         if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
             raise SettingsError(f"A {type(source).__name__} cannot be packed. Give a folder, or a map-style dataset.")
-        if shrink.decoded or shrink.short_side is not None:
-            raise SettingsError("short_side and decoded are for folders of images. Leave them out for a dataset.")
+        if shrink != Shrink():
+            raise SettingsError(
+                "short_side, quality and decoded are for folders of images. Leave them out for a dataset."
+            )
         return {ALL: Payloads(source, "samples", shrink)}, "samples", ()
     root = Path(source)
     kind: Kind = "decoded" if shrink.decoded else "files"
@@ -222,11 +227,11 @@ def _parts_of(source: Any, shrink: Shrink) -> tuple[dict[str, Payloads], Kind, t
         return {ALL: Payloads(whole, kind, shrink)}, kind, whole.classes
     train = FolderSource(root / "train", index_of(root / "train"))
     parts = {"train": Payloads(train, kind, shrink)}
-    for name in _SPLIT_FOLDERS[1:]:
-        if (root / name).is_dir():
-            split = "test" if name == "test" else "val"
+    for split in SPLITS[1:]:
+        name = split_folder(root, split)
+        if name is not None:
             index = index_of(root / name, train.classes)
-            parts.setdefault(split, Payloads(FolderSource(root / name, index), kind, shrink))
+            parts[split] = Payloads(FolderSource(root / name, index), kind, shrink)
     return parts, kind, train.classes
 
 

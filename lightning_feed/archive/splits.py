@@ -17,6 +17,23 @@ _FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": 
 """What the folders of a split are called."""
 
 
+SPLITS = tuple(_FOLDERS)
+
+
+def split_folder(root: Path, split: str) -> str | None:
+    """What the folder of a split under ``root`` is called; None where there is none.
+
+    Raises:
+        DatasetError: when there are several, of which one would be left out in silence.
+    """
+    names = [name for name in _FOLDERS[split] if (root / name).is_dir()]
+    if len(names) > 1:
+        raise DatasetError(
+            f"{root} has {' and '.join(names)}, which all mean the split {split!r}. Rename or move all but one."
+        )
+    return names[0] if names else None
+
+
 @dataclass(frozen=True)
 class Splits:
     """The splits of a root: its folders ``train``, ``val`` and ``test``, or a random share of its class folders.
@@ -51,7 +68,7 @@ class Splits:
             return self._packed(place, root, split)
         if not (root / "train").is_dir():
             return self._share(FolderSource(place, index_of(root)), split)
-        name = next((name for name in _FOLDERS[split] if (root / name).is_dir()), None)
+        name = split_folder(root, split)
         if name is None:
             return None
         classes = None if split == "train" else index_of(root / "train").classes

@@ -3,10 +3,12 @@
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from lightning_feed.archive.pack_sample import from_bytes, to_bytes
 from lightning_feed.archive.pack_samples import Payloads
 from lightning_feed.archive.pack_spool import RECORD, Spool
 from lightning_feed.archive.source import SampleSource
+from lightning_feed.archive.splits import Splits
 from lightning_feed.errors import ArchiveError, DatasetError, SettingsError
 
 FORMATS = ["lmdb", "hdf5", "litdata"]
@@ -94,12 +97,37 @@ def test_larger_images_are_resized_once_and_smaller_ones_kept(photos: Path, tmp_
     pack(photos, tmp_path / "packed", short_side=40, workers=0)
     packed = PackedDataset(tmp_path / "packed")
     for (data, _), (before, _) in zip(contents(packed), contents(folder(photos)), strict=True):
-        size, size_before = (Image.open(__import__("io").BytesIO(each)).size for each in (data, before))
+        size, size_before = (Image.open(BytesIO(each)).size for each in (data, before))
         if min(size_before) <= 40:
             assert data == before
         else:
             assert min(size) == 40
             assert abs(size[0] / size[1] - size_before[0] / size_before[1]) < 0.05
+
+
+def test_quality_alone_writes_every_image_anew_at_its_size(photos: Path, tmp_path: Path) -> None:
+    pack(photos, tmp_path / "packed", quality=30, workers=0)
+    packed, source = PackedDataset(tmp_path / "packed"), folder(photos)
+    for (data, _), (before, _) in zip(contents(packed), contents(source), strict=True):
+        image, image_before = Image.open(BytesIO(data)), Image.open(BytesIO(before))
+        assert (image.format, image.size) == ("JPEG", image_before.size)
+        assert len(data) < len(before)
+
+
+def test_two_folders_of_one_split_are_refused(photos: Path, tmp_path: Path) -> None:
+    for name in ("train", "val", "valid"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+        shutil.copytree(photos / "würger", tmp_path / "root" / name / "würger")
+    with pytest.raises(DatasetError, match="has val and valid, which all mean the split 'val'"):
+        pack(tmp_path / "root", tmp_path / "packed", workers=0)
+    with pytest.raises(DatasetError, match="Rename or move all but one"):
+        Splits().source(tmp_path / "root", "val")
+
+
+def test_a_file_that_is_no_image_is_named_plainly(photos: Path, tmp_path: Path) -> None:
+    (photos / "würger" / "9.jpg").write_bytes(b"no image")
+    with pytest.raises(ArchiveError, match=r"9\.jpg .* it is of no format that Pillow knows\. What is packed"):
+        pack(photos, tmp_path / "packed", short_side=20, workers=0)
 
 
 def test_decoded_pixels_are_those_of_the_reference(photos: Path, tmp_path: Path) -> None:

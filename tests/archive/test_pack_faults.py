@@ -255,7 +255,7 @@ def test_numbers_of_numpy_stay_such(value: Any) -> None:
     ("given", "words"),
     [
         ({"workers": -1}, "workers=-1"),
-        ({"quality": 80}, "quality=80 .* would have no effect"),
+        ({"quality": 80, "decoded": True}, "quality=80 .* would have no effect"),
         ({"quality": 80, "short_side": 20, "decoded": True}, "quality=80 .* would have no effect"),
     ],
 )
