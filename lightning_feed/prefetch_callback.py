@@ -11,6 +11,7 @@ from lightning_feed import _host
 from lightning_feed.errors import SettingsError
 from lightning_feed.exact_resume import ExactResume
 from lightning_feed.load.drop_keys import check_drop_keys
+from lightning_feed.load.trace import traced
 from lightning_feed.transfer.lean import LeanTransfer, PackSmall
 from lightning_feed.transfer.nested import off_host
 from lightning_feed.transfer.prefetcher import Prefetcher, Staged
@@ -288,10 +289,11 @@ class PrefetchCallback(ExactResume):
                 # for example, is read on the side stream from here on.
                 self._stream.follow_compute()
                 self._behind = False
-            while len(tap.ahead) < depth and _host.more_to_draw(fetcher):
-                item = tap.look_ahead()
-                if item.error is None:
-                    item.staged = self._stage(trainer, item.value)
+            with traced("look_ahead"):
+                while len(tap.ahead) < depth and _host.more_to_draw(fetcher):
+                    item = tap.look_ahead()
+                    if item.error is None:
+                        item.staged = self._stage(trainer, item.value)
         finally:
             trainer.profiler.stop(LOOK_AHEAD)
 
@@ -345,7 +347,8 @@ class PrefetchCallback(ExactResume):
             return original(name, left, *args)
 
         if not self._staging or self._stream is None:
-            return self._lean.send(batch, copy)
+            with traced("transfer"):
+                return self._lean.send(batch, copy)
         return self._lean.send_packed(batch, copy, device=args[0], stream=self._stream, stage=stage)
 
     def _look_at_first(self, trainer: Trainer, batch: Any) -> None:

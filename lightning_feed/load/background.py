@@ -17,6 +17,7 @@ import torch
 from prefetch_generator import BackgroundGenerator
 
 from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.load.trace import traced
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class BackgroundIterator(Iterator[Any]):
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise SettingsError(f"depth={depth!r}: give the number of items to keep ready, 1 or more.")
         self._closed = self._ended = False
+        self.depth = depth
         stop = threading.Event()
         # A new thread starts on device 0, whatever the consumer's is; pinned memory would be registered with that one.
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -82,7 +84,8 @@ class BackgroundIterator(Iterator[Any]):
                 "This BackgroundIterator was closed before its end. Make a new one to go through the data."
             )
         try:
-            item = self._take()
+            with traced("background_wait"):
+                item = self._take()
         except BaseException:  # Ctrl-C while waiting
             self.close()
             raise
@@ -101,6 +104,12 @@ class BackgroundIterator(Iterator[Any]):
     def ready(self) -> int:
         """Items that are waiting to be taken."""
         return int(self._thread.queue.qsize())
+
+    @property
+    def thread_id(self) -> int | None:
+        """The thread, as the kernel numbers it."""
+        ident: int | None = self._thread.native_id
+        return ident
 
     def close(self) -> None:
         """End the thread and let go of the source. A second call does nothing."""
@@ -155,7 +164,8 @@ class _Guarded:
 
 def _draw(source: Any) -> _Batch | _End | _Failure:
     try:
-        return _Batch(next(source))
+        with traced("background_load"):
+            return _Batch(next(source))
     except StopIteration:
         return _End()
     except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer

@@ -14,6 +14,7 @@ from lightning_feed.load.bad_samples import BadSamples, fill_skipped
 from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.load.image_recipe import Recipe
 from lightning_feed.load.picture import DecodedPicture, EncodedPicture
+from lightning_feed.load.trace import traced
 
 
 class ImageDataset(CacheableDataset):
@@ -61,20 +62,23 @@ class ImageDataset(CacheableDataset):
 
     def read(self, index: int) -> Encoded:
         """The encoded bytes of image ``index``; its pixels, where a pack holds pixels."""
-        return self.source.read(index)
+        with traced("read"):
+            return self.source.read(index)
 
     def decode(self, data: Encoded, index: int) -> Pixels:
         """All pixels: uint8, shape (H, W, 3), RGB."""
         if isinstance(data, np.ndarray) and data.ndim == 3:
             return data
         try:
-            return self.decoder.decode(data)
+            with traced("decode"):
+                return self.decoder.decode(data)
         except DecodeError as error:
             raise self._named(index, error) from error
 
     def augment(self, decoded: Pixels, index: int) -> Any:
         """The sample, made from all pixels."""
-        return self.recipe(DecodedPicture(decoded)), int(self.source.labels[index])
+        with traced("augment"):
+            return self.recipe(DecodedPicture(decoded)), int(self.source.labels[index])
 
     def plain(self, decoded: Pixels, index: int) -> Any:
         """The sample to keep on a device."""
@@ -91,7 +95,8 @@ class ImageDataset(CacheableDataset):
             return self.augment(data, index)
         try:
             # Not decode() and augment(): the recipe may need a part of the picture only.
-            image = self.recipe(EncodedPicture(data, self.decoder))
+            with traced("augment"):
+                image = self.recipe(EncodedPicture(data, self.decoder))
         except DecodeError as error:
             raise self._named(index, error) from error
         return image, int(self.source.labels[index])

@@ -8,6 +8,7 @@ from lightning_feed.load.background import BackgroundIterator
 from lightning_feed.load.epoch_order import MapPass
 from lightning_feed.load.iterable_state import IterablePass, Stamped
 from lightning_feed.load.thread_pass import ThreadPass
+from lightning_feed.load.trace import traced
 
 
 class LoaderPass(Iterator[Any]):
@@ -16,6 +17,7 @@ class LoaderPass(Iterator[Any]):
     Attributes:
         source: the iterator underneath, torch's or that of worker threads; None once the pass has ended.
         background: the thread's side, None without ``background`` and once the pass has ended.
+        taken: batches that it has handed out.
     """
 
     def __init__(self, source: Iterator[Any], depth: int, position: MapPass | IterablePass) -> None:
@@ -25,6 +27,7 @@ class LoaderPass(Iterator[Any]):
         )
         self.source: Iterator[Any] | None = source
         self.position = position
+        self.taken = 0
         self.background: BackgroundIterator | None = BackgroundIterator(source, depth) if depth else None
         self._upstream: Iterator[Any] | None = self.background if self.background is not None else source
 
@@ -32,9 +35,10 @@ class LoaderPass(Iterator[Any]):
         if self._upstream is None:
             raise StopIteration if self.position.ended else self._end
         try:
-            item = next(self._upstream)
-            while isinstance(item, Stamped) and item.skip:
+            with traced("loader_next"):
                 item = next(self._upstream)
+                while isinstance(item, Stamped) and item.skip:
+                    item = next(self._upstream)
         except StopIteration:
             self.close()
             self.position.ended = True
@@ -48,6 +52,7 @@ class LoaderPass(Iterator[Any]):
                 "It has no further batches; begin a new pass with iter(loader)."
             )
             raise
+        self.taken += 1
         return self.position.hand_out(item)
 
     def close(self) -> None:

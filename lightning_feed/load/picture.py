@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_feed.decode.decoder import Decoder, Encoded, Pixels, Region
+from lightning_feed.load.trace import traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,14 +21,16 @@ class EncodedPicture:
 
     def whole(self) -> Pixels:
         """All pixels."""
-        return self.decoder.decode(self.data)
+        with traced("decode"):
+            return self.decoder.decode(self.data)
 
     def region(self, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
         """The pixels of ``region``; at a smaller scale that is at least ``cover`` (height, width), if that is given."""
         decode_region = getattr(self.decoder, "decode_region", None)  # isinstance with a protocol takes 15 us
         if decode_region is None:
-            return _cut(self.decoder.decode(self.data), region)
-        found: Pixels = decode_region(self.data, region, cover=cover)
+            return _cut(self.whole(), region)
+        with traced("decode"):
+            found: Pixels = decode_region(self.data, region, cover=cover)
         return found
 
 

@@ -26,6 +26,7 @@ from torch._utils import ExceptionWrapper
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.thread_random import SampleRandom, prepare
+from lightning_feed.load.trace import traced
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ class Job:
             self.at[thread] = place
             random.begin(self.plan.seed, self.number, place)
             try:
-                self._loaded[place] = self.plan.load(self.parts[place])
+                with traced("thread_sample"):
+                    self._loaded[place] = self.plan.load(self.parts[place])
             except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer
                 self._fail(place, thread, error)
         with self._lock:
@@ -126,6 +128,11 @@ class Job:
         finally:
             del error, wrapper  # their tracebacks hold this frame
 
+    @property
+    def left(self) -> int:
+        """Places that are not done, begun or not. Collating is none of them."""
+        return self._left
+
     def describe(self, place: int) -> str:
         """What is done at ``place``, in words."""
         if place == _COLLATING:
@@ -138,7 +145,8 @@ class Job:
             self.at[thread] = _COLLATING
             random.begin(self.plan.seed, self.number, _COLLATING)
             try:
-                self._loaded = [self.plan.put_together(loaded)]
+                with traced("thread_collate"):
+                    self._loaded = [self.plan.put_together(loaded)]
             except BaseException as error:  # noqa: BLE001  # as above
                 self._fail(_COLLATING, thread, error)
         self.plan.done.put(self.number)
@@ -214,6 +222,11 @@ class ThreadCrew:
     def usable(self) -> bool:
         """Whether the threads are there: not after closing, nor in a forked copy of this process."""
         return bool(self._finalizer.alive) and self.is_here and any(thread.is_alive() for thread in self.threads)
+
+    @property
+    def thread_ids(self) -> tuple[int, ...]:
+        """The threads, as the kernel numbers them."""
+        return tuple(thread.native_id for thread in self.threads if thread.native_id is not None)
 
     @property
     def is_here(self) -> bool:

@@ -15,6 +15,7 @@ from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.epoch_order import mix_seed
 from lightning_feed.load.thread_crew import SHORT_PATIENCE_S, Job, Plan, ThreadCrew
 from lightning_feed.load.thread_random import SharedRandom, warn_of_shared
+from lightning_feed.load.trace import traced
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,12 @@ class ThreadPass(Iterator[Any]):
         seed: of the samples' random numbers.
         probe: whether to look what the first sample draws from. It is then loaded before all others.
 
+    Attributes:
+        crew: as given.
+        capacity: batches asked for ahead.
+        head_of_line_ns: nanoseconds that ``next()`` has waited while a later batch was ready, times the share of
+            threads that had nothing to do for that.
+
     Raises:
         LoaderError: from ``next()``, when ``loader.timeout`` has passed, or the pass was closed.
     """
@@ -54,6 +61,8 @@ class ThreadPass(Iterator[Any]):
         self._ended = False
         self._jobs: dict[int, Job] = {}
         self._ready: dict[int, None] = {}
+        self.capacity = loader.num_workers * (loader.prefetch_factor or 1)
+        self.head_of_line_ns = 0.0
         self._plan = plan = Plan(
             dataset=loader.dataset,
             collate=loader.collate_fn,
@@ -64,7 +73,7 @@ class ThreadPass(Iterator[Any]):
         # Neither the threads nor the plan know this object, so that a pass which is abandoned is collected.
         self._finalizer = weakref.finalize(self, _cancel, plan)
         try:
-            for _ in range(loader.num_workers * (loader.prefetch_factor or 1)):
+            for _ in range(self.capacity):
                 self._ask(probe=probe)
                 probe = False
         except BaseException:
@@ -81,9 +90,16 @@ class ThreadPass(Iterator[Any]):
             self._ended = True
             self.close()
             raise StopIteration
-        batch = self._jobs.pop(self._wait()).take()
+        with traced("thread_wait"):
+            number = self._wait()
+        batch = self._jobs.pop(number).take()
         self._ask()
         return batch
+
+    @property
+    def ready(self) -> int:
+        """Batches that are complete and not handed out. Any thread may ask."""
+        return len(self._ready) + self._plan.done.qsize()
 
     def close(self) -> None:
         """End the work of this pass; a consumer that waits in another thread is woken. Persistent threads live on."""
@@ -126,13 +142,23 @@ class ThreadPass(Iterator[Any]):
             if number is not None and number in self._ready:
                 del self._ready[number]
                 return number
+            idle, since = self._idle_share() if self._ready else 0.0, time.perf_counter_ns()
             try:
                 done = self._plan.done.get(timeout=_patience(until))
             except Empty:
                 self._look(until)
                 continue
+            finally:
+                self.head_of_line_ns += idle * (time.perf_counter_ns() - since)
             if done is not None:
                 self._ready[done] = None
+
+    def _idle_share(self) -> float:
+        """Of the threads, those that have done all that was asked for, 0 to 1; 0 at the end of the data."""
+        if len(self._jobs) < self.capacity:
+            return 0.0
+        left = sum(max(1, job.left) for number, job in self._jobs.items() if number not in self._ready)
+        return max(0.0, 1 - left / len(self.crew.threads))
 
     def _look(self, until: float | None) -> None:
         if until is not None and time.monotonic() >= until:

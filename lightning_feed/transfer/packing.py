@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_feed.load.trace import traced
 from lightning_feed.transfer.nested import map_tensors
 
 SMALL_BYTES = 64 * 1024
@@ -56,38 +57,40 @@ def pack(batch: Any, small: list[Tensor], send: Callable[[Tensor], Tensor], *, p
         pin: make the buffer of page-locked memory. Its owner is torch's caching host allocator, which hands it out
             again only when the copies from it are over, so it need not be kept here.
     """
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(small):
-        by_dtype.setdefault(tensor.dtype, []).append(index)
-    regions: list[tuple[torch.dtype, list[int], list[Tensor], list[int], int]] = []
-    start = 0
-    for dtype, members in by_dtype.items():
-        pieces: list[Tensor] = []
-        lengths: list[int] = []
-        step = ALIGN_BYTES // dtype.itemsize
-        for index in members:
-            flat = small[index]
-            if flat.dim() != 1:
-                flat = flat.view(-1)
-            length = len(flat)
-            filler = -length % step
-            pieces += (flat, _pad(dtype, filler))
-            lengths += (length, filler)
-        regions.append((dtype, members, pieces, lengths, start))
-        start += sum(lengths) * dtype.itemsize
-    host = torch.empty(start, dtype=torch.uint8, pin_memory=pin)
-    for dtype, _, pieces, lengths, begin in regions:
-        torch.cat(pieces, out=_typed(host, dtype, begin, lengths))
+    with traced("pack_small"):
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(small):
+            by_dtype.setdefault(tensor.dtype, []).append(index)
+        regions: list[tuple[torch.dtype, list[int], list[Tensor], list[int], int]] = []
+        start = 0
+        for dtype, members in by_dtype.items():
+            pieces: list[Tensor] = []
+            lengths: list[int] = []
+            step = ALIGN_BYTES // dtype.itemsize
+            for index in members:
+                flat = small[index]
+                if flat.dim() != 1:
+                    flat = flat.view(-1)
+                length = len(flat)
+                filler = -length % step
+                pieces += (flat, _pad(dtype, filler))
+                lengths += (length, filler)
+            regions.append((dtype, members, pieces, lengths, start))
+            start += sum(lengths) * dtype.itemsize
+        host = torch.empty(start, dtype=torch.uint8, pin_memory=pin)
+        for dtype, _, pieces, lengths, begin in regions:
+            torch.cat(pieces, out=_typed(host, dtype, begin, lengths))
     device = send(host)
-    sent: list[Any] = [None] * len(small)
-    for dtype, members, _, lengths, begin in regions:
-        flats = _typed(device, dtype, begin, lengths).split_with_sizes(lengths)[::2]
-        for index, flat in zip(members, flats, strict=True):
-            shape = small[index].shape
-            # `.data`: views of one tensor share its version count, and autograd would refuse a backward pass.
-            sent[index] = (flat if len(shape) == 1 else flat.view(shape)).data
-    coming, packed = iter(sent), set(map(id, small))
-    return map_tensors(batch, lambda tensor: next(coming) if id(tensor) in packed else tensor)
+    with traced("unpack_small"):
+        sent: list[Any] = [None] * len(small)
+        for dtype, members, _, lengths, begin in regions:
+            flats = _typed(device, dtype, begin, lengths).split_with_sizes(lengths)[::2]
+            for index, flat in zip(members, flats, strict=True):
+                shape = small[index].shape
+                # `.data`: views of one tensor share its version count, and autograd would refuse a backward pass.
+                sent[index] = (flat if len(shape) == 1 else flat.view(shape)).data
+        coming, packed = iter(sent), set(map(id, small))
+        return map_tensors(batch, lambda tensor: next(coming) if id(tensor) in packed else tensor)
 
 
 def _is_small(tensor: Tensor) -> bool:

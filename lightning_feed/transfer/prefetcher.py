@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_feed.load.trace import traced
 from lightning_feed.transfer.nested import off_host
 from lightning_feed.transfer.streams import SideStream
 
@@ -43,7 +44,7 @@ class Prefetcher:
             ready = prepare(batch)
             if off_host(ready):
                 self._stream.follow_compute()  # `prepare` worked on the compute stream, and `copy` reads what it made
-            with self._stream.issue():
+            with self._stream.issue(), traced("transfer"):
                 ready = copy(ready)
             return Staged(batch=ready, mark=self._stream.mark())
         except Exception as error:  # noqa: BLE001  # raised by `take`, with its traceback
@@ -53,5 +54,6 @@ class Prefetcher:
         """The device batch, safe to use on the current stream from here on. The host does not wait for the copy."""
         if staged.error is not None:
             raise staged.error
-        self._stream.hand_over(staged.batch, staged.mark)
+        with traced("hand_over"):
+            self._stream.hand_over(staged.batch, staged.mark)
         return staged.batch

@@ -15,6 +15,7 @@ from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.load.feed_loader import FeedLoader
 from lightning_feed.load.machine import read_machine
+from lightning_feed.load.trace import traced
 from lightning_feed.transfer.leaves import leaves, map_leaves, shapes_of
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class ResidentData(Dataset[Any]):
         Args:
             rows: their numbers on this rank, int64 of shape (B,), on the device.
         """
-        return map_leaves(self._rows, lambda leaf: leaf.gather(rows))
+        with traced("gather"):
+            return map_leaves(self._rows, lambda leaf: leaf.gather(rows))
 
     def __getitems__(self, indices: Tensor | Sequence[int]) -> Any:
         """What torch's DataLoader asks for a batch: a tensor has the numbers of rows, a list those of samples."""

@@ -1,0 +1,202 @@
+"""The trace of a real fit: our stages are there by name, one inside the other, and the fit is the same."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch.utils.data import Dataset
+
+from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, PrefetchCallback
+from lightning_feed.load.trace import PREFIX
+from lightning_feed.transfer.streams import NullStream
+
+pytestmark = [
+    # These fits are small on purpose, and have no validation.
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
+]
+BATCHES = 6
+
+
+class CpuPrefetch(PrefetchCallback):
+    def open_stream(self, device: torch.device) -> NullStream:
+        return NullStream()
+
+
+class Parts(Dataset[dict[str, torch.Tensor]]):
+    """Ten small tensors a sample, so that they are packed."""
+
+    def __len__(self) -> int:
+        return 4 * BATCHES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {str(part): torch.full((3,), float(index + part)) for part in range(10)}
+
+
+class PartsData(FastDataModule):
+    def make_dataset(self, split: str) -> Any:
+        return Parts() if split == "train" else None
+
+    def device_transform(self, batch: Any, split: str) -> Any:
+        return {key: value * 2 for key, value in batch.items()}
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        first = batch["0"] if isinstance(batch, dict) else batch[0].float().mean(dim=(2, 3))
+        loss: torch.Tensor = self.layer(first).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+def fit(data: Any, **options: Any) -> list[float]:
+    seed_everything(7, verbose=False)
+    model = Model()
+    quiet: dict[str, Any] = {
+        **{"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False},
+        **{"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0},
+    }
+    Trainer(callbacks=[CpuPrefetch(pack_small=True)], **(quiet | options)).fit(model, datamodule=data)
+    return model.losses
+
+
+class Trace:
+    """The complete events of an exported Chrome trace."""
+
+    def __init__(self, path: Path) -> None:
+        self.events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+
+    def named(self, stage: str) -> list[dict[str, Any]]:
+        # A device has its own row for what it did on behalf of a stage.
+        rows = [event for event in self.events if event["name"] == PREFIX + stage]
+        return [event for event in rows if event.get("cat") == "user_annotation"]
+
+    def inside(self, inner: str, outer: str) -> list[bool]:
+        """For each ``inner``, whether an ``outer`` of its thread encloses it."""
+        return [
+            any(
+                around["tid"] == each["tid"]
+                and around["ts"] <= each["ts"]
+                and each["ts"] + each["dur"] <= around["ts"] + around["dur"]
+                for around in self.named(outer)
+            )
+            for each in self.named(inner)
+        ]
+
+
+def trace_of(folder: Path, data: Any, **options: Any) -> Trace:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options) as profile:
+        fit(data)
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    return Trace(folder / "trace.json")
+
+
+IN_MAIN = LoaderSettings(num_workers=0, background=0)
+
+
+def test_the_way_to_the_device(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path, PartsData(batch_size=4, loader=IN_MAIN))
+    assert len(trace.named("device_transform")) == len(trace.named("transfer")) == BATCHES
+    assert len(trace.named("device_copy")) == BATCHES
+    ahead = BATCHES - 1  # the first batch of an epoch has no step before it
+    assert len(trace.named("look_ahead")) == len(trace.named("hand_over")) == ahead
+    assert len(trace.named("pack_small")) == len(trace.named("unpack_small")) == ahead
+    assert trace.inside("transfer", "look_ahead") == [False] + [True] * ahead
+    assert sum(trace.inside("loader_next", "look_ahead")) == ahead
+    assert not any(trace.inside("hand_over", "look_ahead"))
+    for inner in ("device_copy", "device_transform", "pack_small", "unpack_small"):
+        assert all(trace.inside(inner, "transfer")), inner
+    assert not any(trace.inside("device_transform", "device_copy"))
+    assert not any(trace.inside("unpack_small", "pack_small"))
+
+
+def test_the_way_of_an_image(class_folders: Path, tmp_path: Path) -> None:
+    data = ImageFolderDataModule(str(class_folders), batch_size=2, image_size=32, decoder="pillow", loader=IN_MAIN)
+    trace = trace_of(tmp_path, data)
+    samples = len(trace.named("augment"))
+    assert samples >= 8
+    assert len(trace.named("read")) == len(trace.named("decode")) == samples
+    assert all(trace.inside("decode", "augment"))
+    assert not any(trace.inside("read", "augment"))
+    assert all(trace.inside("augment", "loader_next"))
+
+
+def test_waiting_for_threads(class_folders: Path, tmp_path: Path) -> None:
+    try:
+        every: Any = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except TypeError:  # torch before 2.7
+        every = None
+    loader = LoaderSettings(num_workers=2, workers="thread", background=1)
+    data = ImageFolderDataModule(str(class_folders), batch_size=2, image_size=32, decoder="pillow", loader=loader)
+    trace = trace_of(tmp_path, data, experimental_config=every)
+    assert len(trace.named("background_wait")) == len(trace.named("loader_next")) > 0
+    assert all(trace.inside("background_wait", "loader_next"))
+    if every is None:
+        return
+    assert all(trace.inside("thread_wait", "background_load"))
+    assert len(trace.named("thread_wait")) > 0
+    assert all(trace.inside("augment", "thread_sample"))
+    assert len(trace.named("augment")) == len(trace.named("thread_sample")) >= 8
+    assert len(trace.named("thread_collate")) >= 4
+    threads = {name: {event["tid"] for event in trace.named(name)} for name in ("loader_next", "thread_sample")}
+    assert threads["loader_next"].isdisjoint(threads["thread_sample"])
+
+
+def test_a_set_on_the_device(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path, PartsData(batch_size=4, loader=IN_MAIN, cache="device"))
+    assert trace.inside("gather", "loader_next") == [True] * BATCHES
+
+
+def test_without_a_profiler_none_of_it_is_made(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    real = torch.autograd.profiler.record_function
+
+    def note(name: str, *args: Any) -> Any:
+        made.append(name)
+        return real(name, *args)
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", note)
+    fit(PartsData(batch_size=4, loader=IN_MAIN))
+    loader = LoaderSettings(num_workers=2, workers="thread", background=1)
+    fit(ImageFolderDataModule(str(class_folders), batch_size=2, image_size=32, decoder="pillow", loader=loader))
+    assert [name for name in made if name.startswith(PREFIX)] == []
+    with torch.profiler.profile():
+        fit(PartsData(batch_size=4, loader=IN_MAIN))
+    assert PREFIX + "device_transform" in made
+
+
+@pytest.fixture
+def _fewer_threads() -> Iterator[None]:
+    """Torch's profiler starts none, but the sums of two runs must be the same to the last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_fewer_threads")
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # as Lightning sets it up for a short fit
+def test_lightnings_own_profiler_shows_them_and_changes_nothing(tmp_path: Path) -> None:
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=BATCHES - 1)
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="fit", schedule=schedule)
+    losses = fit(PartsData(batch_size=4, loader=IN_MAIN), profiler=profiler)
+    assert losses == fit(PartsData(batch_size=4, loader=IN_MAIN))
+    assert losses == fit(PartsData(batch_size=4, loader=IN_MAIN), profiler="pytorch", default_root_dir=tmp_path)
+    traces = [Trace(path) for path in tmp_path.rglob("*.json")]
+    assert traces
+    for stage in ("look_ahead", "loader_next", "transfer", "pack_small", "device_transform", "hand_over"):
+        assert any(trace.named(stage) for trace in traces), stage
+    assert all(all(trace.inside("device_transform", "transfer")) for trace in traces)
