@@ -34,12 +34,23 @@ from lightning_feed._host.loops import (
     train_loaders,
     train_progress,
 )
+from lightning_feed._host.replay import (
+    detects_anomalies,
+    go_on_past_the_end,
+    is_training,
+    shards_the_model,
+    stop_schedulers,
+    takes_iterator,
+)
 from lightning_feed._host.reporting import (
     bar_printer,
     profiler_does_nothing,
     step_actions,
     step_to_log,
+    steps_logged,
+    train_iterators,
 )
+from lightning_feed._host.syncs import known_syncs
 
 __all__ = [
     "Fetched",
@@ -50,19 +61,28 @@ __all__ = [
     "checkpoint_loader_states",
     "count_the_batch_in_hand",
     "defined_by_lightning",
+    "detects_anomalies",
     "epochs_processed",
+    "go_on_past_the_end",
     "is_overridden",
+    "is_training",
+    "known_syncs",
     "live_fetcher",
     "more_to_draw",
     "profiler_does_nothing",
     "ranks_that_share_samples",
     "read_already",
     "resumes_in_a_new_epoch",
+    "shards_the_model",
     "stage_now",
     "step_actions",
     "step_to_log",
+    "steps_logged",
+    "stop_schedulers",
+    "takes_iterator",
     "train_batches_to_follow",
     "train_fetcher",
+    "train_iterators",
     "train_loaders",
     "train_progress",
     "wrap_transfer",

@@ -13,11 +13,13 @@ class Wrap:
     """
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        # Lightning's is_overridden looks through __wrapped__. First of all: it copies attributes, those of a wrap too.
+        functools.update_wrapper(self, original)
         self._owner, self._name = owner, name
-        self._original = getattr(owner, name)
+        self._original = original
         self._shadowed = vars(owner).get(name)
         self._around: Callable[..., Any] | None = around
-        functools.update_wrapper(self, self._original)  # Lightning's is_overridden looks through __wrapped__
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,17 @@ def profiler_does_nothing(trainer: Any) -> bool:
     return kind.__name__ == "PassThroughProfiler" and defined_by_lightning(kind)
 
 
+def train_iterators(trainer: Any) -> list[Any]:
+    """The iterators that training batches come from now, one for each loader of the mode; empty outside of a fit.
+
+    A mode may make others within an epoch: ``max_size_cycle`` makes a new one when a loader is at its end. The class of
+    the fetcher does not matter, so it may be one that PrefetchCallback has adopted. Read in 2.4.0 and 2.6.6
+    (``loops/fetchers.py: _DataFetcher``, ``utilities/combined_loader.py: _ModeIterator``).
+    """
+    combined = getattr(trainer.fit_loop._data_fetcher, "_combined_loader", None)
+    return list(getattr(getattr(combined, "_iterator", None), "iterators", None) or ())
+
+
 def step_to_log(trainer: Any, every: int) -> int | None:
     """The loggers' number of the step that just ended, if one in ``every`` falls on it; None while accumulating.
 
@@ -29,6 +40,14 @@ def step_to_log(trainer: Any, every: int) -> int | None:
     loop = trainer.fit_loop.epoch_loop
     step: int = loop._batches_that_stepped
     return None if (step + 1) % every or loop._should_accumulate() else step
+
+
+def steps_logged(trainer: Any) -> int:
+    """The loggers' number of the step that comes next.
+
+    Read in 2.4.0 and 2.6.6 (``connectors/logger_connector: update_train_step_metrics``).
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def bar_printer(trainer: Any) -> Callable[[str], object] | None:

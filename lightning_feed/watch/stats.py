@@ -28,6 +28,8 @@ class LoaderStats:
     """The rest. High while starved: disk, network, locks. High while fed: workers with nothing to do."""
     read_mb_per_s: float | None = tagged("feed_workers/read_mb_per_s")
     """Megabytes per second that all workers read, from wherever."""
+    disk_mb_per_s: float | None = tagged("feed_workers/disk_mb_per_s")
+    """Megabytes per second that storage gave to all workers. Near read_mb_per_s: nothing came from the page cache."""
     page_cache_pct: float | None = tagged("feed_workers/page_cache_pct")
     """Share of those bytes that no disk had to give, 0 to 100. Low while blocked: stage, cache or pack."""
 
@@ -36,9 +38,10 @@ class LoaderStats:
     queue_capacity: float | None = tagged("feed_queue/capacity")
     """Batches that the loader may hold ready."""
     head_of_line_pct: float | None = tagged("feed_queue/head_of_line_pct")
-    """Share of the waiting in which a later batch was ready, 0 to 100. From 25: ``in_order=False``, or deeper."""
+    """Share of the waiting lost to the order of batches, 0 to 100: time with a later batch at hand, times the share of
+    workers that had nothing to do for it. From 25: ``in_order=False``, or deeper."""
     pin_lag_ms: float | None = tagged("feed_queue/pin_lag_ms")
-    """Mean time of the waits in which batches were there, but not pinned yet. High: the pin thread is the limit."""
+    """Mean time of waiting for a batch while batches were made, but none of them pinned. High: pinning limits."""
     produced_per_s: float | None = tagged("feed_queue/produced_per_s")
     """Batches per second that the loader made, what only left a full queue not counted."""
 
@@ -64,6 +67,7 @@ class RankStats:
     """
 
     world_size: int
+    """Number of ranks."""
     steps: int
     """Steps that all ranks measured."""
     max_data_idle_ms: float | None = tagged("feed_dist/max_data_idle_ms")
@@ -73,7 +77,8 @@ class RankStats:
     starved_pct: float | None = tagged("feed_dist/starved_pct")
     """Sum of the longest waits over sum of the longest steps, 0 to 100: what waiting for data costs all together."""
     amplification: float | None = tagged("feed_dist/amplification")
-    """That cost over the mean of the ranks' own starved_pct, 1 or more. High: ranks wait in turn, or one for all."""
+    """Sum of the longest waits over the sum of the mean waits, 1 to world_size: what all pay over what a rank waits
+    itself. High: ranks wait in turn, or one for all. Absent: nobody waits."""
     data_idle_ms_by_rank: tuple[float, ...] = ()
     """Mean wait of each rank."""
 

@@ -27,11 +27,14 @@ def tag_table() -> dict[str, str]:
 
 
 def to_tags(
-    stats: StarvationStats, gpu: GpuStats | None = None, loaders: LoaderStats | None = None
+    stats: StarvationStats,
+    gpu: GpuStats | None = None,
+    loaders: LoaderStats | None = None,
+    ranks: RankStats | None = None,
 ) -> dict[str, float]:
     """The measured figures by tag. What was not measured is absent, so that 0 always means a measured zero."""
     tags: dict[str, float] = {}
-    for value in (stats, gpu, loaders):
+    for value in (stats, gpu, loaders, ranks):
         for one in fields(value) if value is not None else ():
             if one.metadata and getattr(value, one.name) is not None:
                 tags[one.metadata["tag"]] = float(getattr(value, one.name))
@@ -51,5 +54,10 @@ def custom_scalar_layout() -> dict[str, Any]:
             "share of the step (%)": ["Multiline", ["feed/starved_pct", "feed/input_pct"]],
             "parts of the step (ms)": ["Multiline", shown],
             "waiting of the host (ms)": ["Multiline", ["feed_host/next_wait_ms", "feed_host/hidden_wait_ms"]],
+            "time of the workers (%)": [
+                "Multiline",
+                ["feed_workers/on_cpu_pct", "feed_workers/run_queue_pct", "feed_workers/blocked_pct"],
+            ],
+            "batches ready": ["Multiline", ["feed_queue/ready", "feed_queue/capacity"]],
         }
     }

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_feed.watch.nvml import GpuStats
-from lightning_feed.watch.stats import LoaderStats, StarvationStats
+from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.watch.tags import STACK, custom_scalar_layout, tag_table, to_tags
 
 FULL = StarvationStats(
@@ -63,7 +63,11 @@ def test_gpu_figures_stand_beside() -> None:
 
 def test_the_table_holds_every_tag() -> None:
     gpu = GpuStats(util_pct=1, sm_pct=1, mem_used_mib=1, power_w=1, pcie_rx_mb_per_s=1)
-    assert set(tag_table()) == set(to_tags(FULL, gpu, LoaderStats(cache_hit_pct=1)))
+    loaders = LoaderStats(**{one.name: 1.0 for one in dataclasses.fields(LoaderStats)})
+    ranks = RankStats(
+        world_size=2, steps=1, max_data_idle_ms=1, slow_rank=1, starved_pct=1, amplification=1, data_idle_ms_by_rank=()
+    )
+    assert set(tag_table()) == set(to_tags(FULL, gpu, loaders, ranks))
 
 
 def test_the_layout_shows_tags_that_exist() -> None:
@@ -74,7 +78,7 @@ def test_the_layout_shows_tags_that_exist() -> None:
     assert {kind for kind, _ in charts.values()} == {"Multiline"}
 
 
-@pytest.mark.parametrize("kind", [StarvationStats, GpuStats])
+@pytest.mark.parametrize("kind", [StarvationStats, RankStats, LoaderStats, GpuStats])
 def test_every_field_says_what_it_means(kind: type) -> None:
     import ast
     import inspect

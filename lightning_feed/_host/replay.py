@@ -1,0 +1,49 @@
+"""A short fit beside the user's own: how long it goes on, and what its step is given."""
+
+import inspect
+from typing import Any
+
+
+def go_on_past_the_end(trainer: Any) -> None:
+    """Let the training loop ignore ``max_epochs`` and ``max_steps`` from now on.
+
+    What the optimizers and schedulers were told of them when they were made stays. Read in 2.4.0 and 2.6.6
+    (``loops/fit_loop.py: done``, ``loops/training_epoch_loop.py: _is_training_done``).
+    """
+    trainer.fit_loop.max_epochs = -1
+    trainer.fit_loop.epoch_loop.max_steps = -1
+
+
+def stop_schedulers(trainer: Any) -> None:
+    """Leave the learning rates as they are: a schedule of fixed length raises when it is stepped past its end.
+
+    Modules that optimize by themselves step theirs through ``self.lr_schedulers()``. Read in 2.4.0 and 2.6.6
+    (``loops/training_epoch_loop.py: _update_learning_rates``, ``core/module.py: lr_schedulers``).
+    """
+    for config in trainer.strategy.lr_scheduler_configs:
+        config.scheduler.step = _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of a scheduler's ``step``."""
+
+
+def takes_iterator(pl_module: Any) -> bool:
+    """Whether ``training_step`` fetches for itself. Read in 2.4.0 and 2.6.6 (``loops/utilities.py``)."""
+    return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
+
+
+def is_training(trainer: Any) -> bool:
+    """Whether one of the Trainer's loops runs now. Read in 2.4.0 and 2.6.6 (``trainer/states.py``)."""
+    return str(getattr(trainer.state.status, "value", trainer.state.status)) == "running"
+
+
+def shards_the_model(trainer: Any) -> bool:
+    """Whether the strategy divides one model among devices. Read in 2.4.0 and 2.6.6 (``strategies``)."""
+    names = {base.__name__ for base in type(trainer.strategy).__mro__}
+    return bool(names & {"FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy"})
+
+
+def detects_anomalies(trainer: Any) -> bool:
+    """Whether ``Trainer(detect_anomaly=True)``. Read in 2.4.0 and 2.6.6 (``trainer/trainer.py``)."""
+    return bool(getattr(trainer, "_detect_anomaly", False))
