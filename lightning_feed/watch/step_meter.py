@@ -24,6 +24,8 @@ class StepTimes(NamedTuple):
     """Time the host was blocked in the loader."""
     counted: bool
     """Whether windows count the step: not the first of an epoch, nor one after a validation."""
+    number: int = 0
+    """Of the step in its fit, from 1. Steps of several ranks are matched by it, since some may not be measured."""
 
 
 class StepMeter:
@@ -60,6 +62,11 @@ class StepMeter:
     def lost(self) -> int:
         """Steps that the device clock had no event for."""
         return self._ring.lost if self._ring is not None else 0
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether time passes as ``other`` now."""
+        return self._category == OTHER
 
     # --- the run around the steps -------------------------------------------------------------------------------------
 
@@ -121,9 +128,9 @@ class StepMeter:
         self.finished += 1
         if self._ring is None:
             other, data, h2d, compute = spent
-            self._keep(StepTimes(other, data, h2d, compute, data, counted))
+            self._keep(StepTimes(other, data, h2d, compute, data, counted, self.finished))
         else:
-            self._ring.end_step((spent[DATA], counted))
+            self._ring.end_step((spent[DATA], counted, self.finished))
             self._read(READS_PER_STEP)
 
     def look_ahead_began(self) -> None:
@@ -158,5 +165,5 @@ class StepMeter:
             for category, ns in step.intervals:
                 parts[category] += ns
             other, data, h2d, compute = parts
-            host_wait_ns, counted = step.note
-            self._keep(StepTimes(other, data, h2d, compute, host_wait_ns, counted))
+            host_wait_ns, counted, number = step.note
+            self._keep(StepTimes(other, data, h2d, compute, host_wait_ns, counted, number))
