@@ -4,11 +4,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from lightning_feed.watch.hook_times import HookTimes
+
 Calls = dict[str, Callable[[], object]]
 """Name of an action -> what to call."""
 
 
-def tap_profiler(profiler: Any, on_start: Calls, on_stop: Calls, *, does_nothing: bool = False) -> Callable[[], None]:
+def tap_profiler(
+    profiler: Any, on_start: Calls, on_stop: Calls, *, does_nothing: bool = False, hooks: HookTimes | None = None
+) -> Callable[[], None]:
     """Call back when ``profiler``, on this one instance, starts and stops an action of one of these names.
 
     What the profiler takes itself falls outside of the action. Some thirty to fifty actions are announced in a step, so
@@ -20,6 +24,7 @@ def tap_profiler(profiler: Any, on_start: Calls, on_stop: Calls, *, does_nothing
         on_stop: called before the profiler stops the action.
         does_nothing: ``start`` and ``stop`` of this profiler are empty. ``profile`` then passes over them for names
             that nobody wants, which wins back more than the tap costs; not once another tool has wrapped them.
+        hooks: may have every action timed for a step; while it does not, it costs nothing.
 
     Returns:
         What takes the tap out. A tap that another tool has wrapped in its turn stays, and is dead.
@@ -48,13 +53,56 @@ def tap_profiler(profiler: Any, on_start: Calls, on_stop: Calls, *, does_nothing
     if does_nothing and not shadowed:
         taps["profile"] = profile
     own.update(taps)
+    let_go = _time_hooks(profiler, hooks)
 
     def untap() -> None:
+        let_go()
         starts.clear()
         stops.clear()
         _take_out(own, taps, shadowed)
 
     return untap
+
+
+def _time_hooks(profiler: Any, hooks: HookTimes | None) -> Callable[[], None]:
+    """Let ``hooks`` have actions timed; returns what ends that."""
+    if hooks is None:
+        return lambda: None
+    hooks.tap = _TimedProfile(profiler, hooks)
+
+    def let_go() -> None:
+        hooks.stop()
+        hooks.tap = None
+
+    return let_go
+
+
+class _TimedProfile:
+    """A ``profile`` that times everything, in the place of the one that a profiler has now, and back."""
+
+    def __init__(self, profiler: Any, hooks: HookTimes) -> None:
+        self._own, self._hooks = vars(profiler), hooks
+        self._before, self._announce = self._own.get("profile"), profiler.profile
+        self._timed = self._profile  # one object: each look at a method makes another
+
+    def on(self) -> bool:
+        """Nothing is changed once another tool has put its own ``profile`` there."""
+        if self._own.get("profile") is not self._before:
+            return False
+        self._own["profile"] = self._timed
+        return True
+
+    def off(self) -> None:
+        """What is there now is left if it is another tool's."""
+        if self._own.get("profile") is not self._timed:
+            return
+        if self._before is None:
+            del self._own["profile"]
+        else:
+            self._own["profile"] = self._before
+
+    def _profile(self, action_name: str) -> AbstractContextManager[Any]:
+        return self._hooks.timed(action_name, self._announce(action_name))
 
 
 def _take_out(own: dict[str, Any], taps: dict[str, Any], shadowed: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """Sums step times over windows, and over the whole run without its warm-up."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from lightning_feed.watch.bootstrap import PairSums
 from lightning_feed.watch.stats import StarvationStats, grade_confidence
 from lightning_feed.watch.step_meter import StepTimes
 
@@ -81,10 +82,12 @@ class Ledger:
     Args:
         queue: batches that the loader may hold ready. For so many steps a full queue hides a slow loader.
         trusted_clock: whether the times come from a clock that sees the device.
+        period: steps after which waits repeat: the workers of the loader.
     """
 
     queue: int = 0
     trusted_clock: bool = True
+    period: int = 1
     fresh: list[StepTimes] = field(default_factory=list)
     """Steps not summed yet. The meter appends here."""
     _warm_up_left: int = field(init=False)
@@ -92,6 +95,7 @@ class Ledger:
     _window_settled: bool = True
     _warm_up: Sums = field(default_factory=Sums)
     _settled: Sums = field(default_factory=Sums)
+    _pairs: PairSums = field(default_factory=PairSums)
 
     def __post_init__(self) -> None:
         self._warm_up_left = WARM_UP_STEPS + self.queue
@@ -111,6 +115,9 @@ class Ledger:
                 self._window.add(step)
                 self._window_settled &= not warming
                 (self._warm_up if warming else self._settled).add(step)
+                if not warming:
+                    whole_ns = step.other_ns + step.data_ns + step.h2d_ns + step.compute_ns
+                    self._pairs.add(step.data_ns, whole_ns)
         self.fresh.clear()
 
     def close_window(self, *, lost: int, prefetch_active: bool | None) -> StarvationStats:
@@ -130,11 +137,18 @@ class Ledger:
         return stats
 
     def total(self, *, prefetch_active: bool | None) -> StarvationStats:
-        """The figures of the run so far without its warm-up; with it, where hardly anything else is left."""
+        """The figures of the run so far without its warm-up; with it, where hardly anything else is left.
+
+        Without the warm-up, and with enough steps, they have the 95 % interval of ``starved_pct``.
+        """
         self.fold()
         sums, settled = self._settled, self._settled.steps >= FEW_STEPS
         if not settled:
             sums = Sums()
             sums.merge(self._settled)
             sums.merge(self._warm_up)
-        return sums.stats(settled=settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active)
+        stats = sums.stats(settled=settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active)
+        interval = self._pairs.interval_pct(self.period) if settled else None
+        if interval is None or stats.starved_pct is None:
+            return stats
+        return replace(stats, starved_low_pct=interval[0], starved_high_pct=interval[1])

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.watch.reports.text import as_text, print_report
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
 from lightning_feed.watch.verdict.tree import diagnose
@@ -76,7 +75,6 @@ def test_no_verdict_from_a_few_steps() -> None:
     found = _diagnose(data=90, steps=9)
     assert (found.bottleneck, found.grade, found.confidence, found.remedies) == ("unknown", "not measured", "low", ())
     assert "9 steps were measured" in found.evidence[0]
-    assert as_text(found).startswith("FEED  no verdict: 9 steps were measured")
 
 
 def test_no_verdict_from_nothing() -> None:
@@ -151,18 +149,18 @@ def test_nothing_is_copied_on_the_cpu() -> None:
 
 def test_remedies_of_a_slow_framework() -> None:
     assert len(_codes(_diagnose(other=20, compute=80))) == 1
-    several = LoopFacts(device_type="cuda", world_size=2)
+    several = LoopFacts(device_type="cuda", world_size=2, syncs=("prog_bar", "sigterm_broadcast"))
     found = _diagnose(several, other=20, compute=80)
-    assert "profiler" in _codes(found)[0]
-    assert "prog_bar=False" in _codes(found)[1]
-    assert "devices=1" in _codes(found)[2]
-    assert found.remedies[0].predicted_step_ms == pytest.approx(80)
+    assert "prog_bar=False" in _codes(found)[0]
+    assert "devices=1" in _codes(found)[1]
+    assert "profiler" in _codes(found)[2]
+    assert found.remedies[2].predicted_step_ms == pytest.approx(80)
 
 
 def test_every_remedy_is_one_line() -> None:
     several = LoopFacts(device_type="cuda", world_size=2, pin_memory=False, num_workers=0, usable_cpus=4)
     found = _diagnose(several, other=20, data=20, h2d=20, compute=40)
-    assert len(found.remedies) >= 6
+    assert len(found.remedies) >= 5
     assert not any("\n" in remedy.code + remedy.why for remedy in found.remedies)
 
 
@@ -170,41 +168,3 @@ def test_slack_and_lost_steps_are_told() -> None:
     found = _diagnose(next_wait_ms=30.0, hidden_wait_ms=30.0, lost_steps=7)
     assert "30.0 of 30.0 ms in next(loader) cost nothing" in found.evidence
     assert "7 steps could not be measured on the device" in found.evidence
-
-
-# --- text ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_report_of_a_starved_gpu() -> None:
-    found = _diagnose(
-        LoopFacts(device_type="cuda", num_workers=6, usable_cpus=20), compute=52.9, data=29.6, h2d=1.1, other=3.6
-    )
-    assert as_text(found).splitlines()[:4] == [
-        "FEED  highly data-bound: GPU idle 34 % of each step waiting for data (confidence high, 412 steps)",
-        "step 87.2 ms = compute 52.9 | data 29.6 | h2d 1.1 | other 3.6        if data were free: 1.51 x",
-        "why   29.6 of 87.2 ms (34 %) waiting for data; the loader has 6 workers on 20 CPUs",
-        "fix   FastDataModule(loader=LoaderSettings(num_workers=12))    # num_workers 6 -> 12; 20 CPUs may be used "
-        "(at best 57.6 ms a step)",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("parts", "headline"),
-    [
-        ({}, "FEED  compute-bound, fed: training waits for data 0 % of each step (confidence high, 412 steps)"),
-        ({"other": 50}, "FEED  framework-bound, fed: training waits for data 0 % of each step"),
-        ({"h2d": 50, "data": 20}, "FEED  copy-bound, moderately data-bound: training waits for data 12 % of each step"),
-    ],
-)
-def test_headlines(parts: dict[str, float], headline: str) -> None:
-    assert as_text(_diagnose(**parts)).startswith(headline)
-
-
-def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
-    found = _diagnose()
-    print_report(found, None)
-    assert capsys.readouterr().out == as_text(found) + "\n"
-    lines: list[str] = []
-    print_report(found, lines.append)
-    assert lines == [as_text(found)]
-    assert capsys.readouterr().out == ""

@@ -68,11 +68,23 @@ class LoopFacts:
     batches_per_epoch: int | None = None
     decoder: str | None = None
     """Of an ImageFolderDataModule."""
+    quality: str | None = None
+    """The same."""
+    cache: str | None = None
+    """Of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
+    staged: bool | None = None
+    """Whether a FastDataModule reads from a copy."""
+    device_transform: bool | None = None
+    """Whether a FastDataModule transforms batches on the device."""
+    log_every_n_steps: int | None = None
+    """Of the Trainer."""
     usable_cpus: int | None = None
     """CPUs that this rank may use."""
     world_size: int = 1
     lightning: str | None = None
     """Version of the Lightning package that trains."""
+    host_cpu_ms: float | None = None
+    """CPU time of the training thread per step (``time.thread_time``), over all steps that were measured."""
     syncs: tuple[str, ...] = ()
     """What is set up that makes the host wait for the device in each step: of :data:`SYNCS`."""
 

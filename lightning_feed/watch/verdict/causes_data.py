@@ -1,0 +1,196 @@
+"""Why training waits for data: the first rule that the figures meet.
+
+Workers are blocked, too, when they have nothing to do. So what they do counts only while training waits for them, and
+what can leave them idle meanwhile (one slow batch in front, a queue that is full most of the time) is asked first.
+"""
+
+from lightning_feed.watch.verdict.diagnosis import Measurements
+from lightning_feed.watch.verdict.finding import Finding
+from lightning_feed.watch.verdict.shares import DATA_PCT, Shares
+from lightning_feed.watch.verdict.units import in_ms
+
+HEAD_OF_LINE_PCT = 25.0
+"""Share of the waiting in which a later batch was ready."""
+PIN_SHARE = 0.5
+"""Mean wait for the pin thread over the mean wait of a step."""
+RUN_QUEUE_PCT = 30.0
+THROTTLED_PCT = 20.0
+CPU_PRESSURE_PCT = 30.0
+BUSY_PCT, BLOCKED_PCT = 70.0, 50.0
+"""Shares of the workers' time on a CPU or ready for one, and neither."""
+READY_SHARE = 0.5
+"""Share of the queue that is full in the mean. Workers in step with each other, who finish all at once, leave it less
+than half full: (workers - 1) / 2 of at least ``workers`` batches."""
+WARM_PCT = 80.0
+"""Share of the bytes from the page cache from which the disk is not the reason."""
+DISK_MB_PER_S = 0.05
+"""A disk that gives less than this is not what workers wait for, were it one of random 4 kB reads (100 a second)."""
+IO_PRESSURE_PCT = 20.0
+FASTER, NO_FASTER = 1.25, 1.1
+"""How much faster the loader is without a stage that is at fault, and at most without one that is not."""
+
+
+def data_cause(measured: Measurements, shares: Shares) -> Finding:
+    """Why training waits for data."""
+    return (
+        _epoch_start(measured, shares)
+        or _one_rank(measured, shares)
+        or _no_workers(measured)
+        or _oversubscribed(measured)
+        or _pin_thread(measured)
+        or _head_of_line(measured)
+        or _jitter(measured)
+        or _workers(measured)
+        or _experiments(measured)
+        or Finding(cause="unknown", because=("what the workers do meanwhile is not known",), sure=False)
+    )
+
+
+def _epoch_start(measured: Measurements, shares: Shares) -> Finding | None:
+    if shares.epoch_pct is None or shares.epoch_pct < DATA_PCT:
+        return None
+    steady = 100 * shares.data_ms / shares.step_ms
+    if shares.epoch_pct < steady:
+        return None
+    start, batches = measured.stats.epoch_start_s, measured.facts.batches_per_epoch
+    return Finding(
+        cause="epoch start",
+        because=(
+            f"{shares.epoch_pct:.0f} % of an epoch of {batches} steps goes by before its first batch ({start:.2f} s)",
+        ),
+    )
+
+
+def _one_rank(measured: Measurements, shares: Shares) -> Finding | None:
+    ranks = measured.ranks
+    if ranks is None or ranks.slow_rank is None:
+        return None
+    said = f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, the others wait for it"
+    if ranks.slow_rank < len(ranks.data_idle_ms_by_rank):
+        by_rank = sorted(ranks.data_idle_ms_by_rank)
+        its, median = ranks.data_idle_ms_by_rank[ranks.slow_rank], by_rank[(len(by_rank) - 1) // 2]
+        said += f" ({in_ms(its, shares.step_ms)} ms a step; the median rank {in_ms(median, shares.step_ms)})"
+    return Finding(cause="one rank", because=(said,))
+
+
+def _no_workers(measured: Measurements) -> Finding | None:
+    if measured.facts.num_workers != 0:
+        return None
+    return Finding(cause="no workers", because=("batches are made in the training process, between its steps",))
+
+
+def _oversubscribed(measured: Measurements) -> Finding | None:
+    loaders, facts = measured.loaders, measured.facts
+    queue, throttled, pressure = loaders.workers_run_queue_pct, loaders.throttled_pct, loaders.cpu_pressure_pct
+    if queue is not None and queue >= RUN_QUEUE_PCT:
+        return Finding(
+            cause="oversubscribed", because=(f"workers are ready to run, without a CPU, {queue:.0f} % of their time",)
+        )
+    if throttled is not None and throttled >= THROTTLED_PCT:
+        said = f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"
+        return Finding(cause="oversubscribed", because=(said,))
+    crowded = facts.num_workers and facts.usable_cpus and facts.num_workers > facts.usable_cpus
+    if queue is None and crowded and pressure is not None and pressure >= CPU_PRESSURE_PCT:
+        said = f"some task waits for a CPU {pressure:.0f} % of the time"
+        return Finding(cause="oversubscribed", because=(said,), sure=False)
+    return None
+
+
+def _pin_thread(measured: Measurements) -> Finding | None:
+    lag, wait = measured.loaders.pin_lag_ms, measured.stats.next_wait_ms
+    if not lag or not wait or lag < PIN_SHARE * wait or measured.facts.pin_memory is False:
+        return None
+    return Finding(
+        cause="pin thread", because=(f"batches that were there had to be pinned first: {lag:.1f} ms a wait",)
+    )
+
+
+def _head_of_line(measured: Measurements) -> Finding | None:
+    held = measured.loaders.head_of_line_pct
+    if held is None or held < HEAD_OF_LINE_PCT or (_busy_pct(measured) or 0.0) >= BUSY_PCT:
+        return None  # workers that are never idle lose nothing to the order
+    return Finding(cause="head of line", because=(f"a later batch was ready in {held:.0f} % of the waiting",))
+
+
+def _jitter(measured: Measurements) -> Finding | None:
+    ready, capacity = measured.loaders.queue_ready, measured.loaders.queue_capacity
+    if ready is not None and capacity and ready >= READY_SHARE * capacity:
+        said = f"{ready:.1f} of {capacity:.0f} batches are ready in the mean, yet not always one"
+        return Finding(cause="jitter", because=(said,))
+    return None
+
+
+def _workers(measured: Measurements) -> Finding | None:
+    busy = _busy_pct(measured)
+    if busy is None:
+        return None
+    loaders = measured.loaders
+    on_cpu, queue = loaders.workers_on_cpu_pct or 0.0, loaders.workers_run_queue_pct or 0.0
+    blocked = 100.0 - busy
+    said = f"workers are on a CPU {on_cpu:.0f} % of their time, ready for one {queue:.0f} %, blocked {blocked:.0f} %"
+    if blocked < BLOCKED_PCT:
+        return Finding(cause="cpu", because=(said,), sure=busy >= BUSY_PCT)
+    return _blocked(measured, said)
+
+
+def _busy_pct(measured: Measurements) -> float | None:
+    """Share of the workers' time on a CPU or ready for one."""
+    loaders = measured.loaders
+    on_cpu, queue, blocked = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, loaders.workers_blocked_pct
+    if blocked is not None:
+        return max(0.0, 100.0 - blocked)
+    return None if on_cpu is None or queue is None else min(100.0, on_cpu + queue)
+
+
+def _blocked(measured: Measurements, said: str) -> Finding:
+    """Workers neither compute nor could: do they wait for storage, or for something else?"""
+    loaders, found = measured.loaders, measured.experiments
+    gain = None if found is None else _ratio(found.cached_bytes_per_s, found.loader_per_s)
+    if gain is not None and gain >= FASTER:
+        return Finding(
+            cause="cold reads", because=(said, f"with its files in memory the loader is {gain:.1f} x as fast")
+        )
+    if gain is not None and gain < NO_FASTER:
+        return Finding(cause="waiting", because=(said, "with its files in memory the loader is no faster"))
+    cached, disk, pressure = loaders.page_cache_pct, loaders.disk_mb_per_s, loaders.io_pressure_pct
+    gives = disk is None or disk >= DISK_MB_PER_S
+    if cached is not None and cached < WARM_PCT and gives:
+        rate = "" if disk is None else f", {disk:.1f} MB/s"
+        return Finding(cause="cold reads", because=(said, f"{100 - cached:.0f} % of the bytes come from storage{rate}"))
+    if cached is None and disk is not None and gives and (pressure or 0.0) >= IO_PRESSURE_PCT:
+        return Finding(cause="cold reads", because=(said, f"storage gives {disk:.1f} MB/s, mapped into memory"))
+    if cached is None and disk is None:
+        if pressure is None:
+            return Finding(cause="unknown", because=(said, "whether for storage is not known"), sure=False)
+        if pressure >= IO_PRESSURE_PCT:
+            because = (said, f"some task waits for storage {pressure:.0f} % of the time")
+            return Finding(cause="cold reads", because=because, sure=False)
+    read = "" if cached is None else f": {cached:.0f} % of the bytes come from the page cache"
+    return Finding(cause="waiting", because=(said, f"not for storage{read}"))
+
+
+def _experiments(measured: Measurements) -> Finding | None:
+    """Nothing is known of the workers: what the loader gained from leaving a stage out."""
+    found = measured.experiments
+    if found is None:
+        return None
+    cached = _ratio(found.cached_bytes_per_s, found.loader_per_s)
+    if cached is not None and cached >= FASTER:
+        return Finding(cause="cold reads", because=(f"with its files in memory the loader is {cached:.1f} x as fast",))
+    wall = sum(cost.wall_ms for cost in found.costs)
+    if wall > 0:
+        cpu_pct = 100 * sum(cost.cpu_ms for cost in found.costs) / wall
+        said = f"a sample takes {wall:.2f} ms, {cpu_pct:.0f} % of it on a CPU"
+        if cpu_pct >= BUSY_PCT:
+            return Finding(cause="cpu", because=(said,))
+        if cpu_pct <= 100 - BLOCKED_PCT and cached is not None:
+            return Finding(cause="waiting", because=(said, "with its files in memory the loader is no faster"))
+    ceiling = _ratio(found.ceiling_per_s, found.loader_per_s)
+    if ceiling is not None and ceiling < NO_FASTER:
+        said = "constant samples load no faster: collating and sending batches is the limit"
+        return Finding(cause="cpu", because=(said,), sure=False)
+    return None
+
+
+def _ratio(rate: float | None, base: float | None) -> float | None:
+    return None if rate is None or not base else rate / base

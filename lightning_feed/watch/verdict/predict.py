@@ -1,0 +1,122 @@
+"""Step time to expect of a remedy: ``max(1/G, h2d, 1/min(F, P, I))`` where experiments gave the rates, else what the
+running figures give.
+
+Each figure is a lower bound, "at best": a remedy can uncover the next limit, which was not measured.
+"""
+
+from lightning_feed.watch.verdict.diagnosis import Measurements
+from lightning_feed.watch.verdict.shares import Shares
+
+NO_GAIN = 0.98
+"""A remedy that leaves more of the step than this is not worth naming for its speed."""
+
+
+def without(shares: Shares, part_ms: float | None) -> float | None:
+    """Step time without so much of it."""
+    return None if part_ms is None else shares.step_ms - min(max(0.0, part_ms), shares.step_ms)
+
+
+def floor_ms(measured: Measurements, shares: Shares) -> float:
+    """Step time when no batch is waited for: the rest of the step, or the model alone where that takes longer."""
+    found = measured.experiments
+    alone = 1e3 / found.model_per_s if found is not None and found.model_per_s else 0.0
+    return min(shares.step_ms, max(shares.floor_ms, alone))
+
+
+def period_ms(measured: Measurements, shares: Shares) -> float | None:
+    """Time in which the loader makes a batch while training waits for it.
+
+    With workers that is a step; without, what ``next(loader)`` takes. None: not known.
+    """
+    if measured.facts.num_workers == 0:
+        return measured.stats.next_wait_ms
+    return shares.step_ms
+
+
+def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: float | None = None) -> float | None:
+    """Step time with a loader that gives ``rate`` batches per second where it gave ``now``, both alone.
+
+    Beside training a loader is slower than alone. So the ratio of both counts, not the rate; without ``now``, the rate.
+    """
+    if not rate:
+        return None
+    running = period_ms(measured, shares)
+    after = running * now / rate if now and running is not None else 1e3 / rate
+    return min(shares.step_ms, max(floor_ms(measured, shares), after))
+
+
+def with_workers(measured: Measurements, shares: Shares, more: int) -> float | None:
+    """Step time with ``more`` workers.
+
+    By the rates that were tried, where both numbers were. Else each worker adds its rate, until the CPU time of a batch
+    takes all CPUs: ``T >= (workers x period x on_cpu + host) / cpus``, with the CPU time of the training process in a
+    step. On a CPU that computes the steps it is all of the step that does not wait, where it was not measured.
+    """
+    facts, loaders = measured.facts, measured.loaders
+    running, workers = period_ms(measured, shares), facts.num_workers
+    if running is None or workers is None:
+        return None
+    tried = by_trial(measured, shares, more)
+    if tried is not None:
+        return tried
+    alone = max(workers, 1)
+    after = running * alone / more
+    on_cpu = loaders.workers_on_cpu_pct
+    if on_cpu is not None and facts.usable_cpus and workers:
+        after = max(after, (alone * running * on_cpu / 100 + _host_ms(measured, shares)) / facts.usable_cpus)
+    return min(shares.step_ms, max(floor_ms(measured, shares), after))
+
+
+def by_trial(measured: Measurements, shares: Shares, workers: int) -> float | None:
+    """Step time with so many workers, where that number and the present one were both tried; else None."""
+    found, now = measured.experiments, measured.facts.num_workers
+    tried = dict(found.worker_scaling) if found is not None else {}
+    if workers not in tried or now not in tried:
+        return None
+    return with_rate(measured, shares, tried[workers], tried[now])
+
+
+def with_bytes_cached(measured: Measurements, shares: Shares) -> float | None:
+    """Step time with all files in memory: by experiment, else with workers that are never blocked."""
+    found, loaders = measured.experiments, measured.loaders
+    if found is not None and found.cached_bytes_per_s:
+        return with_rate(measured, shares, found.cached_bytes_per_s, found.loader_per_s)
+    running = period_ms(measured, shares)
+    if loaders.workers_blocked_pct is None or running is None:
+        return None
+    after = running * (100 - loaders.workers_blocked_pct) / 100
+    return min(shares.step_ms, max(floor_ms(measured, shares), after))
+
+
+def without_transforms(measured: Measurements, shares: Shares) -> float | None:
+    """Step time with the data set's transforms left out."""
+    found = measured.experiments
+    return None if found is None else with_rate(measured, shares, found.no_transform_per_s, found.loader_per_s)
+
+
+def with_pinned(measured: Measurements, shares: Shares) -> float | None:
+    """Step time with copies from pinned memory: what of the copy is left is as the two speeds."""
+    found, h2d = measured.experiments, measured.stats.h2d_ms
+    if found is None or not found.pinned_gb_per_s or not found.pageable_gb_per_s or h2d is None:
+        return None
+    return without(shares, h2d * (1 - found.pageable_gb_per_s / found.pinned_gb_per_s))
+
+
+def in_any_order(measured: Measurements, shares: Shares) -> float | None:
+    """Step time without the waits in which a later batch was ready."""
+    held = measured.loaders.head_of_line_pct
+    if held is None:
+        return None
+    return max(floor_ms(measured, shares), shares.step_ms - shares.data_ms * held / 100)
+
+
+def worth_it(predicted: float | None, shares: Shares) -> bool:
+    """Whether a remedy is expected to gain, or nothing is known against it."""
+    return predicted is None or predicted < NO_GAIN * shares.step_ms
+
+
+def _host_ms(measured: Measurements, shares: Shares) -> float:
+    facts = measured.facts
+    if facts.host_cpu_ms is not None:
+        return facts.host_cpu_ms
+    return shares.floor_ms if facts.device_type == "cpu" else 0.0

@@ -1,0 +1,105 @@
+"""Which part of a step is over its limit, and what of it is proven not to matter."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_feed.watch.verdict.diagnosis import Grade, Measurements
+
+Part = Literal["framework", "copy", "data"]
+
+FRAMEWORK_PCT, COPY_PCT, DATA_PCT = 10.0, 5.0, 5.0
+"""Shares of a step from which its parts are at fault."""
+JITTER_PCT, HIGH_PCT = 2.0, 20.0
+"""Further limits of the grade; 5 and 20 are those of TensorFlow's input-pipeline analyzer."""
+MIN_STEPS = 10
+"""With fewer steps there is no verdict."""
+MODEL_SHARE = 0.95
+"""The model alone takes at least this share of a step: then no loader, however fast, makes the step much shorter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """What each part takes of a step. Percentages of the mean step; a part whose time is not known has 0."""
+
+    step_ms: float
+    framework_pct: float
+    copy_pct: float
+    data_pct: float
+    """Of waiting for data: this rank's, or what the slowest rank of each step costs all, or what the first batch of
+    each epoch costs an epoch: the largest."""
+    data_ms: float
+    """Waiting for data per step that a loader without fault would save."""
+    epoch_pct: float | None
+    """Share of an epoch that its first batch takes beyond what any other batch takes. None: not known."""
+    by_ranks: bool
+    """Waiting is that of the slowest rank in each step, and more than this rank's own."""
+    over: tuple[Part, ...]
+    """The parts over their limits, the dearest first."""
+    acquitted: bool
+    """Waiting is over its limit, but the model alone takes as long as a step."""
+
+    @property
+    def floor_ms(self) -> float:
+        """Step time with nothing to wait for in the loader."""
+        return max(0.0, self.step_ms - self.data_ms)
+
+
+def shares_of(measured: Measurements) -> Shares | None:
+    """The shares; None where too little was measured for any."""
+    stats, ranks = measured.stats, measured.ranks
+    if stats.steps < MIN_STEPS or stats.starved_pct is None or stats.input_pct is None or not stats.step_ms:
+        return None
+    step_ms, data_pct, data_ms = stats.step_ms, stats.starved_pct, stats.data_idle_ms or 0.0
+    by_ranks = False
+    if ranks is not None and ranks.starved_pct is not None and ranks.starved_pct > data_pct:
+        by_ranks, data_pct = True, ranks.starved_pct
+        data_ms = max(data_ms, min(step_ms, ranks.max_data_idle_ms or 0.0))
+    epoch_pct = _epoch_pct(measured, step_ms)
+    pcts: dict[Part, float] = {
+        "framework": 100 * (stats.other_ms or 0.0) / step_ms,
+        "copy": max(0.0, stats.input_pct - stats.starved_pct),
+        "data": max(data_pct, epoch_pct or 0.0),
+    }
+    limits: dict[Part, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
+    over = [part for part, pct in pcts.items() if pct >= limits[part]]
+    over.sort(key=lambda part: -pcts[part])
+    acquitted = "data" in over and (epoch_pct or 0.0) < DATA_PCT and not by_ranks and _model_takes_all(measured)
+    if acquitted:
+        over.remove("data")
+    return Shares(
+        step_ms=step_ms,
+        framework_pct=pcts["framework"],
+        copy_pct=pcts["copy"],
+        data_pct=pcts["data"],
+        data_ms=data_ms,
+        epoch_pct=epoch_pct,
+        by_ranks=by_ranks,
+        over=tuple(over),
+        acquitted=acquitted,
+    )
+
+
+def grade_of(data_pct: float) -> Grade:
+    """How starved, by the share of the step that waits for data."""
+    if data_pct < JITTER_PCT:
+        return "fed"
+    if data_pct < DATA_PCT:
+        return "fed, some jitter"
+    return "moderately data-bound" if data_pct < HIGH_PCT else "highly data-bound"
+
+
+def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
+    stats, batches = measured.stats, measured.facts.batches_per_epoch
+    if stats.epoch_start_s is None or not batches:
+        return None
+    start_ms = stats.epoch_start_s * 1e3
+    excess_ms = max(0.0, start_ms - (stats.data_idle_ms or 0.0))
+    # An epoch: its first batch, then all of its steps, of which the first has no more waiting in it.
+    return 100 * excess_ms / (start_ms + batches * step_ms)
+
+
+def _model_takes_all(measured: Measurements) -> bool:
+    found, step_ms = measured.experiments, measured.stats.step_ms
+    if found is None or not found.model_per_s or not step_ms:
+        return False
+    return 1e3 / found.model_per_s >= MODEL_SHARE * step_ms
