@@ -31,3 +31,7 @@ class DecodeError(DatasetError):
 
 class ArchiveError(FeedError, OSError):
     """A pack, a staged copy or a cache could not be written, read or trusted."""
+
+
+class ReportError(FeedError, ValueError):
+    """A report that cannot be written, read or understood, or a run that is starved beyond the given limit."""

@@ -2,39 +2,56 @@
 
 from collections.abc import Callable
 
-from lightning_feed.watch.verdict.diagnosis import Diagnosis
-from lightning_feed.watch.verdict.tree import in_ms
+from lightning_feed.watch.experiments.results import ExperimentResults
+from lightning_feed.watch.reports.road import read_road, road_text
+from lightning_feed.watch.reports.tables import disk_text
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
+from lightning_feed.watch.verdict.units import in_ms
 
 Printer = Callable[[str], object]
 
 
 def as_text(diagnosis: Diagnosis) -> str:
-    """The verdict, how a step divides, and what to change; a line each."""
+    """The verdict, how a step divides, why, and what to change; a line each. With experiments, the road behind it."""
     stats = diagnosis.stats
     if diagnosis.bottleneck == "unknown" or stats.step_ms is None:
-        return f"FEED  no verdict: {diagnosis.evidence[0]}."
-    lines = [f"FEED  {_headline(diagnosis)} (confidence {diagnosis.confidence}, {stats.steps} steps)"]
-    parts = (
-        ("compute", stats.compute_ms),
-        ("data", stats.data_idle_ms),
-        ("h2d", stats.h2d_ms),
-        ("other", stats.other_ms),
-    )
+        return f"FEED  no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."
+    trust = f"confidence {diagnosis.confidence}, {stats.steps} steps"
+    if stats.starved_low_pct is not None and stats.starved_high_pct is not None:
+        trust = f"95 % CI {stats.starved_low_pct:.0f}-{stats.starved_high_pct:.0f}, {trust}"
+    lines = [f"FEED  {headline(diagnosis)} ({trust})"]
     whole = stats.step_ms
-    split = f"step {in_ms(whole, whole)} ms = " + " | ".join(f"{name} {in_ms(ms, whole)}" for name, ms in parts)
+    split = f"step {in_ms(whole, whole)} ms = "
+    split += " | ".join(f"{name} {in_ms(ms, whole)}" for name, ms in step_parts(diagnosis))
     if stats.speedup_if_free is not None:
         split += f"        if data were free: {stats.speedup_if_free:.2f} x"
     lines.append(split)
-    lines.append("why   " + "; ".join(diagnosis.evidence))
+    cause = cause_text(diagnosis)
+    if cause:
+        lines.append(f"cause {cause}")
+    if diagnosis.evidence:
+        lines.append("why   " + "; ".join(diagnosis.evidence))
     for number, remedy in enumerate(diagnosis.remedies):
         predicted = remedy.predicted_step_ms
-        at_best = "" if predicted is None else f" (at best {in_ms(predicted, whole)} ms a step)"
-        lines.append(f"{'      ' if number else 'fix   '}{remedy.code}    # {remedy.why}{at_best}")
+        then = "" if predicted is None else f" (predicted step {in_ms(predicted, whole)} ms)"
+        lines.append(f"{'      ' if number else 'fix   '}{remedy.code}    # {remedy.why}{then}")
+    road = read_road(diagnosis)
+    if road is not None:
+        lines += ["", road_text(road)]
+    lines += _beside(diagnosis.measurements.experiments)
     return "\n".join(lines)
 
 
-def _headline(diagnosis: Diagnosis) -> str:
+def print_report(diagnosis: Diagnosis, printer: Printer | None) -> None:
+    """Print the report, through ``printer`` where a progress bar would otherwise be drawn over."""
+    (printer or print)(as_text(diagnosis))
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """The verdict in a line. Of what was not measured: ``no verdict``."""
     stats = diagnosis.stats
+    if diagnosis.bottleneck == "unknown" or stats.starved_pct is None:
+        return "no verdict"
     waits = f"GPU idle {stats.starved_pct:.0f} % of each step waiting for data"
     if diagnosis.device_type == "cpu":
         waits = f"training waits for data {stats.starved_pct:.0f} % of each step"
@@ -44,6 +61,57 @@ def _headline(diagnosis: Diagnosis) -> str:
     return f"{diagnosis.bottleneck}-bound, {diagnosis.grade}: {waits}"
 
 
-def print_report(diagnosis: Diagnosis, printer: Printer | None) -> None:
-    """Print the report, through ``printer`` where a progress bar would otherwise be drawn over."""
-    (printer or print)(as_text(diagnosis))
+def step_parts(diagnosis: Diagnosis) -> tuple[tuple[str, float | None], ...]:
+    """The parts of a step in milliseconds, as they follow each other on the device; they add up to the step."""
+    stats = diagnosis.stats
+    return (
+        ("compute", stats.compute_ms),
+        ("data", stats.data_idle_ms),
+        ("h2d", stats.h2d_ms),
+        ("other", stats.other_ms),
+    )
+
+
+def cause_text(diagnosis: Diagnosis) -> str:
+    """The cause with what the workers did meanwhile. Empty: the cause is not known, or the bottleneck says it all."""
+    name = "" if diagnosis.cause in ("unknown", diagnosis.bottleneck) else diagnosis.cause
+    said = ""
+    if diagnosis.bottleneck == "data":
+        said = "; ".join(one for one in (_shares(diagnosis), _cpus(diagnosis.measurements.facts)) if one)
+    elif diagnosis.bottleneck == "framework":
+        said = "; ".join(f"{one.name} {one.ms_per_step:.1f} ms a step" for one in diagnosis.measurements.hooks[:3])
+    return f"{name}: {said}" if name and said else name or said
+
+
+def _beside(found: ExperimentResults | None) -> list[str]:
+    """What experiments found beside the road and is worth a line."""
+    if found is None:
+        return []
+    lines = []
+    if found.disk is not None and disk_text(found.disk):
+        lines.append(f"disk  {disk_text(found.disk)}")
+    unused = [f"{one.name} ({one.bytes_per_batch / 1e3:.1f} kB a batch)" for one in found.keys if one.used is False]
+    if unused:
+        lines.append(f"keys  never used by the model: {', '.join(unused)}")
+    return lines + [f"skip  {name}: {why}" for name, why in found.left_out]
+
+
+def _shares(diagnosis: Diagnosis) -> str:
+    loaders = diagnosis.measurements.loaders
+    shares = (
+        ("on CPU", loaders.workers_on_cpu_pct),
+        ("run queue", loaders.workers_run_queue_pct),
+        ("blocked", loaders.workers_blocked_pct),
+    )
+    known = [f"{name} {pct:.0f} %" for name, pct in shares if pct is not None]
+    return f"workers {', '.join(known)}" if known else ""
+
+
+def _cpus(facts: LoopFacts) -> str:
+    if facts.num_workers is None:
+        return ""
+    workers = f"{facts.num_workers} worker{'' if facts.num_workers == 1 else 's'}"
+    if facts.usable_cpus is None:
+        return workers
+    free = max(0, facts.usable_cpus - facts.num_workers)
+    return f"{workers}, {free} of {facts.usable_cpus} CPUs free"

@@ -1,0 +1,53 @@
+"""Where reports lie: found in the folder of a run, written whole or not at all."""
+
+import os
+from pathlib import Path
+
+from lightning_feed.errors import ReportError
+
+NAME = "feed_report"
+"""Of the files, without the ending."""
+
+
+def find_report(path: Path) -> Path:
+    """The report at a path: the file itself, or ``feed_report.json`` in the folder or below it, the newest of several.
+
+    Raises:
+        ReportError: when there is none.
+    """
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise ReportError(f"{path} does not exist. Give a feed_report.json, or the folder of a run.")
+    inside = path / f"{NAME}.json"
+    if inside.is_file():
+        return inside
+    below = [(file.stat().st_mtime_ns, file) for file in path.rglob(f"{NAME}.json") if file.is_file()]
+    if not below:
+        raise ReportError(
+            f"there is no {NAME}.json in {path} or below it. GPUStarvationCallback writes one into the Trainer's "
+            "log_dir at the end of fit, and `lightning-feed diagnose` where --out says."
+        )
+    return max(below)[1]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file, making its folder where needed. What is there stays until all of the new one is written.
+
+    Raises:
+        ReportError: when it cannot be written. What was there is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                # Names of users' hooks and transforms may hold what UTF-8 cannot.
+                file.write(text.encode("utf-8", "backslashreplace"))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise ReportError(f"{path} could not be written: {error.strerror or error}.") from error

@@ -1,0 +1,112 @@
+"""What was found beside the verdict, as small tables of text: for Markdown and HTML alike."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults
+from lightning_feed.watch.stats import LoaderStats, RankStats
+from lightning_feed.watch.verdict.diagnosis import Measurements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of text. The first column names; the others are figures."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def tables(measured: Measurements) -> Iterator[Table]:
+    """A table for each kind of thing that was measured; none for what was not."""
+    if measured.hooks:
+        rows = tuple((one.name, f"{one.ms_per_step:.2f}") for one in measured.hooks)
+        yield Table(title="Hooks, the dearest first", header=("hook", "ms a step"), rows=rows)
+    if measured.ranks is not None:
+        yield from _ranks(measured.ranks)
+    loaders = tuple(_loader_rows(measured.loaders))
+    if loaders:
+        yield Table(title="Loader and workers during the fit", header=("", ""), rows=loaders)
+    if measured.experiments is not None:
+        yield from _experiments(measured.experiments)
+
+
+def disk_text(disk: DiskFacts) -> str:
+    """Where the bytes come from, in a line. Empty: nothing is known."""
+    size = None if disk.mean_file_bytes is None else disk.mean_file_bytes / 1e3
+    known = (
+        " on ".join(one for one in (disk.file_system, disk.kind) if one),
+        _said(disk.read_mb_per_s, "{:.1f} MB/s read"),
+        _said(disk.files_per_s, "{:.0f} files/s"),
+        _said(size, "{:.0f} kB a file"),
+        _said(disk.page_cache_pct, "{:.0f} % from memory"),
+    )
+    return ", ".join(one for one in known if one)
+
+
+def _ranks(ranks: RankStats) -> Iterator[Table]:
+    if not ranks.data_idle_ms_by_rank:
+        return
+    rows = tuple(
+        (f"rank {rank}{' (the slow one)' if rank == ranks.slow_rank else ''}", f"{ms:.2f}")
+        for rank, ms in enumerate(ranks.data_idle_ms_by_rank)
+    )
+    yield Table(title="Ranks", header=("", "waits for data, ms a step"), rows=rows)
+
+
+def _loader_rows(loaders: LoaderStats) -> Iterator[tuple[str, str]]:
+    rows = (
+        ("workers on a CPU", loaders.workers_on_cpu_pct, "{:.0f} %"),
+        ("workers waiting for a CPU", loaders.workers_run_queue_pct, "{:.0f} %"),
+        ("workers blocked", loaders.workers_blocked_pct, "{:.0f} %"),
+        ("read by the workers", loaders.read_mb_per_s, "{:.1f} MB/s"),
+        ("of that from memory", loaders.page_cache_pct, "{:.0f} %"),
+        ("batches ready when asked", loaders.queue_ready, "{:.1f}"),
+        ("batches that may be ready", loaders.queue_capacity, "{:.0f}"),
+        ("waiting while a later batch was ready", loaders.head_of_line_pct, "{:.0f} %"),
+        ("waiting for the pin thread", loaders.pin_lag_ms, "{:.2f} ms"),
+        ("batches made", loaders.produced_per_s, "{:.2f} /s"),
+        ("time with tasks waiting for a CPU", loaders.cpu_pressure_pct, "{:.0f} %"),
+        ("time with tasks waiting for a disk", loaders.io_pressure_pct, "{:.0f} %"),
+        ("time with tasks waiting for memory", loaders.memory_pressure_pct, "{:.0f} %"),
+        ("CPU quota used up", loaders.throttled_pct, "{:.0f} % of periods"),
+        ("reads answered by the cache", loaders.cache_hit_pct, "{:.0f} %"),
+    )
+    for name, value, form in rows:
+        if value is not None:
+            yield name, form.format(value)
+
+
+def _experiments(found: ExperimentResults) -> Iterator[Table]:
+    if found.costs:
+        rows = tuple((one.name, f"{one.cpu_ms:.3f}", f"{one.wall_ms:.3f}") for one in found.costs)
+        yield Table(title="What one sample costs", header=("", "CPU ms", "wall ms"), rows=rows)
+    if found.worker_scaling:
+        scaling = tuple((f"{workers} workers", f"{per_s:.2f}") for workers, per_s in found.worker_scaling)
+        yield Table(title="Settings that were tried", header=("", "batches/s"), rows=scaling)
+    if found.keys:
+        words = {True: "yes", False: "never", None: "not known"}
+        keys = tuple((one.name, f"{one.bytes_per_batch / 1e3:,.1f}", words[one.used]) for one in found.keys)
+        yield Table(title="Parts of a batch", header=("", "kB a batch", "used by the model"), rows=keys)
+    machine = tuple(_machine_rows(found))
+    if machine:
+        yield Table(title="Disk and copies", header=("", ""), rows=machine)
+    if found.left_out:
+        yield Table(title="Experiments that were left out", header=("", "why"), rows=found.left_out)
+
+
+def _machine_rows(found: ExperimentResults) -> Iterator[tuple[str, str]]:
+    if found.disk is not None and disk_text(found.disk):
+        yield "files", disk_text(found.disk)
+    for name, value, form in (
+        ("copy, pinned", found.pinned_gb_per_s, "{:.1f} GB/s"),
+        ("copy, pageable", found.pageable_gb_per_s, "{:.1f} GB/s"),
+        ("one batch to the device", found.copy_ms, "{:.2f} ms"),
+        ("start of the loader", found.loader_start_s, "{:.2f} s"),
+    ):
+        if value is not None:
+            yield name, form.format(value)
+
+
+def _said(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

@@ -1,0 +1,256 @@
+"""Two reports held against each other: what changed, and what became of the predictions."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from watch.reports.any_reports import any_report
+from watch.reports.sample_reports import (
+    WHEN,
+    nothing_measured,
+    sample,
+    sample_environment,
+    sample_facts,
+    sample_report,
+    sample_stats,
+)
+
+from lightning_feed.watch.reports.compare import Comparison, compare, wanted_settings
+from lightning_feed.watch.reports.compare_text import comparison_text
+from lightning_feed.watch.reports.document import as_document, from_document, make_report, to_document
+from lightning_feed.watch.reports.plain import to_plain
+from lightning_feed.watch.reports.report import Report
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Remedy
+
+FED = sample_stats(
+    step_ms=60.0, data_idle_ms=2.0, starved_pct=3.3, starved_low_pct=2.0, starved_high_pct=5.0, epoch_start_s=None
+)
+
+
+def _after(stats: Any = FED, **facts: Any) -> Report:
+    found = sample(
+        stats=stats, facts=sample_facts(**facts), bottleneck="compute", cause="compute", grade="fed, some jitter"
+    )
+    return sample_report(found)
+
+
+def _with(changes: str, before: LoopFacts | None = None, after: LoopFacts | None = None, **stats: Any) -> Comparison:
+    """The comparison of two runs with one remedy between them."""
+    remedies = (Remedy(code="code", why="why", predicted_step_ms=57.6, changes=changes),)
+    first = sample(facts=before, remedies=remedies)
+    return compare(sample_report(first), sample_report(sample(facts=after, stats=sample_stats(**stats))))
+
+
+# --- predictions --------------------------------------------------------------------------------------------------
+
+
+def test_predicted_against_achieved() -> None:
+    (check,) = compare(sample_report(), _after(num_workers=14)).predictions
+    assert (check.changes, check.predicted_step_ms, check.achieved_step_ms) == ("num_workers=14", 57.6, 60.0)
+    assert check.error_pct == pytest.approx(-4.0)  # 57.6 is 4 % less than 60: it promised too much
+    assert check.also_changed == ()
+
+
+def test_a_faster_run_than_predicted_has_an_error_above_0() -> None:
+    (check,) = compare(sample_report(), _after(replace(FED, step_ms=48.0), num_workers=14)).predictions
+    assert check.error_pct == pytest.approx(20.0)
+
+
+def test_other_changes_are_named_beside_a_prediction() -> None:
+    (check,) = compare(sample_report(), _after(num_workers=14, pin_memory=False)).predictions
+    assert check.also_changed == ("pin_memory",)
+
+
+@pytest.mark.parametrize("workers", [6, 12, 15, None])
+def test_a_remedy_that_was_not_followed(workers: int | None) -> None:
+    assert compare(sample_report(), _after(num_workers=workers)).predictions == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "before", "after", "stats", "followed"),
+    [
+        ("pin_memory=True", {"pin_memory": False}, {"pin_memory": True}, {}, True),
+        ("pin_memory=true", {"pin_memory": False}, {"pin_memory": True}, {}, True),
+        ("pin_memory=True", {"pin_memory": True}, {"pin_memory": True}, {}, False),  # it was so before
+        ("pin_memory=True", {"pin_memory": None}, {"pin_memory": True}, {}, False),  # perhaps it was so before
+        ("in_order=False", {}, {"in_order": False}, {}, True),
+        ("workers=thread", {}, {"workers": "thread"}, {}, True),
+        ('decoder="turbo"', {"decoder": "pillow"}, {"decoder": "turbo"}, {}, True),
+        ("ours=True", {}, {"ours": True}, {}, True),
+        ("prefetch_callback=True", {}, {}, {"prefetch_active": True}, True),
+        ("prefetch_callback=True", {}, {}, {"prefetch_active": False}, False),
+        ("prefetch_callback=True", {}, {}, {}, False),
+        ("prog_bar=False", {"syncs": ("prog_bar",)}, {"syncs": ()}, {}, True),
+        ("prog_bar=False", {"syncs": ("prog_bar",)}, {"syncs": ("prog_bar",)}, {}, False),
+        ("num_workers=8,prefetch_factor=4", {}, {"num_workers": 8, "prefetch_factor": 4}, {}, True),
+        ("num_workers=8, prefetch_factor=4", {}, {"num_workers": 8}, {}, False),
+        ("transform=uint8", {}, {"batch_bytes": 1}, {}, False),  # cannot be read off the facts
+        ("", {}, {"num_workers": 8}, {}, False),
+        ("num_workers", {}, {"num_workers": 8}, {}, False),
+    ],
+)
+def test_whether_a_remedy_was_followed(
+    changes: str, before: dict[str, Any], after: dict[str, Any], stats: dict[str, Any], followed: bool
+) -> None:
+    found = _with(changes, sample_facts(**before), sample_facts(**after), **stats)
+    assert [one.changes for one in found.predictions] == ([changes] if followed else [])
+
+
+def test_a_remedy_without_a_prediction_has_no_error() -> None:
+    remedies = (Remedy(code="code", why="why", changes="num_workers=14"),)
+    (check,) = compare(sample_report(sample(remedies=remedies)), _after(num_workers=14)).predictions
+    assert (check.predicted_step_ms, check.achieved_step_ms, check.error_pct) == (None, 60.0, None)
+    (check,) = compare(sample_report(), _after(replace(FED, step_ms=None), num_workers=14)).predictions
+    assert (check.predicted_step_ms, check.achieved_step_ms, check.error_pct) == (57.6, None, None)
+
+
+def test_remedies_of_which_no_report_tells_are_named() -> None:
+    changes = ("num_workers=8", "device_transform", "stage_to=/dev/shm", "device_transform", "")
+    remedies = tuple(Remedy(code="code", why="why", changes=one) for one in changes)
+    found = compare(sample_report(sample(remedies=remedies)), sample_report())
+    assert found.unchecked == ("device_transform", "stage_to=/dev/shm")
+    assert "whether these are in effect: device_transform; stage_to=/dev/shm" in comparison_text(found)
+
+
+def test_what_is_measured_is_no_setting() -> None:
+    after = sample_report(sample(facts=sample_facts(host_cpu_ms=9.0)))
+    before = sample_report(sample(facts=sample_facts(host_cpu_ms=3.0)))
+    assert compare(before, after).settings == ()
+
+
+def test_settings_of_a_remedy() -> None:
+    remedy = Remedy(code="", why="", changes="num_workers=8, decoder='turbo'")
+    assert wanted_settings(remedy) == {"num_workers": "8", "decoder": "turbo"}
+
+
+def test_the_report_card_is_part_of_the_next_report() -> None:
+    found = sample(stats=FED, facts=sample_facts(num_workers=14))
+    document = to_document(found, environment=sample_environment(), written_at=WHEN, previous=sample_report())
+    (row,) = document["report_card"]
+    assert (row["changes"], row["predicted_step_ms"], row["achieved_step_ms"]) == ("num_workers=14", 57.6, 60.0)
+    assert row["error_pct"] == pytest.approx(-4.0)
+    again = from_document(json.loads(json.dumps(document)))
+    assert again == make_report(found, environment=sample_environment(), written_at=WHEN, previous=sample_report())
+    assert as_document(again) == document
+
+
+# --- what changed -------------------------------------------------------------------------------------------------
+
+
+def _changes(found: Comparison) -> dict[str, tuple[object, object]]:
+    return {one.name: (one.before, one.after) for one in (*found.settings, *found.versions)}
+
+
+def test_what_changed() -> None:
+    after = _after(replace(FED, prefetch_active=True), num_workers=14, persistent_workers=None, syncs=("prog_bar",))
+    after = replace(after, environment=sample_environment(torch="2.16.0", free_shm_bytes=5))
+    assert _changes(compare(sample_report(), after)) == {
+        "num_workers": (6, 14),
+        "prefetch_callback": (None, True),
+        "prog_bar": (False, True),
+        "torch": ("2.15.0", "2.16.0"),
+    }
+    assert _changes(compare(sample_report(), sample_report())) == {}
+
+
+def test_figures_of_both() -> None:
+    figures = {one.name: one for one in compare(sample_report(), _after(num_workers=14)).figures}
+    rate = figures["samples_per_s"]
+    assert (rate.before, rate.after) == (pytest.approx(32_000 / 87.2), pytest.approx(32_000 / 60))
+    assert rate.change_pct == pytest.approx(100 * (87.2 / 60 - 1))
+    assert figures["step_ms"].change_pct == pytest.approx(100 * (60 - 87.2) / 87.2)
+    assert (figures["epoch_start_s"].before, figures["epoch_start_s"].after) == (0.8, None)
+    assert figures["epoch_start_s"].change_pct is None
+
+
+def test_a_change_from_0_is_no_share() -> None:
+    before = sample_report(sample(stats=sample_stats(h2d_ms=0.0)))
+    figures = {one.name: one for one in compare(before, sample_report()).figures}
+    assert (figures["h2d_ms"].before, figures["h2d_ms"].change_pct) == (0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "noise"),
+    [(30.0, 32.1, True), (30.0, 32.0, False), (35.8, 40.0, True), (35.9, 40.0, False), (None, 40.0, None)],
+)
+def test_a_difference_within_noise(low: float | None, high: float, noise: bool | None) -> None:
+    after = sample_report(sample(stats=sample_stats(starved_low_pct=low, starved_high_pct=high)))
+    assert compare(sample_report(), after).starved_within_noise is noise
+
+
+def test_the_verdict() -> None:
+    found = compare(sample_report(), _after())
+    assert (found.verdict_before, found.verdict_after) == ("data (cpu), highly data-bound", "compute, fed, some jitter")
+    assert found.verdict_changed
+    assert not compare(sample_report(), sample_report()).verdict_changed
+    assert compare(sample_report(), sample_report(sample(cause="waiting"))).verdict_changed
+
+
+def test_cautions() -> None:
+    after = replace(_after(batch_size=64, world_size=2), environment=sample_environment(cpu="Other CPU"))
+    assert [one.split(",")[0].split(":")[0] for one in compare(sample_report(), after).cautions] == [
+        "they ran on different machines",
+        "the batch sizes differ",
+        "the numbers of ranks differ",
+    ]
+    assert compare(sample_report(), sample_report()).cautions == ()
+    low = sample_report(sample(confidence="low"))
+    assert compare(low, sample_report(nothing_measured())).cautions[-2:] == (
+        "the earlier report's figures are of low confidence",
+        "the later run was not measured",
+    )
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_comparison_in_words() -> None:
+    text = comparison_text(compare(sample_report(), _after(num_workers=14, pin_memory=False)))
+    assert text.splitlines() == [
+        "before   the earlier report",
+        "after    the later report",
+        "verdict  data (cpu), highly data-bound -> compute, fed, some jitter",
+        "changed  num_workers 6 -> 14; pin_memory True -> False",
+        "                   before      after",
+        "samples_per_s       367.0      533.3     +45 %",
+        "step_ms              87.2       60.0     -31 %",
+        "compute_ms           52.9       52.9      +0 %",
+        "data_idle_ms         29.6        2.0     -93 %",
+        "h2d_ms                1.1        1.1      +0 %",
+        "other_ms              3.6        3.6      +0 %",
+        "next_wait_ms         31.6       31.6      +0 %",
+        "starved_pct          33.9        3.3   -30.6 points",
+        "input_pct            35.2       35.2    +0.0 points",
+        "epoch_start_s         0.8          -",
+        "noise    the 95 % intervals of starved_pct do not overlap: more than noise",
+        "promise  num_workers=14: predicted step 57.6 ms, achieved 60.0 ms, error -4.0 % (also changed: pin_memory)",
+    ]
+
+
+def test_the_comparison_of_two_runs_of_the_same() -> None:
+    text = comparison_text(compare(sample_report(), sample_report()))
+    assert "verdict  data (cpu), highly data-bound (unchanged)\nchanged  no setting that the reports tell of\n" in text
+    assert "starved_pct overlap: within noise" in text
+    assert "promise  none of the earlier report's remedies is in effect" in text
+
+
+def test_predictions_without_a_figure_in_words() -> None:
+    def said(before: Diagnosis, after: Report) -> str:
+        return next(
+            line for line in comparison_text(compare(sample_report(before), after)).splitlines() if "14:" in line
+        )
+
+    silent = sample(remedies=(Remedy(code="code", why="why", changes="num_workers=14"),))
+    assert said(silent, _after(num_workers=14)) == "promise  num_workers=14: nothing was predicted"
+    lost = _after(replace(FED, step_ms=None), num_workers=14)
+    assert said(sample(), lost) == "promise  num_workers=14: predicted step 57.6 ms, achieved not measured"
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(any_report(finite=False), any_report(finite=False))
+def test_any_two_reports_can_be_compared(before: Report, after: Report) -> None:
+    found = compare(before, after)
+    assert comparison_text(found).startswith("before")
+    json.dumps(to_plain(found), allow_nan=False)

@@ -1,0 +1,131 @@
+"""``lightning-feed report`` and ``compare``: output, exit codes, and a gate that does not pass on nothing."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from watch.reports.json_checker import problems
+from watch.reports.sample_reports import nothing_measured, sample, sample_facts, sample_report, sample_stats
+
+from lightning_feed.cli import main
+from lightning_feed.watch.reports.html import as_html
+from lightning_feed.watch.reports.markdown import as_markdown
+from lightning_feed.watch.reports.schema import json_schema
+from lightning_feed.watch.reports.text import as_text
+from lightning_feed.watch.reports.writing import write_report
+from lightning_feed.watch.verdict.diagnosis import Diagnosis
+
+
+def _alone(**stats: Any) -> Diagnosis:
+    """Of a single rank."""
+    found = sample(stats=sample_stats(**stats))
+    return replace(found, measurements=replace(found.measurements, ranks=None))
+
+
+def _run(folder: Path, found: Diagnosis) -> str:
+    write_report(sample_report(found), folder)
+    return str(folder)
+
+
+def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run(tmp_path, sample())
+    assert main(["report", run]) == 0
+    assert capsys.readouterr() == (as_text(sample()) + "\n", "")
+    assert main(["report", f"{run}/feed_report.json"]) == 0
+    assert capsys.readouterr().out.startswith("FEED  ")
+
+
+def test_the_report_in_other_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run(tmp_path, sample())
+    assert main(["report", run, "--json"]) == 0
+    assert problems(json.loads(capsys.readouterr().out), json_schema()) == []
+    assert main(["report", run, "--markdown"]) == 0
+    assert capsys.readouterr().out == as_markdown(sample_report())
+    page = tmp_path / "new" / "page.html"
+    assert main(["report", run, "--html", str(page)]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    assert page.read_text() == as_html(sample_report())
+
+
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [("0", 1), ("20", 1), ("33.89", 1), ("33.9", 0), ("34", 0), ("100", 0)],
+)
+def test_the_gate(limit: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run(tmp_path, _alone())
+    assert main(["report", run, "--fail-above", limit]) == code
+    out, err = capsys.readouterr()
+    assert out.startswith("FEED  ")  # the report is shown either way
+    assert err.startswith(f"lightning-feed: starved_pct is 33.90, limit {limit} (confidence high): ")
+    assert ("too long" in err) == bool(code)
+    assert ("fine" in err) == (not code)
+
+
+def test_the_gate_leaves_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run(tmp_path, _alone())
+    assert main(["report", run, "--fail-above", "20", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["step"]["starved_pct"] == 33.9
+
+
+def test_the_gate_counts_what_all_ranks_lose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fed = sample(stats=sample_stats(starved_pct=1.0))  # this rank waits for the other
+    assert main(["report", _run(tmp_path, fed), "--fail-above", "20"]) == 1
+    assert "ranks.starved_pct is 35.00" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "found", [nothing_measured(), _alone(starved_pct=None), replace(_alone(), grade="not measured")]
+)
+def test_the_gate_does_not_pass_on_nothing(
+    found: Diagnosis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", _run(tmp_path, found), "--fail-above", "100"]) == 1
+    assert "nothing to hold against the limit of 100 %" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["nan", "-1", "100.1", "inf", "much", ""])
+def test_a_limit_that_is_no_share_is_wrong_usage(limit: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["report", str(tmp_path), f"--fail-above={limit}"])
+    assert caught.value.code == 2
+
+
+def test_two_forms_at_once_are_wrong_usage(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["report", str(tmp_path), "--json", "--markdown"])
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("command", [["report", "nowhere"], ["compare", "nowhere", "nowhere"]])
+def test_no_report_is_1(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 1
+    assert capsys.readouterr() == (
+        "",
+        "lightning-feed: nowhere does not exist. Give a feed_report.json, or the folder of a run.\n",
+    )
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = _run(tmp_path / "a", sample())
+    after = _run(tmp_path / "b", sample(stats=sample_stats(step_ms=60.0), facts=sample_facts(num_workers=14)))
+    assert main(["compare", before, after]) == 0
+    out = capsys.readouterr().out
+    assert f"before   {before}/feed_report.json\nafter    {after}/feed_report.json\n" in out
+    assert "promise  num_workers=14: predicted step 57.6 ms, achieved 60.0 ms, error -4.0 %" in out
+    assert main(["compare", before, after, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"] == [{"name": "num_workers", "before": 6, "after": 14}]
+    assert found["predictions"][0]["error_pct"] == pytest.approx(-4.0)
+
+
+def test_reports_are_read_without_torch(tmp_path: Path) -> None:
+    run = _run(tmp_path, sample())
+    code = (
+        "import sys; from lightning_feed.cli import main; main(['report', sys.argv[1]]); "
+        "sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, run], check=False, capture_output=True).returncode == 0

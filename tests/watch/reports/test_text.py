@@ -1,0 +1,258 @@
+"""The report in words: on the console, as Markdown, and the road."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from watch.reports.any_reports import any_report
+from watch.reports.sample_reports import (
+    HOSTILE,
+    nothing_measured,
+    sample,
+    sample_experiments,
+    sample_facts,
+    sample_report,
+    sample_stats,
+)
+
+from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse
+from lightning_feed.watch.reports.markdown import as_markdown, diagnosis_markdown
+from lightning_feed.watch.reports.report import Report
+from lightning_feed.watch.reports.road import in_rate, read_road, road_text
+from lightning_feed.watch.reports.text import as_text, print_report
+from lightning_feed.watch.stats import LoaderStats
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, Measurements, Remedy
+
+ANY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def _bare(**changes: Any) -> Diagnosis:
+    """Without experiments, ranks and hooks: what a fit finds."""
+    found = sample(**changes)
+    return replace(found, measurements=replace(found.measurements, experiments=None, ranks=None, hooks=()))
+
+
+# --- console ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_starved_gpu() -> None:
+    assert as_text(_bare()).splitlines() == [
+        "FEED  highly data-bound: GPU idle 34 % of each step waiting for data "
+        "(95 % CI 32-36, confidence high, 412 steps)",
+        "step 87.2 ms = compute 52.9 | data 29.6 | h2d 1.1 | other 3.6        if data were free: 1.51 x",
+        "cause cpu: workers on CPU 91 %, run queue 4 %, blocked 5 %; 6 workers, 14 of 20 CPUs free",
+        "why   29.6 of 87.2 ms (34 %) waiting for data; the loader has 6 workers on 20 CPUs",
+        "fix   FastDataModule(loader=LoaderSettings(num_workers=14))    # num_workers 6 -> 14; 20 CPUs may be used "
+        "(predicted step 57.6 ms)",
+        '      ImageFolderDataModule(root, decoder="turbo")    # decodes in less CPU time (predicted step 61.0 ms)',
+        "      def device_transform(self, batch, split): ...    # uint8 batches are smaller",
+    ]
+
+
+def test_no_interval_is_said_where_there_is_none() -> None:
+    assert "data (confidence high, 412 steps)" in as_text(_bare(stats=sample_stats(starved_low_pct=None)))
+
+
+def test_no_verdict() -> None:
+    assert as_text(nothing_measured()) == "FEED  no verdict: 3 steps were measured, and a verdict needs 10."
+    assert as_text(replace(nothing_measured(), evidence=())) == "FEED  no verdict: nothing was measured."
+
+
+@pytest.mark.parametrize(
+    ("changes", "headline"),
+    [
+        ({"bottleneck": "compute", "grade": "fed"}, "FEED  compute-bound, fed: GPU idle 34 %"),
+        ({"bottleneck": "framework", "grade": "fed"}, "FEED  framework-bound, fed: GPU idle 34 %"),
+        (
+            {"bottleneck": "copy", "facts": sample_facts(device_type="cpu")},
+            "FEED  copy-bound, highly data-bound: training waits for data 34 % of each step",
+        ),
+    ],
+)
+def test_headlines(changes: dict[str, Any], headline: str) -> None:
+    assert as_text(_bare(**changes)).startswith(headline)
+
+
+def _cause(found: Diagnosis) -> str | None:
+    return next((line for line in as_text(found).splitlines() if line.startswith("cause")), None)
+
+
+def test_the_cause_holds_what_is_known() -> None:
+    found = _bare(facts=sample_facts(num_workers=1, usable_cpus=None))
+    known = replace(found.measurements, loaders=LoaderStats(workers_blocked_pct=95.0))
+    assert _cause(replace(found, measurements=known, cause="cold reads")) == (
+        "cause cold reads: workers blocked 95 %; 1 worker"
+    )
+    nothing = replace(known, loaders=LoaderStats(), facts=sample_facts(num_workers=None))
+    assert _cause(replace(found, measurements=nothing, cause="jitter")) == "cause jitter"
+    assert _cause(replace(found, measurements=nothing, cause="unknown")) is None
+    over = replace(known, loaders=LoaderStats(), facts=sample_facts(num_workers=30, usable_cpus=20))
+    assert _cause(replace(found, measurements=over, cause="oversubscribed")) == (
+        "cause oversubscribed: 30 workers, 0 of 20 CPUs free"
+    )
+
+
+def test_the_dearest_hooks_are_the_cause_of_a_slow_framework() -> None:
+    hooks = tuple(HookTime(name=f"hook{index}", ms_per_step=9.0 - index) for index in range(5))
+    found = _bare(bottleneck="framework", cause="hooks")
+    found = replace(found, measurements=replace(found.measurements, hooks=hooks))
+    assert _cause(found) == "cause hooks: hook0 9.0 ms a step; hook1 8.0 ms a step; hook2 7.0 ms a step"
+
+
+def test_a_compute_bound_run_needs_no_cause() -> None:
+    assert _cause(_bare(bottleneck="compute", cause="compute", grade="fed")) is None
+    assert _cause(_bare(bottleneck="compute", cause="launch", grade="fed")) == "cause launch"
+
+
+def test_what_experiments_found_beside_the_road() -> None:
+    found = sample()
+    results = replace(sample_experiments(), keys=(KeyUse(name="meta.path", bytes_per_batch=2500, used=False),))
+    lines = as_text(replace(found, measurements=replace(found.measurements, experiments=results))).splitlines()
+    assert lines[-3:] == [
+        "disk  ext4 on local, 371 files/s, 118 kB a file",
+        "keys  never used by the model: meta.path (2.5 kB a batch)",
+        "skip  X6: the files belong to another user",
+    ]
+
+
+def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(sample(), None)
+    assert capsys.readouterr().out == as_text(sample()) + "\n"
+    lines: list[str] = []
+    print_report(sample(), lines.append)
+    assert lines == [as_text(sample())]
+    assert capsys.readouterr().out == ""
+
+
+@ANY
+@given(any_report(finite=False))
+def test_any_report_can_be_told(report: Report) -> None:
+    assert as_text(report.diagnosis).startswith("FEED  ")
+    assert as_markdown(report).startswith("# ")
+
+
+# --- the road -----------------------------------------------------------------------------------------------------
+
+
+def _road(facts: Any = None, remedies: tuple[Remedy, ...] = (), **changes: Any) -> Any:
+    found = sample(facts=facts, remedies=remedies)
+    measured = replace(found.measurements, experiments=ExperimentResults(**changes))
+    return read_road(replace(found, measurements=measured))
+
+
+def test_the_rates_of_the_stations() -> None:
+    road = read_road(sample())
+    assert road is not None
+    assert road.unit == "samples/s"
+    assert [(one.name, round(one.per_s)) for one in road.stations] == [
+        ("read", 3158),  # 6 workers, 1.9 ms each
+        ("decode", 612),
+        ("transforms", 1304),  # 3.2 + 1.4 ms
+        ("collate, IPC", 3040),
+        ("loader", 371),
+        ("copy", 35556),
+        ("model", 589),
+    ]
+    assert [one.name for one in road.stations if one.narrowest] == ["decode", "loader"]
+    assert road.achieved_per_s == pytest.approx(32_000 / 87.2)
+    assert road.what_if[0] == ("loader, files in memory", pytest.approx(412.8))
+    assert [round(per_s) for _, per_s in road.remedies] == [556, 525]
+    assert road.full_per_s == pytest.approx(3 * 371.2)
+
+
+def test_the_narrowest_is_the_model_where_it_is() -> None:
+    costs = sample_experiments().costs
+    road = _road(batch_size=32, loader_per_s=20.0, ceiling_per_s=30.0, costs=costs, model_per_s=10.0)
+    assert len(road.stations) == 6
+    assert [one.name for one in road.stations if one.narrowest] == ["model"]
+
+
+def test_one_station_alone_is_not_called_the_narrowest() -> None:
+    assert not any(one.narrowest for one in _road(loader_per_s=20.0).stations)
+
+
+def test_more_workers_than_cpus_do_not_decode_faster() -> None:
+    costs = sample_experiments().costs
+    road = _road(sample_facts(num_workers=40, usable_cpus=2), batch_size=32, costs=costs)
+    decode = next(one for one in road.stations if one.name == "decode")
+    assert decode.per_s == pytest.approx(2 / 9.6e-3)
+
+
+def test_without_workers_one_process_decodes() -> None:
+    road = _road(sample_facts(num_workers=0, usable_cpus=None), batch_size=32, costs=sample_experiments().costs)
+    assert next(one for one in road.stations if one.name == "decode").per_s == pytest.approx(1 / 9.8e-3)
+
+
+def test_without_a_batch_size_rates_are_in_batches() -> None:
+    road = _road(sample_facts(batch_size=None), loader_per_s=20.0, costs=sample_experiments().costs)
+    assert (road.unit, [one.per_s for one in road.stations]) == ("batches/s", [20.0])
+    assert road.achieved_per_s == pytest.approx(1000 / 87.2)
+
+
+def test_no_road_without_a_station() -> None:
+    assert _road() is None
+    assert _road(cold_per_s=3.0) is None
+    assert _road(loader_per_s=0.0) is None
+    assert _road(loader_per_s=float("inf")) is None
+
+
+def test_the_picture_of_the_road() -> None:
+    remedies = (Remedy(code="x" * 60, why="", predicted_step_ms=64.0),)
+    road = _road(remedies=remedies, batch_size=32, loader_per_s=10.0, model_per_s=20.0, copy_ms=0.1)
+    lines = road_text(road).splitlines()
+    assert lines[0].split() == ["ROAD", "samples/s"]
+    assert lines[1].split() == ["loader", "320", "#" * 11, "<-", "narrowest"]  # a third of 32, as 3 times it is full
+    assert lines[2].split() == ["copy", "320", "000", "#" * 31 + ">"]
+    assert lines[3].split() == ["model", "640", "#" * 21]
+    assert lines[4].split() == ["fit", "as", "it", "ran", "367", "#" * 12]
+    assert lines[5].split() == ["then:", "x" * 41 + "...", "500", "#" * 17, "predicted"]
+
+
+def test_rates_have_three_digits() -> None:
+    assert [in_rate(one) for one in (0.123, 9.87, 12.34, 123.4, 12345.6)] == ["0.12", "9.87", "12.3", "123", "12 346"]
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------------
+
+
+def test_the_markdown_of_a_report() -> None:
+    text = as_markdown(sample_report())
+    assert text.startswith("# highly data-bound: GPU idle 34 % of each step waiting for data\n")
+    assert "Confidence high, 412 steps, 95 % interval 32.1 to 35.8 %." in text
+    assert "| data | 29.6 | 33.9 | the device waited for data |" in text
+    assert "| 1 | `FastDataModule(loader=LoaderSettings(num_workers=14))` | num\\_workers 6 -> 14; 20 CPUs" in text
+    assert "| 57.6 ms | 556 samples/s |" in text
+    assert road_text(read_road(sample())) in text  # type: ignore[arg-type]
+    assert "| `rank 1 (the slow one)` | 29.60 |" in text
+    assert "| `decode` | 9.600 | 9.800 |" in text
+    assert "| `[Callback]ModelCheckpoint.on_train_batch_end` | 2.40 |" in text
+    assert "| `X6` | the files belong to another user |" in text
+
+
+def test_the_markdown_for_loggers_is_the_beginning_of_the_file() -> None:
+    short = diagnosis_markdown(sample())
+    assert as_markdown(sample_report()).startswith(short)
+    assert "## What to change" in short
+    assert "## Run" not in short
+
+
+def test_names_cannot_break_the_tables() -> None:
+    found = sample(evidence=(HOSTILE,), remedies=(Remedy(code=HOSTILE, why=HOSTILE),))
+    hooks = (HookTime(name=HOSTILE, ms_per_step=1.0),)
+    text = as_markdown(sample_report(replace(found, measurements=replace(found.measurements, hooks=hooks))))
+    rows = [line for line in text.splitlines() if "alert" in line]
+    assert len(rows) == 3  # nothing starts a new line
+    assert "\n# no heading" not in text
+    assert "<script>" not in rows[0]
+    for row in rows[1:]:
+        bars = row.replace("\\|", "").count("|")
+        assert bars in (3, 6)  # the cells of its table and no more
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    text = as_markdown(sample_report(Diagnosis(**{**vars(nothing_measured()), "evidence": ()})))
+    assert text.startswith("# no verdict\n\nConfidence low, 3 steps.\n\n## Run")
+    bare = as_markdown(sample_report(replace(sample(), measurements=Measurements(stats=sample_stats()))))
+    for heading in ("## The road", "## Ranks", "## Hooks", "## Loader"):
+        assert heading not in bare
