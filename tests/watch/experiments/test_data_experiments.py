@@ -1,0 +1,252 @@
+"""The experiments on a loader, one after the other: what they give, what they leave out, and that nothing stays."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+from watch.experiments.made_data import Broken, Files, Images, Slow, Stream
+
+from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.machine import Machine
+from lightning_feed.watch.experiments import data_session
+from lightning_feed.watch.experiments.data_experiments import DATA_EXPERIMENTS, run_data_experiments
+from lightning_feed.watch.experiments.results import ExperimentResults
+
+
+def _last(loader: Any, **options: Any) -> ExperimentResults:
+    results = None
+    for results in run_data_experiments(loader, **{"budget_s": 2.5, "clock": lambda: 0.0, **options}):  # noqa: B007
+        pass
+    assert results is not None
+    return results
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_of_them_on_a_slow_data_set(workers: int, tmp_path: Path) -> None:
+    slow = Slow(0.004)
+    dataset = Images(slow)
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=workers)
+    before = torch.get_rng_state(), str(np.random.get_state()), random.getstate(), dict(vars(dataset))
+    told: list[tuple[str, float]] = []
+    results = _last(loader, on_progress=lambda name, share: told.append((name, share)))
+    assert results.batch_size == 4
+    assert results.loader_per_s is not None
+    assert results.ceiling_per_s is not None
+    assert results.no_transform_per_s is not None
+    assert results.loader_start_s is not None
+    assert results.loader_per_s <= 1 / (4 * 0.004)
+    assert results.ceiling_per_s > 1.5 * results.loader_per_s
+    assert results.no_transform_per_s > 1.5 * results.loader_per_s
+    assert max(results.costs, key=lambda cost: cost.cpu_ms).name == "Slow"
+    assert [(key.name, key.bytes_per_batch, key.used) for key in results.keys] == [
+        ("0", 4 * 3 * 16 * 16 * 4, None),
+        ("1", 4 * 8, None),
+    ]
+    assert (workers, results.loader_per_s) in results.worker_scaling
+    assert len(results.worker_scaling) > 1
+    assert {name for name, _ in results.left_out} == {"disk", "X6", "X8"}
+    assert results.cached_bytes_per_s is not None
+    assert [name for name, _ in told] == [*DATA_EXPERIMENTS, ""]
+    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert told[-1][1] == 1.0
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (str(np.random.get_state()), random.getstate(), vars(dataset)) == before[1:]
+    assert slow.calls == 0
+    assert loader._iterator is None
+
+
+def test_files(tmp_path: Path) -> None:
+    loader = DataLoader(Files(tmp_path / "data"), batch_size=2, num_workers=1)
+    results = _last(loader, only=frozenset({"disk", "X4", "X6"}))
+    assert results.disk is not None
+    assert results.disk.mean_file_bytes == 3000
+    assert results.disk.file_system is not None
+    assert results.disk.files_per_s == pytest.approx(2 * (results.loader_per_s or 0))
+    assert results.cached_bytes_per_s is not None
+    assert results.cold_per_s is not None or dict(results.left_out)["X6"].startswith("the files lie in memory")
+    assert (results.ceiling_per_s, results.costs, results.keys) == (None, (), ())
+
+
+def test_several_loaders_are_drained_side_by_side() -> None:
+    fast, slow = Images(), Images(Slow(0.005))
+    alone = _last(DataLoader(slow, batch_size=4), only=frozenset({"X3"})).loader_per_s
+    loaders = {"a": DataLoader(fast, batch_size=2), "b": [DataLoader(slow, batch_size=4)]}
+    results = _last(loaders, only=frozenset({"X3", "X5", "keys"}))
+    assert results.loader_per_s is not None
+    assert alone is not None
+    assert results.loader_per_s <= 1 / (4 * 0.005)
+    assert results.batch_size == 6
+    assert [key.name for key in results.keys] == ["a.0", "a.1", "b.0.0", "b.0.1"]
+    assert [cost.name for cost in results.costs] == ["a: load", "b.0: load", "b.0: Slow"]
+
+    class Combined:
+        """As Lightning's CombinedLoader, which this package's stations do not know."""
+
+        iterables = loaders
+
+    assert _last(Combined(), only=frozenset({"X3"})).batch_size == 6
+
+
+def test_streams_and_threads() -> None:
+    results = _last(DataLoader(Stream(), batch_size=4), only=frozenset(set(DATA_EXPERIMENTS) - {"scaling"}))
+    assert results.loader_per_s is not None
+    assert results.ceiling_per_s is not None
+    assert {name for name, _ in results.left_out} == {"disk", "X4", "X6", "X8"}
+    threads = FeedLoader(Images(), batch_size=4, num_workers=2, workers="thread", background=1)
+    results = _last(threads, only=frozenset({"X3", "X7", "X4"}))
+    assert None not in (results.loader_per_s, results.ceiling_per_s, results.cached_bytes_per_s)
+
+
+class Batches:
+    """No DataLoader, but it can be gone through again."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"x": torch.ones(2, 3)}] * 5)
+
+
+def test_other_iterables() -> None:
+    results = _last(Batches())
+    assert results.loader_per_s is not None
+    assert [(key.name, key.bytes_per_batch) for key in results.keys] == [("x", 24)]
+    left_out = dict(results.left_out)
+    assert set(left_out) == {"disk", "X7", "X5", "X4", "X6", "scaling", "X8"}
+    assert left_out["X7"] == "a Batches is no torch DataLoader, so it cannot be built anew with changes"
+    used_up = iter(Batches())
+    results = _last(used_up)
+    assert "gone through only once" in dict(results.left_out)["X3"]
+    assert len(list(used_up)) == 5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_loaded_is_named(workers: int) -> None:
+    torch.manual_seed(3)
+    loader = DataLoader(Broken(), batch_size=4, shuffle=True, num_workers=workers)
+    before = torch.get_rng_state()
+    where = "sample 13" if not workers else "worker 0, sample 13"
+    with pytest.raises(
+        DatasetError, match=rf"\(Broken\) failed in {where}: ValueError: the picture is cut short. Mend it"
+    ):
+        _last(loader, only=frozenset({"X3"}))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class FailsInWorkerOne(Dataset[int]):
+    """Fails there only, so no sample can be named."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None and worker.id == 1:
+            raise RuntimeError("no connection")
+        return index
+
+
+def test_without_a_guilty_sample_the_worker_is_named() -> None:
+    with pytest.raises(DatasetError, match=r"failed in worker 1: RuntimeError: no connection"):
+        _last(DataLoader(FailsInWorkerOne(), num_workers=2), only=frozenset({"X3"}))
+
+
+def test_an_empty_loader_is_an_error() -> None:
+    with pytest.raises(DatasetError, match="gives no batch"):
+        _last(DataLoader(Images(size=0)))
+    with pytest.raises(DatasetError, match="gives nothing at all"):
+        _last(DataLoader(Stream(size=0)))
+    with pytest.raises(DatasetError, match="gives no batch"):
+        _last(DataLoader(Images(size=3), batch_size=4, drop_last=True, sampler=range(3)), only=frozenset({"X3"}))
+
+
+def test_an_interrupt_leaves_what_was_measured_and_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = Images(Slow(0.0))
+    state = torch.get_rng_state(), dict(vars(dataset))
+    given: list[ExperimentResults] = []
+
+    def collect() -> None:
+        for results in run_data_experiments(DataLoader(dataset, batch_size=2), budget_s=4.0, clock=lambda: 0.0):
+            given.append(results)
+            if results.ceiling_per_s is not None:
+                monkeypatch.setattr(Slow, "__call__", _interrupting_from(5, Slow.__call__))
+
+    with pytest.raises(KeyboardInterrupt):
+        collect()
+    assert given[-1].loader_per_s is not None
+    assert given[-1].ceiling_per_s is not None
+    assert given[-1].costs == ()
+    assert vars(dataset) == state[1]
+    assert torch.equal(torch.get_rng_state(), state[0])
+
+
+def _interrupting_from(call: int, original: Any) -> Any:
+    calls = 0
+
+    def interrupt(self: Any, image: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > call:
+            raise KeyboardInterrupt
+        return original(self, image)
+
+    return interrupt
+
+
+def test_the_results_come_one_by_one() -> None:
+    steps = list(run_data_experiments(DataLoader(Images(), batch_size=2), budget_s=2.0, clock=lambda: 0.0))
+    assert len(steps) == len(DATA_EXPERIMENTS)
+    assert steps[0].loader_per_s is not None
+    assert steps[0].ceiling_per_s is None
+    assert all(later.loader_per_s == steps[0].loader_per_s for later in steps)
+
+
+def test_what_would_take_too_much_memory_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Machine(
+        usable_cpus=2,
+        cpu_reason="",
+        available_memory_bytes=10**12,
+        free_shm_bytes=100_000,
+        start_method="fork",
+    )
+    monkeypatch.setattr(data_session, "read_machine", lambda: small)
+    iterated: list[int] = []
+
+    class Counting(Images):
+        def __getitem__(self, index: int) -> Any:
+            iterated.append(index)
+            return super().__getitem__(index)
+
+    loader = DataLoader(Counting(), batch_size=16, num_workers=2, prefetch_factor=8)
+    results = _last(loader)
+    reasons = dict(results.left_out)
+    assert "would take 1 MiB of the 0 MiB that are free in /dev/shm" in reasons["X3"]
+    assert {"X4", "X6", "scaling"} <= set(reasons)
+    assert results.loader_per_s is None
+    assert results.ceiling_per_s is None
+    assert results.no_transform_per_s is None
+
+
+def test_wrong_names_and_budgets_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"only=\['X9'\] is none of X3, keys"):
+        run_data_experiments(DataLoader(Images()), budget_s=1.0, only=frozenset({"X9"}))
+    with pytest.raises(SettingsError, match="above 0"):
+        run_data_experiments(DataLoader(Images()), budget_s=0.0)
+
+
+def test_the_budget_is_kept() -> None:
+    class Clock:
+        now = 0.0
+
+        def __call__(self) -> float:
+            self.now += 0.4
+            return self.now
+
+    clock = Clock()
+    results = _last(DataLoader(Images(), batch_size=2), budget_s=1.0, clock=clock)
+    late = [name for name, reason in results.left_out if reason == "no time was left for it"]
+    assert "X5" in late
+    assert results.loader_per_s is not None

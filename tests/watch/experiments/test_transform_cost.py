@@ -1,0 +1,321 @@
+"""X5: the planted slow step is found by its name, however the pipeline is built, and the pipeline stays as it was."""
+
+import pickle
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms as v1
+from torch import nn
+from torch.utils.data import ConcatDataset, DataLoader, Subset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+from watch.experiments.made_data import Broken, Images, Slow, Stream, burn
+
+from lightning_feed.archive.folder_index import scan_classes
+from lightning_feed.archive.folder_source import FolderSource
+from lightning_feed.decode.pillow_decoder import PillowDecoder
+from lightning_feed.errors import DatasetError
+from lightning_feed.load.cacheable import CacheableDataset
+from lightning_feed.load.image_dataset import ImageDataset
+from lightning_feed.load.image_recipe import GivenTransform, Recipe, TrainRecipe
+from lightning_feed.load.rounds import RoundLimits
+from lightning_feed.watch.experiments.results import NamedCost
+from lightning_feed.watch.experiments.subject import Part
+from lightning_feed.watch.experiments.transform_cost import Given, measure_costs, measure_without_transforms
+from lightning_feed.watch.experiments.transform_sites import StepTimer, find_sites, name_of, replaced, timed
+
+SLOW_S = 0.004
+
+
+def _part(dataset: Any, **options: Any) -> Part:
+    return Part("", DataLoader(dataset, **{"batch_size": 4, "shuffle": not isinstance(dataset, Stream), **options}))
+
+
+def _costs(dataset: Any, samples: int = 5) -> dict[str, NamedCost]:
+    found = measure_costs(_part(dataset), 20, samples=samples)
+    assert len({cost.name for cost in found}) == len(found)
+    return {cost.name: cost for cost in found}
+
+
+class SlowModule(nn.Module):
+    def forward(self, image: Any) -> Any:
+        burn(SLOW_S)
+        return image
+
+
+class Slow16:
+    """Of a PIL image makes a tensor, slowly."""
+
+    def __call__(self, image: Any) -> Any:
+        burn(SLOW_S)
+        return v1.functional.pil_to_tensor(image)
+
+
+class KeywordStep:
+    """As albumentations calls its steps: with keywords, and a dict comes back."""
+
+    def __call__(self, *, image: Any, **others: Any) -> dict[str, Any]:
+        return {"image": image, **others}
+
+
+class SlowKeywordStep(KeywordStep):
+    def __call__(self, *, image: Any, **others: Any) -> dict[str, Any]:
+        burn(SLOW_S)
+        return super().__call__(image=image, **others)
+
+
+class KeywordCompose:
+    def __init__(self, transforms: list[Any]) -> None:
+        self.transforms = transforms
+
+    def __call__(self, **data: Any) -> dict[str, Any]:
+        for step in self.transforms:
+            assert isinstance(step, KeywordStep)
+            data = step(**data)
+        return data
+
+
+class KeywordImages(Images):
+    def __getitem__(self, index: int) -> Any:
+        assert self.transform is not None
+        return self.transform(image=torch.rand(3, 8, 8))["image"]
+
+
+def slow_function(image: Any) -> Any:
+    burn(SLOW_S)
+    return image
+
+
+class Slotted:
+    __slots__ = ()
+
+    def __call__(self, image: Any) -> Any:
+        burn(SLOW_S)
+        return image
+
+
+class Registered(type):
+    """A class of classes that notes every class made, as that of albumentations does."""
+
+    made: list[str] = []  # noqa: RUF012
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        cls.made.append(name)
+        return super().__new__(cls, name, bases, namespace)
+
+
+class Noted(metaclass=Registered):
+    def __call__(self, image: Any) -> Any:
+        burn(SLOW_S)
+        return image
+
+
+PIPELINES = {
+    "v1": (v1.Compose([v1.Resize(12), Slow(SLOW_S), v1.RandomHorizontalFlip()]), "Slow"),
+    "v2": (v2.Compose([v2.Resize(12), SlowModule(), v2.RandomHorizontalFlip()]), "SlowModule"),
+    "sequential": (nn.Sequential(v1.Resize(12), SlowModule(), v1.CenterCrop(8)), "SlowModule"),
+    "nested": (v1.Compose([v1.Resize(12), v1.Compose([v1.CenterCrop(8), Slow(SLOW_S)])]), "Slow"),
+    "a single step": (Slow(SLOW_S), "Slow"),
+    "a function": (slow_function, "slow_function"),
+    "a function in a list": (v1.Compose([v1.Resize(12), slow_function]), "slow_function"),
+    "slots": (v1.Compose([Slotted(), v1.Resize(12)]), "Slotted"),
+    "noted classes": (v1.Compose([Noted(), v1.Resize(12)]), "Noted"),
+    "by chance": (v1.Compose([v1.RandomApply([SlowModule()], p=1.0), v1.Resize(12)]), "RandomApply"),
+    "twice": (v1.Compose([v1.Resize(12), v1.Resize(14), Slow(SLOW_S)]), "Slow"),
+}
+
+
+@pytest.mark.parametrize("name", list(PIPELINES))
+def test_the_slow_step_is_found_by_name(name: str) -> None:
+    pipeline, slow = PIPELINES[name]
+    costs = _costs(Images(pipeline))
+    assert max(costs.values(), key=lambda cost: cost.cpu_ms).name == slow
+    assert costs[slow].cpu_ms == pytest.approx(SLOW_S * 1e3, rel=0.5)
+    assert costs[slow].wall_ms >= 0.9 * costs[slow].cpu_ms
+    assert next(iter(costs)) == "load"
+    assert costs["load"].cpu_ms < SLOW_S * 1e3 / 2  # what the steps took is not counted a second time
+
+
+def test_steps_are_named_in_order_and_told_apart() -> None:
+    costs = _costs(Images(PIPELINES["twice"][0]))
+    assert list(costs) == ["load", "Resize", "Resize (2)", "Slow"]
+
+
+def test_keyword_pipelines() -> None:
+    costs = _costs(KeywordImages(KeywordCompose([KeywordStep(), SlowKeywordStep()])))
+    assert list(costs) == ["load", "KeywordStep", "SlowKeywordStep"]
+    assert costs["SlowKeywordStep"].cpu_ms > 10 * costs["KeywordStep"].cpu_ms
+
+
+@pytest.mark.parametrize("wrap", [lambda d: Subset(d, range(10)), lambda d: ConcatDataset([Images(), d, d])])
+def test_transforms_under_other_data_sets(wrap: Any) -> None:
+    dataset = wrap(Images(v1.Compose([Slow(SLOW_S)])))
+    part = _part(dataset, sampler=range(len(dataset) - 5, len(dataset)), shuffle=None)
+    assert [cost.name for cost in measure_costs(part, 20, samples=4)] == ["load", "Slow"]
+
+
+def test_streams() -> None:
+    costs = _costs(Stream(v1.Compose([Slow(SLOW_S)])))
+    assert list(costs) == ["load", "Slow"]
+    assert costs["Slow"].cpu_ms == pytest.approx(SLOW_S * 1e3, rel=0.5)
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    slow = Slow(0.0)
+    pipeline = v1.Compose([v1.Resize(12), slow])
+    dataset = Images(pipeline)
+    steps = list(pipeline.transforms)
+    threads = torch.get_num_threads()
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    measure_costs(_part(dataset, num_workers=1), 20, samples=4)
+    measure_without_transforms((_part(dataset),), RoundLimits(min_s=0.0, max_s=20))
+    assert dataset.transform is pipeline
+    assert pipeline.transforms == steps
+    assert [type(step) for step in steps] == [v1.Resize, Slow]
+    assert (dataset.reads, slow.calls) == (0, 0)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert np.array_equal(before[1], np.random.get_state()[1])
+    assert before[2] == random.getstate()
+    assert torch.get_num_threads() == threads
+
+
+def test_a_sample_that_cannot_be_made_is_named_and_everything_is_put_back() -> None:
+    dataset = Broken(Slow(0.0))
+    transform = dataset.transform
+    with pytest.raises(DatasetError, match=r"\(Broken\) cannot give sample 13: ValueError: the picture is cut short"):
+        measure_costs(_part(dataset, sampler=[1, 13], shuffle=None), 20)
+    assert dataset.transform is transform
+    assert dataset.reads == 0
+
+
+def test_time_is_bounded() -> None:
+    timer = StepTimer()
+    costs = measure_costs(_part(Images(Slow(0.02))), 0.1, timer=timer)
+    assert [cost.name for cost in costs] == ["load", "Slow"]
+    assert timer.steps[1].cpu_ns < 40 * 20e6 / 2  # of forty samples, not half were made
+
+
+def test_image_folders_tell_reading_from_decoding(class_folders: Path) -> None:
+    dataset = ImageFolder(class_folders, transform=v1.Compose([v1.RandomResizedCrop(16), Slow(SLOW_S)]))
+    dataset.transform.transforms.insert(1, v1.ToTensor())
+    assert list(_costs(dataset)) == ["read", "decode", "RandomResizedCrop", "ToTensor", "Slow"]
+    assert list(_costs(Subset(dataset, range(1, 8)))) == ["read", "decode", "RandomResizedCrop", "ToTensor", "Slow"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [
+        (TrainRecipe(size=16), ["TrainRecipe"]),
+        (GivenTransform(v1.Compose([v1.RandomResizedCrop(16), Slow16()])), ["RandomResizedCrop", "Slow16"]),
+    ],
+)
+def test_our_images(class_folders: Path, recipe: Recipe, names: list[str]) -> None:
+    source = FolderSource(class_folders, scan_classes(class_folders))
+    dataset = ImageDataset(source, PillowDecoder(), recipe)
+    costs = _costs(dataset)
+    assert list(costs) == ["read", "decode", *names]
+    assert all(cost.cpu_ms > 0 for cost in costs.values())
+    assert dataset.recipe is recipe
+    rate = measure_without_transforms((_part(dataset),), RoundLimits(min_s=0.0, max_s=20))
+    assert rate is not None
+    assert rate.batches_per_s > 0
+
+
+DECODED: list[int] = []
+
+
+class Counting(PillowDecoder):
+    def decode(self, data: Any) -> Any:
+        DECODED.append(len(data))
+        return super().decode(data)
+
+
+def test_our_images_are_decoded_even_where_their_recipe_is_free(class_folders: Path) -> None:
+    source = FolderSource(class_folders, scan_classes(class_folders))
+    part = _part(ImageDataset(source, Counting(), TrainRecipe(size=16)))
+    measure_without_transforms((part,), RoundLimits(min_s=0.0, max_s=20))
+    batches = 1 + 2 + 2  # the first, two that do not count, two that do
+    assert len(DECODED) >= 4 * batches
+
+
+class Staged(CacheableDataset):
+    def __len__(self) -> int:
+        return 20
+
+    def read(self, index: int) -> bytes:
+        return bytes([index]) * 10
+
+    def decode(self, data: Any, index: int) -> Any:
+        burn(SLOW_S)
+        return np.frombuffer(data, np.uint8)
+
+    def augment(self, decoded: Any, index: int) -> Any:
+        decoded += 1
+        return decoded
+
+
+def test_stages_of_a_cacheable_data_set() -> None:
+    costs = _costs(Staged())
+    assert list(costs) == ["read", "decode", "augment"]
+    assert costs["decode"].cpu_ms > 5 * (costs["read"].cpu_ms + costs["augment"].cpu_ms)
+
+
+def test_without_transforms_the_loader_is_as_fast_as_if_they_were_free() -> None:
+    slow = Images(v1.Compose([Slow(0.01), v1.Resize(12)]))
+    limits = RoundLimits(min_s=0.05, max_s=20)
+    free = measure_without_transforms((_part(slow),), limits)
+    assert free is not None
+    assert free.batches_per_s > 10 * (1 / (4 * 0.01))
+    assert measure_without_transforms((_part(Images()),), limits) is None
+
+
+def test_given_results_keep_their_shape_and_can_be_sent_to_workers() -> None:
+    given = pickle.loads(pickle.dumps(Given({"image": torch.ones(2)})))
+    first, second = given(torch.rand(3), image=1), given()
+    first.pop("image")
+    assert torch.equal(second["image"], torch.ones(2))
+
+
+def test_a_timed_copy_does_the_same() -> None:
+    torch.manual_seed(0)
+    pipeline = v2.Compose([v2.RandomCrop(5), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)])
+    image = torch.arange(3 * 8 * 8, dtype=torch.uint8).reshape(3, 8, 8)
+    twin = timed(pipeline, StepTimer(on=True))
+    for seed in range(5):
+        torch.manual_seed(seed)
+        expected = pipeline(image)
+        torch.manual_seed(seed)
+        assert torch.equal(twin(image), expected)
+    assert [type(step).__mro__[1] for step in twin.transforms] == [type(step) for step in pipeline.transforms]
+    assert Registered.made.count("Noted") == 1
+
+
+def test_a_clock_of_ones_own() -> None:
+    ticks = iter(range(0, 10**9, 1000))
+    timer = StepTimer(on=True, cpu=lambda: 0, wall=lambda: next(ticks))
+    twin = timed(v1.Compose([v1.Resize(4), slow_function]), timer)
+    twin(torch.rand(3, 8, 8))
+    timer.on = False
+    twin(torch.rand(3, 8, 8))
+    assert [(step.name, step.wall_ns, step.cpu_ns) for step in timer.steps] == [
+        ("Resize", 1000, 0),
+        ("slow_function", 1000, 0),
+    ]
+
+
+def test_names_and_sites() -> None:
+    assert name_of(Slow(0).__call__) == "__call__"
+    assert name_of(lambda image: image) == "lambda"
+    assert name_of(partial(slow_function)) == "partial"
+    dataset = Images(slow_function)
+    dataset.helper = slow_function  # type: ignore[attr-defined]
+    dataset.collate_fn = slow_function  # type: ignore[attr-defined]
+    assert [(site.owner, site.attribute) for site in find_sites(dataset)] == [(dataset, "transform")]
+    with pytest.raises(KeyboardInterrupt), replaced(find_sites(dataset), lambda site: None):
+        raise KeyboardInterrupt
+    assert dataset.transform is slow_function
