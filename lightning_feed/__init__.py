@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_feed.datamodule import FastDataModule
+    from lightning_feed.diagnosing import diagnose
     from lightning_feed.errors import FeedError
     from lightning_feed.images import ImageFolderDataModule
     from lightning_feed.load.cacheable import CacheableDataset
@@ -20,6 +21,7 @@ __all__ = [
     "ImageFolderDataModule",
     "LoaderSettings",
     "PrefetchCallback",
+    "diagnose",
 ]
 __version__ = "0.1.0"
 
@@ -31,6 +33,7 @@ _HOMES = {
     "ImageFolderDataModule": "lightning_feed.images",
     "LoaderSettings": "lightning_feed.load.settings",
     "PrefetchCallback": "lightning_feed.prefetch_callback",
+    "diagnose": "lightning_feed.diagnosing",
 }
 
 

@@ -1,0 +1,77 @@
+"""The experiments with the training loader, and what is known of a run that has no fit."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from lightning_feed.diagnosing.fits import Bench
+from lightning_feed.diagnosing.replay import own_loaders
+from lightning_feed.errors import LoaderError
+from lightning_feed.load.machine import read_machine
+from lightning_feed.watch.experiments.data_experiments import run_data_experiments
+from lightning_feed.watch.experiments.keys import key_bytes
+from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse
+from lightning_feed.watch.experiments.subject import parts_of
+from lightning_feed.watch.verdict.diagnosis import LoopFacts
+
+_BESIDE = {"X3": ("keys", "scaling"), "X4": ("disk",), "X6": ("disk",)}
+"""What is measured along with an experiment, though it has no number."""
+
+
+def request_loaders(bench: Bench) -> None:
+    """Get the training loaders of a bench without a module, as Lightning would."""
+    if bench.datamodule is None:
+        bench.train_loaders = bench.loaders
+        return
+    if bench.datamodule.trainer is None:
+        bench.datamodule.trainer = bench.trainer
+    bench.datamodule.prepare_data()
+    bench.datamodule.setup("fit")
+    bench.train_loaders = bench.datamodule.train_dataloader()
+
+
+def loader_facts(bench: Bench) -> LoopFacts:
+    """What is known where no fit was measured."""
+    try:
+        loaders = [part.loader for part in parts_of(bench.train_loaders)]
+    except LoaderError:  # no DataLoader: nothing is known of it
+        loaders = []
+    names = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order", "batch_size")
+    known: dict[str, Any] = {name: getattr(loaders[0], name, None) for name in names} if loaders else {}
+    if len(loaders) > 1:
+        known["num_workers"] = min(loader.num_workers for loader in loaders)
+        known["batch_size"] = None
+    return LoopFacts(
+        device_type=bench.trainer.strategy.root_device.type, usable_cpus=read_machine().usable_cpus, **known
+    )
+
+
+def measure_loader(
+    bench: Bench, wanted: list[str], budget_s: float, on_progress: Callable[[str, float], object]
+) -> Iterator[ExperimentResults]:
+    """[X3 to X8] All results so far after each of the experiments.
+
+    Args:
+        bench: its ``train_loaders`` are measured.
+        wanted: names.
+        budget_s: for all.
+        on_progress: told what begins, and the share that is done.
+
+    Raises:
+        FeedError: a sample cannot be loaded, or the loader hangs.
+    """
+    names = frozenset(name for each in wanted for name in (each, *_BESIDE.get(each, ())))
+    device = bench.trainer.strategy.root_device
+    return run_data_experiments(
+        own_loaders(bench.train_loaders), device=device, budget_s=budget_s, only=names, on_progress=on_progress
+    )
+
+
+def with_key_uses(results: ExperimentResults, bench: Bench) -> ExperimentResults:
+    """The parts of the batch, with whether the step used them."""
+    keys = results.keys
+    if not keys and bench.host_batch is not None:
+        keys = tuple(
+            KeyUse(name=name, bytes_per_batch=size, used=None) for name, size in key_bytes(bench.host_batch).items()
+        )
+    return replace(results, keys=tuple(replace(key, used=bench.uses.get(key.name)) for key in keys))

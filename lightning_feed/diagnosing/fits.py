@@ -1,0 +1,277 @@
+"""The experiments with the model: the run as it is, and with the same batch again and again."""
+
+import gc
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_feed import _host
+from lightning_feed.diagnosing.keys import KeyWatch, is_opaque
+from lightning_feed.diagnosing.replay import Replay, clone, fresh_containers, own_loaders
+from lightning_feed.diagnosing.trainer import Limits, Package, make_hooks, run_fit, short_trainer
+from lightning_feed.watch.clocks import events_work
+from lightning_feed.watch.verdict.diagnosis import Measurements
+from lightning_feed.watch.windows import WARM_UP_STEPS
+
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "device_transform")
+STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+WINDOWS = 5
+FEWEST_CYCLES = WINDOWS
+"""Optimizer steps behind the warm-up with which a rate is given."""
+
+Progress = Callable[[int, int], object]
+"""(steps done, steps to do at most)."""
+
+
+@dataclass
+class Bench:
+    """What the experiments share: the user's objects, and what the first of them found.
+
+    Attributes:
+        package: which Lightning.
+        trainer: the user's; read only.
+        model: the user's; trained, and put back by whoever made the bench.
+        datamodule: the user's, or None.
+        loaders: the user's training loaders; None where the data module or the module has them.
+        compiled: what ``torch.compile`` made of ``model``, if that is what the user has.
+    """
+
+    package: Package
+    trainer: Any
+    model: Any
+    datamodule: Any = None
+    loaders: Any = None
+    compiled: Any = None
+    measured: Measurements | None = None
+    """[X0]"""
+    host_batch: Any = None
+    """[X0] The first batch as the loader gave it."""
+    device_batch: Any = None
+    """[X0] The same as the step got it."""
+    uses: dict[str, bool | None] = field(default_factory=dict)
+    """[X0] Whether the step read each part of its batch."""
+    train_loaders: Any = None
+    """[X0] What the data module gave: loaders, dicts or lists of them. Fits and experiments get copies of loaders."""
+
+    def run_as_it_is(self, limits: Limits, progress: Progress) -> None:
+        """[X0] A fit with the user's loaders: the measurements, a batch, which parts of it are read."""
+        meter = self.package.feed.GPUStarvationCallback(nvml=False, report=False)
+        batches = _FirstBatch(self)
+
+        def on_step(steps: int) -> None:
+            batches.forget()
+            progress(steps, hooks.limits.most)
+
+        def on_start(trainer: Any) -> None:
+            queue = _ready_batches(_host.train_loaders(trainer))
+            hooks.limits = Limits(least=limits.least, most=limits.most + queue + WARM_UP_STEPS, seconds=limits.seconds)
+            batches.watch(trainer)
+
+        hooks = make_hooks(self.package, limits, on_start, on_step)
+        try:
+            self._fit(hooks, [meter, hooks], own_loaders)
+        finally:
+            batches.forget()
+            self.measured = meter.report().measurements
+
+    def replay(self, batch: Any, limits: Limits, progress: Progress, *, on_device: bool) -> float | None:
+        """[X1, X2] Batches per second of a fit in which each step gets ``batch``. None: too few steps.
+
+        Args:
+            batch: as the step gets it, if it is on the device, else as the loader gives it.
+            limits: how long.
+            progress: told after each step.
+            on_device: leave the way to the device out, with its hooks.
+        """
+        pace = _Pace()
+
+        def on_start(trainer: Any) -> None:
+            pace.begin(trainer.strategy.root_device)
+            if on_device:
+                _host.wrap_transfer(trainer, _untouched, _untouched_by_hook)
+
+        def on_step(steps: int) -> None:
+            pace.stamp()
+            progress(steps, limits.most)
+
+        hooks = make_hooks(self.package, limits, on_start, on_step)
+        known = self.measured.facts.batches_per_epoch if self.measured is not None else None
+        endless = Replay(batch, max(limits.most + 1, known or 0))
+        self._fit(hooks, [hooks], lambda _: endless, set_up=False, prefetch=not on_device)
+        return pace.per_s(self.trainer.accumulate_grad_batches)
+
+    def _fit(
+        self,
+        hooks: Any,
+        callbacks: list[Any],
+        give: Callable[[Any], Any],
+        *,
+        set_up: bool = True,
+        prefetch: bool = True,
+    ) -> None:
+        """A short fit on ``give(loaders)``. ``set_up=False``: the data module was set up by one before."""
+        wraps: list[_host.Wrap] = []
+
+        def given(original: Callable[[], Any]) -> Any:
+            self.train_loaders = original() if set_up else self.train_loaders
+            return give(self.train_loaders)
+
+        if self.loaders is not None:
+            data = {"train_dataloaders": given(lambda: self.loaders)}
+        elif self.datamodule is not None:
+            data = {"datamodule": self.datamodule}
+            wraps.append(_host.Wrap(self.datamodule, "train_dataloader", given))
+            for name in () if set_up else ("prepare_data", "setup"):
+                wraps.append(_host.Wrap(self.datamodule, name, _nothing))
+        else:
+            data = {}
+            wraps.append(_host.Wrap(self.model, "train_dataloader", given))
+        wraps.append(_host.Wrap(self.model, "configure_callbacks", _no_callbacks))
+        try:
+            with tempfile.TemporaryDirectory(prefix="feed_diagnose_") as folder:
+                trainer = short_trainer(self.package, self.trainer, callbacks, folder, prefetch=prefetch)
+                run_fit(trainer, hooks, self.model if self.compiled is None else self.compiled, data)
+        finally:
+            for wrap in reversed(wraps):
+                wrap.undo()
+            trainer = None
+            gc.collect()  # a Trainer is a ring of objects; with it go the workers of this fit
+
+
+class _FirstBatch:
+    """Takes the first batch of a fit down, before and after the way to the device, and watches the step read it."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._wraps: list[_host.Wrap] = []
+
+    def watch(self, trainer: Any) -> None:
+        """Begin, at the start of the training."""
+        bench = self._bench
+        if _host.takes_iterator(bench.model):
+            return
+
+        def on_host(original: Any, batch: Any) -> Any:
+            if bench.host_batch is None:
+                bench.host_batch = fresh_containers(batch, clone)
+            return original(batch)
+
+        self._wraps = [
+            _host.Wrap(trainer.precision_plugin, "convert_input", on_host),
+            _host.Wrap(bench.model, "training_step", self._step),
+        ]
+
+    def forget(self) -> None:
+        """After the first step."""
+        for wrap in reversed(self._wraps):
+            wrap.undo()
+        self._wraps = []
+
+    def _step(self, original: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+        bench = self._bench
+        if bench.device_batch is not None:
+            return original(batch, *rest, **named)
+        bench.device_batch = fresh_containers(batch, clone)
+        if bench.compiled is not None or is_opaque(bench.model):
+            return original(batch, *rest, **named)
+        try:
+            watch = KeyWatch(batch)
+            with watch.seeing_torch():
+                output = original(watch.batch, *rest, **named)
+        except Exception:  # noqa: BLE001  # a step that minds the containers minds nothing else: it gets its own batch
+            return original(fresh_containers(bench.device_batch, clone), *rest, **named)
+        uses = watch.uses()
+        if self._read_elsewhere():
+            uses = {name: used or None for name, used in uses.items()}
+        bench.uses = uses
+        return output
+
+    def _read_elsewhere(self) -> bool:
+        """Whether hooks of the user's get the batch too, or change it before the step sees it."""
+        bench = self._bench
+        owners = [bench.model, *([bench.datamodule] if bench.datamodule is not None else [])]
+        if any(_host.is_overridden(owner, hook) for owner in owners for hook in BATCH_HOOKS):
+            return True
+        seers = [bench.model, *bench.trainer.callbacks]
+        return any(_host.is_overridden(one, hook) for one in seers for hook in STEP_HOOKS)
+
+
+class _Pace:
+    """Stamps at the end of each step, on the device's clock where it has one."""
+
+    def __init__(self) -> None:
+        self._make: Callable[[], Any] | None = None
+        self._wait: Callable[[], object] = lambda: None
+        self._stamps: list[Any] = []
+
+    def begin(self, device: torch.device) -> None:
+        """Find the clock of ``device``."""
+        if device.type == "cpu":
+            return
+        backend: Any = torch.get_device_module(device)
+        self._wait = backend.synchronize
+
+        def make() -> Any:
+            return backend.Event(enable_timing=True)
+
+        if hasattr(backend, "Event") and events_work(make):
+            self._make = make
+
+    def stamp(self) -> None:
+        """A step has ended."""
+        if self._make is None:
+            self._wait()
+            self._stamps.append(time.perf_counter())
+        else:
+            event = self._make()
+            event.record()
+            self._stamps.append(event)
+
+    def per_s(self, accumulate: int) -> float | None:
+        """Batches per second over whole optimizer steps of ``accumulate`` batches, the first quarter of them left out.
+
+        The rest is divided into windows, whose median rate counts: work that comes only every few steps is in each of
+        them, and another program that takes the CPUs for a while is in few.
+        """
+        self._wait()
+        marks = self._stamps[::accumulate]
+        settled = marks[max(1, len(marks) // 4) :]
+        if len(settled) <= FEWEST_CYCLES:
+            return None
+        edges = [index * (len(settled) - 1) // WINDOWS for index in range(WINDOWS + 1)]
+        means = [
+            self._seconds(settled[first], settled[last]) / (last - first) for first, last in itertools.pairwise(edges)
+        ]
+        middle = statistics.median(means)
+        return accumulate / middle if middle > 0 else None
+
+    def _seconds(self, before: Any, after: Any) -> float:
+        return float(after - before if self._make is None else before.elapsed_time(after) / 1e3)
+
+
+def _untouched(_: Any, batch: Any) -> Any:
+    return batch
+
+
+def _untouched_by_hook(_original: Any, _name: str, batch: Any, *_rest: Any) -> Any:
+    return batch
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of ``prepare_data`` and ``setup`` when they have run."""
+
+
+def _no_callbacks(_: Any) -> list[Any]:
+    return []
+
+
+def _ready_batches(loaders: list[Any]) -> int:
+    """Batches that the loaders may hold ready: for so many steps a full queue hides a slow loader."""
+    held = [(getattr(each, "num_workers", 0) or 0) * (getattr(each, "prefetch_factor", 0) or 0) for each in loaders]
+    return max(held, default=0)

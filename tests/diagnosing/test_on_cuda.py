@@ -1,0 +1,41 @@
+"""On a CUDA device: the module stays where it was, with its random states, and every rate is there."""
+
+from typing import Any
+
+import pytest
+import torch
+from diagnosing.small_runs import make_parts, make_trainer, short_diagnosis
+
+pytestmark = [
+    pytest.mark.gpu,
+    # The fits are small on purpose.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_diagnosis_on_the_device(device: str) -> None:
+    Module, Data = make_parts()
+
+    class OnDevice(Module):  # type: ignore[misc,valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            torch.rand(3, device=self.device)
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    model = OnDevice().to(device)
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [(one.device, one.data_ptr(), one.detach().clone()) for one in tensors]
+    states = torch.cuda.get_rng_state_all()
+    found = short_diagnosis(make_trainer(accelerator="cuda"), model, Data(), only="X1,X2,X8")
+    for one, (where, memory, values) in zip(tensors, before, strict=True):
+        assert one.device == where
+        assert one.data_ptr() == memory
+        assert torch.equal(one, values)
+    assert all(torch.equal(a, b) for a, b in zip(torch.cuda.get_rng_state_all(), states, strict=True))
+    results = found.measurements.experiments
+    assert found.device_type == "cuda"
+    assert results.model_per_s > 0
+    assert results.host_batch_per_s > 0
+    assert results.pinned_gb_per_s > 0
