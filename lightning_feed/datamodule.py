@@ -19,6 +19,7 @@ from lightning_feed.load.datasets import name_datasets
 from lightning_feed.load.drop_keys import check_drop_keys
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.trace import traced
 from lightning_feed.transfer.nested import release
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,15 @@ class FeedDataModule:
         """What the caches in host memory hold and have done, over all processes of the node; None without one."""
         return self._feed.storage.stats()
 
+    def _feed_facts(self) -> dict[str, Any]:
+        """Fields of ``LoopFacts`` that only a data module knows."""
+        storage = self._feed.storage
+        return {
+            "cache": storage.cache or "off",
+            "staged": storage.stage_to is not None,
+            "device_transform": self._feed_overrides("device_transform"),
+        }
+
     # --- what Lightning calls -----------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
@@ -276,12 +286,14 @@ class FeedDataModule:
         trainer, own = self.trainer, getattr(type(self), _TRANSFER)
         if trainer is None:
             raise LoaderError(f"{_TRANSFER} needs to know the split, which a Trainer tells. Call device_transform.")
-        if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):
-            moved = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
-        else:
-            moved = own(self, batch, device, dataloader_idx)
+        with traced("device_copy"):
+            if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):
+                moved = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
+            else:
+                moved = own(self, batch, device, dataloader_idx)
         # Values that PrefetchCallback(host_keys=...) kept from the transfer are the user's again from here on.
-        return self.device_transform(release(moved), _split_of(trainer))
+        with traced("device_transform"):
+            return self.device_transform(release(moved), _split_of(trainer))
 
 
 class FastDataModule(FeedDataModule, LightningDataModule):

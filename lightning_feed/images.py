@@ -79,7 +79,7 @@ class FeedImageFolder(FeedDataModule):
             raise SettingsError(f"mean={mean!r}, std={std!r}: give three numbers each, for R, G and B, std above 0.")
         self.image_size = image_size
         self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
-        self.decoder = decoder
+        self.decoder, self.quality = decoder, quality
         self.on_error, self.max_failures = on_error, max_failures
         self._images_train: Recipe = TrainRecipe(size=image_size, quality=quality)
         short_side = round(image_size * 256 / 224)  # as in torchvision's reference evaluation
@@ -147,6 +147,14 @@ class FeedImageFolder(FeedDataModule):
     def num_classes(self) -> int:
         """How many labels there are."""
         return len(self.classes)
+
+    def _feed_facts(self) -> dict[str, Any]:
+        choice = self.decoder_choice
+        return {
+            **super()._feed_facts(),
+            "decoder": None if choice is None else choice.name,
+            "quality": self.quality,
+        }
 
     @property
     def decoder_choice(self) -> Choice | None:

@@ -2,44 +2,27 @@
 
 import logging
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed.archive.shared_cache import CacheStats
-from lightning_feed.errors import SettingsError
-from lightning_feed.load.machine import read_machine
-from lightning_feed.prefetch_callback import LOOK_AHEAD, PrefetchCallback
-from lightning_feed.watch.clocks import open_ring
+from lightning_feed.errors import ReportError, SettingsError
+from lightning_feed.starvation_report import log_text, run_folder
+from lightning_feed.starvation_run import StarvationRun
 from lightning_feed.watch.nvml import NvmlSampler
-from lightning_feed.watch.profiler_tap import tap_profiler
+from lightning_feed.watch.reports.document import make_report
+from lightning_feed.watch.reports.markdown import diagnosis_markdown
 from lightning_feed.watch.reports.text import print_report
-from lightning_feed.watch.stats import LoaderStats, StarvationStats
-from lightning_feed.watch.step_meter import StepMeter
-from lightning_feed.watch.tags import custom_scalar_layout, to_tags
-from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
+from lightning_feed.watch.reports.writing import write_report
+from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.watch.tags import custom_scalar_layout
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, Measurements
 from lightning_feed.watch.verdict.tree import diagnose
-from lightning_feed.watch.windows import UNFOLDED_STEPS, Ledger
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Fit:
-    """What lives only while a fit runs."""
-
-    meter: StepMeter
-    undo: list[Any]
-    nvml: NvmlSampler | None
-    every: int
-    lost_before: int = 0
-    logged_step: int = -1
-    epoch_reported: bool = False
-    reported_steps: int = 0
-    cache_before: Any = None
+_NOTHING = Measurements(stats=StarvationStats(steps=0, confidence="low"))
 
 
 class GPUStarvationCallback(Callback):
@@ -52,7 +35,8 @@ class GPUStarvationCallback(Callback):
     Args:
         every_n_steps: steps between two logged windows; None: the Trainer's ``log_every_n_steps``.
         nvml: read the GPU's utilisation, memory, power and PCIe traffic beside it, once a second.
-        report: print the report at the end of the first epoch and of the fit.
+        report: print the report at the end of the first epoch and of the fit. At the end of the fit it also goes to
+            the loggers as text, and into ``feed_report.json`` and ``feed_report.md`` in the first logger's folder.
 
     Raises:
         SettingsError: when ``every_n_steps`` is not a positive integer.
@@ -76,26 +60,32 @@ class GPUStarvationCallback(Callback):
         self.every_n_steps = every_n_steps
         self.nvml = nvml
         self.print_report = report
-        self._fit: _Fit | None = None
-        self._ledger = Ledger()
-        self._facts = LoopFacts()
-        self._prefetch_active: bool | None = None
+        self._run: StarvationRun | None = None
+        self._measured = _NOTHING
         self._last: StarvationStats | None = None
+        self._epoch_reported = False
+        self._reported_steps = 0
         self._laid_out: weakref.WeakSet[Any] | None = None
         self._told: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
-        return {**self.__dict__, "_fit": None, "_laid_out": None}
+        measured = self._run.measurements() if self._run is not None else self._measured
+        return {
+            **self.__dict__,
+            "_run": None,
+            "_measured": measured,
+            "_last": self.summary(),
+            "_laid_out": None,
+        }
 
     def summary(self) -> StarvationStats | None:
         """The last window that was closed, of this fit or the one before; None before the first."""
-        return self._last
+        return self._run.last if self._run is not None else self._last
 
     def report(self) -> Diagnosis:
         """What limits training, from all steps measured in this fit or the last one."""
-        stats = self._ledger.total(prefetch_active=self._prefetch_active)
-        return diagnose(Measurements(stats=stats, facts=self._facts))
+        return diagnose(self._run.measurements() if self._run is not None else self._measured)
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 
@@ -110,32 +100,14 @@ class GPUStarvationCallback(Callback):
                 trainer, logging.WARNING, "A second GPUStarvationCallback stands aside: one measures already."
             )
             return
-        device = trainer.strategy.root_device
-        ring = open_ring(device)
-        self._facts = self._look_at_run(trainer)
-        self._ledger = Ledger(queue=_queue(trainer), trusted_clock=ring is not None or device.type == "cpu")
-        self._last, self._prefetch_active = None, _prefetch_active(trainer)
-        meter = StepMeter(self._ledger.fresh.append, ring=ring)
-        meter.on_epoch_start = self._ledger.epoch_started
-        meter.begin(epoch=False)
         every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
-        fit = self._fit = _Fit(meter, [], self._start_nvml(trainer, device), every)
-        fetch, to_device, step = _host.step_actions(trainer)
-        fit.undo.append(
-            tap_profiler(
-                trainer.profiler,
-                {fetch: meter.fetch_began, step: meter.step_began, LOOK_AHEAD: meter.look_ahead_began},
-                {
-                    fetch: meter.fetch_ended,
-                    to_device: meter.arrived,
-                    step: meter.step_ended,
-                    LOOK_AHEAD: meter.look_ahead_ended,
-                },
-                does_nothing=_host.profiler_does_nothing(trainer),
-            )
+        self._measured, self._last = _NOTHING, None
+        self._epoch_reported, self._reported_steps = False, 0
+        run = self._run = StarvationRun(
+            trainer, every=every, nvml=self._start_nvml(trainer, trainer.strategy.root_device)
         )
         if trainer.progress_bar_callback is not None:
-            fit.undo.append(_host.Wrap(trainer.progress_bar_callback, "get_metrics", self._add_to_bar).undo)
+            run.also_undo(_host.Wrap(trainer.progress_bar_callback, "get_metrics", self._add_to_bar).undo)
         if trainer.is_global_zero:
             self._lay_out(trainer)
         if not trainer.loggers:
@@ -148,31 +120,31 @@ class GPUStarvationCallback(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an epoch: its first batch has a figure of its own."""
-        if self._fit is not None:
-            self._fit.meter.begin(epoch=True)
+        if self._run is not None:
+            self._run.epoch_began()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the training step in which this validation lies."""
-        if self._fit is not None:
-            self._fit.meter.leave_out_step()
+        if self._run is not None:
+            self._run.validation_began()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read what is still on the device, and report."""
-        fit = self._fit
-        if fit is None:
+        run = self._run
+        if run is None:
             return
-        fit.meter.end()
-        if self._last is None:
-            self._close_window(trainer, fit)
-        if fit.meter.finished > fit.reported_steps:
-            self._print(trainer, fit)
+        run.end()
+        if run.finished > self._reported_steps:
+            self._print(trainer, run)
+        if run.finished:
+            self._publish(trainer)
         self._let_go()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report after the first epoch of the fit."""
-        if self._fit is not None and not self._fit.epoch_reported:
-            self._fit.epoch_reported = True
-            self._print(trainer, self._fit)
+        if self._run is not None and not self._epoch_reported:
+            self._epoch_reported = True
+            self._print(trainer, self._run)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take out what was put in: teardown is not called after an exception."""
@@ -183,56 +155,63 @@ class GPUStarvationCallback(Callback):
         self._let_go()
 
     def _let_go(self) -> None:
-        fit, self._fit = self._fit, None
-        if fit is None:
+        run, self._run = self._run, None
+        if run is None:
             return
-        while fit.undo:
-            fit.undo.pop()()
-        if fit.nvml is not None:
-            fit.nvml.stop()
+        self._measured, self._last = run.measurements(), run.last
+        run.close()
 
     # --- windows ------------------------------------------------------------------------------------------------------
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Look at what a batch is made of, once."""
+        if self._run is not None:
+            self._run.batch_came(batch)
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Close a window, and log it, where the Trainer logs."""
-        fit = self._fit
-        if fit is None:
+        run = self._run
+        if run is None:
             return
-        if fit.every:
-            step = _host.step_to_log(trainer, fit.every)
-            if step is not None and step != fit.logged_step:
-                fit.logged_step = step
-                self._log_window(trainer, fit, step)
-        if len(self._ledger.fresh) >= UNFOLDED_STEPS:
-            self._ledger.fold()
+        if run.every:
+            step = _host.step_to_log(trainer, run.every)
+            if step is not None and step != run.logged_step:
+                run.logged_step = step
+                self._log_window(trainer, run, step)
+        run.step_ended()
 
-    def _log_window(self, trainer: Trainer, fit: _Fit, step: int) -> None:
-        stats = self._close_window(trainer, fit)
-        if not trainer.is_global_zero or not trainer.loggers:
-            return
-        tags = to_tags(stats, fit.nvml.take() if fit.nvml is not None else None, _ask_loaders(trainer, fit))
-        for each in trainer.loggers:
-            each.log_metrics(tags, step=step)
-
-    def _close_window(self, trainer: Trainer, fit: _Fit) -> StarvationStats:
-        lost = fit.meter.lost
-        self._prefetch_active = _prefetch_active(trainer)
-        stats = self._ledger.close_window(lost=lost - fit.lost_before, prefetch_active=self._prefetch_active)
-        fit.lost_before = lost
-        self._last = stats
-        return stats
+    def _log_window(self, trainer: Trainer, run: StarvationRun, step: int) -> None:
+        tags = run.close_window()
+        if trainer.is_global_zero:
+            for each in trainer.loggers:
+                each.log_metrics(tags, step=step)
 
     # --- what users see -----------------------------------------------------------------------------------------------
 
-    def _print(self, trainer: Trainer, fit: _Fit) -> None:
-        fit.reported_steps = fit.meter.finished
+    def _print(self, trainer: Trainer, run: StarvationRun) -> None:
+        self._reported_steps = run.finished
         if self.print_report and trainer.is_global_zero:
             print_report(self.report(), _host.bar_printer(trainer))
 
+    def _publish(self, trainer: Trainer) -> None:
+        """The report as text in the loggers, and as files in the folder of the run."""
+        if not self.print_report or not trainer.is_global_zero:
+            return
+        found = self.report()
+        log_text(trainer.loggers, diagnosis_markdown(found), trainer.global_step)
+        folder = run_folder(trainer)
+        if folder is None:
+            return
+        try:
+            write_report(make_report(found), folder)
+        except ReportError as error:  # a full disk must not end a run that is done
+            logger.warning("GPUStarvationCallback: %s", error)
+
     def _add_to_bar(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         items = original(*args, **kwargs)
-        if self._last is not None and self._last.starved_pct is not None:
-            items = {**items, "feed": f"{self._last.starved_pct:.0f}%"}
+        last = self.summary()
+        if last is not None and last.starved_pct is not None:
+            items = {**items, "feed": f"{last.starved_pct:.0f}%"}
         return items
 
     def _lay_out(self, trainer: Trainer) -> None:
@@ -255,50 +234,7 @@ class GPUStarvationCallback(Callback):
         sampler.start()
         return sampler
 
-    def _look_at_run(self, trainer: Trainer) -> LoopFacts:
-        loaders = [loader for loader in _host.train_loaders(trainer) if hasattr(loader, "num_workers")]
-        known: dict[str, Any] = {}
-        if loaders:
-            slowest = min(loaders, key=lambda loader: loader.num_workers)
-            for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers"):
-                known[name] = getattr(slowest, name, None)
-        cpus = read_machine().usable_cpus // trainer.num_devices
-        return LoopFacts(
-            device_type=trainer.strategy.root_device.type,
-            usable_cpus=max(1, cpus),
-            world_size=trainer.world_size,
-            **known,
-        )
-
     def _say_once(self, trainer: Trainer, level: int, what: str) -> None:
         if what not in self._told and trainer.is_global_zero:
             logger.log(level, what)
         self._told.add(what)
-
-
-def _queue(trainer: Trainer) -> int:
-    """Batches that the training loaders may hold ready: workers x prefetch_factor, and the background queue."""
-    ready = [
-        (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)
-        + (getattr(loader, "background", 0) or 0)
-        for loader in _host.train_loaders(trainer)
-    ]
-    return max(ready, default=0)
-
-
-def _ask_loaders(trainer: Any, fit: _Fit) -> LoaderStats:
-    """What the data module's caches did since the last time."""
-    ask = getattr(trainer.datamodule, "cache_stats", None)
-    stats = ask() if callable(ask) else None
-    if not isinstance(stats, CacheStats):
-        return LoaderStats()
-    before, fit.cache_before = fit.cache_before, stats
-    hits = stats.hits - (before.hits if before is not None else 0)
-    misses = stats.misses - (before.misses if before is not None else 0)
-    return LoaderStats(cache_hit_pct=100 * hits / (hits + misses) if hits + misses else None)
-
-
-def _prefetch_active(trainer: Any) -> bool | None:
-    """Whether a PrefetchCallback of this Trainer is at work; None: it has none."""
-    found = [callback.active for callback in trainer.callbacks if isinstance(callback, PrefetchCallback)]
-    return any(found) if found else None

@@ -12,7 +12,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
-from lightning_feed import GPUStarvationCallback, PrefetchCallback, starvation_callback
+from lightning_feed import GPUStarvationCallback, PrefetchCallback, starvation_run
+from lightning_feed.starvation_facts import queue_of
 
 pytestmark = [
     # These fits are small on purpose.
@@ -141,12 +142,12 @@ def test_figures_of_the_last_fit_only(quiet: GPUStarvationCallback) -> None:
 
 
 def test_a_long_run_without_windows_stays_small(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starvation_callback, "UNFOLDED_STEPS", 8)
+    monkeypatch.setattr(starvation_run, "UNFOLDED_STEPS", 8)
     held: list[int] = []
 
     class Watch(lightning.pytorch.Callback):
         def on_train_batch_end(self, *args: Any) -> None:
-            held.append(len(quiet._ledger.fresh))
+            held.append(len(quiet._run._ledger.fresh))
 
     quiet.every_n_steps = None
     run_fit(quiet, batches=40, others=(Watch(),), log_every_n_steps=0)
@@ -157,9 +158,18 @@ def test_a_long_run_without_windows_stays_small(quiet: GPUStarvationCallback, mo
 def test_facts_of_the_loader(quiet: GPUStarvationCallback) -> None:
     trainer = make_trainer(quiet)
     trainer.fit(BoringModel(), make_loader(4, num_workers=1, prefetch_factor=3, pin_memory=False))
-    assert (quiet._facts.num_workers, quiet._facts.prefetch_factor, quiet._facts.pin_memory) == (1, 3, False)
-    assert quiet._facts.usable_cpus is not None
-    assert quiet._ledger.queue == 3
+    facts = quiet.report().measurements.facts
+    assert (facts.num_workers, facts.prefetch_factor, facts.pin_memory, facts.persistent_workers) == (
+        1,
+        3,
+        False,
+        False,
+    )
+    assert (facts.batch_size, facts.batch_bytes, facts.batch_tensors) == (1, 128, 1)
+    assert (facts.workers, facts.ours, facts.map_style, facts.batches_per_epoch) == ("process", False, True, 4)
+    assert facts.usable_cpus is not None
+    assert facts.lightning == lightning.__version__
+    assert queue_of(trainer) == 3
 
 
 # --- the progress bar and the report ------------------------------------------------------------------------------

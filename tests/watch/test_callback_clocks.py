@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from watch.fake_device import FakeDevice
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
-from lightning_feed import GPUStarvationCallback, starvation_callback
+from lightning_feed import GPUStarvationCallback, starvation_callback, starvation_run
 from lightning_feed.watch.clocks import EventRing
 from lightning_feed.watch.nvml import GpuStats
 
@@ -36,7 +36,7 @@ pytestmark = [
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Events of a fake device in the place of the CPU's missing ones; its clock is the host's."""
     fake = FakeDevice()
-    monkeypatch.setattr(starvation_callback, "open_ring", lambda _: EventRing(fake.event, 512))
+    monkeypatch.setattr(starvation_run, "open_ring", lambda _: EventRing(fake.event, 512))
     return fake
 
 
