@@ -9,9 +9,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_feed import __version__
 from lightning_feed.errors import FeedError
+
+if TYPE_CHECKING:
+    from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     _add_pack(commands)
     _add_stage(commands)
+    _add_report(commands)
+    _add_diagnose(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -68,7 +75,12 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     pack.add_argument("dest", type=Path, metavar="DEST", help="where the pack is to be")
     pack.add_argument("--format", choices=("lmdb", "hdf5", "litdata"), default="lmdb", help="default: lmdb")
     pack.add_argument("--short-side", type=int, metavar="PX", help="resize larger images once, to this shorter side")
-    pack.add_argument("--quality", type=int, metavar="Q", help="of JPEGs that are written anew: those that --short-side makes smaller (default: 95), or all")
+    pack.add_argument(
+        "--quality",
+        type=int,
+        metavar="Q",
+        help="of JPEGs that are written anew: those that --short-side makes smaller (default: 95), or all",
+    )
     pack.add_argument("--decoded", action="store_true", help="store decoded pixels in place of files")
     pack.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each CPU)")
     pack.add_argument("--on-error", choices=("raise", "skip"), default="raise", help="for images that cannot be read")
@@ -93,6 +105,71 @@ def _add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     stage.add_argument("--remove", action="store_true", help="remove the copy instead")
     stage.add_argument("--json", action="store_true", help="print what was done as JSON")
     stage.set_defaults(run=_stage)
+
+
+def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    report = commands.add_parser(
+        "report",
+        help="show the report of a run; fail when the GPU waits too much",
+        description="Show the feed_report.json of a run. With --fail-above the exit code is 1 when training waits for "
+        "data for more than PCT percent of each step, and when that was not measured: a gate for CI.",
+    )
+    report.add_argument("folder", type=Path, metavar="RUN", help="a run's folder, or its feed_report.json")
+    report.add_argument("--fail-above", type=_percent, metavar="PCT", help="exit with 1 above this share, 0 to 100")
+    form = report.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the report as JSON")
+    form.add_argument("--markdown", action="store_true", help="print the report as Markdown")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML page")
+    report.set_defaults(run=_report)
+
+    compare = commands.add_parser(
+        "compare",
+        help="hold two reports against each other: what changed, what was predicted, what was achieved",
+        description="Compare the reports of two runs, the earlier first.",
+    )
+    compare.add_argument("before", type=Path, metavar="A", help="the earlier run's folder, or its feed_report.json")
+    compare.add_argument("after", type=Path, metavar="B", help="the later run's")
+    compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    compare.set_defaults(run=_compare)
+
+
+def _percent(text: str) -> float:
+    """A share from the command line. NaN would let every run pass."""
+    share = float(text)
+    if not 0 <= share <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is no share from 0 to 100")
+    return share
+
+
+def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    diagnose = commands.add_parser(
+        "diagnose",
+        help="find what limits training by experiments, and what each remedy would give",
+        description="TARGET is module.py:NAME or package.module:NAME: a function or class without arguments, or an "
+        "object, that gives a LightningDataModule, or a LightningModule and a LightningDataModule. Trains for some "
+        "seconds, then changes one part of the road at a time. Takes about 90 s.",
+    )
+    diagnose.add_argument("target", metavar="TARGET", help="module.py:NAME or package.module:NAME")
+    diagnose.add_argument("--quick", action="store_true", help="a third of the time, figures less certain")
+    diagnose.add_argument("--only", metavar="LIST", help="experiments to run, such as X1,X3 (default: X1 to X8)")
+    diagnose.add_argument(
+        "--out", type=Path, default=Path("feed_diagnosis"), metavar="DIR", help="default: feed_diagnosis"
+    )
+    diagnose.add_argument("--accelerator", default="auto", metavar="A", help="as for the Trainer (default: auto)")
+    diagnose.add_argument("--json", action="store_true", help="print the report as JSON")
+    diagnose.set_defaults(run=_diagnose)
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at the machine and the environment: what would keep a GPU from being fed",
+        description="CPUs, memory, /dev/shm, limits, GPU and driver, threads, decoders, versions: what each means and "
+        "what to do. Nothing is changed.",
+    )
+    doctor.add_argument("--data", type=Path, metavar="PATH", help="say too on which file system this lies")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.set_defaults(run=_doctor)
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -142,3 +219,70 @@ def _stage(arguments: argparse.Namespace) -> None:
     if not done.in_memory:
         print("This copy is on a disk. For one in memory, mount a tmpfs of the right size and stage to it:")
         print(f"  {mount_command('/mnt/ram', done.total_bytes)}")
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from lightning_feed.watch.reports.document import as_json, read_document
+    from lightning_feed.watch.reports.files import write_whole
+    from lightning_feed.watch.reports.gate import check_starved
+    from lightning_feed.watch.reports.html import as_html
+    from lightning_feed.watch.reports.markdown import as_markdown
+    from lightning_feed.watch.reports.text import as_text
+
+    report = read_document(arguments.folder)
+    if arguments.html is not None:
+        write_whole(arguments.html, as_html(report))
+        print(arguments.html)
+    elif arguments.json or arguments.markdown:
+        print((as_json if arguments.json else as_markdown)(report), end="")
+    else:
+        print(as_text(report.diagnosis))
+    if arguments.fail_above is not None:
+        print(f"lightning-feed: {check_starved(report, above_pct=arguments.fail_above)}", file=sys.stderr)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from lightning_feed.watch.reports.compare import compare
+    from lightning_feed.watch.reports.compare_text import comparison_text
+    from lightning_feed.watch.reports.document import read_document
+    from lightning_feed.watch.reports.plain import to_plain
+
+    found = compare(read_document(arguments.before), read_document(arguments.after))
+    print(json.dumps(to_plain(found), indent=2) if arguments.json else comparison_text(found))
+
+
+def _diagnose(arguments: argparse.Namespace) -> None:
+    from lightning_feed.diagnosing import DiagnosisInterrupted, diagnose
+    from lightning_feed.diagnosing.target import open_target, trainer_for
+    from lightning_feed.diagnosing.text import whole_text
+    from lightning_feed.watch.reports.document import as_json, make_report
+
+    def show(diagnosis: "Diagnosis") -> None:
+        print(as_json(make_report(diagnosis)) if arguments.json else whole_text(diagnosis))
+
+    with open_target(arguments.target) as target:
+        trainer = trainer_for(target, arguments.accelerator)
+        try:
+            show(
+                diagnose(
+                    trainer,
+                    target.model,
+                    target.datamodule,
+                    quick=arguments.quick,
+                    only=arguments.only,
+                    out=arguments.out,
+                )
+            )
+        except DiagnosisInterrupted as stop:
+            show(stop.diagnosis)
+            print(f"lightning-feed: what was measured before Ctrl-C is in {arguments.out}", file=sys.stderr)
+            raise
+    print(f"Written to {arguments.out}.", file=sys.stderr)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from lightning_feed.watch.doctor.examine import examine
+    from lightning_feed.watch.doctor.screen import as_plain, as_text
+
+    found = examine(arguments.data)
+    print(json.dumps(as_plain(found), indent=2) if arguments.json else as_text(found))
