@@ -24,6 +24,10 @@ class LoaderSums:
     ordered_wait_ns: int = 0
     """Waiting of which it is known whether a later batch was ready."""
     head_of_line_ns: float = 0.0
+    handover_ns: float = 0.0
+    """Waiting that began with batches ready in each loader, but for what was lost to their order."""
+    wait_ns: int = 0
+    """All waiting."""
     pinned_fetches: int = 0
     """Those of a loader with a pin thread."""
     pin_wait_ns: int = 0
@@ -69,6 +73,7 @@ class LoaderSums:
             queue_ready=self.ready / self.fetches if self.fetches else None,
             queue_capacity=self.capacity / self.sized_fetches if self.sized_fetches else None,
             head_of_line_pct=100 * self.head_of_line_ns / self.ordered_wait_ns if self.ordered_wait_ns else None,
+            handover_pct=100 * self.handover_ns / self.wait_ns if self.wait_ns else None,
             pin_lag_ms=self.pin_wait_ns * 1e-6 / self.pinned_fetches if self.pinned_fetches else None,
             produced_per_s=self.produced_per_s,
             cpu_pressure_pct=pressure.pressure_pct("cpu"),

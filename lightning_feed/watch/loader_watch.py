@@ -19,7 +19,8 @@ class LoaderWatch:
     those that only hand out what was fetched before, which are told apart: they take nothing from a loader. The first
     fetch of each epoch does not count: it waits for workers to start.
 
-    Several loaders are taken together: what is ready and what could be are sums over those of a known kind. A later
+    Several loaders are taken together: what is ready and what could be are those of the loader of a known kind that has
+    the smallest share ready, which is the one that is waited for. A later
     batch being ready is told of each loader by itself: the loop waits for one after the other.
 
     ``head_of_line_pct`` is the time waited with a later batch at hand, from the moment on at which that one came, times
@@ -43,11 +44,14 @@ class LoaderWatch:
         self._total, self._head, self._open = LoaderSums(), LoaderSums(), LoaderSums()
         self._first = True
         """No fetch of this epoch has ended."""
-        self._capacity: int | None = None
+        self._held: list[int | None] = []
+        self._sized = False
         # The last look at the loaders, at the start of a fetch.
         self._at: int | None = None
         self._counted = self._known = self._pinning = False
         self._ready = self._unpinned = 0
+        self._scarce = (0, 0)
+        """Batches ready, and capacity, of the loader with the smallest share ready: the one that is waited for."""
         self._wait = 0
         self._late_ns: float | None = None
 
@@ -62,6 +66,7 @@ class LoaderWatch:
         if self._follow():
             self._at = None  # of other iterators
         ready = unpinned = drawn = 0
+        scarce: tuple[int, int] | None = None
         known = pinning = False
         for place, probe in enumerate(self._probes):
             state = probe.read() if probe is not None else None
@@ -70,6 +75,9 @@ class LoaderWatch:
                 continue
             known = True
             ready += state.ready
+            held = self._held[place]
+            if held is not None and (scarce is None or state.ready * scarce[1] < scarce[0] * held):
+                scarce = state.ready, held
             if state.unpinned is not None:
                 pinning = True
                 unpinned += state.unpinned
@@ -81,6 +89,7 @@ class LoaderWatch:
             self._count(now - self._at, drawn, ready + unpinned - self._ready - self._unpinned)
         self._at, self._counted, self._known = now, not self._first, known
         self._ready, self._unpinned, self._pinning = ready, unpinned, pinning
+        self._scarce = scarce or (ready, 0)
         self._wait, self._late_ns = 0, None
 
     def fetch_ended(self) -> None:
@@ -139,9 +148,13 @@ class LoaderWatch:
         sums.drawn += drawn
         sums.draws += 1
         sums.fetches += 1
-        sums.ready += self._ready
-        if self._capacity is not None:
-            sums.capacity += self._capacity
+        scarce, capacity = self._scarce
+        sums.ready += scarce
+        sums.wait_ns += self._wait
+        if scarce:
+            sums.handover_ns += max(0.0, self._wait - (self._late_ns or 0.0))
+        if self._sized:
+            sums.capacity += capacity
             sums.sized_fetches += 1
         if self._late_ns is not None:
             sums.ordered_wait_ns += self._wait
@@ -170,8 +183,10 @@ class LoaderWatch:
         kept = {id(probe): taken for probe, taken in zip(probes, self._taken, strict=True)}
         self._taken = [kept.get(id(probe), 0) for probe in self._probes]
         self._late = [None] * len(self._probes)
-        held = [probe.capacity() for probe in self._probes if probe is not None]
-        self._capacity = sum(each for each in held if each is not None) if held and None not in held else None
+        self._held = [probe.capacity() if probe is not None else None for probe in self._probes]
+        self._sized = any(probe is not None for probe in self._probes) and not any(
+            probe is not None and held is None for probe, held in zip(self._probes, self._held, strict=True)
+        )
         return True
 
     def _all_workers(self) -> Workers:

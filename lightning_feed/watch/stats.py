@@ -40,6 +40,9 @@ class LoaderStats:
     head_of_line_pct: float | None = tagged("feed_queue/head_of_line_pct")
     """Share of the waiting lost to the order of batches, 0 to 100: time with a later batch at hand, times the share of
     workers that had nothing to do for it. From 25: ``in_order=False``, or deeper."""
+    handover_pct: float | None = tagged("feed_queue/handover_pct")
+    """Share of the waiting that began with batches ready, and none of it lost to their order, 0 to 100. From 80: it is
+    handing batches over to the training process that takes the time, so send fewer and smaller tensors, or threads."""
     pin_lag_ms: float | None = tagged("feed_queue/pin_lag_ms")
     """Mean time of waiting for a batch while batches were made, but none of them pinned. High: pinning limits."""
     produced_per_s: float | None = tagged("feed_queue/produced_per_s")

@@ -207,7 +207,7 @@ def test_loaders_side_by_side_are_taken_together(tmp_path: Path) -> None:
         loop.fetch(wait_ms=10)
         loop.step(10)
     stats = loop.watch.take()
-    assert (stats.queue_ready, stats.queue_capacity) == (3, 8)
+    assert (stats.queue_ready, stats.queue_capacity) == (1, 4)  # of the one with less
     assert stats.produced_per_s == pytest.approx(50)  # as the loop takes them, one of each
 
 
@@ -319,3 +319,24 @@ def test_pressure_runs_from_the_start(tmp_path: Path) -> None:
     (tmp_path / "proc/pressure/io").write_text("some avg10=0 total=300000")
     loop.step(1000)
     assert loop.watch.take().io_pressure_pct == pytest.approx(30)
+
+
+def test_waiting_with_a_batch_ready_is_handing_over(tmp_path: Path) -> None:
+    iterator = Imitated()
+    loop = Loop(tmp_path, iterator)
+    for held, wait_ms in ((0, 900), (2, 30), (0, 10), (1, 0), (0, 0)):
+        iterator._data_queue.held = held
+        loop.fetch(wait_ms)
+        loop.step(10)
+    assert loop.watch.take().handover_pct == pytest.approx(75)
+
+
+def test_of_loaders_side_by_side_the_emptiest_is_waited_for(tmp_path: Path) -> None:
+    one, other = Imitated(), Imitated()
+    loop = Loop(tmp_path, one, other)
+    one._data_queue.held, other._data_queue.held = 0, 4
+    for _ in range(5):
+        loop.fetch(wait_ms=10)
+        loop.step(10)
+    stats = loop.watch.take()
+    assert (stats.queue_ready, stats.queue_capacity, stats.handover_pct) == (0, 4, 0)

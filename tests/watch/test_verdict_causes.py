@@ -97,10 +97,17 @@ RANKS = RankStats(
         (TWO, {"head_of_line_pct": 25.0}, "head of line"),
         (TWO, _of(69, 0.9, head_of_line_pct=25.0), "head of line"),
         (TWO, _of(69, 1, head_of_line_pct=90.0), "cpu"),  # never idle: nothing is lost to the order
+        # --- handed over
+        (TWO, _of(2, 2, handover_pct=80.0, queue_ready=3.9, queue_capacity=4.0), "waiting"),
+        (TWO, _of(2, 2, handover_pct=79.9, queue_ready=3.9, queue_capacity=4.0), "jitter"),
+        (TWO, _of(87, 2, handover_pct=90.0, queue_ready=3.9, queue_capacity=4.0), "cpu"),
+        (TWO, _of(2, 2, handover_pct=90.0, head_of_line_pct=30.0), "head of line"),
         # --- jitter
         (TWO, _of(2, 2, queue_ready=2.0, queue_capacity=4.0), "jitter"),
         (TWO, _of(2, 2, queue_ready=1.9, queue_capacity=4.0, disk_mb_per_s=0.0), "waiting"),
         (TWO, {"queue_ready": 3.0, "queue_capacity": 4.0}, "jitter"),
+        (TWO, _of(60, 10, queue_ready=3.0, queue_capacity=4.0), "cpu"),  # never idle
+        (TWO, _of(60, 9.9, queue_ready=3.0, queue_capacity=4.0), "jitter"),
         (TWO, {"queue_ready": 0.0, "queue_capacity": 0.0}, "unknown"),
         # --- work
         (TWO, _of(87, 12), "cpu"),

@@ -230,6 +230,26 @@ def test_a_slow_start_of_workers() -> None:
     assert list(_data(kept, "epoch start")) == ["workers='thread'"]
 
 
+def test_handing_over_that_takes_the_time() -> None:
+    """More workers would not help where batches lie ready."""
+    measured = _measured(loaders={"handover_pct": 80.0}, num_workers=2, usable_cpus=8, workers="process")
+    assert list(_data(measured, "waiting")) == ["device_transform=True", "workers='thread'"]
+    less = _measured(loaders={"handover_pct": 79.0}, num_workers=2, usable_cpus=8, workers="process")
+    assert "workers='thread'" not in _data(less, "waiting")
+
+
+@pytest.mark.parametrize(("workers", "others"), [(2, True), (8, False)])
+def test_without_too_many_workers_others_take_the_cpus(workers: int, others: bool) -> None:
+    measured = _measured(
+        loaders={"workers_on_cpu_pct": 12.0, "workers_run_queue_pct": 86.0, "workers_blocked_pct": 2.0},
+        num_workers=workers,
+        usable_cpus=2,
+    )
+    found = diagnose(measured)
+    assert found.cause == "oversubscribed"
+    assert any("other programs take them" in line for line in found.evidence) is others
+
+
 def test_pinned_memory() -> None:
     found = {"pinned_gb_per_s": 20.0, "pageable_gb_per_s": 5.0}
     measured = _measured(0, 40, device_type="cuda", pin_memory=False, found=found)

@@ -21,6 +21,9 @@ BUSY_PCT, BLOCKED_PCT = 70.0, 50.0
 READY_SHARE = 0.5
 """Share of the queue that is full in the mean. Workers in step with each other, who finish all at once, leave it less
 than half full: (workers - 1) / 2 of at least ``workers`` batches."""
+HANDOVER_PCT = 80.0
+"""Share of the waiting that began with batches ready from which handing them over is the cause. Where a queue runs dry
+now and then, the millisecond that each of the other batches takes is a good part of it, too."""
 WARM_PCT = 80.0
 """Share of the bytes from the page cache from which the disk is not the reason."""
 DISK_MB_PER_S = 0.05
@@ -39,6 +42,7 @@ def data_cause(measured: Measurements, shares: Shares) -> Finding:
         or _oversubscribed(measured)
         or _pin_thread(measured)
         or _head_of_line(measured)
+        or _handover(measured)
         or _jitter(measured)
         or _workers(measured)
         or _experiments(measured)
@@ -83,9 +87,10 @@ def _oversubscribed(measured: Measurements) -> Finding | None:
     loaders, facts = measured.loaders, measured.facts
     queue, throttled, pressure = loaders.workers_run_queue_pct, loaders.throttled_pct, loaders.cpu_pressure_pct
     if queue is not None and queue >= RUN_QUEUE_PCT:
-        return Finding(
-            cause="oversubscribed", because=(f"workers are ready to run, without a CPU, {queue:.0f} % of their time",)
-        )
+        why = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
+        if facts.num_workers and facts.usable_cpus and facts.num_workers <= facts.usable_cpus:
+            why.append("there are no more workers than CPUs, so other threads or other programs take them")
+        return Finding(cause="oversubscribed", because=tuple(why))
     if throttled is not None and throttled >= THROTTLED_PCT:
         said = f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"
         return Finding(cause="oversubscribed", because=(said,))
@@ -112,8 +117,18 @@ def _head_of_line(measured: Measurements) -> Finding | None:
     return Finding(cause="head of line", because=(f"a later batch was ready in {held:.0f} % of the waiting",))
 
 
+def _handover(measured: Measurements) -> Finding | None:
+    share, wait = measured.loaders.handover_pct, measured.stats.next_wait_ms
+    if share is None or share < HANDOVER_PCT or (_busy_pct(measured) or 0.0) >= BUSY_PCT:
+        return None
+    said = f"batches were ready in {share:.0f} % of the waiting: handing one over takes most of {wait or 0.0:.1f} ms"
+    return Finding(cause="waiting", because=(said,))
+
+
 def _jitter(measured: Measurements) -> Finding | None:
     ready, capacity = measured.loaders.queue_ready, measured.loaders.queue_capacity
+    if (_busy_pct(measured) or 0.0) >= BUSY_PCT:
+        return None  # workers that never rest are not fast enough in the mean
     if ready is not None and capacity and ready >= READY_SHARE * capacity:
         said = f"{ready:.1f} of {capacity:.0f} batches are ready in the mean, yet not always one"
         return Finding(cause="jitter", because=(said,))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from lightning_feed.watch.verdict import predict
+from lightning_feed.watch.verdict.causes_data import HANDOVER_PCT
 from lightning_feed.watch.verdict.diagnosis import Cause, LoopFacts, Measurements, Remedy
 from lightning_feed.watch.verdict.shares import Shares
 
@@ -59,18 +60,20 @@ def _persistent(facts: LoopFacts) -> Remedy:
     return _change(facts, "workers are started anew at each epoch", persistent_workers=True)
 
 
+def _threads(why: str) -> Remedy:
+    return Remedy(
+        code='FastDataModule(loader=LoaderSettings(workers="thread"))',
+        why=f"{why}; only what releases the GIL runs beside training",
+        changes="workers='thread'",
+    )
+
+
 def _epoch_start(measured: Measurements, shares: Shares) -> Remedies:
     facts = measured.facts
     if facts.persistent_workers is False and facts.num_workers:
         return [_persistent(facts)]
     if facts.num_workers and facts.workers == "process":
-        return [
-            Remedy(
-                code='FastDataModule(loader=LoaderSettings(workers="thread"))',
-                why="threads start at once; only what releases the GIL runs beside training",
-                changes="workers='thread'",
-            )
-        ]
+        return [_threads("threads start at once")]
     return _more_workers(measured, shares) or [_uint8(measured, shares)]
 
 
@@ -188,7 +191,12 @@ def _cold_reads(measured: Measurements, shares: Shares) -> Remedies:
 
 
 def _waiting(measured: Measurements, shares: Shares) -> Remedies:
-    return _more_waiting(measured, shares) + _deeper(measured.facts, "waits overlap with more steps", None)
+    if (measured.loaders.handover_pct or 0.0) < HANDOVER_PCT:
+        return _more_waiting(measured, shares) + _deeper(measured.facts, "waits overlap with more steps", None)
+    remedies = [_uint8(measured, shares)]
+    if measured.facts.workers == "process":
+        remedies.append(_threads("threads hand over a reference, not a copy"))
+    return remedies
 
 
 def _jitter(measured: Measurements, shares: Shares) -> Remedies:
