@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
 from lightning_feed.watch.nvml import NvmlSampler
+from lightning_feed.watch.windows import WARM_UP_STEPS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
 ]
 STEPS = 60
+FETCH = "test.fetch"
 
 
 class Slow(Dataset[torch.Tensor]):
@@ -29,7 +31,8 @@ class Slow(Dataset[torch.Tensor]):
         return STEPS
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self.ms / 1e3)
+        with torch.profiler.record_function(FETCH):
+            time.sleep(self.ms / 1e3)
         return torch.ones(32)
 
 
@@ -111,6 +114,39 @@ def test_a_look_ahead_hides_the_copy_and_the_wait_is_still_data() -> None:
     stats = _fit(20, 5, PrefetchCallback(), NoWaiting()).report().stats
     assert stats.prefetch_active is True
     assert stats.starved_pct == pytest.approx(75, abs=8)
+
+
+@pytest.mark.parametrize(("data_ms", "compute_ms"), [(8, 20), (20, 5), (12, 10)])
+def test_the_share_is_that_of_a_trace(data_ms: float, compute_ms: float) -> None:
+    """Within 2 points of what the profiler saw of the same run: kernels that had ended, while the host was fetching."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        stats = _fit(data_ms, compute_ms).report().stats
+    assert stats.steps == STEPS - WARM_UP_STEPS
+    assert stats.starved_pct == pytest.approx(_starved_pct(profile.events()), abs=2)
+
+
+def _starved_pct(events: Any) -> float:
+    """From the end of the warm-up to the last kernel, in the trace's microseconds."""
+    cuda = torch.autograd.DeviceType.CUDA
+    fetches = sorted((one.time_range.start, one.time_range.end) for one in events if one.name == FETCH)
+    assert len(fetches) == STEPS
+    ends = sorted(one.time_range.end for one in events if one.device_type == cuda and one.name != FETCH)
+
+    def drained(moment: float) -> float:
+        """When the last kernel before ``moment`` ended."""
+        return max((end for end in ends if end <= moment), default=0.0)
+
+    def busy(moment: float) -> bool:
+        return any(
+            one.time_range.start < moment < one.time_range.end
+            for one in events
+            if one.device_type == cuda and one.name != FETCH
+        )
+
+    idle = sum(0.0 if busy(end) else end - max(start, drained(end)) for start, end in fetches[WARM_UP_STEPS:])
+    spins = sorted(one.time_range.end for one in events if "spin_kernel" in one.name and one.device_type == cuda)
+    return 100 * idle / (ends[-1] - spins[-STEPS + WARM_UP_STEPS - 1])
 
 
 def test_the_parts_add_up() -> None:
