@@ -161,7 +161,7 @@ def test_workers_count_where_the_main_process_reads(method: str, fork_warning_ig
     decoder = with_fallback(TurboDecoder())
     pictures = [WHOLE[image] for image in ("RGB PNG", "colour", "GIF", "colour")]
     loader = DataLoader(
-        Pictures(decoder, pictures, 40), batch_size=4, num_workers=2, multiprocessing_context=method, timeout=60
+        Pictures(decoder, pictures, 40), batch_size=4, num_workers=2, multiprocessing_context=method, timeout=200
     )
     assert sum(len(batch) for batch in loader) == 40
     assert decoder.tally.as_dict() == {"PNG": 10, "GIF": 10}

@@ -206,7 +206,8 @@ def test_workers_that_are_replaced_do_not_confuse() -> None:
     check_adds_up(stats)
     assert stats.workers_blocked_pct is not None
     assert stats.workers_blocked_pct > 60
-    assert stats.produced_per_s == pytest.approx(200, rel=0.4)
+    assert stats.produced_per_s is not None
+    assert 20 < stats.produced_per_s < 280  # 200 where nothing else runs; a start counted in, or twice, is outside
     seen.close()
 
 
