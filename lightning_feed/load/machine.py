@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_feed.archive.memory import cgroup_folders, memory_limits, read_text
@@ -23,6 +23,8 @@ class Machine:
     """Free space of /dev/shm, through which worker processes hand over their batches. None: not known."""
     start_method: str
     """How ``multiprocessing`` starts a process here: ``"fork"``, ``"forkserver"`` or ``"spawn"``."""
+    cpu_time: float | None = field(default=None, compare=False)
+    """``usable_cpus``, not rounded: a quota of half a CPU is 0.5. None: the same."""
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
@@ -41,6 +43,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
         available_memory_bytes=max(0, min(memory)) if memory else None,
         free_shm_bytes=_free_bytes(root / "dev/shm"),
         start_method=start_method,
+        cpu_time=cpus,
     )
 
 

@@ -4,21 +4,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.bounds import MEMORY_SHARE as MEMORY_SHARE
+from lightning_feed.load.bounds import SHM_SHARE as SHM_SHARE
+from lightning_feed.load.bounds import THREAD_BYTES, Footprint, broken_bound
+from lightning_feed.load.bounds import WORKER_BYTES as WORKER_BYTES
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import LoaderSettings
 
-MIB = 2**20
 ASSUMED_SAMPLE_BYTES = 3 * 224 * 224 * 4
 """A float32 picture of 3 x 224 x 224, where the size of a sample is not known: most samples are no larger."""
-WORKER_BYTES = {"fork": 256 * MIB, "forkserver": 512 * MIB, "spawn": 512 * MIB}
-"""Memory reckoned for one worker, its batches apart. Measured: a spawned worker with torch, torchvision and Lightning
-imported has 382 MiB to itself; a forked one begins with 2 MiB, and makes its own copy of what it touches."""
-THREAD_BYTES = 8 * MIB
-"""The same for a worker thread: its stack. It copies nothing."""
-MEMORY_SHARE = 0.5
-"""Workers and the batches in flight take at most this share of the free memory: the model needs some too."""
-SHM_SHARE = 0.8
-"""Batches in flight take at most this share of the free /dev/shm. A process that exceeds it dies of a bus error."""
 TORCH_PREFETCH = 2
 PINNING_DEVICES = ("cuda", "xpu")
 """Device types to which a copy from page-locked memory can overlap with computing."""
@@ -88,7 +82,7 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
     while bounds.broken(workers, prefetch):
         if settings.prefetch_factor == "auto" and prefetch > 1:
             prefetch -= 1
-        elif settings.num_workers == "auto" and workers > fewest:
+        elif not isinstance(settings.num_workers, int) and workers > fewest:
             workers -= 1
         else:
             break
@@ -126,7 +120,7 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
 
 
 def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> tuple[int, str]:
-    if settings.num_workers != "auto":
+    if isinstance(settings.num_workers, int):  # "tune", where there is no trial, is as "auto"
         return settings.num_workers, "as given"
     needed = ", ".join(settings.asking_for_workers())
     if workload.batches is not None and workload.batches <= 1 and not needed:
@@ -174,36 +168,29 @@ class _Bounds:
         """The bound that these numbers would break, as a sentence; empty when all hold."""
         if workers == 0:
             return ""
-        sharers = self.workload.local_ranks * self.workload.loaders
         sample_bytes = self.settings.sample_bytes or ASSUMED_SAMPLE_BYTES
         # What the workers have loaded, what the background thread keeps, and the batch that is being trained.
         batches = workers * prefetch + self.settings.background + 1
-        batches_bytes = batches * self.workload.batch_size * sample_bytes
         size = f"{batches} batches of {self.workload.batch_size} samples"
         if self.settings.sample_bytes is None:
             size += (
                 f" (taken as float32 pictures of 3 x 224 x 224, {ASSUMED_SAMPLE_BYTES} bytes each; tell the true size "
                 "by LoaderSettings(sample_bytes=...))"
             )
-        for_all = f" for each of {sharers} loaders on this machine" if sharers > 1 else ""
         threads = self.settings.workers == "thread"
-        shm = None if threads else self.machine.free_shm_bytes  # threads hand over what they have made as it is
-        if shm is not None and batches_bytes > SHM_SHARE * shm / sharers:
-            return (
-                f"{size} need {_mib(batches_bytes)}{for_all}, more than {SHM_SHARE:.0%} of the {_mib(shm)} free in "
-                "/dev/shm; a container gets more by `docker run --shm-size`"
-            )
-        memory = self.machine.available_memory_bytes
-        worker_bytes = (
-            THREAD_BYTES if threads else WORKER_BYTES[self.settings.start_method or self.machine.start_method]
+        method = self.settings.start_method or self.machine.start_method
+        return broken_bound(
+            self.machine,
+            Footprint(
+                workers=workers,
+                batches=batches,
+                batch_bytes=self.workload.batch_size * sample_bytes,
+                size=size,
+                worker_bytes=THREAD_BYTES if threads else WORKER_BYTES[method],
+                threads=threads,
+                sharers=self.workload.local_ranks * self.workload.loaders,
+            ),
         )
-        total = batches_bytes + workers * worker_bytes
-        if memory is not None and total > MEMORY_SHARE * memory / sharers:
-            return (
-                f"{workers} workers at {_mib(worker_bytes)} and {size} need {_mib(total)}{for_all}, more than "
-                f"{MEMORY_SHARE:.0%} of the {_mib(memory)} of free memory"
-            )
-        return ""
 
 
 def _pin(settings: LoaderSettings, workload: Workload) -> tuple[bool, str]:
@@ -235,7 +222,3 @@ def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> t
     if not repeated:
         return False, f"'{workload.split}' is gone through once"
     return True, "workers that live on need not be started again each epoch"
-
-
-def _mib(size: float) -> str:
-    return f"{size / MIB:,.0f} MiB"

@@ -14,6 +14,8 @@ _NETWORK = {
 }
 """Besides ``fuse.*``: what is mounted by a user's program is as a rule a bucket or another machine."""
 _MEMORY = {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"}
+_VIRTUAL = ("virtio", "vbd-")
+"""In the places of disks that a hypervisor gives (KVM, Xen). Linux takes those to rotate whatever they are."""
 _OVERLAY = {"overlay", "overlayfs", "aufs", "fuse.fuse-overlayfs"}
 
 
@@ -90,6 +92,8 @@ def _rotates(block: Path, depth: int = 0) -> bool:
     if depth > 8 or not block.exists():
         return False
     block = block.resolve()  # a partition's folder lies in its disk's
+    if any(part.startswith(_VIRTUAL) for part in block.parts):
+        return False
     for queue in (block / "queue/rotational", block.parent / "queue/rotational"):
         if read_text(queue).strip() == "1":
             return True

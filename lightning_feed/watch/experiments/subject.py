@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, FeedError, LoaderError
+from lightning_feed.load.blame import blamed
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.recommend import MEMORY_SHARE, SHM_SHARE, TORCH_PREFETCH
 from lightning_feed.load.rounds import LoaderRate, RoundLimits, time_loader
@@ -15,7 +16,6 @@ from lightning_feed.load.untouched import untouched
 from lightning_feed.load.variant import Changes, burst_of, with_changes
 from lightning_feed.load.watched import watched
 from lightning_feed.load.worker_end import end_pass
-from lightning_feed.watch.experiments.blame import blamed
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The loader settings that fit: found by a few trials, remembered."""

@@ -1,0 +1,225 @@
+"""The grid of a sweep on a simulated loader, and how it is shown."""
+
+import json
+import stat
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_feed.errors import MissingExtraError, SettingsError
+from lightning_feed.load.machine import read_machine
+from lightning_feed.load.rounds import RoundLimits
+from lightning_feed.load.tuning import sweep as sweep_file
+from lightning_feed.load.tuning.sweep import DEFAULT_GRID, Sweep, sweep, sweep_loader, write_plot
+from lightning_feed.load.tuning.values import Setting, Trial
+
+
+def trial(setting: Setting) -> Trial:
+    """Two batches per second and worker, up to 4 workers; one batch costs 0.5 s of CPU; workers take 100 MiB."""
+    workers = setting.num_workers
+    rate = 1.5 if not workers else 2.0 * min(workers, 4) / (1 + max(0, workers - 4) / 10)
+    return Trial(setting=setting, batches_per_s=rate, cpu_s_per_batch=0.5, memory_bytes=workers * 100 * 2**20)
+
+
+def tried(**options: Any) -> Sweep:
+    return sweep(trial, **{"cpus": 4, "grid": (0, 1, 2, 4, 8), **options})
+
+
+def test_the_default_grid_is_that_of_the_usual_script() -> None:
+    asked: list[Setting] = []
+
+    def note(setting: Setting) -> Trial:
+        asked.append(setting)
+        return trial(setting)
+
+    found = sweep(note, cpus=4)
+    assert [one.num_workers for one in asked] == list(DEFAULT_GRID) == [0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50]
+    assert [one.prefetch_factor for one in asked] == [None, *[2] * 10]
+    assert [one.setting for one in found.trials] == asked
+
+
+def test_any_list_is_tried_in_order_each_once() -> None:
+    done: list[tuple[int, int]] = []
+    found = sweep(trial, cpus=4, grid=[8, 2, 0, 2], told=lambda *how: done.append(how))
+    assert [one.setting.num_workers for one in found.trials] == [0, 2, 8]
+    assert done == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("grid", [[], [-1], [2.0], [True], ["4"], [100_000]])
+def test_what_is_no_grid_is_refused(grid: list[Any]) -> None:
+    with pytest.raises(SettingsError, match="cannot be tried"):
+        sweep(trial, cpus=4, grid=grid)
+
+
+def test_the_rest_of_the_settings_is_kept() -> None:
+    like = Setting(
+        num_workers=3, prefetch_factor=4, persistent_workers=True, pin_memory=True, in_order=False, workers="process"
+    )
+    none, one, two = (each.setting for each in tried(grid=(0, 1, 2), like=like).trials)
+    assert none == Setting(num_workers=0, prefetch_factor=None, pin_memory=True)
+    assert one == replace(like, num_workers=1, in_order=True)  # one worker has nobody to overtake it
+    assert two == replace(like, num_workers=2)
+
+
+def test_what_would_break_a_limit_is_not_run() -> None:
+    ran: list[int] = []
+
+    def note(setting: Setting) -> Trial:
+        ran.append(setting.num_workers)
+        return trial(setting)
+
+    found = sweep(
+        note,
+        cpus=4,
+        grid=(1, 4, 50),
+        broken=lambda setting, _: "/dev/shm is too small" if setting.num_workers > 8 else "",
+    )
+    assert ran == [1, 4]
+    assert found.trials[-1].infeasible == "/dev/shm is too small"
+    assert "/dev/shm is too small" in found.text()
+
+
+def test_one_that_cannot_run_does_not_end_the_sweep() -> None:
+    def dies(setting: Setting) -> Trial:
+        return Trial(setting=setting, infeasible="a worker died") if setting.num_workers == 2 else trial(setting)
+
+    found = sweep(dies, cpus=4, grid=(1, 2, 4))
+    assert [one.batches_per_s for one in found.trials] == [2.0, None, 8.0]
+    assert found.best is found.trials[2]
+    assert Sweep(trials=found.trials[1:2], cpus=4).best is None
+
+
+def test_the_table() -> None:
+    found = replace(
+        tried(), batch_size=10, chosen=Setting(num_workers=4, prefetch_factor=4), demand_per_s=7.0, seconds=1.0
+    )
+    assert found.text() == "\n".join(
+        [
+            "workers   samples/s    CPU   memory",
+            "      0          15   19 %       0M  ######",
+            "      1          20   25 %     100M  ########",
+            "      2          40   50 %     200M  ###############",
+            "      4          80  100 %     400M  ##############################  <- tuned",
+            "      8          57   71 %     800M  #####################",
+            "the model can take 70 samples/s",
+        ]
+    )
+    assert found.text().isascii()
+
+
+def test_a_choice_beside_the_grid_is_told() -> None:
+    found = replace(tried(), chosen=Setting(num_workers=3, prefetch_factor=2))
+    assert found.text().endswith("tuned: num_workers=3, prefetch_factor=2, which is not on this grid")
+    threads = replace(tried(), chosen=Setting(num_workers=4, prefetch_factor=2, workers="thread"))
+    assert "tuned: num_workers=4 threads" in threads.text()
+    assert "batches/s" in found.text()
+
+
+def test_it_is_a_value_and_goes_into_json() -> None:
+    found = replace(tried(), chosen=Setting(num_workers=4, prefetch_factor=2))
+    with pytest.raises(FrozenInstanceError):
+        found.cpus = 3  # type: ignore[misc]
+    rows = json.loads(json.dumps(found.to_dict()))["trials"]
+    assert [row["setting"]["num_workers"] for row in rows if row["tuned"]] == [4]
+    assert rows[3]["cpu_pct"] == 100
+
+
+def test_unknown_figures_are_left_out() -> None:
+    bare = Sweep(trials=(Trial(setting=Setting(num_workers=1, prefetch_factor=2), batches_per_s=3.0),), cpus=4)
+    assert bare.text().splitlines()[1].split() == ["1", "3", "-", "-", "#" * 30]
+    assert bare.cpu_pct(bare.trials[0]) is None
+
+
+def test_a_real_loader_is_swept_and_left_as_it_was() -> None:
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    loader = DataLoader(range(64), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
+    found = sweep_loader(loader, grid=(1, 0), limits=RoundLimits(min_s=0, min_rounds=1, warm_rounds=0))
+    assert [one.setting.num_workers for one in found.trials] == [0, 1]
+    assert all(one.batches_per_s for one in found.trials)
+    assert found.batch_size == 4
+    assert found.trials[1].memory_bytes is None or found.trials[1].memory_bytes > 0
+    assert torch.equal(generator.get_state(), before)
+    assert loader.num_workers == 0
+
+
+def test_the_loaders_of_all_local_ranks_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def note(loader: Any, setting: Setting, limits: RoundLimits, *, copies: int) -> Trial:
+        asked.append((setting.num_workers, setting.in_order, copies))
+        return trial(setting)
+
+    monkeypatch.setattr(sweep_file, "run_trial", note)
+    machine = replace(read_machine(), usable_cpus=8)
+    monkeypatch.setattr(sweep_file, "read_machine", lambda: machine)
+    loader = DataLoader(range(64), batch_size=4)  # type: ignore[arg-type]
+    assert sweep_loader(loader, grid=(0, 2), local_ranks=2).cpus == 4
+    assert asked == [(0, True, 2), (2, True, 2)]
+
+
+def test_a_machine_without_room_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(read_machine(), available_memory_bytes=2**20)
+    monkeypatch.setattr(sweep_file, "read_machine", lambda: machine)
+    loader = DataLoader(range(64), batch_size=4)  # type: ignore[arg-type]
+    found = sweep_loader(loader, grid=(0, 50), limits=RoundLimits(min_s=0, min_rounds=1, warm_rounds=0))
+    assert found.trials[0].batches_per_s
+    assert "50" in (found.trials[1].infeasible or "")
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plotted(tmp_path: Path) -> Callable[[Sweep], bytes]:
+    def draw(found: Sweep) -> bytes:
+        path = tmp_path / "sweep.png"
+        assert write_plot(found, path) == path
+        assert [one.name for one in tmp_path.iterdir()] == ["sweep.png"]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644
+        return path.read_bytes()
+
+    return draw
+
+
+def test_it_is_a_picture_and_shows_the_choice(plotted: Callable[[Sweep], bytes]) -> None:
+    found = replace(tried(), batch_size=10)
+    chosen = replace(found, chosen=Setting(num_workers=4, prefetch_factor=2))
+    pictures = [plotted(found), plotted(chosen), plotted(replace(chosen, demand_per_s=7.0))]
+    assert all(picture.startswith(b"\x89PNG\r\n") for picture in pictures)
+    assert len(set(pictures)) == 3
+
+
+def test_trials_without_figures_can_be_drawn(plotted: Callable[[Sweep], bytes]) -> None:
+    nothing = Trial(setting=Setting(num_workers=2, prefetch_factor=2), infeasible="a worker died")
+    marked = plotted(Sweep(trials=(trial(Setting(num_workers=1, prefetch_factor=2)), nothing), cpus=4))
+    assert marked.startswith(b"\x89PNG")
+    silent = replace(nothing, infeasible=None)
+    assert plotted(Sweep(trials=(trial(Setting(num_workers=1, prefetch_factor=2)), silent), cpus=4)) != marked
+    assert plotted(Sweep(trials=(nothing,), cpus=4))
+
+
+def test_a_picture_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "sweep.png"
+    path.write_bytes(b"the one before")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(sweep_file.os, "fdopen", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_plot(tried(), path)
+    assert path.read_bytes() == b"the one before"
+    assert [one.name for one in tmp_path.iterdir()] == ["sweep.png"]
+
+
+def test_without_matplotlib_the_pip_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.delitem(__import__("sys").modules, "matplotlib.figure", raising=False)
+    with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[plot\]'"):
+        write_plot(tried(), tmp_path / "sweep.png")
