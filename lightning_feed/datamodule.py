@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -21,6 +21,7 @@ from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.load.trace import traced
 from lightning_feed.transfer.nested import release
+from lightning_feed.wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class FeedDataModule:
         self,
         batch_size: int = 32,
         *,
-        eval_batch_size: int | None = None,
+        eval_batch_size: int | Literal["even"] | None = None,
         loader: LoaderSettings | None = None,
         drop_keys: Sequence[str] = (),
         data_dir: str | Path | None = None,
@@ -62,6 +63,8 @@ class FeedDataModule:
     ) -> None:
         super().__init__()
         for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
+            if (name, value) == ("eval_batch_size", "even"):
+                continue
             if (value is not None or name == "batch_size") and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
@@ -118,6 +121,23 @@ class FeedDataModule:
         return batch
 
     # --- to call ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
+        """The same data module, of either package, whose loaders come with workers that fit the machine.
+
+        Data sets, samplers, collate functions, generators and batch sizes stay; ``num_workers``, ``prefetch_factor``,
+        ``persistent_workers`` and ``pin_memory`` change. It has a ``loader_report()``. See docs/how-to/wrap.md.
+
+        Args:
+            datamodule: any LightningDataModule. The result shares its attributes.
+            loader: how to choose; of it only ``num_workers``, ``prefetch_factor``, ``persistent_workers``,
+                ``pin_memory`` and ``sample_bytes``.
+
+        Raises:
+            SettingsError: for what is no data module or a FastDataModule, and for other settings.
+        """
+        return wrap(datamodule, loader)
 
     def dataset(self, split: str) -> Any:
         """What ``make_dataset(split)`` gave, made now if it was not yet.
@@ -305,7 +325,8 @@ class FastDataModule(FeedDataModule, LightningDataModule):
 
     Args:
         batch_size: samples in a training batch, on each rank.
-        eval_batch_size: samples in a batch of validation, test and prediction; None for ``batch_size``.
+        eval_batch_size: samples in a batch of validation, test and prediction; None for ``batch_size``; ``"even"`` for
+            the size up to ``batch_size``, and at least half of it, that leaves the fewest samples for a last batch.
         loader: how the loaders are to be built.
         drop_keys: parts of a batch that nobody reads: they are left out in the workers, before they cost a copy.
         data_dir: the folder or file that ``make_dataset`` reads, for ``stage_to``; read it from ``staged_dir``.

@@ -10,22 +10,26 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed import _host
 from lightning_feed.archive.cache_limit import parse_limit
 from lightning_feed.datamodule_storage import Storage
 from lightning_feed.load.build import Job, Part, build_loader
-from lightning_feed.load.datasets import like, name_datasets
+from lightning_feed.load.datasets import like, name_datasets, size_of
 from lightning_feed.load.drop_keys import DroppingCollate
 from lightning_feed.load.epoch_order import EpochOrder, mix_seed
 from lightning_feed.load.feed_loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import SEEDS, LoaderSettings
+from lightning_feed.load.tuning.even import even_batch_size
+from lightning_feed.load.tuning.values import Tuned
+from lightning_feed.load.untouched import untouched
 from lightning_feed.load.worker_init import WorkerInit
 from lightning_feed.transfer.resident import ResidentData, Shard, free_device_bytes, load_resident
 from lightning_feed.transfer.resident_loader import ResidentLoader
+from lightning_feed.tuning.fit import explained, for_trials, settled, tune_for_fit, why_not_now
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,10 @@ class Loaders:
     chosen: dict[str, Recommendation] = field(default_factory=dict)
     resident: dict[str, tuple[Any, ResidentData]] = field(default_factory=dict)
     """Datasets and what of them is on the device, by the name of the loader."""
+    tuned: dict[str, Tuned | None] = field(default_factory=dict)
+    """What tuning found, by the name of the loader; None where it took too long."""
+    even: dict[str, str] = field(default_factory=dict)
+    """What there is to say of the batch size of evaluation, by the name of the loader."""
 
     def build(self, datamodule: Any, split: str, made: Any, storage: Storage) -> Any:
         """Loaders for ``made``, the dataset of a split or a dict or list of them, in the same form."""
@@ -67,10 +75,11 @@ class Loaders:
             # Loaders of one seed would go through datasets of one size in one order, always with the same pairs.
             run_seed = self.seed_of_run(trainer)
             seed = mix_seed(run_seed, index, 0, "loader") if index else run_seed
+            training = split == "train"
             part = Part(
                 name=name,
                 split=split,
-                batch_size=datamodule.batch_size if split == "train" else _eval_batch_size(datamodule),
+                batch_size=datamodule.batch_size if training else self._eval_size(datamodule, name, dataset, job),
                 together=together,
                 sampler=lambda dataset: datamodule.sampler(dataset, split),
                 collate_fn=self._collate(datamodule, split),
@@ -79,10 +88,44 @@ class Loaders:
             if storage.cache == "device":
                 loader, found = self._build_on_device(trainer, dataset, part, storage, job)
             else:
-                loader, found = build_loader(dataset, part, self.settings, job)
+                loader, found = self._build(datamodule, dataset, part, job)
             self._tell(trainer, split, name, found)
             loaders.append(loader)
         return like(made, loaders)
+
+    def _build(self, datamodule: Any, dataset: Any, part: Part, job: Job) -> tuple[FeedLoader, Recommendation]:
+        """The loader of a dataset, tuned where that was asked for."""
+        if self.settings.num_workers != "tune":
+            return build_loader(dataset, part, self.settings, job)
+        trainer, tuned, why_not = datamodule.trainer, None, why_not_now(datamodule.trainer, part.split)
+        if not why_not:
+            if part.name not in self.tuned:
+                # A sampler of the user's may draw random numbers when it is made, or count how often that is.
+                with untouched(datamodule, dataset):
+                    tried, _ = build_loader(dataset, part, replace(self.settings, num_workers="auto"), job)
+                    tuned = tune_for_fit(for_trials(tried, self.settings), trainer, part.name)
+                self.tuned[part.name] = tuned
+            tuned = self.tuned[part.name]
+        loader, found = build_loader(dataset, part, settled(self.settings, tuned), job)
+        return loader, explained(found, self.settings, tuned, why_not)
+
+    def _eval_size(self, datamodule: Any, name: str, dataset: Any, job: Job) -> int:
+        """Samples in a batch of evaluation."""
+        wished = datamodule.eval_batch_size
+        even = wished == "even"
+        size: int = datamodule.batch_size if even or wished is None else wished
+        samples = size_of(dataset)
+        if samples is None or isinstance(dataset, IterableDataset):
+            if even:
+                self.even[name] = f"eval_batch_size={size}: a stream has no length that could be divided evenly"
+            return size
+        found = even_batch_size(size, samples, job.sharing_ranks)
+        if even:
+            self.even[name] = f"eval_batch_size={found.batch_size}: {found.reason}"
+            return found.batch_size
+        if found.batch_size != size:
+            self.even[name] = f'eval_batch_size={size}: "even" would take {found.batch_size}: {found.reason}'
+        return size
 
     def _collate(self, datamodule: Any, split: str) -> Callable[[list[Any]], Any] | None:
         collate = Collate(datamodule, split) if datamodule._feed_overrides("collate") else None
@@ -98,7 +141,7 @@ class Loaders:
             self.resident.pop(part.name, None)  # before the next one is loaded: there may not be room for both
             ranks = job.sharing_ranks if storage.cache_shard else 1
             workers = self.settings.num_workers
-            if workers == "auto":
+            if not isinstance(workers, int):
                 # Worth their start from a few batches on.
                 workers = min(read_machine().usable_cpus // job.local_ranks, len(dataset) // 512)
             data = load_resident(
@@ -165,11 +208,17 @@ class Loaders:
         """What was chosen, and why: one line for each value."""
         if not self.chosen:
             return "No loader has been made yet."
-        return "\n".join(f"{name}: {line}" for name, made in self.chosen.items() for line in _lines(made))
+        lines = [(name, line) for name, made in self.chosen.items() for line in [*_lines(made), *self._even_line(name)]]
+        return "\n".join(f"{name}: {line}" for name, line in lines)
+
+    def _even_line(self, name: str) -> list[str]:
+        return [self.even[name]] if name in self.even else []
 
     def copy(self) -> "Loaders":
         """For a copy of the data module, whose run is its own."""
-        return Loaders(self.settings, seed=self.seed, drop_keys=self.drop_keys, chosen=dict(self.chosen))
+        return Loaders(
+            self.settings, seed=self.seed, drop_keys=self.drop_keys, chosen=dict(self.chosen), tuned=dict(self.tuned)
+        )
 
     def _tell(self, trainer: Any, split: str, name: str, found: Recommendation) -> None:
         """Keep what was chosen, and say it once. Lightning is kept from complaining about it."""
@@ -201,11 +250,6 @@ def job_of(trainer: Any) -> Job:
 def hush(message: str) -> None:
     """Keep one warning of Lightning's back: what it advises was considered, and decided otherwise with a reason."""
     warnings.filterwarnings("ignore", message=message, category=UserWarning)
-
-
-def _eval_batch_size(datamodule: Any) -> int:
-    size: int = datamodule.eval_batch_size or datamodule.batch_size
-    return size
 
 
 def _lines(found: Recommendation) -> list[str]:

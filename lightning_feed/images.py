@@ -47,7 +47,7 @@ class FeedImageFolder(FeedDataModule):
         root: str | Path,
         batch_size: int = 32,
         *,
-        eval_batch_size: int | None = None,
+        eval_batch_size: int | Literal["even"] | None = None,
         image_size: int = 224,
         quality: Quality = "exact",
         transform: Callable[[Any], Any] | None = None,

@@ -24,6 +24,7 @@ from lightning_feed._host.hooks import (
     wrap_transfer,
 )
 from lightning_feed._host.loops import (
+    change_saved_arguments,
     epochs_processed,
     live_fetcher,
     ranks_that_share_samples,
@@ -58,6 +59,7 @@ __all__ = [
     "Wrap",
     "adopt_fetcher",
     "bar_printer",
+    "change_saved_arguments",
     "checkpoint_loader_states",
     "count_the_batch_in_hand",
     "defined_by_lightning",

@@ -1,5 +1,6 @@
 """Where the trainer and its loops stand."""
 
+import inspect
 from typing import Any
 
 
@@ -85,3 +86,26 @@ def train_loaders(trainer: Any) -> list[Any]:
     """The training loaders, flattened. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: setup_data``)."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def change_saved_arguments(loader: Any, changed: dict[str, Any], *, always: tuple[str, ...]) -> None:
+    """Change the arguments that Lightning saw when a loader was made in a hook.
+
+    With them it makes the loader anew where it needs another sampler. Of those that were not given, ``always`` names
+    the ones that are added where the constructor takes them. Read in 2.4.0 and 2.6.6
+    (``fabric/utilities/data.py: _wrap_dataloader_init``).
+    """
+    kept = vars(loader)
+    if "__pl_saved_kwargs" not in kept:
+        return
+    names, values = list(kept["__pl_saved_arg_names"]), list(kept["__pl_saved_args"])
+    saved = dict(kept["__pl_saved_kwargs"])
+    constructor: Any = inspect.unwrap(type(loader).__init__)
+    parameters = inspect.signature(constructor).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    for name, value in changed.items():
+        if name in names:
+            values[names.index(name)] = value
+        elif name in saved or (name in always and (takes_all or name in parameters)):
+            saved[name] = value
+    kept["__pl_saved_args"], kept["__pl_saved_kwargs"] = tuple(values), saved

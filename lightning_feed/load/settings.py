@@ -25,8 +25,9 @@ class LoaderSettings:
         'auto'
     """
 
-    num_workers: int | Literal["auto"] = "auto"
-    """Workers of each loader; 0 loads in the training process, in its own thread."""
+    num_workers: int | Literal["auto", "tune"] = "auto"
+    """Workers of each loader; 0 loads in the training process, in its own thread. ``"tune"`` tries a few numbers when a
+    fit begins, with what of the other settings is left to ``"auto"``, and remembers what it found."""
     workers: Literal["process", "thread"] = "process"
     """What the workers are. Threads start at once, share memory with training and send nothing through pipes, but only
     what releases the GIL runs beside it: decoders in C, reading files, torch. See docs/how-to/threads.md."""
@@ -55,8 +56,9 @@ class LoaderSettings:
     """Bytes of one sample as the dataset gives it, if known: the bound on shared memory is then exact."""
 
     def __post_init__(self) -> None:
+        self._check_tune()
         for name, lowest in (("num_workers", 0), ("prefetch_factor", 1)):
-            if getattr(self, name) != "auto":
+            if getattr(self, name) not in ("auto", "tune"):
                 self._check_whole(name, lowest, MOST, hint=' or "auto"')
         self._check_whole("background", 0, MOST)
         if self.seed is not None:
@@ -111,6 +113,14 @@ class LoaderSettings:
                 f"workers='thread' starts no processes, so start_method={self.start_method!r} would have no effect. "
                 "Leave it out."
             )
+
+    def _check_tune(self) -> None:
+        for name, value in vars(self).items():
+            if name != "num_workers" and isinstance(value, str) and value == "tune":
+                raise SettingsError(
+                    f'{name}="tune" is not a choice. Write num_workers="tune", which tries prefetch_factor, pin_memory '
+                    "and persistent_workers too where they are left out."
+                )
 
     def _check_whole(self, name: str, lowest: int, highest: int, hint: str = "") -> None:
         value = getattr(self, name)

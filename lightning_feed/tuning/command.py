@@ -1,0 +1,58 @@
+"""What ``lightning-feed tune`` runs: tuning, and with ``--sweep`` the whole grid, on one loader."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.tuning.sweep import Sweep, check_grid, sweep_loader
+from lightning_feed.load.tuning.values import Goal, Tuned
+from lightning_feed.tuning.demand import bench_of
+from lightning_feed.tuning.run import batch_size_of, find, goal_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the command line asks for."""
+
+    samples_per_s: float | None = None
+    """That the model can take; None: measured where there is a module."""
+    budget_s: float = 30.0
+    max_trials: int = 5
+    fresh: bool = False
+    grid: Sequence[int] | None = None
+    """Numbers of workers to sweep; None: no sweep."""
+
+
+def run_tune(target: Any, model: Any, trainer: Any, wanted: Wanted) -> tuple[Tuned, Sweep | None]:
+    """Tune, and sweep where that is wanted, with the tuner's choice marked.
+
+    Args:
+        target: a data module.
+        model: its module, or None.
+        trainer: on one device.
+        wanted: what for.
+
+    Raises:
+        FeedError: as for ``tune``; and for a demand in samples where nothing says how many a batch has.
+    """
+    goal = Goal(demand_per_s=wanted.samples_per_s, budget_s=wanted.budget_s, max_trials=wanted.max_trials)
+    if wanted.grid is not None:
+        check_grid(wanted.grid)  # before seconds are spent on trials
+    with bench_of(target, model, trainer) as (bench, loader):
+        size = batch_size_of(loader)
+        if wanted.samples_per_s is not None:
+            if size is None:
+                raise SettingsError(
+                    f"--demand {wanted.samples_per_s:g} is in samples per second, and the loader does not say how many "
+                    "samples a batch has. Leave it out, or call tune(demand_per_s=...), in batches per second."
+                )
+            goal = replace(goal, demand_per_s=wanted.samples_per_s / size)
+        tuned = find(bench, loader, goal_for(bench, goal, ranks=False), batch_size=size, fresh=wanted.fresh)
+        if wanted.grid is None:
+            return tuned, None
+        with tqdm(total=len(wanted.grid), desc="sweep", disable=None, leave=False) as bar:
+            swept = sweep_loader(loader, grid=wanted.grid, told=lambda done, _: bar.update(done - bar.n))
+    return tuned, replace(swept, chosen=tuned.setting, demand_per_s=tuned.demand_per_s)

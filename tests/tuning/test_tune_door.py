@@ -1,0 +1,387 @@
+"""``tune()``, its command and what they print: on data modules and loaders, which are left as they were."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+
+from lightning_feed import FastDataModule, LoaderSettings
+from lightning_feed.cli import main
+from lightning_feed.errors import FeedError, LoaderError, SettingsError
+from lightning_feed.load.tuning.values import Setting, Trial, Tuned
+from lightning_feed.tuning import command as tuning_command
+from lightning_feed.tuning import run as tuning
+from lightning_feed.tuning.hparams import log_hparams, tuned_hparams
+from lightning_feed.tuning.output import paste_line, tuned_document, tuned_text
+from lightning_feed.tuning.run import tune
+
+FOUND = Setting(num_workers=2, prefetch_factor=4, persistent_workers=True)
+TRIALS = (
+    Trial(setting=Setting(num_workers=0, prefetch_factor=None), batches_per_s=10.0, start_s=0.1),
+    Trial(setting=FOUND, batches_per_s=50.0, start_s=0.3),
+    Trial(setting=Setting(num_workers=9, prefetch_factor=2), infeasible="a worker was killed"),
+)
+
+
+class Rows(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((32,), float(index)) + torch.rand(32)
+
+
+class Data(LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.rows = None
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(stage)
+        self.rows = Rows()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, batch_size=4, shuffle=True)
+
+
+class Two(Data):
+    def train_dataloader(self) -> Any:
+        return {"a": DataLoader(Rows()), "b": DataLoader(Rows())}
+
+
+class Tunes:
+    """In the place of tune_loader."""
+
+    def __init__(self) -> None:
+        self.goals: list[Any] = []
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, loader: Any, goal: Any, **options: Any) -> Tuned:
+        self.goals.append(goal)
+        self.options = options
+        for trial in TRIALS:
+            options["on_trial"](trial)
+        return Tuned(
+            setting=FOUND, reason="the fastest of 3 tried", trials=TRIALS, demand_per_s=goal.demand_per_s,
+            batch_size=loader.batch_size, batches_per_s=50.0, seconds=7.0,
+            starved_pct=None if goal.demand_per_s is None else 37.5,
+            rejected=((Setting(num_workers=64, prefetch_factor=2), "/dev/shm would be full"),),
+            options=("in_order=False: gains",),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def tunes(monkeypatch: pytest.MonkeyPatch) -> Tunes:
+    made = Tunes()
+    monkeypatch.setattr(tuning, "tune_loader", made)
+    return made
+
+
+def test_a_data_module_alone_is_tuned_for_speed_and_left_as_it_was(tunes: Tunes) -> None:
+    data = Data()
+    torch.manual_seed(3), random.seed(3)
+    before = torch.get_rng_state(), random.getstate()
+    found = tune(data, budget_s=12, max_trials=4, fresh=True)
+    assert found.setting == FOUND
+    goal = tunes.goals[0]
+    assert (goal.demand_per_s, goal.budget_s, goal.max_trials, goal.local_ranks) == (None, 12, 4, 1)
+    assert tunes.options["fresh"] is True
+    assert (data.calls, data.rows, data.trainer) == ([], None, None)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_the_demand_is_what_a_real_model_can_take_which_is_left_as_it_was(tunes: Tunes) -> None:
+    model, data = BoringModel(), Data()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
+        reload_dataloaders_every_n_epochs=2,
+    )  # fmt: skip
+    tune(data, model=model, trainer=trainer)
+    goal = tunes.goals[0]
+    assert goal.demand_per_s > 0
+    assert goal.may_persist is False
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    assert data.calls == []
+    assert trainer.global_step == 0
+
+
+def test_a_given_demand_is_not_measured(tunes: Tunes) -> None:
+    class Untrainable(BoringModel):
+        def training_step(self, *_: Any) -> Any:
+            raise AssertionError("it is not to be trained")
+
+    tune(Data(), model=Untrainable(), demand_per_s=80)
+    assert tunes.goals[0].demand_per_s == 80
+
+
+def test_a_loader_is_tuned_as_it_is(tunes: Tunes) -> None:
+    loader = DataLoader(Rows(), batch_sampler=BatchSampler(RandomSampler(Rows()), 8, drop_last=False))
+    assert tune(loader).batch_size == 8
+    assert tune(DataLoader(Rows(), batch_size=None), batch_size=16).batch_size == 16
+    tune(loader, model=BoringModel())
+    assert tunes.goals[-1].demand_per_s > 0
+
+
+def test_a_real_tuning() -> None:
+    found = tune(DataLoader(Rows(), batch_size=4), demand_per_s=1, budget_s=1, max_trials=1)
+    assert found.setting.num_workers == 0
+    assert found.batches_per_s is not None
+    assert not found.remembered
+    assert tune(DataLoader(Rows(), batch_size=4), demand_per_s=1, budget_s=1, max_trials=1, fresh=True).trials
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "said"),
+    [
+        (Rows(), {}, "A Rows cannot be tuned"),
+        (Two(), {}, r"2 training loaders \(a, b\)"),
+        (Data(), {"budget_s": 0}, "budget_s=0"),
+        (Data(), {"demand_per_s": -1}, "demand_per_s=-1"),
+    ],
+)
+def test_refused(target: Any, options: dict[str, Any], said: str, tunes: Tunes) -> None:
+    with pytest.raises(SettingsError, match=said):
+        tune(target, **options)
+
+
+def test_errors_of_the_users_code_are_told(tunes: Tunes) -> None:
+    class Breaks(Data):
+        def setup(self, stage: str) -> None:
+            raise OSError("no such disk")
+
+    class Untrainable(BoringModel):
+        def training_step(self, *_: Any) -> Any:
+            raise ValueError("not this batch")
+
+    with pytest.raises(FeedError, match="could not be set up: OSError: no such disk"):
+        tune(Breaks())
+    with pytest.raises(FeedError, match="training on one batch again and again failed: ValueError: not this batch"):
+        tune(Data(), model=Untrainable())
+    with pytest.raises(LoaderError, match="gives no batch"):
+        tune(DataLoader(Rows(), batch_size=100, drop_last=True), model=BoringModel())
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def found(**changes: Any) -> Tuned:
+    values: dict[str, Any] = {
+        "setting": FOUND, "reason": "the fastest", "trials": TRIALS, "demand_per_s": 80.0, "batch_size": 4,
+        "batches_per_s": 50.0, "starved_pct": 37.5, "seconds": 7.0,
+        "rejected": ((Setting(num_workers=64, prefetch_factor=2), "/dev/shm would be full"),),
+        "options": ("in_order=False: gains",),
+    }  # fmt: skip
+    return Tuned(**{**values, **changes})
+
+
+def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
+    text = tuned_text(found())
+    rows = text.splitlines()
+    assert rows[0].split() == ["workers", "ahead", "samples/s", "start", "note"]
+    assert rows[1].split() == ["0", "-", "40", "0.10"]
+    assert rows[2].split() == ["2", "4", "200", "0.30", "<-", "chosen"]
+    assert "could not run: a worker was killed" in rows[3]
+    assert "not run: 64 workers, prefetch_factor=2: /dev/shm would be full" in text
+    assert "predicted: 200 samples/s; the model can take 320 samples/s, so it starves 38 %" in text
+    assert "option: in_order=False: gains" in text
+    assert rows[-1] == (
+        "loader=LoaderSettings(num_workers=2, prefetch_factor=4, persistent_workers=True, pin_memory=False)"
+    )
+    assert "50 batches/s; what the model can take is not known" in tuned_text(
+        found(batch_size=None, demand_per_s=None, starved_pct=None)
+    )
+    assert "remembered" in tuned_text(found(remembered=True))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        FOUND,
+        Setting(num_workers=0, prefetch_factor=None, pin_memory=True),
+        Setting(num_workers=3, prefetch_factor=2, workers="thread", in_order=False),
+    ],
+)
+def test_the_line_to_paste_means_what_was_found(setting: Setting) -> None:
+    line = paste_line(found(setting=setting)).removeprefix("loader=")
+    made = eval(line, {"LoaderSettings": LoaderSettings})
+    assert (made.num_workers, made.workers, made.in_order) == (setting.num_workers, setting.workers, setting.in_order)
+    assert made.pin_memory == setting.pin_memory
+    if setting.num_workers:
+        assert (made.prefetch_factor, made.persistent_workers) == (setting.prefetch_factor, setting.persistent_workers)
+
+
+def test_the_document_is_json() -> None:
+    document = json.loads(json.dumps(tuned_document(found())))
+    assert document["schema"] == "lightning_feed.tuning/1"
+    assert document["samples_per_s"] == 200
+    assert document["setting"]["num_workers"] == 2
+    assert document["rejected"][0]["why"] == "/dev/shm would be full"
+    assert tuned_document(found(batch_size=None))["samples_per_s"] is None
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+MODULE = """
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(range(64), batch_size=4)
+class Single(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(range(64), batch_size=None)
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path, tunes: Tunes) -> str:
+    (tmp_path / "mine_to_tune.py").write_text(MODULE)
+    return f"{tmp_path}/mine_to_tune.py"
+
+
+def test_the_command(target: str, tunes: Tunes, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["tune", f"{target}:Data", "--demand", "320", "--budget", "9", "--trials", "3", "--accelerator", "cpu"])
+        == 0
+    )
+    assert (tunes.goals[0].demand_per_s, tunes.goals[0].budget_s, tunes.goals[0].max_trials) == (80, 9, 3)
+    assert "loader=LoaderSettings(num_workers=2" in capsys.readouterr().out
+    assert main(["tune", f"{target}:Data", "--json", "--fresh", "--accelerator", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == "lightning_feed.tuning/1"
+    assert tunes.options["fresh"] is True
+
+
+def test_a_sweep(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def sweep_loader(loader: Any, *, grid: Any, told: Any) -> Any:
+        told(2, 2)
+        return tuning_command.Sweep(trials=TRIALS[:2], cpus=2, batch_size=4)
+
+    monkeypatch.setattr(tuning_command, "sweep_loader", sweep_loader)
+    assert main(["tune", f"{target}:Data", "--sweep", "0,2", "--accelerator", "cpu"]) == 0
+    assert "<- tuned" in capsys.readouterr().out
+    assert main(["tune", f"{target}:Data", "--sweep", "0,2", "--json", "--accelerator", "cpu"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["sweep"]["trials"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--plot", "a.png"], "Add --sweep"),
+        (["--budget", "-1"], "budget_s=-1"),
+        (["--sweep", "0,-2"], "-2 is no number of workers"),
+    ],
+)
+def test_the_command_refuses(target: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", f"{target}:Data", "--accelerator", "cpu", *options]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_demand_in_samples_needs_the_size_of_a_batch(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", f"{target}:Single", "--accelerator", "cpu", "--demand", "100"]) == 1
+    assert "does not say how many samples" in capsys.readouterr().err
+
+
+# --- hyperparameters --------------------------------------------------------------------------------------------------
+
+
+class Fast(FastDataModule):
+    def make_dataset(self, split: str) -> Any:
+        return Rows() if split in ("train", "val") else None
+
+
+def sessions(folder: Path) -> dict[str, dict[str, str]]:
+    """What TensorBoard's HPARAMS page reads: run -> hyperparameters."""
+    from tensorboard.backend.event_processing import data_provider, plugin_event_multiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins import base_plugin
+    from tensorboard.plugins.hparams import backend_context, metadata
+
+    events = plugin_event_multiplexer.EventMultiplexer()
+    events.AddRunsFromDirectory(str(folder))
+    events.Reload()
+    provider = data_provider.MultiplexerDataProvider(events, str(folder))
+    context = backend_context.Context(base_plugin.TBContext(data_provider=provider, multiplexer=events))
+    read: dict[str, dict[str, str]] = {}
+    for run, tags in context.hparams_metadata(RequestContext(), "").items():
+        content = tags[metadata.SESSION_START_INFO_TAG]
+        read[run] = {
+            name: str(value) for name, value in metadata.parse_session_start_info_plugin_data(content).hparams.items()
+        }
+    return read
+
+
+def test_hyperparameters_go_beside_the_users(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    data = Fast(8, loader=LoaderSettings(num_workers=0))
+    assert tuned_hparams(data) == {}
+    data.train_dataloader(), data.val_dataloader()
+    params = tuned_hparams(data)
+    assert params["feed/num_workers"] == 0
+    assert not any("val" in name for name in params)
+    logger = TensorBoardLogger(tmp_path, name="runs")
+    logger.log_hyperparams({"lr": 0.1, "net": {"depth": 3, "act": None}})
+    log_hparams(logger, params, {"feed_final/starved_pct": 12.0, "feed_final/samples_per_s": 100.0})
+    logger.finalize("success")
+    read = sessions(tmp_path)
+    users, ours = read["runs/version_0"], read["runs/version_0/feed"]
+    assert sorted(users) == ["lr", "net/act", "net/depth"]
+    assert {"lr", "net/act", "net/depth", "feed/num_workers", "feed/pin_memory"} <= set(ours)
+    assert set(logger.hparams) == {"lr", "net"}
+
+
+def test_other_loggers_get_them_as_further_ones(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path)
+    logger.log_hyperparams({"lr": 0.1})
+    log_hparams(logger, {"feed/num_workers": 3}, {"feed_final/starved_pct": 12.0})
+    logger.save()
+    written = (Path(logger.log_dir) / "hparams.yaml").read_text()
+    assert "lr: 0.1" in written
+    assert "feed/num_workers: 3" in written
+    assert "12.0" in (Path(logger.log_dir) / "metrics.csv").read_text()
+    assert tuned_hparams(Data()) == {}
+
+
+# --- batches of evaluation --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "size"), [("even", 16), (20, 20), (None, 24)])
+def test_batches_of_evaluation_can_be_even(given: Any, size: int) -> None:
+    data = Fast(24, eval_batch_size=given, loader=LoaderSettings(num_workers=0))
+    assert data.val_dataloader().batch_size == size
+    assert data.train_dataloader().batch_size == 24
+    report = data.loader_report()
+    if given == "even":
+        assert "val: eval_batch_size=16: the 64 samples leave 0 for a last batch, and 16 with 24" in report
+    else:
+        assert f'val: eval_batch_size={size}: "even" would take 16' in report
+    assert "train: eval_batch_size" not in report
+
+
+def test_streams_and_even_sizes_have_nothing_to_say_of_evenness() -> None:
+    class Streams(FastDataModule):
+        def make_dataset(self, split: str) -> Any:
+            class Stream(torch.utils.data.IterableDataset[int]):
+                def __iter__(self) -> Any:
+                    return iter(range(10))
+
+            return Stream()
+
+    data = Streams(8, eval_batch_size="even", loader=LoaderSettings(num_workers=0))
+    assert data.val_dataloader().batch_size == 8
+    assert "a stream has no length" in data.loader_report()
+    even = Fast(16, loader=LoaderSettings(num_workers=0))
+    even.val_dataloader()
+    assert "eval_batch_size" not in even.loader_report()
