@@ -1,5 +1,6 @@
 """The public names for users of the ``pytorch_lightning`` package, a separate tree of classes."""
 
+from lightning_feed.autotune_callback import AutotuneCallback as _AutotuneCallback
 from lightning_feed.datamodule import FeedDataModule
 from lightning_feed.extras import require
 from lightning_feed.images import FeedImageFolder
@@ -26,3 +27,7 @@ class PrefetchCallback(_PrefetchCallback, Callback):  # type: ignore[misc]  # th
 
 class GPUStarvationCallback(_GPUStarvationCallback, Callback):  # type: ignore[misc]  # as above
     """``lightning_feed.GPUStarvationCallback``, on the base class of the ``pytorch_lightning`` package as well."""
+
+
+class AutotuneCallback(_AutotuneCallback, Callback):  # type: ignore[misc]  # as above
+    """``lightning_feed.AutotuneCallback``, on the base class of the ``pytorch_lightning`` package as well."""

@@ -14,7 +14,7 @@ from recording import NullStreamPrefetch, Numbers, Recording, by_hook, fit, quie
 from torch.utils.data import DataLoader
 
 import lightning_feed.pl
-from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, PrefetchCallback
+from lightning_feed import AutotuneCallback, FastDataModule, GPUStarvationCallback, LoaderSettings, PrefetchCallback
 from lightning_feed.exact_resume import ExactResume
 
 pytestmark = [
@@ -28,7 +28,8 @@ SETS: dict[str, Any] = {
     "prefetching on a null stream": lambda: [NullStreamPrefetch()],
     "GPUStarvationCallback": lambda: [GPUStarvationCallback()],
     "ExactResume": lambda: [ExactResume()],
-    "all": lambda: [NullStreamPrefetch(), GPUStarvationCallback(), ExactResume()],
+    "AutotuneCallback": lambda: [AutotuneCallback()],
+    "all": lambda: [NullStreamPrefetch(), GPUStarvationCallback(), ExactResume(), AutotuneCallback()],
     "all, the other way round": lambda: [GPUStarvationCallback(), NullStreamPrefetch()],
 }
 every_set = pytest.mark.parametrize("callbacks", SETS.values(), ids=list(SETS))
@@ -42,7 +43,7 @@ def loaders() -> dict[str, Any]:
 
 
 def test_defaults_need_no_argument() -> None:
-    for kind in (PrefetchCallback, GPUStarvationCallback, ExactResume):
+    for kind in (PrefetchCallback, GPUStarvationCallback, ExactResume, AutotuneCallback):
         assert pickle.loads(pickle.dumps(kind())) is not None
         assert copy.deepcopy(kind()) is not None
 

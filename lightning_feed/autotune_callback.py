@@ -1,0 +1,274 @@
+"""AutotuneCallback: workers and prefetch of the training loader, adjusted between epochs by what was measured."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_feed import _host
+from lightning_feed.autotune_figures import Figures
+from lightning_feed.autotune_ranks import Told, narrowest, of_all_ranks, room_of
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.recommend import TORCH_PREFETCH
+from lightning_feed.load.settings import MOST
+from lightning_feed.load.tuning.online import Move, Online, decide, worst
+from lightning_feed.load.tuning.resettle import resettle, why_fixed, why_no_workers
+from lightning_feed.starvation_callback import GPUStarvationCallback
+from lightning_feed.starvation_run import StarvationRun
+from lightning_feed.transfer.resident_loader import ResidentLoader
+from lightning_feed.watch.verdict.diagnosis import Measurements
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochMove:
+    """A change that was made."""
+
+    epoch: int
+    """The first that has it, as the Trainer counts."""
+    move: Move
+
+
+class AutotuneCallback(Callback):
+    """Adjusts ``num_workers`` and ``prefetch_factor`` of the training loader between epochs, by measured starvation.
+
+    More while training waits for data and CPUs are free; fewer while the queue of batches is never empty. A change
+    that made it worse is taken back. There are three at most, then all stays as it is. Each is logged with its reason,
+    and as the metrics ``feed/num_workers`` and ``feed/prefetch_factor``; ``moves`` keeps them.
+
+    The figures are those of the Trainer's GPUStarvationCallback; without one it measures for itself, and logs nothing
+    of it. Samples come in the same order as without the callback. What a data set draws at random from its worker's
+    generator (augmentation) differs with the number of workers, as it does when that is set by hand.
+
+    It serves one DataLoader or FeedLoader with a map-style data set, worker processes or threads. With iterable data
+    sets, several loaders, loaders that iterate in their own way (StatefulDataLoader), and data on the device it stands
+    aside, and says so once.
+
+    Args:
+        max_workers: never more than these; None: what CPUs, memory and /dev/shm allow.
+
+    Raises:
+        SettingsError: when ``max_workers`` is not a positive integer.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_feed.autotune_callback import AutotuneCallback
+        >>> autotune = AutotuneCallback(max_workers=8)
+        >>> trainer = Trainer(callbacks=[autotune], logger=False, accelerator="cpu")
+        >>> autotune.moves
+        ()
+    """
+
+    def __init__(self, max_workers: int | None = None) -> None:
+        whole = isinstance(max_workers, int) and not isinstance(max_workers, bool)
+        if max_workers is not None and (not whole or not 1 <= max_workers <= MOST):
+            raise SettingsError(
+                f"AutotuneCallback(max_workers={max_workers!r}): give the most workers that it may use, a whole number "
+                f"from 1 to {MOST}, or leave it out to let CPUs and memory decide."
+            )
+        self.max_workers = max_workers
+        self._moves: list[EpochMove] = []
+        self._told: set[str] = set()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._measure: Callable[[], Measurements] | None = None
+        self._run: StarvationRun | None = None
+        self._figures = Figures()
+        self._online: Online | None = None
+        self._aside = ""
+        self._over = False
+        self._tried_a_worker = False
+        self._epochs = 0
+        self._put_back: Callable[[], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
+        return {**self.__dict__, "_measure": None, "_run": None, "_put_back": None}
+
+    @property
+    def moves(self) -> tuple[EpochMove, ...]:
+        """The changes of this fit or the last one, in their order."""
+        return tuple(self._moves)
+
+    # --- coming and going ---------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure, where there is something to adjust."""
+        self._let_go()
+        self._forget()
+        self._moves = []
+        self._aside = self._why_aside(trainer)
+        if self._aside:
+            self._say_once(trainer, f"AutotuneCallback stands aside: {self._aside}.")
+            return
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        measuring = next((one for one in callbacks if isinstance(one, GPUStarvationCallback)), None)
+        if measuring is not None:
+            self._measure = lambda: measuring.report().measurements
+        else:
+            self._run = StarvationRun(trainer, every=0)
+            self._measure = self._run.measurements
+        self._log(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Decide, and change the loader before Lightning begins its next pass."""
+        if self._run is not None:
+            self._run.epoch_began()
+        if self._epochs:
+            self._between_epochs(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The pass has begun."""
+        self._restore()
+        if self._run is not None:
+            self._run.batch_came(batch)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Count the step, where this callback measures for itself."""
+        if self._run is not None:
+            self._run.step_ended()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out the training step in which this validation lies."""
+        if self._run is not None:
+            self._run.validation_began()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """There are figures now."""
+        self._epochs += 1
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure no more."""
+        self._let_go()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take out what was put in: teardown is not called after an exception."""
+        self._let_go()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take out what was put in."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._restore()
+        self._measure = None
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+
+    def _restore(self) -> None:
+        put_back, self._put_back = self._put_back, None
+        if put_back is not None:
+            put_back()
+
+    # --- between epochs -----------------------------------------------------------------------------------------------
+
+    def _between_epochs(self, trainer: Any) -> None:
+        if self._over:
+            self._settle(trainer)
+            return
+        mine = self._tell(trainer)
+        every = of_all_ranks(trainer, mine)
+        aside = next((one.aside for one in every if one.aside), "")
+        if aside:
+            self._aside, self._over = aside, True
+            self._say_once(trainer, f"AutotuneCallback stands aside: {aside}.")
+        known = [one.figures for one in every if one.figures is not None]
+        if aside or len(known) < len(every):
+            self._settle(trainer)
+            return
+        self._figures.close()
+        now = self._online or Online(num_workers=every[0].num_workers, prefetch_factor=every[0].prefetch_factor)
+        self._online, move = decide(now, worst(known), narrowest([one.room for one in every]))
+        self._settle(trainer)
+        if move is not None:
+            self._moves.append(EpochMove(epoch=trainer.current_epoch, move=move))
+            if trainer.is_global_zero:
+                logger.info("AutotuneCallback, epoch %d: %s", trainer.current_epoch, _described(now, move))
+            self._log(trainer)
+        elif self._online.held:
+            self._say_once(trainer, f"AutotuneCallback changes nothing: {self._online.held}.", of="held")
+        if self._online.frozen:
+            self._over = True
+            self._say_once(trainer, f"AutotuneCallback is done: {self._online.frozen}.")
+
+    def _tell(self, trainer: Any) -> Told:
+        """What this rank knows before the next epoch."""
+        aside = self._aside or self._why_aside(trainer)
+        if aside or self._measure is None:
+            return Told(aside=aside or "it was not set up")
+        (loader,) = _host.train_loaders(trainer)
+        workers = self._online.num_workers if self._online is not None else loader.num_workers
+        measured = self._measure()
+        figures = self._figures.since(measured, workers=workers)
+        if figures is not None and not workers and not self._tried_a_worker:
+            self._tried_a_worker = True
+            aside = why_no_workers(loader)
+        return Told(
+            aside=aside,
+            num_workers=workers,
+            prefetch_factor=loader.prefetch_factor if workers else None,
+            room=room_of(trainer, loader, measured.facts, most=self.max_workers),
+            figures=figures,
+        )
+
+    def _why_aside(self, trainer: Any) -> str:
+        """Why there is nothing to adjust in this fit; empty where there is."""
+        first = next(one for one in trainer.callbacks if isinstance(one, AutotuneCallback))
+        if first is not self:
+            return "another AutotuneCallback is at work"
+        loaders = _host.train_loaders(trainer)
+        if len(loaders) != 1:
+            return f"there are {len(loaders)} training loaders, and which of them is waited for is not measured"
+        if trainer.world_size > 1 and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return "the ranks are not connected by torch.distributed, so they cannot agree"
+        if isinstance(loaders[0], ResidentLoader):
+            return "the training set is on the device, so there is nothing to load"
+        return why_fixed(loaders[0])
+
+    def _settle(self, trainer: Any) -> None:
+        """Let the loader have what was decided. Loaders that were made anew for this epoch do not have it yet."""
+        now = self._online
+        loaders = _host.train_loaders(trainer)
+        if now is None or self._aside or len(loaders) != 1:
+            return
+        loader = loaders[0]
+        has = loader.num_workers, loader.prefetch_factor if loader.num_workers else None
+        if has != (now.num_workers, now.prefetch_factor if now.num_workers else None):
+            prefetch = (now.prefetch_factor or TORCH_PREFETCH) if now.num_workers else None
+            self._put_back = resettle(loader, now.num_workers, prefetch)
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def _log(self, trainer: Any) -> None:
+        """The settings of the epochs to come, as metrics."""
+        if not trainer.is_global_zero or not trainer.loggers:
+            return
+        (loader,) = _host.train_loaders(trainer)
+        tags = {"feed/num_workers": float(loader.num_workers)}
+        if loader.num_workers:
+            tags["feed/prefetch_factor"] = float(loader.prefetch_factor)
+        for each in trainer.loggers:
+            each.log_metrics(tags, step=_host.steps_logged(trainer))
+
+    def _say_once(self, trainer: Any, what: str, *, of: str | None = None) -> None:
+        if (of or what) not in self._told and trainer.is_global_zero:
+            logger.info(what)
+        self._told.add(of or what)
+
+
+def _described(before: Online, move: Move) -> str:
+    changed = [
+        f"{name} {old} -> {new}"
+        for name, old, new in (
+            ("num_workers", before.num_workers, move.num_workers),
+            ("prefetch_factor", before.prefetch_factor, move.prefetch_factor),
+        )
+        if old != new
+    ]
+    return f"{', '.join(changed)}: {move.reason}"
