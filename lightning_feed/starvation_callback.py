@@ -9,8 +9,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
 from lightning_feed.errors import ReportError, SettingsError
-from lightning_feed.starvation_report import log_text, run_folder
+from lightning_feed.starvation_report import achieved, log_text, run_folder
 from lightning_feed.starvation_run import StarvationRun
+from lightning_feed.tuning.hparams import log_hparams, tuned_hparams
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.reports.document import make_report
 from lightning_feed.watch.reports.markdown import diagnosis_markdown
@@ -103,9 +104,8 @@ class GPUStarvationCallback(Callback):
         every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
         self._measured, self._last = _NOTHING, None
         self._epoch_reported, self._reported_steps = False, 0
-        run = self._run = StarvationRun(
-            trainer, every=every, nvml=self._start_nvml(trainer, trainer.strategy.root_device)
-        )
+        run = self._run = StarvationRun(trainer, every=every)
+        run.nvml = self._start_nvml(trainer, trainer.strategy.root_device)
         if trainer.progress_bar_callback is not None:
             run.also_undo(_host.Wrap(trainer.progress_bar_callback, "get_metrics", self._add_to_bar).undo)
         if trainer.is_global_zero:
@@ -158,8 +158,10 @@ class GPUStarvationCallback(Callback):
         run, self._run = self._run, None
         if run is None:
             return
-        self._measured, self._last = run.measurements(), run.last
-        run.close()
+        try:
+            self._measured, self._last = run.measurements(), run.last
+        finally:
+            run.close()
 
     # --- windows ------------------------------------------------------------------------------------------------------
 
@@ -193,11 +195,14 @@ class GPUStarvationCallback(Callback):
         if self.print_report and trainer.is_global_zero:
             print_report(self.report(), _host.bar_printer(trainer))
 
-    def _publish(self, trainer: Trainer) -> None:
+    def _publish(self, trainer: Any) -> None:
         """The report as text in the loggers, and as files in the folder of the run."""
         if not self.print_report or not trainer.is_global_zero:
             return
         found = self.report()
+        params = tuned_hparams(trainer.datamodule)
+        for each in trainer.loggers:
+            log_hparams(each, params, achieved(found))
         log_text(trainer.loggers, diagnosis_markdown(found), trainer.global_step)
         folder = run_folder(trainer)
         if folder is None:

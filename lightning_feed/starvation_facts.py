@@ -1,7 +1,7 @@
 """What is known of a run besides its times: settings of the loaders, the batch, what makes the host wait."""
 
+import sys
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any, Literal
 
 from torch.utils.data import IterableDataset
@@ -16,7 +16,9 @@ from lightning_feed.watch.verdict.diagnosis import LoopFacts
 
 def facts_of(trainer: Any) -> LoopFacts:
     """All that can be told before the first batch. Of several loaders, the one with the fewest workers counts."""
-    loaders = [loader for loader in _host.train_loaders(trainer) if hasattr(loader, "num_workers")]
+    loaders = [
+        loader for loader in _host.train_loaders(trainer) if isinstance(getattr(loader, "num_workers", None), int)
+    ]
     known: dict[str, Any] = {}
     if loaders:
         slowest = min(loaders, key=lambda loader: loader.num_workers)
@@ -27,7 +29,10 @@ def facts_of(trainer: Any) -> LoopFacts:
         )
         known["workers"] = _kind_of_workers(slowest)
         known["ours"] = all(isinstance(loader, FeedLoader) for loader in loaders)
-        known["map_style"] = not any(isinstance(loader.dataset, IterableDataset) for loader in loaders)
+        # Loaders that are not torch's need have no dataset at all.
+        known["map_style"] = not any(
+            isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders
+        )
     batches = trainer.num_training_batches
     return LoopFacts(
         device_type=trainer.strategy.root_device.type,
@@ -66,7 +71,8 @@ def prefetch_active(trainer: Any) -> bool | None:
 def _version(trainer: Any) -> str | None:
     """Of the package that trains: a user's subclass of Trainer lives elsewhere."""
     modules = (kind.__module__.partition(".")[0] for kind in type(trainer).__mro__)
-    return next((version(name) for name in modules if name in ("lightning", "pytorch_lightning")), None)
+    found = next((name for name in modules if name in ("lightning", "pytorch_lightning")), None)
+    return None if found is None else str(sys.modules[found].__version__)
 
 
 def _kind_of_workers(loader: Any) -> Literal["process", "thread"] | None:

@@ -1,8 +1,12 @@
 """Where a report goes besides the console: the loggers, as text, and the folder of the run."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
+from lightning_feed.watch.verdict.diagnosis import Diagnosis
+
+logger = logging.getLogger(__name__)
 TEXT_TAG = "feed/report"
 
 
@@ -15,24 +19,50 @@ def run_folder(trainer: Any) -> Path | None:
         return None
     first = trainer.loggers[0]
     if getattr(first, "log_dir", None) is not None:
-        return Path(first.log_dir)
-    if first.save_dir is None:
+        return None if _elsewhere(first.log_dir) else Path(first.log_dir)
+    if first.save_dir is None or _elsewhere(first.save_dir):
         return None
     version = first.version if isinstance(first.version, str) else f"version_{first.version}"
     return Path(first.save_dir, str(first.name), version)  # where ModelCheckpoint puts its checkpoints
 
 
+def achieved(found: Diagnosis) -> dict[str, float]:
+    """What a run's settings gave, to stand beside them in a table of runs. What was not measured is absent."""
+    stats, size = found.stats, found.measurements.facts.batch_size
+    figures: dict[str, float] = {}
+    if stats.starved_pct is not None:
+        figures["feed_final/starved_pct"] = stats.starved_pct
+    if stats.step_ms and size:
+        figures["feed_final/samples_per_s"] = 1e3 * size / stats.step_ms
+    return figures
+
+
+def _elsewhere(folder: Any) -> bool:
+    """Whether it is an address (``s3://bucket/runs``), of which a path would make a folder here."""
+    return "://" in str(folder)
+
+
 def log_text(loggers: list[Any], markdown: str, step: int) -> None:
-    """Give the report to every logger that takes text: those of TensorBoard, Weights & Biases, MLflow and Comet."""
-    for logger in loggers:
-        experiment: Any = getattr(logger, "experiment", None)
-        if callable(getattr(experiment, "add_text", None)):
-            experiment.add_text(TEXT_TAG, markdown, step)
-        elif callable(getattr(logger, "log_text", None)):
-            logger.log_text(key=TEXT_TAG, columns=["report"], data=[[markdown]], step=step)
-        elif callable(getattr(experiment, "log_text", None)):
-            run_id = getattr(logger, "run_id", None)
-            if run_id is None:
-                experiment.log_text(markdown, step=step)
-            else:
-                experiment.log_text(run_id, markdown, "feed_report.md")
+    """Give the report to every logger that takes text: those of TensorBoard, Weights & Biases, MLflow and Comet.
+
+    One that fails is warned of: its server may be gone, or it may mean something else by ``log_text``.
+    """
+    for one in loggers:
+        try:
+            _log_text(one, markdown, step)
+        except Exception as error:  # noqa: BLE001  # any library's; the run is done, its last checkpoint may not be
+            logger.warning("%s did not take the report of GPUStarvationCallback: %s", type(one).__name__, error)
+
+
+def _log_text(one: Any, markdown: str, step: int) -> None:
+    experiment: Any = getattr(one, "experiment", None)
+    if callable(getattr(experiment, "add_text", None)):
+        experiment.add_text(TEXT_TAG, markdown, step)
+    elif callable(getattr(one, "log_text", None)):
+        one.log_text(key=TEXT_TAG, columns=["report"], data=[[markdown]], step=step)
+    elif callable(getattr(experiment, "log_text", None)):
+        run_id = getattr(one, "run_id", None)
+        if run_id is None:
+            experiment.log_text(markdown, step=step)
+        else:
+            experiment.log_text(run_id, markdown, "feed_report.md")

@@ -31,10 +31,9 @@ class StarvationRun:
     Args:
         trainer: that fits.
         every: steps between two windows.
-        nvml: reads the GPU beside it; None for no GPU figures.
     """
 
-    def __init__(self, trainer: Any, *, every: int, nvml: NvmlSampler | None) -> None:
+    def __init__(self, trainer: Any, *, every: int) -> None:
         device = trainer.strategy.root_device
         ring = open_ring(device)
         queue = queue_of(trainer)
@@ -42,7 +41,9 @@ class StarvationRun:
         self.last: StarvationStats | None = None
         """The last window that was closed."""
         self.logged_step = -1
-        self._trainer, self._nvml = trainer, nvml
+        self._trainer = trainer
+        self.nvml: NvmlSampler | None = None
+        """Reads the GPU beside it, and is stopped with it; None for no GPU figures."""
         self._facts, self._batch_seen = facts_of(trainer), False
         self._ledger = Ledger(
             queue=queue,
@@ -96,9 +97,13 @@ class StarvationRun:
             self._host_began = (self._meter.finished, thread_clock())
             self._loaders.settle()
         if len(self._ledger.fresh) >= UNFOLDED_STEPS:
-            if self._ranks is not None:
-                self._ranks.add(self._ledger.fresh)
-            self._ledger.fold()
+            self._fold()
+
+    def _fold(self) -> None:
+        """Sum up the steps held one by one; the other ranks are still to be told of them."""
+        if self._ranks is not None:
+            self._ranks.add(self._ledger.fresh)
+        self._ledger.fold()
 
     def _tap(self) -> Callable[[], None]:
         meter, loaders = self._meter, self._loaders
@@ -141,12 +146,13 @@ class StarvationRun:
         self._facts = replace(self._facts, syncs=self._syncs())
         cache, self._cache_before = self._cache_before, _cache_stats(self._trainer)
         loaders = replace(self._loaders.take(), cache_hit_pct=_hit_pct(cache, self._cache_before))
-        return to_tags(self.last, self._nvml.take() if self._nvml is not None else None, loaders, ranks)
+        return to_tags(self.last, self.nvml.take() if self.nvml is not None else None, loaders, ranks)
 
     def measurements(self) -> Measurements:
         """All that was measured so far, without the warm-up; once training is over, always the same."""
         if self._final is not None:
             return self._final
+        self._fold()
         loaders: LoaderStats = replace(
             self._loaders.total(), cache_hit_pct=_hit_pct(self._cache_began, _cache_stats(self._trainer))
         )
@@ -186,20 +192,18 @@ class StarvationRun:
         self._undo.append(undo)
 
     def close(self) -> None:
-        """Take out what was put in. Figures can still be asked for."""
-        self._final = self.measurements()
+        """Take out what was put in. Figures can still be asked for, where they were before."""
         while self._undo:
             self._undo.pop()()
         self._loaders.close()
-        if self._nvml is not None:
-            self._nvml.stop()
+        if self.nvml is not None:
+            self.nvml.stop()
 
 
 def _cache_stats(trainer: Any) -> CacheStats | None:
-    """What the data module's caches have done."""
-    ask = getattr(trainer.datamodule, "cache_stats", None)
-    stats = ask() if callable(ask) else None
-    return stats if isinstance(stats, CacheStats) else None
+    """What our data module's caches have done. A user's own may mean anything by that name."""
+    ours = getattr(trainer.datamodule, "_feed_facts", None) is not None
+    return trainer.datamodule.cache_stats() if ours else None
 
 
 def _hit_pct(before: CacheStats | None, after: CacheStats | None) -> float | None:

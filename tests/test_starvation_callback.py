@@ -1,12 +1,14 @@
 """GPUStarvationCallback in real Trainers: what is logged and when, and what users see."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
@@ -239,3 +241,63 @@ def test_a_prefetcher_that_stands_aside_is_logged_as_zero(quiet: GPUStarvationCa
     logger = Memory()
     run_fit(quiet, logger=logger, others=(PrefetchCallback(),))
     assert {tags["feed/prefetch_active"] for _, tags in logger.rows} == {0.0}
+
+
+# --- what users bring ---------------------------------------------------------------------------------------------
+
+
+class Foreign:
+    """A loader that is not torch's: it has workers, and no dataset."""
+
+    def __init__(self, workers: int | None) -> None:
+        self.num_workers = workers
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.ones(1, 32)] * 8)
+
+
+def test_loaders_that_are_not_torchs_are_measured_too(quiet: GPUStarvationCallback) -> None:
+    class Both(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch[0], batch_idx)
+
+    make_trainer(quiet).fit(Both(), [Foreign(None), Foreign(2)])
+    measured = quiet._measured
+    assert measured.stats.steps == 7
+    assert measured.facts.num_workers == 2
+
+
+def test_a_users_own_cache_stats_is_left_alone(quiet: GPUStarvationCallback) -> None:
+    class Mine(LightningDataModule):
+        def cache_stats(self, which: str) -> str:
+            return which
+
+        def train_dataloader(self) -> Any:
+            return make_loader(8)
+
+        def val_dataloader(self) -> Any:
+            return make_loader(1)
+
+    make_trainer(quiet).fit(BoringModel(), datamodule=Mine())
+    assert quiet._measured.stats.steps == 7
+
+
+def test_a_look_at_the_report_takes_no_steps_from_the_other_ranks(
+    quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    class Exchange:
+        def add(self, steps: list[Any]) -> None:
+            told.extend(step.number for step in steps)
+
+        send = add
+        take = total = finish = lambda self: None
+
+    class Asks(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            quiet.report()
+
+    monkeypatch.setattr(starvation_run, "open_rank_exchange", lambda warm_up: Exchange())
+    run_fit(quiet, batches=12, others=(Asks(),))
+    assert told == list(range(1, 13))

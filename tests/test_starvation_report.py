@@ -67,7 +67,7 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.replace", full)
+    monkeypatch.setattr("pathlib.Path.replace", full)
     trainer = run_fit(starvation, logger=CSVLogger(tmp_path))
     assert trainer.state.finished
     assert "No space left" in caplog.text
@@ -108,3 +108,21 @@ def test_each_kind_of_logger_gets_text_in_its_own_way() -> None:
     assert wandb.made == [((), {"key": "feed/report", "columns": ["report"], "data": [["# report"]], "step": 7})]
     assert mlflow.made == [(("r1", "# report", "feed_report.md"), {})]
     assert comet.made == [(("# report",), {"step": 7})]
+
+
+@pytest.mark.parametrize("folder", [{"log_dir": "s3://bucket/runs"}, {"log_dir": None, "save_dir": "gs://bucket"}])
+def test_an_address_is_not_taken_for_a_folder(folder: dict[str, Any]) -> None:
+    remote = SimpleNamespace(name="project", version=3, **folder)
+    assert run_folder(SimpleNamespace(loggers=[remote], fast_dev_run=0)) is None
+
+
+def test_a_logger_that_refuses_the_text_does_not_end_the_run(
+    starvation: GPUStarvationCallback, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Offline(Memory):
+        def log_text(self, **_: Any) -> None:
+            raise ConnectionError("no server")
+
+    trainer = run_fit(starvation, logger=Offline())
+    assert trainer.state.finished
+    assert "Offline did not take the report of GPUStarvationCallback: no server" in caplog.text

@@ -6,7 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from lightning_feed.watch.windows import WARM_UP_STEPS
 
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "device_transform")
 STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+OWN_HOOKS = ("[Callback]ShortFit.", "[Callback]GPUStarvationCallback.")
+"""What a diagnosis adds to a fit is not of the user's run."""
 WINDOWS = 5
 FEWEST_CYCLES = WINDOWS
 """Optimizer steps behind the warm-up with which a rate is given."""
@@ -78,7 +80,9 @@ class Bench:
             self._fit(hooks, [meter, hooks], own_loaders)
         finally:
             batches.forget()
-            self.measured = meter.report().measurements
+            measured = meter.report().measurements
+            theirs = tuple(hook for hook in measured.hooks if not hook.name.startswith(OWN_HOOKS))
+            self.measured = replace(measured, hooks=theirs)
 
     def replay(self, batch: Any, limits: Limits, progress: Progress, *, on_device: bool) -> float | None:
         """[X1, X2] Batches per second of a fit in which each step gets ``batch``. None: too few steps.

@@ -81,17 +81,19 @@ def block_length(count: int, chunk: int, period: int) -> int:
 
 def ratio_interval_pct(data: list[float], step: list[float], length: int) -> tuple[float, float]:
     """Interval of ``100 * sum(data) / sum(step)`` from blocks of ``length`` neighbours, by a generator of its own."""
-    pairs = torch.tensor([data, step], dtype=torch.float64)
+    pairs = torch.tensor([data, step], dtype=torch.float64, device="cpu")  # whatever the default device is
     count = pairs.shape[1]
-    circle = torch.cat([torch.zeros(2, 1, dtype=torch.float64), pairs, pairs[:, :length]], dim=1).cumsum(dim=1)
+    circle = torch.cat([torch.zeros(2, 1, dtype=torch.float64, device="cpu"), pairs, pairs[:, :length]], dim=1).cumsum(
+        dim=1
+    )
     of_block = circle[:, length : length + count] - circle[:, :count]
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator("cpu").manual_seed(_SEED)
     blocks = max(1, round(count / length))
-    drawn = torch.randint(count, (REPLICATES * blocks,), generator=generator)
+    drawn = torch.randint(count, (REPLICATES * blocks,), generator=generator, device="cpu")
     waited, took = (sums.index_select(0, drawn).view(REPLICATES, blocks).sum(dim=1) for sums in of_block)
     shares = 100 * waited / took.clamp(min=torch.finfo(torch.float64).tiny)
     tail = _tail(blocks)
-    low, high = shares.quantile(torch.tensor((tail, 1 - tail), dtype=torch.float64)).tolist()
+    low, high = shares.quantile(pairs.new_tensor((tail, 1 - tail))).tolist()
     return max(0.0, low), min(100.0, high)
 
 

@@ -77,6 +77,8 @@ class HookTimes:
         if self._on and self.tap is not None:
             self.tap.off()
             self._steps += not self._left_out
+            for around in self._stack[:-1]:  # goes on into the next step, as an epoch that began in this look does
+                around[0] = None
         self._on = False
 
     def result(self) -> tuple[HookTime, ...]:

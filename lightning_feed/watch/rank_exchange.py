@@ -74,7 +74,7 @@ class RankExchange:
         self._windows = self._missed = 0
         self._fresh: list[float] = []
         self._sent: list[Tensor] = []
-        self._left = [torch.empty(0, 3, dtype=torch.float64)] * world_size
+        self._left = [torch.empty(0, 3, dtype=torch.float64, device="cpu")] * world_size
         """Of each rank: steps newer than the newest that all ranks measured."""
         self._warm_up = warm_up
         self._sums, self._settled = RankSums(world_size), RankSums(world_size)
@@ -143,7 +143,7 @@ class RankExchange:
             return
         rows, self._fresh = self._fresh, []
         if not self.rank:
-            mine = torch.tensor(rows, dtype=torch.float64).view(-1, 3)
+            mine = torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, 3)
             self._sent = [*self._sent[-1:], mine]
             return
         packed = array("d", (_LAYOUT, self._windows, len(rows) // 3, *rows)).tobytes()

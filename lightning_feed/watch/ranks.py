@@ -34,9 +34,11 @@ def align(ranks: Sequence[Tensor]) -> Tensor:
         (3, ranks, common steps) float64, in the order of the steps' numbers.
     """
     every = torch.cat(list(ranks))
-    of_rank = torch.repeat_interleave(torch.arange(len(ranks)), torch.tensor([len(rows) for rows in ranks]))
+    of_rank = torch.repeat_interleave(
+        torch.arange(len(ranks), device="cpu"), torch.tensor([len(rows) for rows in ranks], device="cpu")
+    )
     numbers, place = torch.unique(every[:, NUMBER], return_inverse=True)
-    grid = torch.full((3, len(ranks), len(numbers)), torch.nan, dtype=torch.float64)
+    grid = torch.full((3, len(ranks), len(numbers)), torch.nan, dtype=torch.float64, device="cpu")
     grid[:, of_rank, place] = every.T
     return grid[:, :, ~grid[NUMBER].isnan().any(dim=0)]
 
@@ -73,7 +75,7 @@ class RankSums:
     def __init__(self, world_size: int) -> None:
         self.steps = 0
         self._longest_idle_ns = self._longest_step_ns = 0.0
-        self._idle_ns = torch.zeros(world_size, dtype=torch.float64)
+        self._idle_ns = torch.zeros(world_size, dtype=torch.float64, device="cpu")
 
     def add(self, common: Tensor) -> None:
         """Count in what :func:`align` gave."""

@@ -224,6 +224,12 @@ def test_the_replay_on_the_device_leaves_the_way_there_out() -> None:
 # --- the loader alone ---------------------------------------------------------------------------------------------
 
 
+def test_hooks_of_the_diagnosis_itself_are_not_named() -> None:
+    found = short_diagnosis(make_trainer(), Module(), Data(), only="X1")
+    names = [hook.name for hook in found.measurements.hooks]
+    assert not any("ShortFit" in name or "GPUStarvationCallback" in name for name in names)
+
+
 def test_a_data_module_alone() -> None:
     data = Data()
     found = diagnose(None, None, data, budget_s=4.0, only="X1,X3")

@@ -122,3 +122,9 @@ def test_the_total_of_a_run_has_an_interval_its_windows_have_none() -> None:
     short = Ledger()
     short.fresh += [StepTimes(0, 5, 0, 5, 5, True)] * (WARM_UP_STEPS + 19)
     assert short.total(prefetch_active=None).starved_low_pct is None
+
+
+def test_numbers_stay_on_the_host_whatever_the_default_device_is() -> None:
+    before = ratio_interval_pct([1.0, 2.0] * 40, [4.0] * 80, 4)
+    with torch.device("meta"):
+        assert ratio_interval_pct([1.0, 2.0] * 40, [4.0] * 80, 4) == before

@@ -177,3 +177,14 @@ def test_no_result_without_a_look() -> None:
     hooks.step(FIRST_LOOK)
     assert hooks.result() == ()
     assert hooks.next_look == FIRST_LOOK + EVERY
+
+
+def test_an_epoch_that_begins_in_a_look_is_not_a_hook() -> None:
+    loop = Loop()
+    loop.run(FIRST_LOOK + 2)  # the last call begins a look
+    with loop.profiler.profile("epoch"):
+        loop.run(1)
+        loop.clock.now += 60_000_000_000
+    loop.run(EVERY + FIRST_LOOKS)
+    names = {one.name for one in loop.hooks.result()}
+    assert names == {"inner", "outer", "ours"}

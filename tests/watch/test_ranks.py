@@ -440,3 +440,15 @@ def test_nothing_happens_where_torch_has_no_store(monkeypatch: pytest.MonkeyPatc
     assert first._prefix != second._prefix
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     assert rank_exchange.open_rank_exchange() is None
+
+
+def test_numbers_stay_on_the_host_whatever_the_default_device_is() -> None:
+    store = torch.distributed.HashStore()
+    with torch.device("meta"):
+        ranks = [RankExchange(store, rank, 2, session=1) for rank in range(2)]
+        for window in range(2):
+            for rank in (1, 0):
+                ranks[rank].send([StepTimes(1, 2, 3, 4, 5, True, 10 * window + step) for step in range(1, 9)])
+        found = ranks[0].take()
+    assert found is not None
+    assert (found.steps, found.data_idle_ms_by_rank) == (8, (2e-6, 2e-6))

@@ -163,6 +163,9 @@ ASLEEP = {"workers_on_cpu_pct": 2.0, "workers_run_queue_pct": 1.0, "workers_bloc
         ({}, {}, {"worker_scaling": ((2, 20.0), (4, 25.0))}, {"num_workers=4": 80}),
         ({}, {}, {"worker_scaling": ((2, 20.0), (4, 60.0))}, {"num_workers=4": 60}),
         ({}, {}, {"worker_scaling": ((2, 20.0), (4, 20.3))}, {}),  # tried: no gain
+        # tried alone, where training took no CPU: 180 ms of the workers and 60 of the step, on 4 CPUs
+        ({"usable_cpus": 4}, BUSY, {"worker_scaling": ((2, 20.0), (4, 39.0))}, {"num_workers=4": 60}),
+        ({"usable_cpus": 3}, BUSY, {"worker_scaling": ((2, 20.0), (3, 30.0))}, {"num_workers=3": 80}),
         ({}, {}, {"model_per_s": 1000 / 70}, {"num_workers=4": 70}),  # the model alone takes 70 ms
     ],
 )
@@ -170,6 +173,39 @@ def test_more_workers(facts: Any, loaders: Any, found: Any, predicted: dict[str,
     promised = _data(_measured(loaders=loaders, found=found, **facts), "cpu")
     workers = {what: ms for what, ms in promised.items() if what.startswith("num_workers")}
     assert workers == pytest.approx(predicted)
+
+
+def test_without_transforms_the_cpus_are_still_shared_with_training() -> None:
+    found = {"loader_per_s": 20.0, "no_transform_per_s": 40.0}
+    # 2 workers for 50 ms, all of it on a CPU, and 90 ms of the step: on 2 CPUs
+    shared = _measured(loaders=BUSY, found=found, usable_cpus=2, host_cpu_ms=90.0)
+    assert _data(shared, "cpu")["device_transform=True"] == pytest.approx(95)
+    waits = _measured(loaders={"workers_on_cpu_pct": 2.0}, found=found, usable_cpus=2, host_cpu_ms=90.0)
+    assert _data(waits, "cpu")["device_transform=True"] == pytest.approx(60)  # the floor
+
+
+def test_parts_that_nobody_reads_are_dropped_where_their_bytes_count() -> None:
+    def dropped(cause: Cause, **sizes: int) -> list[str]:
+        keys = tuple(KeyUse(name=name, bytes_per_batch=size, used=name == "image") for name, size in sizes.items())
+        return [one for one in _data(_measured(found={"keys": keys}), cause) if one.startswith("drop_keys")]
+
+    assert dropped("cpu", image=100, depth=100) == ["drop_keys=depth"]
+    assert dropped("cpu", image=100, path=5) == []
+    assert dropped("cold reads", image=100, depth=100) == []
+    assert dropped("cpu", depth=100, path=100) == []  # a batch needs something
+
+
+def test_one_worker_is_one() -> None:
+    said = diagnose(_measured(num_workers=1)).evidence
+    assert "the loader has 1 worker on 8 CPUs" in said
+    assert "the loader has no workers on 8 CPUs" in diagnose(_measured(num_workers=0)).evidence
+
+
+def test_a_loader_alone_has_no_verdict_and_the_reason() -> None:
+    nothing = StarvationStats(steps=0, confidence="low")
+    alone = diagnose(Measurements(stats=nothing, experiments=ExperimentResults(loader_per_s=5.0)))
+    assert alone.evidence == ("only the loader was measured; whether training waits for it takes a LightningModule",)
+    assert "0 steps were measured" in diagnose(Measurements(stats=nothing)).evidence[0]
 
 
 def test_workers_that_wait_need_no_cpu_each() -> None:

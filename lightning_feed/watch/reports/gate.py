@@ -22,9 +22,10 @@ def check_starved(report: Report, *, above_pct: float) -> str:
     """
     stats, ranks = report.diagnosis.stats, report.diagnosis.measurements.ranks
     if report.diagnosis.grade == "not measured" or stats.starved_pct is None:
+        alone = report.diagnosis.measurements.experiments is not None and not stats.steps
+        todo = "Diagnose a LightningModule with it." if alone else "Train longer with GPUStarvationCallback."
         raise ReportError(
-            f"nothing to hold against the limit of {above_pct:g} %: {stats.steps} steps were measured. Train longer "
-            "with GPUStarvationCallback."
+            f"nothing to hold against the limit of {above_pct:g} %: {stats.steps} steps were measured. {todo}"
         )
     starved, whose = stats.starved_pct, "starved_pct"
     if ranks is not None and ranks.starved_pct is not None and ranks.starved_pct > starved:

@@ -13,8 +13,9 @@ BAR = 32
 """Characters of the longest bar."""
 CUT = 3
 """The longest bar shows this many times the narrowest rate. What is longer is cut: a copy may be 100 times as fast."""
-_STAGES = ("read", "decode")
-"""Costs that are stations of their own; the rest is what the transforms take."""
+_STAGES = ("read", "decode", "load")
+"""Costs that are stations of their own; the rest is what the transforms take. ``load`` is all of a sample that is not
+told apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,9 @@ def road_text(road: Road) -> str:
     width = max(len(name) for name, _, _ in rows)
     lines = [f"{'ROAD':{width}}{road.unit:>13}"]
     for name, per_s, remark in rows:
-        bar = "#" * max(1, round(BAR * per_s / road.full_per_s)) if per_s <= road.full_per_s else "#" * (BAR - 1) + ">"
+        bar = (
+            "#" * max(1, round(BAR * (per_s / road.full_per_s))) if per_s <= road.full_per_s else "#" * (BAR - 1) + ">"
+        )
         lines.append(f"{name:{width}}{in_rate(per_s):>13}  {bar:{BAR}}  {remark}".rstrip())
     return "\n".join(lines)
 

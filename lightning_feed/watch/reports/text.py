@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
-from lightning_feed.watch.experiments.results import ExperimentResults
-from lightning_feed.watch.reports.road import read_road, road_text
+from lightning_feed.watch.reports.road import in_rate, read_road, road_text
 from lightning_feed.watch.reports.tables import disk_text
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
 from lightning_feed.watch.verdict.units import in_ms
+
+COSTS_NAMED = 6
+"""Steps of a sample's way that the console names, the dearest first."""
 
 Printer = Callable[[str], object]
 
@@ -15,7 +17,8 @@ def as_text(diagnosis: Diagnosis) -> str:
     """The verdict, how a step divides, why, and what to change; a line each. With experiments, the road behind it."""
     stats = diagnosis.stats
     if diagnosis.bottleneck == "unknown" or stats.step_ms is None:
-        return f"FEED  no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."
+        lines = [f"FEED  no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."]
+        return "\n".join(lines + _found(diagnosis))
     trust = f"confidence {diagnosis.confidence}, {stats.steps} steps"
     if stats.starved_low_pct is not None and stats.starved_high_pct is not None:
         trust = f"95 % CI {stats.starved_low_pct:.0f}-{stats.starved_high_pct:.0f}, {trust}"
@@ -35,11 +38,7 @@ def as_text(diagnosis: Diagnosis) -> str:
         predicted = remedy.predicted_step_ms
         then = "" if predicted is None else f" (predicted step {in_ms(predicted, whole)} ms)"
         lines.append(f"{'      ' if number else 'fix   '}{remedy.code}    # {remedy.why}{then}")
-    road = read_road(diagnosis)
-    if road is not None:
-        lines += ["", road_text(road)]
-    lines += _beside(diagnosis.measurements.experiments)
-    return "\n".join(lines)
+    return "\n".join(lines + _found(diagnosis))
 
 
 def print_report(diagnosis: Diagnosis, printer: Printer | None) -> None:
@@ -77,17 +76,29 @@ def cause_text(diagnosis: Diagnosis) -> str:
     name = "" if diagnosis.cause in ("unknown", diagnosis.bottleneck) else diagnosis.cause
     said = ""
     if diagnosis.bottleneck == "data":
-        said = "; ".join(one for one in (_shares(diagnosis), _cpus(diagnosis.measurements.facts)) if one)
+        cpus = _cpus(diagnosis.measurements.facts, crowded=diagnosis.cause == "oversubscribed")
+        said = "; ".join(one for one in (_shares(diagnosis), cpus) if one)
     elif diagnosis.bottleneck == "framework":
         said = "; ".join(f"{one.name} {one.ms_per_step:.1f} ms a step" for one in diagnosis.measurements.hooks[:3])
     return f"{name}: {said}" if name and said else name or said
 
 
-def _beside(found: ExperimentResults | None) -> list[str]:
-    """What experiments found beside the road and is worth a line."""
+def _found(diagnosis: Diagnosis) -> list[str]:
+    """What experiments found: the road, and what beside it is worth a line."""
+    found = diagnosis.measurements.experiments
     if found is None:
         return []
-    lines = []
+    road = read_road(diagnosis)
+    lines = ["", road_text(road)] if road is not None else []
+    if found.costs:
+        dearest = sorted(found.costs, key=lambda one: -one.wall_ms)
+        named = [f"{one.name} {one.wall_ms:.2f} ms" for one in dearest[:COSTS_NAMED]]
+        more = f", {len(dearest) - COSTS_NAMED} more" if len(dearest) > COSTS_NAMED else ""
+        lines.append(f"costs {', '.join(named)}{more}: {sum(one.wall_ms for one in dearest):.2f} ms a sample")
+    if len(found.worker_scaling) > 1:
+        size, unit = (found.batch_size, "samples/s") if found.batch_size else (1, "batches/s")
+        tried = [f"{workers}: {in_rate(size * per_s)}" for workers, per_s in found.worker_scaling]
+        lines.append(f"tried num_workers {', '.join(tried)} {unit}, the loader alone")
     if found.disk is not None and disk_text(found.disk):
         lines.append(f"disk  {disk_text(found.disk)}")
     unused = [f"{one.name} ({one.bytes_per_batch / 1e3:.1f} kB a batch)" for one in found.keys if one.used is False]
@@ -107,11 +118,13 @@ def _shares(diagnosis: Diagnosis) -> str:
     return f"workers {', '.join(known)}" if known else ""
 
 
-def _cpus(facts: LoopFacts) -> str:
+def _cpus(facts: LoopFacts, *, crowded: bool) -> str:
     if facts.num_workers is None:
         return ""
     workers = f"{facts.num_workers} worker{'' if facts.num_workers == 1 else 's'}"
     if facts.usable_cpus is None:
         return workers
+    if crowded:  # workers do not get the CPUs that are left for them
+        return f"{workers}, {facts.usable_cpus} CPU{'' if facts.usable_cpus == 1 else 's'} may be used"
     free = max(0, facts.usable_cpus - facts.num_workers)
     return f"{workers}, {free} of {facts.usable_cpus} CPUs free"

@@ -24,7 +24,10 @@ def evidence_of(measured: Measurements, shares: Shares, because: tuple[str, ...]
         said.append(f"the first batch of an epoch comes after {stats.epoch_start_s:.1f} s")
     if "data" in shares.over and facts.num_workers is not None:
         cpus = f" on {facts.usable_cpus} CPUs" if facts.usable_cpus is not None else ""
-        said.append(f"the loader has {facts.num_workers} workers{cpus}")
+        some = (
+            f"{facts.num_workers} worker{'' if facts.num_workers == 1 else 's'}" if facts.num_workers else "no workers"
+        )
+        said.append(f"the loader has {some}{cpus}")
     if stats.lost_steps:
         said.append(f"{stats.lost_steps} steps could not be measured on the device")
     return tuple(said)

@@ -33,16 +33,46 @@ def period_ms(measured: Measurements, shares: Shares) -> float | None:
     return shares.step_ms
 
 
-def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: float | None = None) -> float | None:
+def with_rate(
+    measured: Measurements, shares: Shares, rate: float | None, now: float | None = None, workers: int | None = None
+) -> float | None:
     """Step time with a loader that gives ``rate`` batches per second where it gave ``now``, both alone.
 
     Beside training a loader is slower than alone. So the ratio of both counts, not the rate; without ``now``, the rate.
+    Alone it has the CPUs that training takes for itself, too: see :func:`cpu_floor_ms`.
+
+    Args:
+        measured: all figures.
+        shares: how a step divides.
+        rate: batches per second with the remedy.
+        now: the same without it.
+        workers: with the remedy; None: as many as now.
     """
     if not rate:
         return None
     running = period_ms(measured, shares)
     after = running * now / rate if now and running is not None else 1e3 / rate
-    return min(shares.step_ms, max(floor_ms(measured, shares), after))
+    cpus = cpu_floor_ms(measured, shares, workers or measured.facts.num_workers or 0, after)
+    return min(shares.step_ms, max(floor_ms(measured, shares), after, cpus))
+
+
+def cpu_floor_ms(measured: Measurements, shares: Shares, workers: int, after: float) -> float:
+    """Step time in which the CPUs can do all there is to do: ``(workers + host) / cpus``, CPU time of each per step.
+
+    That of the workers is what they take now, or less where so many of them would have less time. 0.0: not known.
+
+    Args:
+        measured: all figures.
+        shares: how a step divides.
+        workers: with the remedy.
+        after: milliseconds in which they make a batch with it, if they have a CPU each.
+    """
+    facts, on_cpu = measured.facts, measured.loaders.workers_on_cpu_pct
+    running = period_ms(measured, shares)
+    if on_cpu is None or running is None or not facts.usable_cpus or not facts.num_workers:
+        return 0.0
+    spent = min(facts.num_workers * running * on_cpu / 100, workers * after)
+    return (spent + _host_ms(measured, shares)) / facts.usable_cpus
 
 
 def with_workers(measured: Measurements, shares: Shares, more: int) -> float | None:
@@ -50,21 +80,17 @@ def with_workers(measured: Measurements, shares: Shares, more: int) -> float | N
 
     By the rates that were tried, where both numbers were. Else each worker adds its rate, until the CPU time of a batch
     takes all CPUs: ``T >= (workers x period x on_cpu + host) / cpus``, with the CPU time of the training process in a
-    step. On a CPU that computes the steps it is all of the step that does not wait, where it was not measured.
+    step. On a CPU that computes the steps it is all of the step that does not wait, where it was not measured. The same
+    bound holds for the rates that were tried: those are of the loader alone.
     """
-    facts, loaders = measured.facts, measured.loaders
-    running, workers = period_ms(measured, shares), facts.num_workers
+    running, workers = period_ms(measured, shares), measured.facts.num_workers
     if running is None or workers is None:
         return None
     tried = by_trial(measured, shares, more)
     if tried is not None:
         return tried
-    alone = max(workers, 1)
-    after = running * alone / more
-    on_cpu = loaders.workers_on_cpu_pct
-    if on_cpu is not None and facts.usable_cpus and workers:
-        after = max(after, (alone * running * on_cpu / 100 + _host_ms(measured, shares)) / facts.usable_cpus)
-    return min(shares.step_ms, max(floor_ms(measured, shares), after))
+    after = running * max(workers, 1) / more
+    return min(shares.step_ms, max(floor_ms(measured, shares), after, cpu_floor_ms(measured, shares, more, after)))
 
 
 def by_trial(measured: Measurements, shares: Shares, workers: int) -> float | None:
@@ -73,7 +99,7 @@ def by_trial(measured: Measurements, shares: Shares, workers: int) -> float | No
     tried = dict(found.worker_scaling) if found is not None else {}
     if workers not in tried or now not in tried:
         return None
-    return with_rate(measured, shares, tried[workers], tried[now])
+    return with_rate(measured, shares, tried[workers], tried[now], workers)
 
 
 def with_bytes_cached(measured: Measurements, shares: Shares) -> float | None:

@@ -17,6 +17,11 @@ UINT8 = "def device_transform(self, batch, split): return batch[0].float().div(2
 STAGE = 'FastDataModule(data_dir="data", stage_to="/dev/shm")'
 PACK = "lightning-feed pack data packed"
 
+UNUSED_SHARE = 0.1
+"""Share of a batch's bytes in parts that nobody reads, from which leaving them out is worth naming."""
+_BY_BYTES: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed", "pin thread", "waiting")
+"""Where a batch of fewer bytes is made, or handed over, sooner."""
+
 Remedies = list[Remedy]
 
 
@@ -34,6 +39,8 @@ def data_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remed
     }
     remedies = by_cause.get(cause, _work)(measured, shares)
     facts = measured.facts
+    if cause in _BY_BYTES:
+        remedies += unused_keys(measured, UNUSED_SHARE)
     starts_slowly = (measured.stats.epoch_start_s or 0) >= SLOW_START_S
     if starts_slowly and cause != "epoch start" and facts.persistent_workers is False and facts.num_workers:
         remedies.append(_persistent(facts))
@@ -49,6 +56,23 @@ def loader_line(facts: LoopFacts, **settings: object) -> str:
     if facts.ours is False:
         return f"DataLoader(dataset, {given})"
     return f"FastDataModule(loader=LoaderSettings({given}))"
+
+
+def unused_keys(measured: Measurements, least_share: float = 0.0) -> Remedies:
+    """Leave parts of the batch out that no training step reads, where they are more than this share of its bytes."""
+    found = measured.experiments
+    keys = () if found is None else found.keys
+    unused = tuple(key.name for key in keys if key.used is False)
+    spared = sum(key.bytes_per_batch for key in keys if key.used is False)
+    if not unused or len(unused) == len(keys) or spared < least_share * sum(key.bytes_per_batch for key in keys):
+        return []  # a step that reads nothing of its batch is a trial, and needs one all the same
+    return [
+        Remedy(
+            code=f"FastDataModule(drop_keys={unused!r})",
+            why="no training step reads them",
+            changes=f"drop_keys={'+'.join(unused)}",
+        )
+    ]
 
 
 def _change(facts: LoopFacts, why: str, predicted: float | None = None, **settings: object) -> Remedy:
@@ -131,7 +155,10 @@ def _oversubscribed(measured: Measurements, shares: Shares) -> Remedies:
         )
     else:
         remedies.append(
-            Remedy(code="torch.set_num_threads(1)", why="threads of the training process take the workers' CPUs")
+            Remedy(
+                code="torch.set_num_threads(1)",
+                why="if threads of the training process take the workers' CPUs; else other programs do",
+            )
         )
     remedies.append(_uint8(measured, shares))
     return remedies

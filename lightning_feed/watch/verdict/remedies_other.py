@@ -4,7 +4,7 @@ import re
 
 from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, Measurements, Remedy
-from lightning_feed.watch.verdict.remedies_data import UINT8, loader_line
+from lightning_feed.watch.verdict.remedies_data import UINT8, loader_line, unused_keys
 from lightning_feed.watch.verdict.shares import Shares
 
 RARELY = 50
@@ -94,16 +94,7 @@ def copy_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remed
             changes="device_transform=True",
         )
     )
-    unused = _unused(measured)
-    if unused:
-        remedies.append(
-            Remedy(
-                code=f"FastDataModule(drop_keys={unused!r})",
-                why="no training step reads them",
-                changes=f"drop_keys={'+'.join(unused)}",
-            )
-        )
-    return remedies
+    return remedies + unused_keys(measured)
 
 
 def compute_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remedies:
@@ -177,8 +168,3 @@ def _way_out(sync: str) -> Remedy | None:
     elif sync == "grad_scaler":
         why = f"{why}; bf16 needs no scaler"
     return Remedy(code=ways[sync], why=why, changes=f"{sync}=False")
-
-
-def _unused(measured: Measurements) -> tuple[str, ...]:
-    found = measured.experiments
-    return () if found is None else tuple(key.name for key in found.keys if key.used is False)

@@ -39,11 +39,14 @@ def diagnose(measured: Measurements) -> Diagnosis:
     shares = shares_of(measured)
     if shares is None:
         reason = f"{stats.steps} steps were measured, and a verdict needs {MIN_STEPS}: the first of an epoch and those "
+        reason += "after a validation do not count"
+        if not stats.steps and measured.experiments is not None and measured.experiments.loader_per_s:
+            reason = "only the loader was measured; whether training waits for it takes a LightningModule"
         return Diagnosis(
             bottleneck="unknown",
             grade="not measured",
             confidence="low",
-            evidence=(reason + "after a validation do not count",),
+            evidence=(reason,),
             remedies=(),
             measurements=measured,
         )

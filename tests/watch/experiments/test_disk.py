@@ -77,6 +77,16 @@ def test_a_fast_disk_is_local(machine: Path) -> None:
     assert file_system("/a", machine) == ("xfs", "local")
 
 
+@pytest.mark.parametrize("place", ["pci0000:00/virtio2/block/vda", "vbd-51712/block/xvda"])
+def test_a_disk_of_a_virtual_machine_is_not_taken_to_rotate(machine: Path, place: str) -> None:
+    disk = machine / "sys/devices" / place
+    (disk / "queue").mkdir(parents=True)
+    (disk / "queue/rotational").write_text("1\n")  # Linux says so of all of them
+    (machine / "sys/dev/block/254:0").symlink_to(disk)
+    (machine / "proc/self/mountinfo").write_text("26 22 254:0 / / rw - ext4 /dev/root rw\n")
+    assert file_system("/a", machine) == ("ext4", "local")
+
+
 def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
     assert file_system("/pictures/a", tmp_path) == (None, None)
     facts = disk_facts(["/a"], [100, 300], reads=None, files_per_s=None, root=tmp_path)

@@ -16,7 +16,7 @@ from watch.reports.sample_reports import (
     sample_stats,
 )
 
-from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse
+from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse, NamedCost
 from lightning_feed.watch.reports.markdown import as_markdown, diagnosis_markdown
 from lightning_feed.watch.reports.report import Report
 from lightning_feed.watch.reports.road import in_rate, read_road, road_text
@@ -48,6 +48,27 @@ def test_the_report_of_a_starved_gpu() -> None:
         '      ImageFolderDataModule(root, decoder="turbo")    # decodes in less CPU time (predicted step 61.0 ms)',
         "      def device_transform(self, batch, split): ...    # uint8 batches are smaller",
     ]
+
+
+def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
+    alone = nothing_measured()
+    measured = replace(alone.measurements, experiments=sample_experiments(), facts=sample_facts())
+    text = as_text(replace(alone, measurements=measured))
+    assert text.startswith("FEED  no verdict: ")
+    assert "ROAD" in text
+    assert (
+        "costs decode 9.80 ms, RandomResizedCrop 3.20 ms, read 1.90 ms, ColorJitter 1.40 ms: 16.30 ms a sample" in text
+    )
+    assert "tried num_workers 6: 371, 12: 717 samples/s, the loader alone" in text
+    assert "skip  X6: the files belong to another user" in text
+
+
+def test_a_sample_that_is_loaded_as_a_whole_is_no_transform() -> None:
+    found = sample()
+    whole = replace(sample_experiments(), costs=(NamedCost(name="load", cpu_ms=2.0, wall_ms=2.0),))
+    road = read_road(replace(found, measurements=replace(found.measurements, experiments=whole)))
+    assert road is not None
+    assert [one.name for one in road.stations][:2] == ["load", "collate, IPC"]
 
 
 def test_no_interval_is_said_where_there_is_none() -> None:
@@ -89,7 +110,7 @@ def test_the_cause_holds_what_is_known() -> None:
     assert _cause(replace(found, measurements=nothing, cause="unknown")) is None
     over = replace(known, loaders=LoaderStats(), facts=sample_facts(num_workers=30, usable_cpus=20))
     assert _cause(replace(found, measurements=over, cause="oversubscribed")) == (
-        "cause oversubscribed: 30 workers, 0 of 20 CPUs free"
+        "cause oversubscribed: 30 workers, 20 CPUs may be used"
     )
 
 
