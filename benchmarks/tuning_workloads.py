@@ -1,0 +1,234 @@
+"""The eight data sets that the tuner is tried on. Samples are made by real work: no arithmetic in place of a loader.
+
+Where a network's latency is meant, a sleep stands for it (``io``), and nothing else sleeps.
+"""
+
+import mmap
+import os
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.tuning.values import Setting
+
+_BLOCK = 4096
+"""What O_DIRECT reads are aligned to."""
+_FETCH_S = 0.008
+"""The latency of an object store within a data centre."""
+
+
+class Packed:
+    """Compressible pixels, as bytes: decompressing them is a decoder's work without its libraries."""
+
+    def __init__(self, kib: int, count: int = 16) -> None:
+        random = np.random.default_rng(0)
+        smooth = [np.cumsum(random.integers(-2, 3, kib * 1024), dtype=np.int64).astype(np.uint8) for _ in range(count)]
+        self.blobs = [zlib.compress(one.tobytes(), 6) for one in smooth]
+
+    def decode(self, index: int) -> np.ndarray[Any, Any]:
+        """One of them, as bytes again."""
+        return np.frombuffer(zlib.decompress(self.blobs[index % len(self.blobs)]), dtype=np.uint8)
+
+
+class CpuHeavy(Dataset[Tensor]):
+    """Decompress 768 KiB, then work through it in numpy under the GIL."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.packed = size, Packed(768)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        pixels = self.packed.decode(index).astype(np.float32)
+        pixels = np.sort(pixels[: 64 * 1024]).reshape(64, 1024)
+        return torch.from_numpy((pixels - pixels.mean()) / (pixels.std() + 1))
+
+
+class IoHeavy(Dataset[Tensor]):
+    """Wait for a far store, then decompress 32 KiB of what it gave."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.packed = size, Packed(32)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(_FETCH_S)  # stands for the network
+        return torch.from_numpy(self.packed.decode(index).copy())
+
+
+class Mixed(Dataset[Tensor]):
+    """Read 1 MiB past the page cache (O_DIRECT where the file system has it), then decompress 192 KiB."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        self.size, self.packed, self.path = size, Packed(192), folder / "mixed.bin"
+        self.bytes, self.files = 2**20, 64
+        if not self.path.exists():
+            with self.path.open("wb") as file:
+                for _ in range(self.files):
+                    file.write(os.urandom(self.bytes))
+                file.flush()
+                os.fsync(file.fileno())
+        self.direct = _can_read_direct(self.path)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        offset = (index * 7919) % self.files * self.bytes
+        flags = os.O_RDONLY | (os.O_DIRECT if self.direct else 0)
+        file = os.open(self.path, flags)
+        try:
+            with mmap.mmap(-1, self.bytes) as aligned:
+                os.preadv(file, [aligned], offset)
+                head = int.from_bytes(aligned[:8], "little")
+            if not self.direct:
+                os.posix_fadvise(file, offset, self.bytes, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+        pixels = self.packed.decode(index).copy()
+        pixels[0] = head % 256
+        return torch.from_numpy(pixels)
+
+
+class Tiny(Dataset[Tensor]):
+    """Four numbers."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, index + 1, index + 2, index + 3], dtype=torch.float32)
+
+
+class Huge(Dataset[Tensor]):
+    """Four megabytes a sample, which must be copied, collated and sent."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.scene = np.random.default_rng(0).random((4, 2**20), dtype=np.float32)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self.scene[index % 4] * np.float32(0.5))
+
+
+class HeavyTailed(Dataset[Tensor]):
+    """Decompress 32 KiB; of one sample in 60, forty times as much."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.packed = size, Packed(32)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        for turn in range(40 if index % 60 == 0 else 1):
+            pixels = self.packed.decode(index + turn)
+        return torch.from_numpy(pixels.copy())
+
+
+class InMemory(Dataset[tuple[Tensor, int]]):
+    """Small images that lie in memory as uint8, made floats one by one: CIFAR as most load it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.images = torch.randint(0, 256, (2000, 3, 32, 32), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index % 2000].float().div_(255), index % 10
+
+
+class ThreadFriendly(Dataset[Tensor]):
+    """Decompress 1 MiB: nearly all of it without the GIL, and a large result to hand over."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.packed = size, Packed(1024, count=4)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.frombuffer(bytearray(zlib.decompress(self.packed.blobs[index % 4])), dtype=torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One data set, and how it is loaded."""
+
+    name: str
+    make: Callable[[Path], Dataset[Any]]
+    batch_size: int
+    ours: bool = False
+    """A FeedLoader, which has threads to offer; else torch's DataLoader."""
+    step_ms: float | None = None
+    """What a training step takes, from which the demand follows; None: the fastest is looked for."""
+
+    @property
+    def demand_per_s(self) -> float | None:
+        """Batches per second."""
+        return None if self.step_ms is None else 1e3 / self.step_ms
+
+    def loader(self, dataset: Dataset[Any], setting: Setting | None = None) -> DataLoader[Any]:
+        """The loader as a user first writes it, or with a setting."""
+        kind: Any = FeedLoader if self.ours else DataLoader
+        options: dict[str, Any] = {}
+        if setting is not None and setting.num_workers:
+            options = {
+                "num_workers": setting.num_workers,
+                "prefetch_factor": setting.prefetch_factor,
+                "in_order": setting.in_order,
+            }
+            if self.ours:
+                options["workers"] = setting.workers
+        loader: DataLoader[Any] = kind(dataset, batch_size=self.batch_size, shuffle=True, **options)
+        return loader
+
+
+SIZE = 6000
+WORKLOADS = (
+    Workload(name="CPU-heavy", make=lambda _: CpuHeavy(SIZE), batch_size=8),
+    Workload(name="I/O-heavy", make=lambda _: IoHeavy(SIZE), batch_size=4),
+    Workload(name="mixed", make=lambda folder: Mixed(SIZE, folder), batch_size=8, step_ms=40),
+    Workload(name="tiny samples", make=lambda _: Tiny(40 * SIZE), batch_size=256),
+    Workload(name="huge batches", make=lambda _: Huge(SIZE), batch_size=4),
+    Workload(name="heavy-tailed", make=lambda _: HeavyTailed(SIZE), batch_size=16, step_ms=30),
+    Workload(name="in memory", make=lambda _: InMemory(20 * SIZE), batch_size=128),
+    Workload(name="thread-friendly", make=lambda _: ThreadFriendly(SIZE), batch_size=4, ours=True),
+)
+
+
+def _can_read_direct(path: Path) -> bool:
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        with mmap.mmap(-1, _BLOCK) as aligned:
+            os.preadv(file, [aligned], 0)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
