@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_feed.autotune_callback import AutotuneCallback
     from lightning_feed.datamodule import FastDataModule
     from lightning_feed.diagnosing import diagnose
     from lightning_feed.errors import FeedError
@@ -12,8 +13,10 @@ if TYPE_CHECKING:
     from lightning_feed.load.settings import LoaderSettings
     from lightning_feed.prefetch_callback import PrefetchCallback
     from lightning_feed.starvation_callback import GPUStarvationCallback
+    from lightning_feed.tuning.run import tune
 
 __all__ = [
+    "AutotuneCallback",
     "CacheableDataset",
     "FastDataModule",
     "FeedError",
@@ -22,10 +25,12 @@ __all__ = [
     "LoaderSettings",
     "PrefetchCallback",
     "diagnose",
+    "tune",
 ]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AutotuneCallback": "lightning_feed.autotune_callback",
     "CacheableDataset": "lightning_feed.load.cacheable",
     "FastDataModule": "lightning_feed.datamodule",
     "FeedError": "lightning_feed.errors",
@@ -34,6 +39,7 @@ _HOMES = {
     "LoaderSettings": "lightning_feed.load.settings",
     "PrefetchCallback": "lightning_feed.prefetch_callback",
     "diagnose": "lightning_feed.diagnosing",
+    "tune": "lightning_feed.tuning.run",
 }
 
 

@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_stage(commands)
     _add_report(commands)
     _add_diagnose(commands)
+    _add_tune(commands)
     _add_doctor(commands)
     return parser
 
@@ -160,6 +161,42 @@ def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     diagnose.set_defaults(run=_diagnose)
 
 
+def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="find num_workers and the other loader settings, by a few trials",
+        description="TARGET is as for diagnose. With a LightningModule the smallest setting is looked for that keeps "
+        "it fed, else the fastest. Takes about 30 s; what was found is remembered.",
+    )
+    tune.add_argument("target", metavar="TARGET", help="module.py:NAME or package.module:NAME")
+    tune.add_argument("--budget", type=float, default=30.0, metavar="S", help="seconds for the trials (default: 30)")
+    tune.add_argument("--trials", type=int, default=5, metavar="N", help="at most so many trials (default: 5)")
+    tune.add_argument("--fresh", action="store_true", help="look anew, whatever is remembered")
+    tune.add_argument(
+        "--demand", type=float, metavar="SAMPLES_PER_S", help="what the model can take (default: measured)"
+    )
+    tune.add_argument(
+        "--sweep",
+        type=_workers_grid,
+        nargs="?",
+        const=tuple(range(0, 51, 5)),
+        metavar="LIST",
+        help="try a whole grid of workers too (default LIST: 0,5,10,...,50)",
+    )
+    tune.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweep into this PNG file")
+    tune.add_argument("--accelerator", default="auto", metavar="A", help="as for the Trainer (default: auto)")
+    tune.add_argument("--json", action="store_true", help="print what was found as JSON")
+    tune.set_defaults(run=_tune)
+
+
+def _workers_grid(text: str) -> tuple[int, ...]:
+    """Numbers of workers from the command line."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no list of whole numbers, such as 0,2,4,8") from None
+
+
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     doctor = commands.add_parser(
         "doctor",
@@ -254,11 +291,11 @@ def _compare(arguments: argparse.Namespace) -> None:
 def _diagnose(arguments: argparse.Namespace) -> None:
     from lightning_feed.diagnosing import DiagnosisInterrupted, diagnose
     from lightning_feed.diagnosing.target import open_target, trainer_for
-    from lightning_feed.diagnosing.text import whole_text
     from lightning_feed.watch.reports.document import as_json, make_report
+    from lightning_feed.watch.reports.text import as_text
 
     def show(diagnosis: "Diagnosis") -> None:
-        print(as_json(make_report(diagnosis)) if arguments.json else whole_text(diagnosis))
+        print(as_json(make_report(diagnosis)) if arguments.json else as_text(diagnosis))
 
     with open_target(arguments.target) as target:
         trainer = trainer_for(target, arguments.accelerator)
@@ -278,6 +315,38 @@ def _diagnose(arguments: argparse.Namespace) -> None:
             print(f"lightning-feed: what was measured before Ctrl-C is in {arguments.out}", file=sys.stderr)
             raise
     print(f"Written to {arguments.out}.", file=sys.stderr)
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    from lightning_feed.diagnosing.target import open_target, trainer_for
+    from lightning_feed.errors import SettingsError
+    from lightning_feed.extras import require
+    from lightning_feed.load.tuning.sweep import write_plot
+    from lightning_feed.tuning.command import Wanted, run_tune
+    from lightning_feed.tuning.output import tuned_document, tuned_text
+
+    if arguments.plot is not None and arguments.sweep is None:
+        raise SettingsError("--plot draws a sweep, and there is none. Add --sweep, or leave --plot out.")
+    if arguments.plot is not None:
+        require("matplotlib", extra="plot", why="--plot")  # before a minute is spent on trials
+    wanted = Wanted(
+        samples_per_s=arguments.demand,
+        budget_s=arguments.budget,
+        max_trials=arguments.trials,
+        fresh=arguments.fresh,
+        grid=arguments.sweep,
+    )
+    with open_target(arguments.target) as target:
+        tuned, swept = run_tune(target.datamodule, target.model, trainer_for(target, arguments.accelerator), wanted)
+    if arguments.json:
+        document = tuned_document(tuned)
+        print(json.dumps(document if swept is None else {**document, "sweep": swept.to_dict()}, indent=2))
+    else:
+        print(tuned_text(tuned))
+        if swept is not None:
+            print(f"\n{swept.text()}")
+    if swept is not None and arguments.plot is not None:
+        print(f"Drawn into {write_plot(swept, arguments.plot)}.", file=sys.stderr)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

@@ -28,8 +28,7 @@ def test_help_lists_the_commands_that_exist(capsys: pytest.CaptureFixture[str]) 
         cli.main(["--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    assert {"demo", "pack", "stage"} <= set(text.split())
-    assert not {"tune"} & set(text.split())
+    assert {"demo", "pack", "stage", "tune"} <= set(text.split())
 
 
 def test_module_and_command_are_the_same() -> None:

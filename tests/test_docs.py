@@ -114,7 +114,8 @@ def test_the_user_code_in_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_on_the_pages_parse(page: Path) -> None:
-    commands = re.findall(r"lightning-feed ((?:demo|doctor|diagnose|report|compare|tune|pack|stage)\b[^`\n&|]*)", page.read_text())
+    names = "demo|doctor|diagnose|report|compare|tune|pack|stage"
+    commands = re.findall(rf"lightning-feed ((?:{names})\b[^`\n&|]*)", page.read_text())
     for command in commands:
         cli._parser().parse_args(shlex.split(command))
 

@@ -16,7 +16,7 @@ from lightning_feed.extras import require
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_feed"
 ROAD = ("archive", "decode", "load", "transfer", "watch")
-DOORS = ("diagnosing",)
+DOORS = ("diagnosing", "tuning")
 """Doors that are folders, since they have many parts."""
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 FILES = sorted(PACKAGE.rglob("*.py"))
