@@ -18,6 +18,9 @@ from verdict_quiet import QUIET_PCT, Others
 from verdict_scenarios import SCENARIOS
 from verdict_work import calibrate, make_files
 
+# Left there, benchmarks/decode.py would be what spawned workers of other tests take for the folder tests/decode.
+del sys.path[0]
+
 pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="causes are told by /proc, on Linux")
 
 FAULTS = (
