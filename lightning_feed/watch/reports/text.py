@@ -54,6 +54,10 @@ def headline(diagnosis: Diagnosis) -> str:
     waits = f"GPU idle {stats.starved_pct:.0f} % of each step waiting for data"
     if diagnosis.device_type == "cpu":
         waits = f"training waits for data {stats.starved_pct:.0f} % of each step"
+    ranks = diagnosis.measurements.ranks
+    if diagnosis.cause == "one rank" and ranks is not None and ranks.starved_pct is not None:
+        whose = "one rank" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
+        waits = f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
     if diagnosis.bottleneck in ("data", "compute"):
         kind = diagnosis.grade if diagnosis.bottleneck == "data" else f"compute-bound, {diagnosis.grade}"
         return f"{kind}: {waits}"

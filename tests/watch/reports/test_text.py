@@ -146,6 +146,12 @@ def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
+def test_a_slow_rank_is_named_where_this_one_waits_little() -> None:
+    first = as_text(sample(cause="one rank")).splitlines()[0]
+    assert "all ranks wait 35 % of each step for the data of rank 1" in first
+    assert "GPU idle" not in first
+
+
 @ANY
 @given(any_report(finite=False))
 def test_any_report_can_be_told(report: Report) -> None:
