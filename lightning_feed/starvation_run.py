@@ -22,6 +22,9 @@ from lightning_feed.watch.tags import to_tags
 from lightning_feed.watch.verdict.diagnosis import Measurements
 from lightning_feed.watch.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger
 
+READ_EVERY_NS = 250_000_000
+"""The kernel's counters of the workers are read four times a second at most, however often windows are logged."""
+
 thread_clock = time.thread_time_ns  # bound here: programs, and Lightning's tests, patch `time`
 
 
@@ -56,7 +59,7 @@ class StarvationRun:
         self._meter.on_epoch_start = self._ledger.epoch_started
         self._meter.begin(epoch=False)
         self._hooks = HookTimes(lambda: self._meter.between_steps)
-        self._loaders = LoaderWatch(partial(_host.train_iterators, trainer))
+        self._loaders = LoaderWatch(partial(_host.train_iterators, trainer), read_every_ns=READ_EVERY_NS)
         self._ranks = open_rank_exchange(warm_up=self._warm_up)
         self._rank_total: RankStats | None = None
         self._final: Measurements | None = None
@@ -72,7 +75,11 @@ class StarvationRun:
     # --- what the loop does -------------------------------------------------------------------------------------------
 
     def epoch_began(self) -> None:
-        """The first batch of an epoch has a figure of its own."""
+        """The first batch of an epoch has a figure of its own. Loaders may have got other settings between two."""
+        seen = self._facts
+        self._facts = replace(
+            facts_of(self._trainer), batch_bytes=seen.batch_bytes, batch_tensors=seen.batch_tensors, syncs=seen.syncs
+        )
         self._meter.begin(epoch=True)
         self._hooks.leave_out_step()
         self._loaders.epoch_began()

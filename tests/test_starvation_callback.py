@@ -50,7 +50,8 @@ def test_every_n_steps_goes_before_the_trainer(quiet: GPUStarvationCallback) -> 
     assert logger.steps == [4, 9]
 
 
-def test_tags_of_a_fit(quiet: GPUStarvationCallback) -> None:
+def test_tags_of_a_fit(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starvation_run, "READ_EVERY_NS", 0)  # of every window, however short
     logger = Memory()
     run_fit(quiet, batches=10, logger=logger)
     (_, first), (_, second) = logger.rows
@@ -155,6 +156,24 @@ def test_a_long_run_without_windows_stays_small(quiet: GPUStarvationCallback, mo
     run_fit(quiet, batches=40, others=(Watch(),), log_every_n_steps=0)
     assert max(held) <= 8
     assert quiet.report().stats.steps == 20  # without the warm-up
+
+
+def test_facts_of_loaders_that_change_between_epochs(quiet: GPUStarvationCallback) -> None:
+    class Data(LightningDataModule):
+        workers = 0
+
+        def train_dataloader(self) -> Any:
+            self.workers += 1
+            return make_loader(4, num_workers=self.workers)
+
+        def val_dataloader(self) -> Any:
+            return make_loader(1)
+
+    trainer = make_trainer(quiet, max_epochs=2, reload_dataloaders_every_n_epochs=1, limit_val_batches=0)
+    trainer.fit(BoringModel(), datamodule=Data())
+    facts = quiet.report().measurements.facts
+    assert facts.num_workers == trainer.datamodule.workers == 2
+    assert (facts.batch_bytes, facts.batch_tensors) == (128, 1)
 
 
 def test_facts_of_the_loader(quiet: GPUStarvationCallback) -> None:

@@ -60,6 +60,9 @@ class LoaderRate:
     """That was measured."""
     settled: bool
     """Whether as many rounds were discarded and measured as was asked for. False: take the rate with care."""
+    taking_ms: float = 0.0
+    """CPU time that the thread which takes the batches spends for each, of all that came: with workers, what it costs
+    to open a batch that they have sent; without, all of the loading."""
 
 
 @dataclass
@@ -69,6 +72,8 @@ class _Pass:
     """When each batch came."""
     whole: bool = False
     """Whether it came to its end."""
+    cpu_s: float = 0.0
+    """CPU time of the thread that took them."""
 
 
 def time_loader(
@@ -77,6 +82,7 @@ def time_loader(
     burst: int,
     limits: RoundLimits | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    cpu_clock: Callable[[], float] = time.thread_time,
     prepare: Callable[[], object] | None = None,
 ) -> LoaderRate:
     """Drain a loader and tell how fast it is.
@@ -90,6 +96,7 @@ def time_loader(
         burst: batches of a round: the loader's ``num_workers``, or 1.
         limits: how long.
         clock: seconds.
+        cpu_clock: seconds of CPU time of the thread that calls it.
         prepare: called before each pass; its time belongs to nothing that is measured.
 
     Raises:
@@ -110,7 +117,7 @@ def time_loader(
             passes.append(now)
             drain = _Drain(passes, burst, limits, clock, started)
             watched(
-                drain.run_on(batches),
+                drain.run_on(batches, cpu_clock),
                 silent_s=limits.silent_s or limits.max_s,
                 unblock=partial(kill_workers, batches),
                 what=_hanging(passes),
@@ -135,12 +142,14 @@ class _Drain:
     ) -> None:
         self._passes, self._burst, self._limits, self._clock, self._started = passes, burst, limits, clock, started
 
-    def run_on(self, batches: Iterator[Any]) -> Callable[[Beat], None]:
+    def run_on(self, batches: Iterator[Any], cpu_clock: Callable[[], float]) -> Callable[[Beat], None]:
         now, clock, burst = self._passes[-1], self._clock, self._burst
 
         def run(beat: Beat) -> None:
+            began = cpu_clock()
             while next(batches, _END) is not _END:
                 now.stamps.append(clock())
+                now.cpu_s = cpu_clock() - began
                 beat.beat()
                 if beat.stopped or ((len(now.stamps) - 1) % burst == 0 and self.enough()):
                     return
@@ -202,6 +211,7 @@ def _rate(passes: list[_Pass], burst: int, limits: RoundLimits) -> LoaderRate:
         batches=batches,
         rounds=rounds,
         elapsed_s=elapsed,
+        taking_ms=1e3 * sum(one.cpu_s for one in passes) / sum(len(one.stamps) for one in passes),
         settled=warm == limits.warm_rounds and rounds >= limits.min_rounds,
     )
 

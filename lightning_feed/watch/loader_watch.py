@@ -32,10 +32,20 @@ class LoaderWatch:
         find: gives the live iterators of the training loaders. Asked at each fetch.
         clock: the host's clock, nanoseconds.
         root: the file system to read ``proc`` and ``sys`` from.
+        read_every_ns: the kernel's counters are not read more often than this by :meth:`take`; a window that ends
+            sooner is without them, and what they counted goes to a later one. Reading takes about 0.4 ms.
     """
 
-    def __init__(self, find: Callable[[], list[Any]], *, clock: Clock = host_clock, root: Path = Path("/")) -> None:
-        self._find, self._clock = find, clock
+    def __init__(
+        self,
+        find: Callable[[], list[Any]],
+        *,
+        clock: Clock = host_clock,
+        root: Path = Path("/"),
+        read_every_ns: int = 0,
+    ) -> None:
+        self._find, self._clock, self._read_every_ns = find, clock, read_every_ns
+        self._next_read = clock()
         self._probes: list[Probe | None] = []
         self._taken: list[int] = []
         self._late: list[float | None] = []
@@ -110,7 +120,8 @@ class LoaderWatch:
 
     def take(self) -> LoaderStats:
         """What was seen since the last time."""
-        self._read()
+        if self._clock() >= self._next_read:
+            self._read()
         self._head.add(self._open)
         stats = self._head.to_stats()
         self._total.add(self._open)
@@ -198,5 +209,6 @@ class LoaderWatch:
 
     def _read(self) -> None:
         now = self._clock()
+        self._next_read = now + self._read_every_ns
         self._open.workers.add(self._workers.take(self._all_workers(), now))
         self._open.pressure.add(self._pressure.take(now))

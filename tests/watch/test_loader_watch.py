@@ -48,9 +48,13 @@ class Imitated:
 class Loop:
     """Draws batches as a training loop does."""
 
+    read_every_ns = 0
+
     def __init__(self, root: Path, *iterators: Any) -> None:
         self.clock, self.iterators = Clock(), list(iterators)
-        self.watch = LoaderWatch(lambda: list(self.iterators), clock=self.clock, root=root)
+        self.watch = LoaderWatch(
+            lambda: list(self.iterators), clock=self.clock, root=root, read_every_ns=self.read_every_ns
+        )
         self.watch.epoch_began()
 
     def fetch(self, wait_ms: float = 0, *, draw: bool = True) -> None:
@@ -319,6 +323,22 @@ def test_pressure_runs_from_the_start(tmp_path: Path) -> None:
     (tmp_path / "proc/pressure/io").write_text("some avg10=0 total=300000")
     loop.step(1000)
     assert loop.watch.take().io_pressure_pct == pytest.approx(30)
+
+
+def test_the_kernel_is_read_no_more_often_than_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "proc/pressure").mkdir(parents=True)
+    file = tmp_path / "proc/pressure/io"
+    file.write_text("some avg10=0 total=0")
+    monkeypatch.setattr(Loop, "read_every_ns", 250 * MS)
+    loop = Loop(tmp_path)
+    found, total = [], 0
+    for step_ms in (100, 100, 100, 200, 100):
+        loop.step(step_ms)
+        total += int(500 * step_ms)  # microseconds: half of the time
+        file.write_text(f"some avg10=0 total={total}")
+        found.append(loop.watch.take().io_pressure_pct)
+    assert found == [pytest.approx(50), None, None, pytest.approx(50), None]  # at 100 ms, and at 500
+    assert loop.watch.total().io_pressure_pct == pytest.approx(50)  # all of it, up to now
 
 
 def test_waiting_with_a_batch_ready_is_handing_over(tmp_path: Path) -> None:
