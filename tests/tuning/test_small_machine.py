@@ -1,0 +1,72 @@
+"""Tuning where the machine is small in truth: a /dev/shm of 64 MB, mounted for a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, os, sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+from lightning_feed import tune
+
+class Large(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.full((MEBI * 256,), float(index))  # MEBI MiB
+
+if __name__ == "__main__":
+    found = tune(DataLoader(Large(), batch_size=8), demand_per_s=1e6, budget_s=4, fresh=True)
+    free = os.statvfs("/dev/shm")
+    print(json.dumps({
+        "shm": free.f_blocks * free.f_frsize,
+        "workers": found.setting.num_workers,
+        "kind": found.setting.workers,
+        "tried": [[one.setting.num_workers, one.setting.workers, one.infeasible] for one in found.trials],
+        "rejected": [[one.num_workers, reason] for one, reason in found.rejected],
+    }))
+""".replace("MEBI * 256", "MEBI * 1024 * 256")
+
+
+def _in_small_shm(script: Path, cache: Path) -> dict[str, object]:
+    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    outside = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    try:
+        able = subprocess.run([*outside, mount], capture_output=True, timeout=20).returncode == 0
+    except FileNotFoundError:
+        able = False
+    if not able:
+        pytest.skip("this user may not mount")
+    run = f'{mount} && exec "$0" "$1"'
+    made = subprocess.run(
+        [*outside, run, sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    return dict(json.loads(made.stdout.splitlines()[-1]))
+
+
+def test_batches_that_would_fill_it_are_rejected_before_they_run(tmp_path: Path) -> None:
+    script = tmp_path / "large.py"
+    script.write_text(SCRIPT.replace("MEBI", "4"))
+    found = _in_small_shm(script, tmp_path / "cache")  # batches of 32 MiB
+    assert found["shm"] == 64 << 20
+    assert found["workers"] == 0
+    assert all(not infeasible for _, _, infeasible in found["tried"])  # type: ignore[attr-defined]
+    assert found["rejected"]
+    assert all("/dev/shm" in reason for _, reason in found["rejected"])  # type: ignore[attr-defined]
+
+
+def test_batches_that_fit_are_loaded_by_workers(tmp_path: Path) -> None:
+    script = tmp_path / "small.py"
+    script.write_text(SCRIPT.replace("MEBI * 1024 * 256", "256"))
+    found = _in_small_shm(script, tmp_path / "cache")
+    assert any(workers > 0 for workers, _, infeasible in found["tried"] if not infeasible)  # type: ignore[attr-defined]
