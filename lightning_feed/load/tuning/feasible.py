@@ -19,6 +19,8 @@ except ImportError:  # Windows has no such limits
 WORKER_FILES = 4
 """Files that one worker process keeps open in this one: both ends of its index queue, its sentinel, and one to spare.
 Counted in /proc/self/fd with torch 2.15: 3."""
+IMPORT_S = 2.5
+"""CPU time in which a process imports torch: 2.2 to 2.9 s with torch 2.15 on an AMD EPYC."""
 SPARE_FILES = 64
 """Left to training: checkpoints, logs, connections."""
 
@@ -59,6 +61,8 @@ class Feasible:
     """Batches that the loader's own thread keeps ready."""
     start_method: str | None = None
     """How the loader's workers start; None for the machine's way."""
+    most_started: int | None = None
+    """Worker processes that can be started in the time there is; None: any number."""
 
     def broken(self, setting: Setting, trials: Sequence[Trial] = ()) -> str:
         """The limit that a setting would break, as a sentence; empty when all hold.
@@ -70,6 +74,11 @@ class Feasible:
         workers, threads = setting.num_workers, setting.workers == "thread"
         if workers == 0:
             return ""
+        if not threads and self.most_started is not None and workers > self.most_started:
+            return (
+                f"workers that are not forked import torch anew, which takes {IMPORT_S:g} s of CPU time each: starting "
+                f"more than {self.most_started} takes too much of the budget"
+            )
         batch_bytes = max((trial.batch_bytes or 0 for trial in trials), default=0)
         # What the workers have loaded, what the background thread keeps, and the batch that is being trained.
         batches = workers * (setting.prefetch_factor or TORCH_PREFETCH) + self.background + 1

@@ -15,7 +15,7 @@ from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.picklable import why_not_picklable
 from lightning_feed.load.recommend import PINNING_DEVICES
 from lightning_feed.load.rounds import RoundLimits
-from lightning_feed.load.tuning.feasible import Feasible, read_open_files
+from lightning_feed.load.tuning.feasible import IMPORT_S, Feasible, read_open_files
 from lightning_feed.load.tuning.search import Found, Offer, Search
 from lightning_feed.load.tuning.sharding import divides_itself
 from lightning_feed.load.tuning.store import Store, key_of
@@ -109,6 +109,7 @@ class _Run:
             local_ranks=goal.local_ranks,
             background=getattr(loader, "background", 0),
             start_method=self._method,
+            most_started=None if self._method == "fork" else self._most_started(),
         )
 
     def check(self, kept: Tuned | None) -> Tuned | None:
@@ -166,6 +167,11 @@ class _Run:
             )
         pin = self.goal.device_type in PINNING_DEVICES
         return Offer(cpus=cpus, most_workers=most if kinds else 0, kinds=kinds, pin_memory=pin)
+
+    def _most_started(self) -> int:
+        """As many as there are CPUs, or as start within a quarter of the budget."""
+        cpus = (self.machine.cpu_time or self.machine.usable_cpus) / self.goal.local_ranks
+        return max(1, int(cpus), int(cpus * self.goal.budget_s / 4 / IMPORT_S))
 
     def _why_no_processes(self) -> str:
         if self._method == "fork":

@@ -56,6 +56,14 @@ def test_memory_of_workers_as_measured_or_else_as_reckoned() -> None:
     assert replace(tight, start_method="spawn").broken(setting(2), [small])
 
 
+def test_workers_that_take_too_long_to_start() -> None:
+    slow = replace(LIMITS, most_started=3)
+    small = replace(PROBE, batch_bytes=0)
+    assert slow.broken(setting(3), [small]) == ""
+    assert "starting more than 3 takes too much of the budget" in slow.broken(setting(4), [small])
+    assert slow.broken(setting(4, kind="thread"), [small]) == ""
+
+
 def test_open_files() -> None:
     small = replace(PROBE, batch_bytes=1, batch_tensors=100)
     assert LIMITS.broken(setting(4), [small]) == ""  # 20 + 4 x 4 + 9 x 100 + 64 = 1000

@@ -219,6 +219,19 @@ def test_what_cannot_be_sent_to_workers_gets_none(trials: Trials) -> None:
     assert {setting.workers for setting in trials.ran if setting.num_workers} == {"thread"}
 
 
+def test_spawned_workers_are_as_many_as_start_within_the_budget(trials: Trials) -> None:
+    trials.loader = IO
+    spawned = replace(MACHINE, start_method="spawn")
+    loader = DataLoader(range(64), batch_size=4)
+    for budget_s, most in ((5.0, 4), (20.0, 8)):  # the 4 CPUs, or 2.5 s of CPU time each in a quarter of the budget
+        trials.ran.clear()
+        tune(trials, loader, machine=spawned, goal=Goal(budget_s=budget_s))
+        assert max(setting.num_workers for setting in trials.ran) == most
+    trials.ran.clear()
+    tune(trials, loader, goal=Goal(budget_s=5.0))
+    assert max(setting.num_workers for setting in trials.ran) > 8
+
+
 def test_a_worker_that_died_is_told(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     def dying(loader: Any, setting: Setting, limits: Any, **options: Any) -> Trial:
         if setting.num_workers:
