@@ -15,6 +15,7 @@ from lightning_feed.archive.shared_cache import CacheStats
 from lightning_feed.datamodule_loaders import Loaders, hush
 from lightning_feed.datamodule_storage import Cache, Storage
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
+from lightning_feed.load.batch_decoder import BatchDecoder
 from lightning_feed.load.datasets import name_datasets
 from lightning_feed.load.drop_keys import check_drop_keys
 from lightning_feed.load.recommend import Recommendation
@@ -296,6 +297,14 @@ class FeedDataModule:
             return []
         return self._feed.loaders.build(self, split, made, self._feed.storage)
 
+    def _feed_decode(self, split: str) -> BatchDecoder | None:
+        """What decodes a loader's batches after its workers."""
+        return None
+
+    def _feed_on_device(self, batch: Any, split: str) -> Any:
+        """A batch as ``device_transform`` is to see it."""
+        return batch
+
     def _feed_epoch(self) -> int:
         return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
 
@@ -312,8 +321,9 @@ class FeedDataModule:
             else:
                 moved = own(self, batch, device, dataloader_idx)
         # Values that PrefetchCallback(host_keys=...) kept from the transfer are the user's again from here on.
+        split = _split_of(trainer)
         with traced("device_transform"):
-            return self.device_transform(release(moved), _split_of(trainer))
+            return self.device_transform(self._feed_on_device(release(moved), split), split)
 
 
 class FastDataModule(FeedDataModule, LightningDataModule):

@@ -84,6 +84,7 @@ class Loaders:
                 sampler=lambda dataset: datamodule.sampler(dataset, split),
                 collate_fn=self._collate(datamodule, split),
                 order=EpochOrder(seed=seed, epoch=datamodule._feed_epoch),
+                decode=datamodule._feed_decode(split),
             )
             if storage.cache == "device":
                 loader, found = self._build_on_device(trainer, dataset, part, storage, job)

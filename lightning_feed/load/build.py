@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.load.batch_decoder import BatchDecoder
 from lightning_feed.load.datasets import size_of
 from lightning_feed.load.epoch_order import EpochOrder
 from lightning_feed.load.feed_loader import FeedLoader
@@ -51,6 +52,8 @@ class Part:
     """Gives the user's sampler for a map-style dataset, or None."""
     collate_fn: Callable[[list[Any]], Any] | None
     order: EpochOrder
+    decode: BatchDecoder | None = None
+    """What decodes its batches after the workers; None: nothing does."""
 
 
 def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -> tuple[FeedLoader, Recommendation]:
@@ -103,6 +106,7 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
         background=settings.background,
         order=part.order,
         workers=found.workers,
+        decode=part.decode,
     )
     return loader, found
 

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from lightning_feed.errors import LoaderError, ResumeError, SettingsError
+from lightning_feed.load.batch_decoder import BatchDecoder
 from lightning_feed.load.epoch_order import EpochOrder, IndexSource, MapPass, PassGenerator, find_samplers, mix_seed
 from lightning_feed.load.iterable_state import IterablePass, StampingCollate
 from lightning_feed.load.loader_pass import LoaderPass
@@ -52,6 +53,7 @@ class FeedLoader(DataLoader[Any]):
         workers: what ``num_workers`` counts, ``"process"`` or ``"thread"``. Threads serve map-style datasets, in the
             training process: ``get_worker_info()`` is None in them, and ``worker_init_fn`` is not called. Torch's
             random numbers come from a stream for each sample, of (seed, epoch, cycle, place in the epoch, rank).
+        decode: decodes whole batches after they have left the workers, some of them ahead; None: they stay as they are.
         **options: DataLoader's own. They are passed through by name, because Lightning makes a copy of the loader
             with another sampler by the names that DataLoader has.
 
@@ -77,9 +79,10 @@ class FeedLoader(DataLoader[Any]):
         background: int = 0,
         order: EpochOrder | None = None,
         workers: Literal["process", "thread"] = "process",
+        decode: BatchDecoder | None = None,
         **options: Any,
     ) -> None:
-        self.workers = workers
+        self.workers, self.decode = workers, decode
         super().__init__(dataset, **options)
         self.background = background
         self.order = order
@@ -99,14 +102,14 @@ class FeedLoader(DataLoader[Any]):
 
     def __iter__(self) -> LoaderPass:  # type: ignore[override]
         live = self._live() if self._live is not None else None
-        if live is not None and (self.persistent_workers or self.background):
-            live.close()  # persistent workers serve one pass at a time, and two threads would share one dataset
+        if live is not None and (self.persistent_workers or self.background or self.decode is not None):
+            live.close()  # workers and decoders serve one pass at a time, and two threads would share one dataset
         position = self._begin(self._take_pending())
         source = self._start(position)
         if isinstance(position, MapPass):
             position.begin(self._index.samplers)  # if torch has not asked for an index yet
         self._position = position
-        batches = LoaderPass(source, self.background, position)
+        batches = LoaderPass(source, self.background, position, self.decode)
         self._live = weakref.ref(batches)
         return batches
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,16 +15,8 @@ from torchvision.transforms import v2
 from lightning_feed.decode.decoder import Pixels, Region
 from lightning_feed.decode.resize import resize
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.picture import DecodedPicture, EncodedPicture
+from lightning_feed.load.cut import Cut, Picture, Quality, cut_out
 from lightning_feed.load.thread_random import SampleDraws
-
-Picture: TypeAlias = "EncodedPicture | DecodedPicture"
-Quality: TypeAlias = Literal["exact", "near", "fast"]
-QUALITIES: tuple[Quality, ...] = ("exact", "near", "fast")
-"""``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"near"``: decoded at a smaller scale that
-still has twice the pixels each way, then the same resize. ``"fast"``: at the smallest that has as many, and resized
-without antialiasing. How far each is from the first is measured in docs/reference/decoders.md."""
-
 
 _TRIES = 10
 
@@ -54,13 +46,18 @@ class TrainRecipe:
     flip_probability: float = 0.5
     crops: ClassVar[bool] = True
 
+    def cut(self, height: int, width: int, generator: torch.Generator | None = None) -> Cut:
+        """Draw what is taken of a picture of that size, from ``generator`` or where the sample draws from."""
+        with SampleDraws() as own:
+            generator = own if generator is None else generator
+            region = draw_region(height, width, self.scale, self.ratio, generator)
+            flipped = torch.rand(1, generator=generator).item() < self.flip_probability
+        whole = Region(0, 0, self.size, self.size)
+        return Cut(region=region, resized=(self.size, self.size), window=whole, flipped=flipped)
+
     def __call__(self, picture: Picture) -> torch.Tensor:
         """Crop, resize, and flip or not."""
-        with SampleDraws() as generator:
-            region = draw_region(*picture.size(), self.scale, self.ratio, generator)
-            flipped = torch.rand(1, generator=generator).item() < self.flip_probability
-        image = _resized(picture, region, (self.size, self.size), self.quality)
-        return image.flip(-1) if flipped else image
+        return cut_out(picture, self.cut(*picture.size()), self.quality)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +72,23 @@ class EvalRecipe:
     quality: Quality = "exact"
     crops: ClassVar[bool] = False
 
-    def __call__(self, picture: Picture) -> torch.Tensor:
-        """Resize, and cut the middle out."""
-        height, width = picture.size()
+    def cut(self, height: int, width: int, generator: torch.Generator | None = None) -> Cut:
+        """What is taken of a picture of that size: the middle. Nothing is drawn."""
         short = min(height, width)
         # As torchvision computes it: the longer side is cut to a whole number, not rounded.
-        resized = (int(self.short_side * height / short), int(self.short_side * width / short))
-        image = _resized(picture, Region(0, 0, height, width), resized, self.quality)
-        cut: torch.Tensor = v2.functional.center_crop(image, [self.size, self.size])
-        return cut
+        rows, columns = int(self.short_side * height / short), int(self.short_side * width / short)
+        # As torchvision's center_crop does: halves are rounded to even.
+        top, left = (round((side - self.size) / 2) for side in (rows, columns))
+        return Cut(
+            region=Region(0, 0, height, width),
+            resized=(rows, columns),
+            window=Region(top, left, self.size, self.size),
+            flipped=False,
+        )
+
+    def __call__(self, picture: Picture) -> torch.Tensor:
+        """Resize, and cut the middle out."""
+        return cut_out(picture, self.cut(*picture.size()), self.quality)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,17 +157,6 @@ class GivenTransform:
             return Image.fromarray(pixels)
         # Without gaps: v2's resize would fall into a slow path. Writable: torch warns of memory that is not.
         return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
-
-
-def _resized(picture: Picture, region: Region, size: tuple[int, int], quality: Quality) -> torch.Tensor:
-    """The pixels of a region at the size asked for: uint8, shape (3, height, width), channels last in memory."""
-    cover = {
-        "exact": None,
-        "near": (2 * size[0], 2 * size[1]),  # twice the size: at once, the antialiasing would be left to the decoder
-        "fast": size,
-    }[quality]
-    pixels = picture.region(region, cover=cover)
-    return resize(pixels, size, fidelity="linear" if quality == "fast" else "exact")
 
 
 def draw_region(

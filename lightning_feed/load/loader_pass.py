@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.background import BackgroundIterator
+from lightning_feed.load.batch_decoder import BatchDecoder
 from lightning_feed.load.epoch_order import MapPass
 from lightning_feed.load.iterable_state import IterablePass, Stamped
 from lightning_feed.load.thread_pass import ThreadPass
@@ -20,7 +21,13 @@ class LoaderPass(Iterator[Any]):
         taken: batches that it has handed out.
     """
 
-    def __init__(self, source: Iterator[Any], depth: int, position: MapPass | IterablePass) -> None:
+    def __init__(
+        self,
+        source: Iterator[Any],
+        depth: int,
+        position: MapPass | IterablePass,
+        decode: BatchDecoder | None = None,
+    ) -> None:
         self._end = LoaderError(
             "This pass over the loader was closed before its end: by close(), by a loaded state, or because a new pass "
             "began. Begin a new pass with iter(loader)."
@@ -29,7 +36,10 @@ class LoaderPass(Iterator[Any]):
         self.position = position
         self.taken = 0
         self.background: BackgroundIterator | None = BackgroundIterator(source, depth) if depth else None
-        self._upstream: Iterator[Any] | None = self.background if self.background is not None else source
+        batches: Iterator[Any] = self.background if self.background is not None else source
+        decoding = None if decode is None else decode.run(batches)
+        self._upstream: Iterator[Any] | None = batches if decoding is None else decoding
+        self._decoding = decoding
 
     def __next__(self) -> Any:
         if self._upstream is None:
@@ -59,13 +69,17 @@ class LoaderPass(Iterator[Any]):
         """End the pass, and its threads. Persistent workers live on. Closing twice does nothing more."""
         background, self.background = self.background, None
         source, self.source, self._upstream = self.source, None, None
+        decoding, self._decoding = self._decoding, None
+        if decoding is not None:
+            decoding.close()
         if isinstance(source, ThreadPass):
             source.close()  # first, so that the background thread does not wait for a batch any more
         if background is not None:
             background.close()
 
     def __del__(self) -> None:
-        if getattr(self, "background", None) is not None:  # __init__ may have failed before it was set
+        # __init__ may have failed before they were set
+        if getattr(self, "background", None) is not None or getattr(self, "_decoding", None) is not None:
             self.close()
 
 

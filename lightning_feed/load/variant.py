@@ -95,7 +95,11 @@ def with_changes(loader: DataLoader[Any], changes: Changes | None = None) -> Dat
         raise SettingsError("An iterable data set decides itself what comes: batches cannot be given for it.")
     options = _options(loader, changes)
     if isinstance(loader, FeedLoader):
-        options |= {"background": loader.background, "workers": changes.workers or loader.workers}
+        options |= {
+            "background": loader.background,
+            "workers": changes.workers or loader.workers,
+            "decode": loader.decode,
+        }
         if changes.workers == "thread":
             options["multiprocessing_context"] = None
     dataset = loader.dataset if changes.dataset is None else changes.dataset

@@ -1,0 +1,208 @@
+"""A decoder behind a FeedLoader takes batches ahead, and the loader's order, place and errors stay what they are."""
+
+import pickle
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import Dataset, SequentialSampler
+
+from lightning_feed.errors import DecodeError, LoaderError
+from lightning_feed.load.epoch_order import EpochOrder
+from lightning_feed.load.feed_loader import FeedLoader
+
+SIZE, BATCH = 11, 2  # six batches, the last of one sample
+
+
+class Numbers(Dataset[int]):
+    """Number i at place i; one of them cannot be read."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.broken:
+            raise ValueError(f"number {index} is broken")
+        return index
+
+
+class AheadDecoder:
+    """Doubles batches, of which it takes two ahead; what goes wrong is raised in its place."""
+
+    def __init__(self, undecodable: int | None = None) -> None:
+        self.undecodable = undecodable
+        self.taken = self.begun = self.closed = 0
+        self.held: list[Any] = []
+
+    def run(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        passing = self._run(batches)
+        self.held.append(passing)  # so that it is not closed by being garbage
+        return passing
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "held": []}
+
+    def _run(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        self.begun += 1
+        ahead: deque[Any] = deque()
+        try:
+            more = True
+            while more or ahead:
+                while more and len(ahead) < 3:
+                    try:
+                        ahead.append(next(batches))
+                        self.taken += 1
+                    except StopIteration:
+                        more = False
+                    except Exception as error:  # noqa: BLE001  # raised below, when it is its turn
+                        ahead.append(error)
+                        more = False
+                if not ahead:
+                    return
+                batch = ahead.popleft()
+                if isinstance(batch, Exception):
+                    raise batch
+                if self.undecodable in batch.tolist():
+                    raise DecodeError(f"number {self.undecodable} cannot be decoded")
+                yield 2 * batch
+        finally:
+            self.closed += 1
+
+
+def made(decode: AheadDecoder | None = None, **options: Any) -> tuple[FeedLoader, AheadDecoder]:
+    decode = decode or AheadDecoder()
+    options = {"dataset": Numbers(), "batch_size": BATCH, **options}
+    return FeedLoader(**options, decode=decode), decode
+
+
+DOUBLED = [[2 * n for n in range(first, min(first + BATCH, SIZE))] for first in range(0, SIZE, BATCH)]
+
+WORKERS: list[dict[str, Any]] = [
+    {},
+    {"background": 2},
+    {"num_workers": 2},
+    {"num_workers": 2, "persistent_workers": True},
+    {"num_workers": 2, "workers": "thread"},
+    {"num_workers": 2, "workers": "thread", "persistent_workers": True, "background": 1},
+]
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=str)
+def test_all_batches_come_decoded_in_their_order_in_each_pass(options: dict[str, Any]) -> None:
+    loader, decode = made(**options)
+    for passes in (1, 2):
+        assert [batch.tolist() for batch in loader] == DOUBLED
+        assert (decode.begun, decode.closed, decode.taken) == (passes, passes, passes * len(DOUBLED))
+    assert len(loader) == len(DOUBLED)
+    loader.close()
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=str)
+@pytest.mark.parametrize("handed_out", [0, 1, 3, 6])
+def test_its_place_is_in_batches_handed_out_not_in_batches_taken(options: dict[str, Any], handed_out: int) -> None:
+    def shuffled(**more: Any) -> tuple[FeedLoader, AheadDecoder]:
+        return made(shuffle=True, order=EpochOrder(seed=3, epoch=lambda: 0), **{**options, **more})
+
+    whole = [batch.tolist() for batch in shuffled()[0]]
+    assert whole != DOUBLED
+    loader, decode = shuffled()
+    batches = iter(loader)
+    before = [next(batches).tolist() for _ in range(handed_out)]
+    state = loader.state_dict()
+    assert state["batches"] == handed_out == batches.taken
+    if handed_out:
+        assert decode.taken == min(handed_out + 2, len(whole))
+    loader.close()
+    resumed, _ = shuffled()
+    resumed.load_state_dict(state)
+    after = [batch.tolist() for batch in resumed]
+    assert before + after == whole
+    resumed.close()
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=str)
+def test_closed_in_the_middle_it_leaves_nothing_running(options: dict[str, Any]) -> None:
+    before = set(threading.enumerate())
+    loader, decode = made(**options)
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    assert decode.closed == 1
+    with pytest.raises(LoaderError, match="closed before its end"):
+        next(batches)
+    assert [batch.tolist() for batch in loader] == DOUBLED
+    loader.close()
+    loader._iterator = None  # what Lightning does at the end of a fit
+    assert {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("feed")} == set()
+
+
+def test_a_new_pass_ends_the_one_before_it() -> None:
+    loader, decode = made()
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    assert decode.closed == 1
+    with pytest.raises(LoaderError, match="closed before its end"):
+        next(first)
+    assert [batch.tolist() for batch in second] == DOUBLED
+
+
+def test_a_pass_that_is_forgotten_closes_the_decoder() -> None:
+    loader, decode = made()
+    batches = iter(loader)
+    next(batches)
+    del batches
+    assert decode.closed == 1
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=str)
+def test_an_error_of_the_source_comes_in_its_place(options: dict[str, Any]) -> None:
+    loader, decode = made(dataset=Numbers(broken=7), **options)
+    batches = iter(loader)
+    assert [next(batches).tolist() for _ in range(3)] == DOUBLED[:3]
+    with pytest.raises(ValueError, match="number 7 is broken"):
+        next(batches)
+    assert decode.closed == 1
+    with pytest.raises(LoaderError, match="ended with ValueError"):
+        next(batches)
+    loader.close()
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=str)
+def test_an_error_of_the_decoder_ends_the_pass(options: dict[str, Any]) -> None:
+    loader, decode = made(AheadDecoder(undecodable=4), **options)
+    batches = iter(loader)
+    assert [next(batches).tolist() for _ in range(2)] == DOUBLED[:2]
+    with pytest.raises(DecodeError, match="number 4 cannot be decoded"):
+        next(batches)
+    assert loader.state_dict()["batches"] == 2
+    decode.undecodable = None
+    assert [batch.tolist() for batch in loader] == DOUBLED
+    loader.close()
+
+
+def test_pickled_for_a_rank_it_takes_its_decoder_along() -> None:
+    loader, _ = made()
+    batches = iter(loader)
+    next(batches), next(batches)
+    copy = pickle.loads(pickle.dumps(loader))
+    assert copy.decode is not loader.decode
+    assert [batch.tolist() for batch in copy] == DOUBLED[2:]
+    assert copy.decode.begun == loader.decode.begun + 1
+    loader.close()
+
+
+def test_lightning_keeps_it_when_it_puts_in_another_sampler() -> None:
+    loader, decode = made(num_workers=0)
+    other = _update_dataloader(loader, SequentialSampler(range(4)), mode=RunningStage.TRAINING)
+    assert isinstance(other, FeedLoader)
+    assert other.decode is decode
+    assert torch.cat(list(other)).tolist() == [0, 2, 4, 6]

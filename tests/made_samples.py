@@ -1,0 +1,77 @@
+"""Datasets of encoded images that lie in memory, for tests that need no folder."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from decode.made_images import encoded, waves
+from PIL import Image
+
+from lightning_feed.decode.choose import make_decoder
+from lightning_feed.errors import DatasetError
+from lightning_feed.load.bad_samples import BadSamples
+from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImageDataset, collate_encoded
+from lightning_feed.load.image_dataset import ImageDataset
+from lightning_feed.load.image_recipe import TrainRecipe
+
+
+class InMemory:
+    """A source of samples; ``None`` for one that cannot be read. Labels are 10 times the index."""
+
+    classes = tuple("abcdefghij")
+
+    def __init__(self, files: Sequence[Any]) -> None:
+        self.files = list(files)
+        self.labels = 10 * np.arange(len(files), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int) -> Any:
+        if self.files[index] is None:
+            raise DatasetError(f"{self.name(index)} (sample {index}) cannot be read.")
+        return self.files[index]
+
+    def name(self, index: int) -> str:
+        return f"photos/{index}.jpg"
+
+
+def photo(height: int = 60, width: int = 80, shift: int = 0) -> Image.Image:
+    """A smooth picture with an edge in it."""
+    pixels = np.roll(waves(3, height, width), 3 * shift, axis=1)
+    pixels[height // 3 : height // 2, width // 4 : width // 2] = (250, 20, 60)
+    return Image.fromarray(pixels)
+
+
+def jpegs(count: int, **options: Any) -> list[bytes]:
+    """JPEGs of two shapes in turn, each another picture."""
+    shapes = ((60, 80), (90, 50))
+    return [encoded(photo(*shapes[index % 2], shift=index), **{"quality": 95, **options}) for index in range(count)]
+
+
+def dataset(
+    files: Sequence[Any],
+    recipe: Any = None,
+    *,
+    kind: type[ImageDataset] = EncodedImageDataset,
+    decoder: str = "torchvision",
+    on_error: Any = "raise",
+) -> Any:
+    """A dataset of these files; ``kind=ImageDataset`` gives that of ``backend="torch"``."""
+    return kind(
+        InMemory(files), make_decoder(decoder).decoder, recipe or TrainRecipe(size=32), bad_samples=BadSamples(on_error)
+    )
+
+
+def batch_of(made: EncodedImageDataset, seed: int = 0) -> EncodedBatch:
+    """All samples of a dataset in one batch."""
+    torch.manual_seed(seed)
+    return collate_encoded([made[index] for index in range(len(made))])
+
+
+def torn(jpeg: bytes) -> bytes:
+    """A JPEG with a whole header and an end, whose scan names a table that is not there: all decoders refuse it."""
+    data = bytearray(jpeg)
+    data[data.index(b"\xff\xda") + 6] = 0x77
+    return bytes(data)
