@@ -1,0 +1,238 @@
+"""nvJPEG on a CUDA device: the pixels of the CPU within a bound, bounded memory, right beside other streams."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decode.made_images import BROKEN, WHOLE, encoded
+from lightning.pytorch import LightningModule, Trainer
+from made_samples import batch_of, dataset, photo, torn
+from torch import Tensor, nn
+
+from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
+from lightning_feed.decode.fidelity import psnr_db
+from lightning_feed.errors import DecodeError
+from lightning_feed.load.encoded_batch import decode_on_cpu
+from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
+from lightning_feed.transfer.device_decode import decode_batch
+from lightning_feed.transfer.nvjpeg import nvjpeg
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+LEAST_DB = 35
+"""nvJPEG rounds its inverse DCT and spreads subsampled chroma otherwise than libjpeg, so the bound is lower than the
+45 dB among decoders of the CPU."""
+RECIPES = [TrainRecipe(size=64), EvalRecipe(size=64, short_side=73)]
+
+
+def on_gpu(made: Any, seed: int = 0) -> tuple[Tensor, Tensor]:
+    images, labels = decode_batch(batch_of(made, seed).to(CUDA), made)
+    assert images.is_cuda
+    assert labels.is_cuda
+    assert images.dtype == torch.uint8
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    return images.cpu(), labels.cpu()
+
+
+def large_jpegs(count: int, **options: Any) -> list[bytes]:
+    return [
+        encoded(photo(*((375, 500), (500, 333), (480, 640))[k % 3], k), **{"quality": 90, **options})
+        for k in range(count)
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"subsampling": 0}, {"subsampling": 1}, {"progressive": True}, {"restart_marker_blocks": 4}],
+    ids=["4:2:0", "4:4:4", "4:2:2", "progressive", "restart markers"],
+)
+def test_pixels_are_those_of_the_cpu_within_a_bound(recipe: Any, options: dict[str, Any]) -> None:
+    made = dataset(large_jpegs(12, **options), recipe, decoder="pillow")
+    images, labels = on_gpu(made)
+    expected, expected_labels = decode_on_cpu(batch_of(made), made)
+    assert torch.equal(labels, expected_labels)
+    for ours, theirs in zip(images, expected, strict=True):
+        assert psnr_db(ours.numpy(), theirs.numpy()) > LEAST_DB
+    assert made.left_to_cpu.as_dict() == {}
+
+
+@pytest.mark.parametrize("quality", ["near", "fast"])
+def test_other_qualities_run(quality: Any) -> None:
+    made = dataset(large_jpegs(4), TrainRecipe(size=64, quality=quality), decoder="turbo-region")
+    images, _ = on_gpu(made)
+    expected, _ = decode_on_cpu(batch_of(made), made)
+    assert psnr_db(images.numpy(), expected.numpy()) > 25
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=["train", "eval"])
+def test_mixed_formats_come_from_the_cpu_to_the_bit(recipe: Any) -> None:
+    names = ["palette PNG", "WebP", "CMYK", "RGB inside", "16 bit PNG", "greyscale", "EXIF-rotated", "GIF"]
+    files = [WHOLE[name] for name in names] + large_jpegs(3)
+    made = dataset(files, recipe, decoder="pillow")
+    images, labels = on_gpu(made)
+    expected, expected_labels = decode_on_cpu(batch_of(made), made)
+    assert torch.equal(labels, expected_labels)
+    for name, ours, theirs in zip([*names, *"abc"], images, expected, strict=True):
+        if name in ("palette PNG", "WebP", "CMYK", "RGB inside", "16 bit PNG", "GIF"):
+            assert torch.equal(ours, theirs), name
+        else:
+            assert psnr_db(ours.numpy(), theirs.numpy()) > LEAST_DB, name
+    assert sum(made.left_to_cpu.as_dict().values()) == 6
+
+
+CUT_SHORT = BROKEN["JPEG cut in the middle"]
+
+
+def test_a_corrupt_image_is_named_and_the_next_batch_is_whole() -> None:
+    files = large_jpegs(4)
+    made = dataset([*files, CUT_SHORT], RECIPES[1], decoder="pillow")
+    with pytest.raises(DecodeError, match=r"photos/4\.jpg \(sample 4\): "):
+        on_gpu(made)
+    images, _ = on_gpu(dataset(files, RECIPES[1], decoder="pillow"))
+    expected, _ = decode_on_cpu(batch_of(dataset(files, RECIPES[1], decoder="pillow")), made)
+    assert psnr_db(images.numpy(), expected.numpy()) > LEAST_DB
+
+
+def test_a_file_that_nvjpeg_refuses_fails_alone() -> None:
+    files = large_jpegs(4)
+    made = dataset([*files[:2], torn(files[2]), files[3]], RECIPES[1], decoder="pillow", on_error="skip")
+    images, labels = on_gpu(made)
+    assert labels.tolist() == [0, 10, 0, 30]
+    whole = dataset(files, RECIPES[1], decoder="pillow")
+    expected, _ = decode_on_cpu(batch_of(whole), whole)
+    for place in (0, 1, 3):
+        assert psnr_db(images[place].numpy(), expected[place].numpy()) > LEAST_DB
+
+
+def test_skipped_images_are_filled_from_the_batch() -> None:
+    files = large_jpegs(3)
+    made = dataset([files[0], CUT_SHORT, *files[1:]], RECIPES[1], decoder="pillow", on_error="skip")
+    images, labels = on_gpu(made)
+    assert labels.tolist() == [0, 0, 20, 30]
+    assert torch.equal(images[0], images[1])
+
+
+def test_device_memory_does_not_grow_over_200_batches() -> None:
+    made = dataset([*large_jpegs(15), WHOLE["WebP"]], RECIPES[0])
+    batch = batch_of(made).to(CUDA)
+
+    def in_use() -> tuple[int, int]:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info(CUDA)
+        return torch.cuda.memory_reserved(CUDA), total - free
+
+    for _ in range(20):
+        decode_batch(batch, made)
+    before = in_use()
+    for _ in range(200):
+        decode_batch(batch, made)
+    after = in_use()
+    slack = 64 * 2**20  # of two batches' decoded images: how far the device is behind the host is chance
+    assert after[0] <= before[0] + slack  # torch's pools
+    assert after[1] <= before[1] + slack  # and what nvJPEG allocates by itself
+
+
+def test_memory_that_queued_kernels_still_read_is_not_written_to() -> None:
+    """torchvision's call alone fails this: its images take freed memory before the kernels that read it have run."""
+    files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in large_jpegs(8)]
+    decode = nvjpeg(CUDA)
+    decode(files)
+    for _ in range(20):
+        values = [torch.full((500 * 375 * 3,), 7, dtype=torch.uint8, device=CUDA) for _ in range(16)]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(50_000_000)
+        sums = [value.sum(dtype=torch.int64) for value in values]
+        del values
+        images = decode(files)
+        torch.cuda.synchronize()
+        assert {int(total) for total in sums} == {7 * 500 * 375 * 3}
+        del images
+
+
+def test_no_other_stream_is_waited_for() -> None:
+    """The step's kernels may still run when the batch is there."""
+    made = dataset(large_jpegs(8), RECIPES[0])
+    batch = batch_of(made).to(CUDA)
+    decode_batch(batch, made)
+    side = torch.cuda.Stream(CUDA)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second on the compute stream
+    busy = torch.cuda.Event()
+    busy.record()
+    with torch.cuda.stream(side):
+        decode_batch(batch, made)
+    side.synchronize()
+    assert not busy.query()
+    torch.cuda.synchronize()
+
+
+class Seen(LightningModule):
+    """Keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.batches: list[tuple[Tensor, Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        assert images.is_cuda
+        self.batches.append((images.clone(), labels.clone()))
+        return nn.functional.cross_entropy(self.layer(images.mean((2, 3))), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(photos: Path, backend: Any, *callbacks: Any) -> list[tuple[Tensor, Tensor]]:
+    model = Seen()
+    module = ImageFolderDataModule(
+        photos,
+        batch_size=4,
+        image_size=64,
+        val_fraction=0.0,
+        decoder="pillow",
+        backend=backend,
+        loader=LoaderSettings(num_workers=2, seed=1, workers="thread"),
+    )
+    Trainer(
+        accelerator="cuda",
+        devices=1,
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+    ).fit(model, datamodule=module)
+    return [(images.cpu(), labels.cpu()) for images, labels in model.batches]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Two classes of eight smooth JPEGs; noise would be far apart between decoders."""
+    for label, name in enumerate("ab"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for index, data in enumerate(large_jpegs(16)[label::2]):
+            (tmp_path / "photos" / name / f"{index}.jpg").write_bytes(data)
+    return tmp_path / "photos"
+
+
+def test_prefetched_batches_are_those_without_the_callback(photos: Path) -> None:
+    prefetch = PrefetchCallback()
+    ahead, plain = fit(photos, "nvjpeg", prefetch), fit(photos, "nvjpeg")
+    assert prefetch.active
+    assert len(ahead) == len(plain) == 12
+    for ours, theirs in zip(ahead, plain, strict=True):
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+
+
+def test_a_fit_sees_the_boxes_of_torch(photos: Path) -> None:
+    for ours, theirs in zip(fit(photos, "nvjpeg", PrefetchCallback()), fit(photos, "torch"), strict=True):
+        assert torch.equal(ours[1], theirs[1])
+        # In normalised values a grey level is about 0.017.
+        assert (ours[0] - theirs[0]).abs().mean() < 0.1

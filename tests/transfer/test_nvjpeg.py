@@ -1,0 +1,210 @@
+"""Which files are for nvJPEG, and how it is called beside other work on the device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decode.made_images import BROKEN, WHOLE, encoded
+from made_samples import photo
+
+from lightning_feed.errors import MissingExtraError
+from lightning_feed.transfer import nvjpeg
+from lightning_feed.transfer.nvjpeg import NvJpeg, not_for_nvjpeg
+
+JPEG = WHOLE["colour"]
+
+# --- which files ------------------------------------------------------------------------------------------------------
+
+FOR_IT = [
+    "colour",
+    "greyscale",
+    "EXIF-rotated",
+    "progressive",
+    "4:4:4",
+    "4:2:2",
+    "one pixel",
+    "one row",
+    "restart markers",
+]
+NOT_FOR_IT = {
+    "CMYK": "no RGB of a CMYK",
+    "RGB inside": "takes it for YCbCr",
+    "bytes after the end": "end marker",
+    "palette PNG": "kind PNG",
+    "WebP": "kind WebP",
+    "animated WebP": "kind WebP",
+    "GIF": "kind GIF",
+    "BMP": "kind BMP",
+    "TIFF": "kind TIFF",
+    "16 bit PNG": "kind PNG",
+}
+
+
+@pytest.mark.parametrize("name", FOR_IT)
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
+def test_the_usual_jpegs_are_for_it(name: str, kind: Any) -> None:
+    assert not_for_nvjpeg(kind(WHOLE[name])) is None
+
+
+@pytest.mark.parametrize("name", NOT_FOR_IT)
+def test_other_images_are_not(name: str) -> None:
+    reason = not_for_nvjpeg(WHOLE[name])
+    assert reason is not None
+    assert NOT_FOR_IT[name] in reason
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_nothing_that_is_cut_short_is_for_it(name: str) -> None:
+    assert not_for_nvjpeg(BROKEN[name]) is not None
+
+
+def with_frame(change: Any) -> bytes:
+    """A JPEG whose frame header is changed; from its marker on, in place."""
+    data = bytearray(JPEG)
+    change(memoryview(data)[JPEG.index(b"\xff\xc0") :])
+    return bytes(data)
+
+
+def put(place: int, value: int) -> Any:
+    def change(frame: memoryview) -> None:
+        frame[place] = value
+
+    return change
+
+
+# FF C0, length (2), bits, height (2), width (2), components, then id, factors, table of each.
+FRAMES = {
+    "extended": (put(1, 0xC1), "12 bits, lossless"),
+    "lossless": (put(1, 0xC3), "12 bits, lossless"),
+    "arithmetic": (put(1, 0xC9), "12 bits, lossless"),
+    "12 bits": (put(4, 12), "12 bits, lossless"),
+    "two components": (put(9, 2), "no RGB of a CMYK"),
+    "factors 3 x 1": (put(11, 0x31), "chroma subsampling"),
+    "factors 2 x 4": (put(11, 0x24), "chroma subsampling"),
+    "chroma of 2 x 1": (put(14, 0x21), "chroma subsampling"),
+    "components cut off": (put(9, 200), "no frame header"),
+    "no frame at all": (put(1, 0xE5), "no frame header"),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_what_the_frame_header_says_is_read(name: str) -> None:
+    change, words = FRAMES[name]
+    assert words in str(not_for_nvjpeg(with_frame(change)))
+
+
+@pytest.mark.parametrize("factors", [0x11, 0x21, 0x22, 0x12, 0x41, 0x42])
+def test_all_subsamplings_that_it_knows_are_for_it(factors: int) -> None:
+    assert not_for_nvjpeg(with_frame(put(11, factors))) is None
+
+
+def test_fill_bytes_and_long_segments_are_passed_over() -> None:
+    padded = JPEG[:2] + b"\xff" * 3 + JPEG[2:]
+    long = JPEG[:2] + b"\xff\xe1\xff\xff" + b"\xc0" * 65533 + JPEG[2:]
+    assert not_for_nvjpeg(padded) is None
+    assert not_for_nvjpeg(long) is None
+
+
+def test_a_frame_is_not_looked_for_in_the_scan() -> None:
+    data = b"\xff\xd8\xff\xda\x00\x02\xff\xc0" + JPEG[JPEG.index(b"\xff\xc0") + 2 :]
+    assert "no frame header" in str(not_for_nvjpeg(data))
+
+
+def test_reasons_do_not_tell_images_apart() -> None:
+    """They are counted."""
+    small, large = (encoded(photo(*size), "PNG") for size in ((20, 30), (50, 70)))
+    assert not_for_nvjpeg(small) == not_for_nvjpeg(large)
+
+
+# --- the call ---------------------------------------------------------------------------------------------------------
+
+
+class FakeCuda:
+    """Streams by name, and the order in which things were done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[Any] = []
+        self.now = self.compute = Stream("compute", self.done)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("own", self.done))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+        self.error: str | None = None
+        monkeypatch.setattr(torch.ops.image, "decode_jpegs_cuda", self.operator, raising=False)
+
+    @contextmanager
+    def entered(self, stream: "Stream") -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def operator(self, files: list[Any], mode: int, device: torch.device) -> list[Any]:
+        self.done.append(("decoded", len(files), mode, device.type, "allocated on", self.now.name))
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return [Image(self.done) for _ in files]
+
+
+class Stream:
+    def __init__(self, name: str, done: list[Any]) -> None:
+        self.name, self.done = name, done
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.done.append((self.name, "waits for", other.name))
+
+
+class Image:
+    def __init__(self, done: list[Any]) -> None:
+        self.done = done
+
+    def record_stream(self, stream: Stream) -> None:
+        self.done.append(("kept for", stream.name))
+
+
+def test_images_lie_in_memory_of_a_stream_that_nothing_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nvJPEG, which waits for no stream, cannot write to memory that kernels in the queue still read."""
+    fake = FakeCuda(monkeypatch)
+    decode = NvJpeg(torch.device("cuda", 0))
+    assert len(decode([torch.zeros(1), torch.zeros(1)])) == 2
+    assert fake.done == [
+        ("decoded", 2, 3, "cuda", "allocated on", "own"),  # 3: RGB
+        ("compute", "waits for", "own"),
+        ("kept for", "compute"),
+        ("kept for", "compute"),
+    ]
+    fake.done.clear()
+    fake.now = Stream("side", fake.done)
+    decode([torch.zeros(1)])
+    assert fake.done[1:] == [("side", "waits for", "own"), ("kept for", "side")]
+
+
+def test_a_torchvision_without_nvjpeg_is_said_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch)
+    decode = NvJpeg(torch.device("cuda", 0))
+    fake.error = "decode_jpegs_cuda: torchvision not compiled with nvJPEG support"
+    with pytest.raises(MissingExtraError, match=r"pip install torchvision --index-url \S+/whl/cu\d+$"):
+        decode([torch.zeros(1)])
+    fake.error = "Failed to decode batch: 3"
+    with pytest.raises(RuntimeError, match="Failed to decode batch"):
+        decode([torch.zeros(1)])
+    monkeypatch.setattr(torch.ops, "image", object())
+    with pytest.raises(MissingExtraError, match="too new"):
+        NvJpeg(torch.device("cuda", 0))
+
+
+def test_a_device_has_one_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    nvjpeg.nvjpeg.cache_clear()
+    first, second = nvjpeg.nvjpeg(torch.device("cuda", 0)), nvjpeg.nvjpeg(torch.device("cuda", 1))
+    assert first is nvjpeg.nvjpeg(torch.device("cuda", 0))
+    assert first is not second
+    nvjpeg.nvjpeg.cache_clear()
+
+
+def test_the_installed_torchvision_takes_what_it_is_given() -> None:
+    """(list of tensors, int mode, device); read in torchvision 0.21 and 0.29."""
+    schema = torch.ops.image.decode_jpegs_cuda.default._schema
+    assert [str(argument.type) for argument in schema.arguments] == ["List[Tensor]", "int", "Device"]
+    assert [str(given.type) for given in schema.returns] == ["List[Tensor]"]
