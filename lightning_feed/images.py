@@ -16,20 +16,31 @@ from lightning_feed.datamodule import FeedDataModule
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError
 from lightning_feed.extras import require
+from lightning_feed.image_backends import (
+    Backend,
+    check_backend,
+    device_of,
+    finding_key,
+    holds_pixels,
+    once_for_all_ranks,
+    reading_settings,
+    settle_auto,
+    settle_backend,
+)
+from lightning_feed.image_decoders import ImageDecoders, encoded_images
+from lightning_feed.load.backend_choice import BackendChoice
 from lightning_feed.load.bad_samples import BadSamples, OnError
+from lightning_feed.load.batch_decoder import BatchDecoder
+from lightning_feed.load.cut import QUALITIES, Quality
+from lightning_feed.load.dali.install import require_dali
+from lightning_feed.load.dali.options import DALI_BACKENDS, DaliOptions, options_for
+from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImageDataset, collate_encoded
 from lightning_feed.load.epoch_order import mix_seed
 from lightning_feed.load.image_dataset import ImageDataset, collate_images
-from lightning_feed.load.image_recipe import (
-    QUALITIES,
-    EvalRecipe,
-    GivenTransform,
-    Quality,
-    Recipe,
-    SquareRecipe,
-    TrainRecipe,
-)
+from lightning_feed.load.image_recipe import EvalRecipe, GivenTransform, Recipe, SquareRecipe, TrainRecipe
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.transfer.device_augment import crop_and_flip, draw_boxes
+from lightning_feed.transfer.device_decode import decode_batch
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +61,8 @@ class FeedImageFolder(FeedDataModule):
         eval_batch_size: int | Literal["even"] | None = None,
         image_size: int = 224,
         quality: Quality = "exact",
+        backend: Backend = "torch",
+        dali: DaliOptions | None = None,
         transform: Callable[[Any], Any] | None = None,
         eval_transform: Callable[[Any], Any] | None = None,
         transform_input: Literal["auto", "tensor", "pil"] = "auto",
@@ -79,7 +92,7 @@ class FeedImageFolder(FeedDataModule):
             raise SettingsError(f"mean={mean!r}, std={std!r}: give three numbers each, for R, G and B, std above 0.")
         self.image_size = image_size
         self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
-        self.decoder, self.quality = decoder, quality
+        self.decoder, self.quality, self.backend = decoder, quality, backend
         self.on_error, self.max_failures = on_error, max_failures
         self._images_train: Recipe = TrainRecipe(size=image_size, quality=quality)
         short_side = round(image_size * 256 / 224)  # as in torchvision's reference evaluation
@@ -94,6 +107,12 @@ class FeedImageFolder(FeedDataModule):
                 "cache='device' keeps decoded images, so that no transform on the host runs on them again. Leave "
                 "transform out (crop and flip are then done on the device), or use cache='decoded'."
             )
+        check_backend(backend, cache=self._feed.storage.cache, transforms=bool(transform or eval_transform))
+        self._images_decoders = ImageDecoders(
+            options_for(backend, dali, quality), self.mean, self.std, half=dtype == torch.float16
+        )
+        self._images_threads = loader is None
+        self._images_backend: BackendChoice | None = None
         self._images_kept = SquareRecipe(size=short_side)
         self._images_generators: dict[torch.device, tuple[int, torch.Generator]] = {}
         self._images_splits = Splits(val_fraction, split_seed)
@@ -109,7 +128,8 @@ class FeedImageFolder(FeedDataModule):
             return None
         if self._images_choice is None:
             self._images_choice = self._images_choose(source)
-        return ImageDataset(
+        made = ImageDataset if self._images_settle(source) == "torch" else EncodedImageDataset
+        return made(
             source,
             self._images_choice.decoder,
             self._images_train if split == "train" else self._images_eval,
@@ -118,12 +138,15 @@ class FeedImageFolder(FeedDataModule):
         )
 
     def collate(self, samples: list[Any], split: str) -> Any:
-        """(images, labels): uint8 images stay uint8, channels last. Runs in the workers."""
-        return collate_images(samples)
+        """(images, labels): uint8 images stay uint8, channels last; encoded ones stay encoded. Runs in the workers."""
+        return collate_images(samples) if self._images_settle() == "torch" else collate_encoded(samples)
 
     def device_transform(self, batch: Any, split: str) -> Any:
         """uint8 images -> normalised ones of ``dtype``. Images that a transform of the user's made float are left."""
+        batch = self._feed_on_device(batch, split)  # called by hand, it may be one that is still encoded
         images, labels, *aspects = batch
+        if self._images_backend is not None and self._images_backend.name == "dali-gpu":
+            return images.to(self.dtype), labels  # normalised already; DALI knows no bfloat16
         if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
             return batch
         values = images.to(torch.float32)
@@ -154,7 +177,20 @@ class FeedImageFolder(FeedDataModule):
             **super()._feed_facts(),
             "decoder": None if choice is None else choice.name,
             "quality": self.quality,
+            "backend": None if self._images_backend is None else self._images_backend.name,
+            "own_transforms": self._images_own_transforms(),
         }
+
+    def _feed_on_device(self, batch: Any, split: str) -> Any:
+        # Before a device_transform of the user's, which sees the same batches whatever the backend.
+        if not isinstance(batch, EncodedBatch):
+            return batch
+        return decode_batch(batch, encoded_images(self._feed_dataset(split), split))
+
+    @property
+    def backend_choice(self) -> BackendChoice | None:
+        """Which backend was taken, and why; None until the first dataset is made."""
+        return self._images_backend
 
     @property
     def decoder_choice(self) -> Choice | None:
@@ -170,6 +206,59 @@ class FeedImageFolder(FeedDataModule):
         return {**super().__getstate__(), "_images_scaling": {}, "_images_generators": {}}
 
     # --- details ------------------------------------------------------------------------------------------------------
+
+    def _feed_decode(self, split: str) -> BatchDecoder | None:
+        backend, trainer = self._images_settle(), self.trainer
+        if backend == "torch":
+            return None
+        images = encoded_images(self._feed_dataset(split), split)
+        if backend not in DALI_BACKENDS:
+            return None  # on the way to the device
+        if trainer is not None:
+            self._images_decoders.attach(trainer)
+        device = device_of(trainer)
+        return self._images_decoders.make(
+            split,
+            images,
+            device if backend == "dali-gpu" else torch.device("cpu"),
+            local_ranks=1 if trainer is None else trainer.num_devices,
+            pin=device.type == "cuda" and self._feed.loaders.settings.pin_memory is not False,
+        )
+
+    def _images_settle(self, source: SampleSource | None = None) -> str:
+        """The backend's name, settled when it is first asked for: the device is known by then."""
+        if self._images_backend is None:
+            choice = self._images_decide(source)
+            if choice.name in DALI_BACKENDS:
+                require_dali(gpu=choice.name == "dali-gpu", why=f"backend={choice.name!r}")
+            self._images_backend = choice
+            if self._images_backend.name != "torch" and self._images_threads:
+                self._feed.loaders.settings = reading_settings(None)
+            logger.info("backend=%r: %s", self._images_backend.name, self._images_backend.reason)
+        return self._images_backend.name
+
+    def _images_decide(self, source: SampleSource | None) -> BackendChoice:
+        device = device_of(self.trainer)
+        if self.backend != "auto":
+            return settle_backend(self.backend, device)
+        return once_for_all_ranks(
+            self.trainer,
+            lambda: settle_auto(
+                device,
+                self._images_key(device),
+                transforms=self._images_own_transforms(),
+                cache=self._feed.storage.cache,
+                quality=self.quality,
+                pixels=source is not None and holds_pixels(source),
+            ),
+        )
+
+    def _images_key(self, device: torch.device) -> dict[str, Any]:
+        """Where findings about these images are remembered, for a device."""
+        return finding_key(self._feed.storage.data_dir, device, image_size=self.image_size, quality=self.quality)
+
+    def _images_own_transforms(self) -> bool:
+        return any(isinstance(recipe, GivenTransform) for recipe in (self._images_train, self._images_eval))
 
     def _images_choose(self, source: SampleSource) -> Choice:
         """The decoder asked for; for "auto", the one that rank 0 finds fastest on some of the images."""
@@ -234,6 +323,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         transform: for training images, in place of RandomResizedCrop and flip: of torchvision v1 or v2, or a function.
         eval_transform: for the other splits, in place of Resize and CenterCrop.
         transform_input: what the transforms take, ``"tensor"`` (uint8, (3, H, W)) or ``"pil"``; ``"auto"`` finds out.
+        dali: options of the DALI backends.
         decoder: a decoder's name, or ``"auto"`` for the fastest here that is true to Pillow (45 dB or more).
         val_fraction: share set aside for validation where ``root`` has no split folders.
         split_seed: decides which images are set aside.
@@ -243,6 +333,8 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         on_error: for images that cannot be read, ``"raise"``, ``"skip"`` (another image of the batch takes the place)
             or ``"substitute"`` (another image of the split does). The last two are counted and logged.
         max_failures: how many are too many, for ``"skip"`` and ``"substitute"``.
+        backend: what decodes: ``"torch"`` in the workers, ``"nvjpeg"`` or ``"dali-gpu"`` on the GPU, ``"dali-cpu"``;
+            ``"auto"`` takes what ``lightning-feed diagnose`` measured to be best, and torch where it was not run.
         loader: how the loaders are to be built.
         **storage: ``cache``, ``cache_limit``, ``stage_to``, ``drop_keys`` and the others of FastDataModule.
 

@@ -1,0 +1,244 @@
+"""Stands behind a loader of encoded batches, and has DALI decode them, some of them ahead."""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_feed.decode.decoder import Encoded
+from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.load.cut import Cut
+from lightning_feed.load.dali.host_images import HostImages
+from lightning_feed.load.dali.image_pipeline import ImagePipeline, PipelineSpec, release_unused_memory, stand_in
+from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImage, EncodedImageDataset
+from lightning_feed.load.trace import traced
+
+_FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
+"""What DALI raises for an operator that failed, by the kind of failure (read in 2.4.0)."""
+_HEADERS = 64
+"""Images whose headers are read, where it was not said how large the largest is."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A batch that was taken from the loader and has not been handed out."""
+
+    batch: EncodedBatch
+    images: list[EncodedImage]
+    on_host: dict[int, str]
+    """Places of images that DALI is not given, and why."""
+    fed: bool = False
+
+    def given(self) -> list[tuple[Encoded, Cut]]:
+        given: list[tuple[Encoded, Cut]] = [(image.data, image.cut) for image in self.images]
+        for place in self.on_host:
+            given[place] = stand_in(self.images[place].cut)
+        return given
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One pass over a loader."""
+
+    waiting: deque[_Waiting] = field(default_factory=deque)
+    failure: Exception | None = None
+    """What the loader raised in the place of its next batch."""
+
+
+class DaliImageDecoder:
+    """Decodes the batches of one loader with a pipeline that is built when the first of them comes.
+
+    An image that DALI fails at ends its pipeline. The image is then found and left to the host, which names it in its
+    error or puts in its place what ``on_error`` says; the batches that were on their way go through a new pipeline, so
+    that none is lost or doubled.
+
+    Args:
+        dataset: that the batches are from.
+        spec: of the pipeline. Its batch size grows to that of the largest batch that comes.
+        keep: whether the pipeline outlives its pass.
+        pin: whether batches in host memory are to lie in page-locked memory.
+    """
+
+    def __init__(self, dataset: EncodedImageDataset, spec: PipelineSpec, *, keep: bool, pin: bool = False) -> None:
+        self.spec = spec
+        self.keep = keep
+        self.pin = pin
+        self.host = HostImages(dataset, spec.mean, spec.std)
+        self.built = 0
+        """Pipelines that were built so far."""
+        self._pipeline: ImagePipeline | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a pipeline, which holds memory and threads."""
+        return self._pipeline is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pipeline": None}
+
+    def run(self, batches: Iterator[EncodedBatch]) -> Generator[Any, None, None]:
+        """Decode one pass: [images, labels] for each batch, in order.
+
+        Raises:
+            DatasetError: when an image cannot be decoded and ``on_error`` does not deal with it, with its name.
+            LoaderError: when DALI fails and no image is at fault.
+        """
+        now = _Pass()
+        try:
+            while True:
+                self._take_ahead(now, batches)
+                if now.waiting:
+                    yield self._next(now)
+                elif isinstance(now.failure, StopIteration):
+                    return
+                elif now.failure is not None:
+                    raise now.failure
+        finally:
+            self._leave(now)
+
+    def release(self) -> None:
+        """Drop the pipeline and its memory. A pass that goes on builds another."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.close()
+            release_unused_memory()
+
+    # --- the way of a batch -------------------------------------------------------------------------------------------
+
+    def _take_ahead(self, now: _Pass, batches: Iterator[EncodedBatch]) -> None:
+        while now.failure is None and len(now.waiting) < self.spec.prefetch:
+            try:
+                batch = next(batches)
+            except Exception as error:  # noqa: BLE001 - raised after the batches before it
+                now.failure = error
+            else:
+                images = batch.images()
+                now.waiting.append(_Waiting(batch, images, self.host.reasons(images)))
+                self._advance(now)
+
+    def _advance(self, now: _Pass) -> ImagePipeline:
+        """A pipeline that all batches of the pass are on their way in."""
+        size = max(len(waiting.images) for waiting in now.waiting)
+        pipeline = self._pipeline
+        if pipeline is None or pipeline.owner is not now or size > pipeline.spec.batch_size:
+            pipeline = self._acquire(now, size)
+            for waiting in now.waiting:
+                waiting.fed = False
+        for waiting in now.waiting:
+            if not waiting.fed:
+                files, cuts = zip(*waiting.given(), strict=True)
+                pipeline.feed(files, cuts)
+                waiting.fed = True
+        return pipeline
+
+    def _next(self, now: _Pass) -> list[Any]:
+        with traced("decode"):
+            images = self._taken(now)
+            done = now.waiting.popleft()
+            labels = done.batch.labels
+            if done.on_host:
+                images, labels = self.host.put_into(images, labels, done.images, done.on_host)
+            if self.pin and images.device.type == "cpu":
+                images, labels = (part if part.is_pinned() else part.pin_memory() for part in (images, labels))
+            return [images, labels.to(images.device, non_blocking=True)]
+
+    def _taken(self, now: _Pass) -> Tensor:
+        """The pixels of the first batch that waits, with stand-ins for the images that DALI is not given."""
+        while True:
+            pipeline = self._advance(now)
+            try:
+                return pipeline.take()
+            except _FAILURES as error:
+                self.release()
+                self._blame(now, error)
+
+    def _blame(self, now: _Pass, error: Exception) -> None:
+        """Find the images that DALI failed at, and leave them to the host from now on.
+
+        Raises:
+            LoaderError: when there are none.
+        """
+        images = [
+            image for waiting in now.waiting for k, image in enumerate(waiting.images) if k not in waiting.on_host
+        ]
+        found = self.host.broken(images) or self._fail_alone(images)
+        if not found:
+            raise LoaderError(
+                f"DALI failed at a batch of {len(now.waiting[0].images)} images, and decodes each of them alone. It "
+                f"said: {reason_of(error)} If it lacks memory, use a smaller batch_size or DaliOptions(prefetch=1)."
+            ) from error
+        self.host.refuse(found)
+        for waiting in now.waiting:
+            waiting.on_host = self.host.reasons(waiting.images)
+
+    def _fail_alone(self, images: list[EncodedImage]) -> dict[int, str]:
+        """Those that DALI fails at, and why, by their index in the dataset."""
+        found: dict[int, str] = {}
+        pipeline = None
+        for image in images:
+            if pipeline is None:
+                pipeline = ImagePipeline(replace(self.spec, batch_size=1, prefetch=1))
+            try:
+                pipeline.feed([image.data], [image.cut])
+                pipeline.take()
+            except _FAILURES as error:
+                found[image.index] = f"DALI failed at it: {reason_of(error)}"
+                pipeline.close()
+                pipeline = None
+        if pipeline is not None:
+            pipeline.close()
+        return found
+
+    # --- the pipeline -------------------------------------------------------------------------------------------------
+
+    def _acquire(self, now: _Pass, size: int) -> ImagePipeline:
+        """The pipeline for a pass: empty, and large enough."""
+        pipeline = self._pipeline
+        if pipeline is not None and (size > pipeline.spec.batch_size or not _emptied(pipeline)):
+            self.release()
+            pipeline = None
+        if pipeline is None:
+            if self.spec.device.type == "cuda" and self.spec.largest_image is None:
+                self.spec = replace(self.spec, largest_image=largest_of_some(self.host.dataset))
+            self.spec = replace(self.spec, batch_size=max(size, self.spec.batch_size))
+            pipeline = self._pipeline = ImagePipeline(self.spec)
+            self.built += 1
+        pipeline.owner = now
+        return pipeline
+
+    def _leave(self, now: _Pass) -> None:
+        """End a pass. What is on its way is dropped."""
+        pipeline = self._pipeline
+        if pipeline is None or pipeline.owner is not now:
+            return  # another pass has taken it over
+        pipeline.owner = None
+        if not self.keep or not _emptied(pipeline):
+            self.release()
+
+
+def reason_of(error: Exception) -> str:
+    """The part of DALI's message that says what went wrong: it follows on the place in the pipeline's definition."""
+    said = str(error).split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
+    return " ".join(said.split()) or type(error).__name__
+
+
+def largest_of_some(dataset: EncodedImageDataset) -> tuple[int, int] | None:
+    """(height, width) of the largest of some images, spread over the dataset; None where none can be read."""
+    sizes = []
+    for index in range(0, len(dataset), max(1, len(dataset) // _HEADERS)):
+        try:
+            sizes.append(dataset.decoder.size(dataset.source.read(index)))
+        except DatasetError:  # met again when it is its turn
+            continue
+    return max(sizes, key=lambda size: size[0] * size[1], default=None)
+
+
+def _emptied(pipeline: ImagePipeline) -> bool:
+    """Whether what was on its way could be dropped."""
+    try:
+        pipeline.drain()
+    except _FAILURES:  # of a batch that nobody waits for
+        return False
+    return True

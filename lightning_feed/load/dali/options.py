@@ -1,0 +1,91 @@
+"""What can be told to the DALI backends, and the number of threads that they take."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.machine import Machine
+
+DALI_BACKENDS = ("dali-cpu", "dali-gpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaliOptions:
+    """How ``backend="dali-cpu"`` and ``"dali-gpu"`` decode.
+
+    Raises:
+        SettingsError: for a value that is impossible.
+    """
+
+    threads: int | Literal["auto"] = "auto"
+    """CPU threads of each pipeline. ``"auto"``: this rank's share of the CPUs, but for one that trains."""
+    prefetch: int = 2
+    """Batches that are decoded ahead. Each costs the memory of one batch. With ``num_workers=0`` they are also read
+    ahead in the training process, whose random numbers their boxes are then drawn from, earlier than without DALI."""
+    keep_eval_pipelines: bool = False
+    """Whether the pipelines of validation, test and prediction are kept when their pass ends. They hold memory, on
+    the GPU too, while training goes on; kept, the next pass begins sooner."""
+    largest_image: tuple[int, int] | None = None
+    """(height, width) in pixels of the largest image, for ``"dali-gpu"``: the decoder's buffers are made once, large
+    enough for it. None: of the largest among some images. A larger one is decoded too, and makes them grow."""
+    hw_decoder_load: float | None = None
+    """Share of the JPEGs for the GPU's hardware decoder, 0 to 1, for ``"dali-gpu"``. None: DALI's own default."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("threads", self.threads), ("prefetch", self.prefetch)):
+            if (name, value) == ("threads", "auto"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SettingsError(f"DaliOptions({name}={value!r}) is not possible. Give a whole number, 1 or more.")
+        if self.largest_image is not None and (
+            len(self.largest_image) != 2 or not all(isinstance(side, int) and side > 0 for side in self.largest_image)
+        ):
+            raise SettingsError(
+                f"DaliOptions(largest_image={self.largest_image!r}): give (height, width) in pixels, as (1200, 1600)."
+            )
+        if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
+            raise SettingsError(f"DaliOptions(hw_decoder_load={self.hw_decoder_load!r}): give a share from 0 to 1.")
+
+
+def options_for(backend: str, given: DaliOptions | None, quality: str) -> DaliOptions:
+    """The options to use: those given, or the default ones. What would have no effect is refused.
+
+    Raises:
+        SettingsError: with what to do instead.
+    """
+    if backend in DALI_BACKENDS and quality != "exact":
+        raise SettingsError(
+            f"quality={quality!r} would have no effect with backend={backend!r}, which decodes all pixels of a box. "
+            'Leave it out, or use backend="torch".'
+        )
+    if given is None:
+        return DaliOptions()
+    if backend not in (*DALI_BACKENDS, "auto"):
+        raise SettingsError(
+            f"dali=DaliOptions(...) would have no effect with backend={backend!r}. Leave it out, or use "
+            'backend="dali-cpu" or "dali-gpu".'
+        )
+    for name in ("largest_image", "hw_decoder_load") if backend == "dali-cpu" else ():
+        if getattr(given, name) is not None:
+            raise SettingsError(
+                f"DaliOptions({name}={getattr(given, name)!r}) is for decoding on the GPU and has no effect with "
+                'backend="dali-cpu". Leave it out.'
+            )
+    return given
+
+
+def decode_threads(options: DaliOptions, machine: Machine, local_ranks: int = 1) -> tuple[int, str]:
+    """CPU threads for a pipeline, and why so many.
+
+    Args:
+        options: what was asked for.
+        machine: the limits of this process.
+        local_ranks: training processes that share them.
+    """
+    if options.threads != "auto":
+        return options.threads, "as asked for"
+    share = machine.usable_cpus // max(1, local_ranks)
+    reason = f"{machine.usable_cpus} {machine.cpu_reason}"
+    if local_ranks > 1:
+        reason += f", divided among {local_ranks} ranks"
+    return max(1, share - 1), f"{reason}, one left to train"

@@ -1,0 +1,219 @@
+"""backend="dali-gpu" on a CUDA device: torch's batches but for the pixels, on the device, and its memory given back."""
+
+import gc
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decode.made_images import BROKEN, WHOLE
+from lightning.pytorch import LightningModule, Trainer
+from made_samples import jpegs
+from torch import Tensor, nn
+
+from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
+from lightning_feed.errors import DecodeError
+from lightning_feed.load.dali.options import DaliOptions
+
+pytest.importorskip("nvidia.dali")
+
+pytestmark = pytest.mark.gpu
+
+THREADS = LoaderSettings(num_workers=2, workers="thread", seed=1)
+
+
+class Seen(LightningModule):
+    """Keeps what it was given, and which pipelines there were."""
+
+    def __init__(self, module: ImageFolderDataModule) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.module = [module]
+        self.train_batches: list[tuple[Tensor, Tensor]] = []
+        self.val_batches: list[tuple[Tensor, Tensor]] = []
+        self.active: set[tuple[str, tuple[str, ...]]] = set()
+        self.kinds: set[Any] = set()
+
+    def _keep(self, name: str, batch: Any, into: list[tuple[Tensor, Tensor]]) -> Tensor:
+        images, labels = batch
+        assert images.is_cuda
+        assert labels.is_cuda
+        self.kinds.add(
+            (type(batch), images.dtype, labels.dtype, images.is_contiguous(memory_format=torch.channels_last))
+        )
+        self.active.add((name, self.module[0]._images_decoders.active()))
+        into.append((images.float().cpu(), labels.cpu()))
+        return nn.functional.cross_entropy(self.layer(images.float().mean((2, 3))), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._keep("train", batch, self.train_batches)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._keep("val", batch, self.val_batches)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Ten JPEGs to train with and five to validate with, in two classes."""
+    for split, count in (("train", 10), ("val", 5)):
+        for index, data in enumerate(jpegs(count)):
+            folder = tmp_path / "photos" / split / "ab"[index % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{index}.jpg").write_bytes(data)
+    return tmp_path / "photos"
+
+
+def made(photos: Path, backend: Any = "dali-gpu", **options: Any) -> ImageFolderDataModule:
+    given = {"batch_size": 4, "image_size": 32, "decoder": "pillow", "loader": THREADS, **options}
+    return ImageFolderDataModule(photos, backend=backend, **given)
+
+
+def fit(module: ImageFolderDataModule, *callbacks: Any, **options: Any) -> Seen:
+    model = Seen(module)
+    trainer = Trainer(
+        accelerator="cuda",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **{"max_epochs": 2, **options},
+    )
+    trainer.fit(model, datamodule=module)
+    return model
+
+
+def steps_off(ours: Tensor, theirs: Tensor) -> Tensor:
+    """How far normalised images are apart, in steps of uint8."""
+    return (ours - theirs).abs() * 255 * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+
+
+def assert_nearly_the_same(ours: list[tuple[Tensor, Tensor]], theirs: list[tuple[Tensor, Tensor]]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for (images, labels), (expected, true_labels) in zip(ours, theirs, strict=True):
+        assert torch.equal(labels, true_labels)
+        assert images.shape == expected.shape
+        for one, other in zip(images, expected, strict=True):
+            assert 10 * math.log10(255**2 / max(steps_off(one, other).pow(2).mean().item(), 1e-9)) > 35
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_fit_sees_torchs_batches_on_the_device(photos: Path, dtype: torch.dtype) -> None:
+    ours, theirs = fit(made(photos, dtype=dtype)), fit(made(photos, "torch", dtype=dtype))
+    assert ours.kinds == theirs.kinds == {(tuple, dtype, torch.int64, True)}
+    assert_nearly_the_same(ours.train_batches, theirs.train_batches)
+    assert_nearly_the_same(ours.val_batches, theirs.val_batches)
+    assert [len(labels) for _, labels in ours.train_batches] == [4, 4, 2] * 2
+
+
+def test_prefetching_stands_aside_and_says_so(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = PrefetchCallback()
+    with caplog.at_level(logging.INFO):
+        ours = fit(made(photos), callback)
+    assert not callback.active
+    said = "PrefetchCallback stands aside: the loader yields tensors that are on the device already."
+    assert caplog.messages.count(said) == 1
+    assert_nearly_the_same(ours.train_batches, fit(made(photos)).train_batches)
+
+
+def test_the_cpu_pipeline_feeds_the_device_too(photos: Path) -> None:
+    callback = PrefetchCallback()
+    ours = fit(made(photos, "dali-cpu"), callback)
+    assert callback.active
+    assert_nearly_the_same(ours.train_batches, fit(made(photos, "torch")).train_batches)
+
+
+def test_batches_are_not_written_to_while_they_are_used(photos: Path) -> None:
+    """Kept on the device, with work queued on them, while the pipeline goes on through several epochs."""
+    module = made(photos)
+    kept = [batch for _ in range(20) for batch in module.val_dataloader()]
+    sums = [images.double().sum() for images, _ in kept]
+    torch.cuda.synchronize()
+    again = [images.double().sum() for images, _ in kept]
+    assert [one.item() for one in sums] == [other.item() for other in again]
+    assert len({one.item() for one in sums}) == 2
+
+
+@pytest.mark.parametrize("limit", [1, None])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_validation_pipeline_is_absent_before_and_after(photos: Path, limit: int | None, keep: bool) -> None:
+    module = made(photos, dali=DaliOptions(keep_eval_pipelines=keep))
+    model = fit(module, limit_val_batches=limit, val_check_interval=2, num_sanity_val_steps=0)
+    training = {active for name, active in model.active if name == "train"}
+    assert training == ({("train",), ("train", "val")} if keep else {("train",)})
+    assert {active for name, active in model.active if name == "val"} == {("train", "val")}
+    assert module._images_decoders.active() == ()
+
+
+@pytest.mark.parametrize("name", ["CMYK", "greyscale", "RGBA PNG", "WebP", "16 bit PNG", "one pixel", "EXIF-rotated"])
+def test_other_kinds_among_jpegs(photos: Path, name: str) -> None:
+    (photos / "val" / "a" / "0.jpg").write_bytes(WHOLE[name])
+    ours, theirs = fit(made(photos), max_epochs=1), fit(made(photos, "torch"), max_epochs=1)
+    assert_nearly_the_same(ours.val_batches, theirs.val_batches)
+
+
+def test_an_image_larger_than_the_padding(photos: Path) -> None:
+    from decode.made_images import encoded
+    from made_samples import photo
+
+    (photos / "val" / "a" / "0.jpg").write_bytes(encoded(photo(3000, 4000)))
+    module = made(photos, dali=DaliOptions(largest_image=(64, 64)))
+    assert_nearly_the_same(fit(module).val_batches, fit(made(photos, "torch")).val_batches)
+
+
+@pytest.mark.parametrize("broken", ["JPEG cut in the middle", "PNG cut"])
+def test_a_broken_image_is_named_or_replaced(photos: Path, broken: str) -> None:
+    (photos / "train" / "a" / "2.jpg").write_bytes(BROKEN[broken])
+    with pytest.raises(DecodeError, match=r"train/a/2\.jpg \(sample 1\)"):
+        fit(made(photos))
+    module = made(photos, on_error="skip")
+    assert_nearly_the_same(fit(module).train_batches, fit(made(photos, "torch", on_error="skip")).train_batches)
+    assert module.failures() == 2
+
+
+def test_fifty_rebuilds_do_not_grow(photos: Path) -> None:
+    module = made(photos, image_size=224)
+    loader = module.val_dataloader()
+
+    def used_mb() -> float:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 1e6
+
+    def validate() -> None:
+        for images, _ in loader:
+            assert images.is_cuda
+        assert not loader.decode.active
+
+    for _ in range(5):
+        validate()
+    before = used_mb()
+    for _ in range(50):
+        validate()
+    assert loader.decode.built == 55
+    assert used_mb() - before < 32
+
+
+def test_the_values_are_normalised(photos: Path) -> None:
+    """Of a black image and a white one, known to the last bit but rounding."""
+    from decode.made_images import encoded
+    from PIL import Image
+
+    for value in (0, 255):
+        picture = Image.fromarray(np.full((40, 40, 3), value, np.uint8))
+        (photos / "val" / "a" / f"{value}.png").write_bytes(encoded(picture, "PNG"))
+    module = made(photos, eval_batch_size=16)
+    [(images, _)] = [module.device_transform(batch, "val") for batch in module.val_dataloader()]
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    ends = sorted((image.mean((1, 2)).cpu() for image in images), key=lambda each: each[0].item())
+    assert torch.allclose(ends[0], -mean / std, atol=1e-4)
+    assert torch.allclose(ends[-1], (1 - mean) / std, atol=1e-4)

@@ -1,0 +1,69 @@
+"""Options of the DALI backends: impossible ones are refused, and so are those without effect."""
+
+from typing import Any
+
+import pytest
+
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.dali.options import DaliOptions, decode_threads, options_for
+from lightning_feed.load.machine import Machine
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("threads", 0),
+        ("threads", "many"),
+        ("threads", True),
+        ("prefetch", 0),
+        ("prefetch", 1.5),
+        ("largest_image", (0, 10)),
+        ("largest_image", (10,)),
+        ("largest_image", (10.0, 10)),
+        ("hw_decoder_load", -0.1),
+        ("hw_decoder_load", 1.1),
+    ],
+)
+def test_impossible_values_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(SettingsError, match=f"DaliOptions\\({name}="):
+        DaliOptions(**{name: value})
+
+
+def test_what_has_no_effect_is_refused() -> None:
+    with pytest.raises(SettingsError, match="would have no effect with backend='torch'"):
+        options_for("torch", DaliOptions(), "exact")
+    with pytest.raises(SettingsError, match=r"largest_image=\(10, 20\)\) is for decoding on the GPU"):
+        options_for("dali-cpu", DaliOptions(largest_image=(10, 20)), "exact")
+    with pytest.raises(SettingsError, match=r"hw_decoder_load=0.0\) is for decoding on the GPU"):
+        options_for("dali-cpu", DaliOptions(hw_decoder_load=0.0), "exact")
+    with pytest.raises(SettingsError, match="quality='near' would have no effect with backend='dali-gpu'"):
+        options_for("dali-gpu", None, "near")
+
+
+def test_what_has_an_effect_is_taken() -> None:
+    given = DaliOptions(largest_image=(10, 20), hw_decoder_load=0.5)
+    assert options_for("dali-gpu", given, "exact") is given
+    assert options_for("auto", given, "near") is given
+    assert options_for("torch", None, "fast") == DaliOptions()
+
+
+def machine(cpus: int) -> Machine:
+    return Machine(
+        usable_cpus=cpus,
+        cpu_reason="CPUs of the machine",
+        available_memory_bytes=None,
+        free_shm_bytes=None,
+        start_method="fork",
+    )
+
+
+@pytest.mark.parametrize(("cpus", "ranks", "threads"), [(1, 1, 1), (2, 1, 1), (16, 1, 15), (16, 4, 3), (4, 8, 1)])
+def test_threads_are_the_share_of_the_cpus_but_one(cpus: int, ranks: int, threads: int) -> None:
+    found, reason = decode_threads(DaliOptions(), machine(cpus), ranks)
+    assert found == threads
+    assert f"{cpus} CPUs of the machine" in reason
+    assert ("divided among" in reason) == (ranks > 1)
+
+
+def test_threads_as_asked_for() -> None:
+    assert decode_threads(DaliOptions(threads=7), machine(2), 2) == (7, "as asked for")
