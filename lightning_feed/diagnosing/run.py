@@ -15,6 +15,7 @@ from lightning_feed.diagnosing.plan import EXPERIMENTS, Found, run_all
 from lightning_feed.diagnosing.snapshot import Snapshot
 from lightning_feed.diagnosing.trainer import Package, check_trainer, package_of, quiet
 from lightning_feed.errors import SettingsError
+from lightning_feed.image_measured import remember_diagnosis
 from lightning_feed.watch.verdict import tree
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
@@ -51,7 +52,8 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     Trains for some seconds with the loaders as they are, then with the same batch again and again (X1 on the device, X2
     from the host), on one device, without loggers, checkpoints, validation or other callbacks than PrefetchCallback.
     Then drives the training loader alone, with parts of its work left out (X3 to X8). Module, data module, loaders,
-    optimizers, random states and settings of the process are afterwards as they were before, bit for bit.
+    optimizers, random states and settings of the process are afterwards as they were before, bit for bit. What it found
+    of an ImageFolderDataModule is remembered for ``backend="auto"``.
 
     Args:
         trainer: the Trainer that trains the model. It is only read. None: one that Lightning chooses a device for.
@@ -93,6 +95,8 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     written = _write(diagnosis, out) if out is not None else []
     if interrupted:
         raise DiagnosisInterrupted(diagnosis, written)
+    if found.bench is not None:
+        remember_diagnosis(found.bench.datamodule, found.bench.trainer.strategy.root_device, diagnosis)
     return diagnosis
 
 

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from lightning_feed.diagnosing.fits import Bench
+from lightning_feed.image_measured import remember_tuning
 from lightning_feed.load.tuning.store import Store
 from lightning_feed.load.tuning.tune_loader import tune_loader
 from lightning_feed.load.tuning.values import Goal, Trial, Tuned
@@ -81,7 +82,9 @@ def find(bench: Bench, loader: DataLoader[Any], goal: Goal, *, batch_size: int |
             bar.update()
 
         tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=on_trial)
-    return replace(tuned, batch_size=tuned.batch_size or batch_size or batch_size_of(loader))
+    tuned = replace(tuned, batch_size=tuned.batch_size or batch_size or batch_size_of(loader))
+    remember_tuning(bench.datamodule, bench.trainer.strategy.root_device, tuned, ranks=goal.local_ranks)
+    return tuned
 
 
 def goal_for(bench: Bench, goal: Goal, *, ranks: bool) -> Goal:

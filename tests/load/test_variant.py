@@ -3,7 +3,7 @@
 import pickle
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -164,6 +164,25 @@ def test_a_variant_gives_the_same_batches_and_the_users_own_stays_as_it_is(name:
         assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, expected, strict=True))
     assert type(with_changes(loader)) in (DataLoader, FeedLoader, StatefulDataLoader)
     assert isinstance(with_changes(loader), FeedLoader) == isinstance(loader, FeedLoader)
+
+
+class Negating:
+    """In the place of a decoder of whole batches."""
+
+    def run(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        for batch in batches:
+            yield -batch
+
+
+def test_what_decodes_behind_the_workers_decodes_in_a_variant_too() -> None:
+    loader = FeedLoader(Numbers(), batch_size=4, decode=Negating())
+    expected = list(loader)
+    assert min(float(batch.min()) for batch in expected) < 0
+    for changes in (Changes(), Changes(num_workers=2, workers="thread")):
+        with untouched(loader):
+            found = list(with_changes(loader, changes))
+        assert all(bool((batch <= 0).all()) for batch in found)
+        assert len(found) == len(expected)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "threads"])

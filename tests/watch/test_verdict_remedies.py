@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 import lightning_feed
 from lightning_feed import cli
-from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, KeyUse
+from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, KeyUse, NamedCost
 from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, LoopFacts, Measurements
-from lightning_feed.watch.verdict.remedies_data import data_remedies
+from lightning_feed.watch.verdict.remedies_data import data_remedies, uint8_line
 from lightning_feed.watch.verdict.remedies_other import compute_remedies, copy_remedies, framework_remedies
 from lightning_feed.watch.verdict.shares import Shares, shares_of
 from lightning_feed.watch.verdict.tree import diagnose
@@ -167,6 +167,8 @@ ASLEEP = {"workers_on_cpu_pct": 2.0, "workers_run_queue_pct": 1.0, "workers_bloc
         ({"usable_cpus": 4}, BUSY, {"worker_scaling": ((2, 20.0), (4, 39.0))}, {"num_workers=4": 60}),
         ({"usable_cpus": 3}, BUSY, {"worker_scaling": ((2, 20.0), (3, 30.0))}, {"num_workers=3": 80}),
         ({}, {}, {"model_per_s": 1000 / 70}, {"num_workers=4": 70}),  # the model alone takes 70 ms
+        ({}, {}, {"taking_ms": 5.0}, {"num_workers=4": 65}),  # 60 ms of the step, and 5 to open a batch that is ready
+        ({}, {}, {"taking_ms": 50.0}, {}),
     ],
 )
 def test_more_workers(facts: Any, loaders: Any, found: Any, predicted: dict[str, float]) -> None:
@@ -176,10 +178,12 @@ def test_more_workers(facts: Any, loaders: Any, found: Any, predicted: dict[str,
 
 
 def test_without_transforms_the_cpus_are_still_shared_with_training() -> None:
-    found = {"loader_per_s": 20.0, "no_transform_per_s": 40.0}
+    costs = (NamedCost(name="Blur", cpu_ms=2.0, wall_ms=2.0),)
+    found = {"loader_per_s": 20.0, "no_transform_per_s": 40.0, "as_uint8_per_s": 40.0, "costs": costs}
     # 2 workers for 50 ms, all of it on a CPU, and 90 ms of the step: on 2 CPUs
     shared = _measured(loaders=BUSY, found=found, usable_cpus=2, host_cpu_ms=90.0)
     assert _data(shared, "cpu")["device_transform=True"] == pytest.approx(95)
+    assert _data(shared, "cpu")["transforms=off"] == pytest.approx(95)
     waits = _measured(loaders={"workers_on_cpu_pct": 2.0}, found=found, usable_cpus=2, host_cpu_ms=90.0)
     assert _data(waits, "cpu")["device_transform=True"] == pytest.approx(60)  # the floor
 
@@ -239,9 +243,38 @@ def test_small_files_are_packed() -> None:
     assert "pack" not in _data(large, "cold reads")
 
 
-def test_without_transforms_and_in_any_order() -> None:
-    found = {"loader_per_s": 20.0, "no_transform_per_s": 25.0}
-    assert _data(_measured(found=found), "cpu")["device_transform=True"] == pytest.approx(80)
+def test_the_dearest_transforms_are_named_and_uint8_has_its_own_figure() -> None:
+    costs = tuple(
+        NamedCost(name=name, cpu_ms=ms, wall_ms=ms)
+        for name, ms in [("read", 9.0), ("decode", 9.0), ("Flip", 0.5), ("Blur", 4.0), ("Jitter", 3.5)]
+    )
+    found = {"loader_per_s": 20.0, "no_transform_per_s": 25.0, "as_uint8_per_s": 22.0, "costs": costs}
+    measured = _measured(found=found)
+    assert _data(measured, "cpu")["device_transform=True"] == pytest.approx(100 * 20 / 22)
+    (cheaper,) = (one for one in data_remedies(measured, _shares(measured), "cpu") if one.changes == "transforms=off")
+    assert cheaper.predicted_step_ms == pytest.approx(80)
+    assert "without Blur and Jitter" in cheaper.code
+    assert "of 8.0 ms of CPU time that transforms take for a sample: Blur (4.0 ms) and Jitter (3.5 ms)" in cheaper.why
+    for changed in ({"no_transform_per_s": 20.1}, {"costs": costs[:2]}, {"costs": ()}):  # nothing to gain, or to name
+        assert "transforms=off" not in _data(_measured(found=found | changed), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("names", "returned"),
+    [
+        ((), "batch[0].float().div(255), batch[1]"),
+        (("0", "1"), "batch[0].float().div(255), batch[1]"),
+        (("image", "label"), '{**batch, "image": batch["image"].float().div(255)}'),
+        (("",), "batch.float().div(255)"),
+    ],
+)
+def test_the_line_for_uint8_fits_the_batch(names: tuple[str, ...], returned: str) -> None:
+    keys = tuple(KeyUse(name=name, bytes_per_batch=10 - place, used=True) for place, name in enumerate(names))
+    measured = _measured(found={"keys": keys}) if names else _measured()
+    assert uint8_line(measured) == f"def device_transform(self, batch, split): return {returned}"
+
+
+def test_in_any_order() -> None:
     late = _measured(loaders={"head_of_line_pct": 50.0})
     assert list(_data(late, "head of line").items()) == [
         ("in_order=False", pytest.approx(80)),

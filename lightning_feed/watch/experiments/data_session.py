@@ -11,9 +11,11 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.load.rounds import RoundLimits, time_loader
 from lightning_feed.load.untouched import untouched
 from lightning_feed.load.variant import iter_is_itself, with_changes
+from lightning_feed.watch.experiments.as_uint8 import measure_as_uint8
 from lightning_feed.watch.experiments.cached_bytes import measure_cached
 from lightning_feed.watch.experiments.cold import measure_cold, why_not_cold
 from lightning_feed.watch.experiments.copies import measure_copies, why_no_copies
+from lightning_feed.watch.experiments.device_decode import measure_device_decode
 from lightning_feed.watch.experiments.disk import disk_facts
 from lightning_feed.watch.experiments.keys import key_bytes, size_of_leaf
 from lightning_feed.watch.experiments.loader_alone import Alone, measure_alone, measure_scaling
@@ -121,7 +123,13 @@ class DataSession:
         else:
             self._alone = _alone(self._loader, limits)
         rate = self._alone.rate
-        self.results = replace(self.results, loader_per_s=rate.batches_per_s, loader_start_s=rate.start_s)
+        workers = all(part.loader.num_workers for part in self._parts)
+        self.results = replace(
+            self.results,
+            loader_per_s=rate.batches_per_s,
+            loader_start_s=rate.start_s,
+            taking_ms=rate.taking_ms if workers else None,
+        )
         if self._parts:
             now = max(part.loader.num_workers for part in self._parts)
             self.results = replace(self.results, worker_scaling=((now, rate.batches_per_s),))
@@ -174,16 +182,30 @@ class DataSession:
     def _x5(self, share_s: float) -> str | None:
         costs: list[NamedCost] = []
         for part in self._parts:
-            for cost in measure_costs(part, share_s / 2 / len(self._parts)):
+            for cost in measure_costs(part, share_s / 3 / len(self._parts)):
                 costs.append(replace(cost, name=f"{part.name}: {cost.name}") if part.name else cost)
         self.results = replace(self.results, costs=tuple(costs))
         reason = self._too_large()
         if reason is not None:
             return reason
-        free = measure_without_transforms(self._parts, self._limits(share_s / 2))
+        free = measure_without_transforms(self._parts, self._limits(share_s / 3))
         if free is not None:
             self.results = replace(self.results, no_transform_per_s=free.batches_per_s)
+            small = measure_as_uint8(self._parts, self._limits(share_s / 3))
+            self.results = replace(self.results, as_uint8_per_s=None if small is None else small.batches_per_s)
+        self._on_the_device(share_s / 6)
         return None
+
+    def _on_the_device(self, share_s: float) -> None:
+        """What the device itself would decode, where it is one that can."""
+        if self._device is None or self._device.type != "cuda":
+            return
+        try:
+            per_s = measure_device_decode(self._parts, self._device, _measure_s(share_s))
+        except (FeedError, RuntimeError) as error:  # of nvJPEG, or memory on the device
+            self._leave_out("decoding on the device", str(error).partition("\n")[0])
+            return
+        self.results = replace(self.results, device_decode_per_s=per_s)
 
     def _x4(self, share_s: float) -> str | None:
         subset = self._chosen(share_s)

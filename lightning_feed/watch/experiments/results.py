@@ -56,10 +56,16 @@ class ExperimentResults:
     """[X3] What the loader gives, alone, as configured: L."""
     loader_start_s: float | None = None
     """[X3] From ``iter(loader)`` to its first batch."""
+    taking_ms: float | None = None
+    """[X3] CPU time that the training process spends on taking one batch from its workers; null without workers."""
     cached_bytes_per_s: float | None = None
     """[X4] The loader with all files that it opens in the page cache: P."""
     no_transform_per_s: float | None = None
     """[X5] The loader without the dataset's transforms."""
+    as_uint8_per_s: float | None = None
+    """[X5] The loader with uint8 pictures at their final size: what else the transforms do is left to the device."""
+    device_decode_per_s: float | None = None
+    """[X5] What the device decodes, crops and resizes of an image folder, with nothing beside it."""
     costs: tuple[NamedCost, ...] = ()
     """[X5] Per sample: reading, decoding, and every transform by name."""
     cold_per_s: float | None = None

@@ -12,6 +12,7 @@ import torch
 
 from lightning_feed.errors import DatasetError, FeedError
 from lightning_feed.load.cacheable import CacheableDataset
+from lightning_feed.load.encoded_batch import EncodedImageDataset
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.rounds import LoaderRate, RoundLimits
 from lightning_feed.load.untouched import untouched
@@ -145,7 +146,9 @@ def _by_index(part: Part, timer: StepTimer, max_s: float, indices: list[Any]) ->
     dataset: Any = part.loader.dataset
     base, _ = innermost(dataset, indices[0]) if indices else (dataset, None)
     way: Callable[..., None]
-    if isinstance(base, CacheableDataset):
+    if isinstance(base, EncodedImageDataset):
+        way, stages = _whole, [timer.step("read")]
+    elif isinstance(base, CacheableDataset):
         way, stages = _stages, [timer.step("read"), timer.step("decode")]
         # The recipe of an ImageDataset is all of its augment, and timed by its own name.
         stages.append(Spent("augment") if isinstance(base, ImageDataset) else timer.step("augment"))

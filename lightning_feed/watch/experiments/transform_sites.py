@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
+from lightning_feed.load.encoded_batch import EncodedImageDataset
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.image_recipe import GivenTransform
 
@@ -75,7 +76,8 @@ def data_sets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
 
 def _attributes(dataset: Any) -> Iterator[tuple[Any, str]]:
     if isinstance(dataset, ImageDataset):
-        yield dataset, "recipe"
+        if not isinstance(dataset, EncodedImageDataset):  # that one only draws by its recipe, and others apply it
+            yield dataset, "recipe"
         return
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         if value is None or isinstance(value, (type, Dataset)):

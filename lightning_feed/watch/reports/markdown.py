@@ -99,6 +99,7 @@ def run_rows(report: Report) -> list[tuple[str, str]]:
         ("pinned memory", facts.pin_memory),
         ("persistent workers", facts.persistent_workers),
         ("decoder", facts.decoder),
+        ("backend", facts.backend),
         ("lightning_feed", where.lightning_feed),
         ("Lightning", facts.lightning or where.lightning or where.pytorch_lightning),
         ("torch", where.torch),

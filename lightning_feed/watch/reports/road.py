@@ -8,12 +8,12 @@ from typing import TypeGuard
 from lightning_feed.watch.experiments.results import ExperimentResults, NamedCost
 from lightning_feed.watch.reports.report import rate
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
+from lightning_feed.watch.verdict.remedies_data import NOT_TRANSFORMS
 
 BAR = 32
 """Characters of the longest bar."""
 CUT = 3
 """The longest bar shows this many times the narrowest rate. What is longer is cut: a copy may be 100 times as fast."""
-_STAGES = ("read", "decode", "load")
 """Costs that are stations of their own; the rest is what the transforms take. ``load`` is all of a sample that is not
 told apart."""
 
@@ -72,6 +72,7 @@ def read_road(diagnosis: Diagnosis) -> Road | None:
                 ("loader, files in memory", found.cached_bytes_per_s),
                 ("loader, files on disk only", found.cold_per_s),
                 ("loader, no transforms", found.no_transform_per_s),
+                ("loader, uint8 pictures", found.as_uint8_per_s),
             )
             if per_s is not None and _known(batch * per_s)
         ),
@@ -153,8 +154,8 @@ def _parts(costs: tuple[NamedCost, ...], facts: LoopFacts) -> Iterator[Station]:
     """
     if facts.num_workers is None:
         return
-    named = {name: [one for one in costs if one.name == name] for name in _STAGES}
-    named["transforms"] = [one for one in costs if one.name not in _STAGES]
+    named = {name: [one for one in costs if one.name == name] for name in NOT_TRANSFORMS}
+    named["transforms"] = [one for one in costs if one.name not in NOT_TRANSFORMS]
     for name, some in named.items():
         wall_ms, cpu_ms = sum(one.wall_ms for one in some), sum(one.cpu_ms for one in some)
         if not _known(wall_ms):

@@ -70,6 +70,10 @@ class LoopFacts:
     """Of an ImageFolderDataModule."""
     quality: str | None = None
     """The same."""
+    backend: str | None = None
+    """The same: ``torch``, ``nvjpeg``, ``dali-cpu`` or ``dali-gpu``, whichever decodes."""
+    own_transforms: bool | None = None
+    """The same: whether transforms of the user's are called for each image."""
     cache: str | None = None
     """Of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
     staged: bool | None = None

@@ -17,10 +17,12 @@ def without(shares: Shares, part_ms: float | None) -> float | None:
 
 
 def floor_ms(measured: Measurements, shares: Shares) -> float:
-    """Step time when no batch is waited for: the rest of the step, or the model alone where that takes longer."""
+    """Step time when no batch is waited for: the rest of the step, or the model alone where that takes longer; and the
+    time to take a batch that is ready, which counts as waiting while none is."""
     found = measured.experiments
     alone = 1e3 / found.model_per_s if found is not None and found.model_per_s else 0.0
-    return min(shares.step_ms, max(shares.floor_ms, alone))
+    taking = (found.taking_ms or 0.0) if found is not None else 0.0
+    return min(shares.step_ms, taking + max(shares.floor_ms, alone))
 
 
 def period_ms(measured: Measurements, shares: Shares) -> float | None:
@@ -38,8 +40,8 @@ def with_rate(
 ) -> float | None:
     """Step time with a loader that gives ``rate`` batches per second where it gave ``now``, both alone.
 
-    Beside training a loader is slower than alone. So the ratio of both counts, not the rate; without ``now``, the rate.
-    Alone it has the CPUs that training takes for itself, too: see :func:`cpu_floor_ms`.
+    Beside training a loader is slower than alone. So the ratio of both counts, with the rate as a bound; without
+    ``now``, the rate. Alone it has the CPUs that training takes for itself, too: see :func:`cpu_floor_ms`.
 
     Args:
         measured: all figures.
@@ -51,7 +53,9 @@ def with_rate(
     if not rate:
         return None
     running = period_ms(measured, shares)
-    after = running * now / rate if now and running is not None else 1e3 / rate
+    after = 1e3 / rate
+    if now and running is not None:
+        after = max(after, running * now / rate)
     cpus = cpu_floor_ms(measured, shares, workers or measured.facts.num_workers or 0, after)
     return min(shares.step_ms, max(floor_ms(measured, shares), after, cpus))
 
@@ -118,6 +122,39 @@ def without_transforms(measured: Measurements, shares: Shares) -> float | None:
     """Step time with the data set's transforms left out."""
     found = measured.experiments
     return None if found is None else with_rate(measured, shares, found.no_transform_per_s, found.loader_per_s)
+
+
+def as_uint8(measured: Measurements, shares: Shares) -> float | None:
+    """Step time with uint8 batches of the final size, the device doing the rest of the transforms in no time."""
+    found = measured.experiments
+    return None if found is None else with_rate(measured, shares, found.as_uint8_per_s, found.loader_per_s)
+
+
+def read_share(measured: Measurements) -> float | None:
+    """What reading takes of the time for a sample, 0 to 1; None where the two were not told apart."""
+    costs = {cost.name: cost.wall_ms for cost in measured.experiments.costs} if measured.experiments else {}
+    whole = sum(costs.values())
+    return costs["read"] / whole if "read" in costs and whole > 0 else None
+
+
+def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: float | None) -> float | None:
+    """Step time when workers only read files, and the device decodes them beside the step.
+
+    Args:
+        measured: all figures.
+        shares: how a step divides.
+        device_per_s: batches per second that the device decodes alone; None: not known, so it takes no time here.
+    """
+    running, left = period_ms(measured, shares), read_share(measured)
+    if running is None or left is None:
+        return None
+    facts = measured.facts
+    now = max(1, facts.num_workers or 1)
+    threads = max(now, facts.usable_cpus or 1)  # as many as there are by default, and they start at once
+    after = running * left * now / threads
+    decoding = 1e3 / device_per_s if device_per_s else 0.0
+    cpus = cpu_floor_ms(measured, shares, now, running * left)
+    return min(shares.step_ms, max(floor_ms(measured, shares), after, decoding, cpus))
 
 
 def with_pinned(measured: Measurements, shares: Shares) -> float | None:

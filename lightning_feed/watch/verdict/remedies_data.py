@@ -5,6 +5,7 @@ from collections.abc import Callable
 from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.causes_data import HANDOVER_PCT
 from lightning_feed.watch.verdict.diagnosis import Cause, LoopFacts, Measurements, Remedy
+from lightning_feed.watch.verdict.remedies_images import decoder_remedies, image_remedies, sends_uint8
 from lightning_feed.watch.verdict.shares import Shares
 
 SLOW_START_S = 1.0
@@ -13,7 +14,8 @@ SMALL_FILE_BYTES = 1 << 20
 """Files below this mean size are better read packed."""
 MOST_WAITING = 4
 """Times as many workers, at most, where they only wait."""
-UINT8 = "def device_transform(self, batch, split): return batch[0].float().div(255), batch[1]"
+NOT_TRANSFORMS = ("read", "decode", "load")
+"""Steps of a sample's way that are no transforms, as experiments name them."""
 STAGE = 'FastDataModule(data_dir="data", stage_to="/dev/shm")'
 PACK = "lightning-feed pack data packed"
 
@@ -21,6 +23,9 @@ UNUSED_SHARE = 0.1
 """Share of a batch's bytes in parts that nobody reads, from which leaving them out is worth naming."""
 _BY_BYTES: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed", "pin thread", "waiting")
 """Where a batch of fewer bytes is made, or handed over, sooner."""
+
+_BEFORE_DECODING: tuple[Cause, ...] = ("epoch start", "one rank", "no workers", "cold reads")
+"""Where no decoder behind the workers is at fault."""
 
 Remedies = list[Remedy]
 
@@ -39,6 +44,10 @@ def data_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remed
     }
     remedies = by_cause.get(cause, _work)(measured, shares)
     facts = measured.facts
+    if sends_uint8(facts):
+        remedies = [remedy for remedy in remedies if remedy.changes not in ("device_transform=True", "transforms=off")]
+    if cause not in _BEFORE_DECODING:
+        remedies = decoder_remedies(facts) + remedies
     if cause in _BY_BYTES:
         remedies += unused_keys(measured, UNUSED_SHARE)
     starts_slowly = (measured.stats.epoch_start_s or 0) >= SLOW_START_S
@@ -160,6 +169,7 @@ def _oversubscribed(measured: Measurements, shares: Shares) -> Remedies:
                 why="if threads of the training process take the workers' CPUs; else other programs do",
             )
         )
+    remedies += image_remedies(measured, shares)
     remedies.append(_uint8(measured, shares))
     return remedies
 
@@ -175,23 +185,9 @@ def _work(measured: Measurements, shares: Shares) -> Remedies:
                 why="a FastDataModule loads in as many worker processes as the machine has CPUs for",
             )
         )
-    if facts.decoder is not None:
-        remedies.append(
-            Remedy(
-                code='ImageFolderDataModule("data", quality="fast")',
-                why="images are decoded no larger than they are needed",
-                changes="quality='fast'",
-            )
-        )
-        remedies.append(
-            Remedy(
-                code='ImageFolderDataModule("data", cache="decoded")',
-                why="each image is decoded once, and kept in host memory",
-                changes="cache='decoded'",
-            )
-        )
+    remedies += image_remedies(measured, shares)
     remedies.append(_uint8(measured, shares))
-    return remedies
+    return remedies + _cheaper_transforms(measured, shares)
 
 
 def _cold_reads(measured: Measurements, shares: Shares) -> Remedies:
@@ -273,8 +269,42 @@ def _deeper(facts: LoopFacts, why: str, predicted: float | None) -> Remedies:
 
 def _uint8(measured: Measurements, shares: Shares) -> Remedy:
     return Remedy(
-        code=UINT8,
+        code=uint8_line(measured),
         why="uint8 batches: less to compute in the workers, less to send between processes",
-        predicted_step_ms=predict.without_transforms(measured, shares),
+        predicted_step_ms=predict.as_uint8(measured, shares),
         changes="device_transform=True",
     )
+
+
+def uint8_line(measured: Measurements) -> str:
+    """The method that makes floats of uint8 pictures on the device, for a batch of this form."""
+    keys = () if measured.experiments is None else measured.experiments.keys
+    name = max(keys, key=lambda key: key.bytes_per_batch).name if keys else "0"
+    if name.isdecimal():
+        returned = "batch[0].float().div(255), batch[1]"
+    elif name.isidentifier():
+        returned = f'{{**batch, "{name}": batch["{name}"].float().div(255)}}'
+    else:  # a tensor by itself
+        returned = "batch.float().div(255)"
+    return f"def device_transform(self, batch, split): return {returned}"
+
+
+def _cheaper_transforms(measured: Measurements, shares: Shares) -> Remedies:
+    """The dearest by name, and what leaving out all of them would give: the most that cheaper ones can."""
+    predicted = predict.without_transforms(measured, shares)
+    found = measured.experiments
+    costs = [] if found is None else [cost for cost in found.costs if cost.name not in NOT_TRANSFORMS]
+    if predicted is None or not costs or not predict.worth_it(predicted, shares):
+        return []
+    dearest = sorted(costs, key=lambda cost: cost.cpu_ms, reverse=True)[:2]
+    named = " and ".join(f"{cost.name} ({cost.cpu_ms:.1f} ms)" for cost in dearest)
+    every = sum(cost.cpu_ms for cost in costs)
+    return [
+        Remedy(
+            code=f"transform = v2.Compose([...])  # without {' and '.join(cost.name for cost in dearest)}",
+            why=f"of {every:.1f} ms of CPU time that transforms take for a sample: {named}; the step time is that of "
+            "none at all",
+            predicted_step_ms=predicted,
+            changes="transforms=off",
+        )
+    ]

@@ -4,7 +4,8 @@ import re
 
 from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, Measurements, Remedy
-from lightning_feed.watch.verdict.remedies_data import UINT8, loader_line, unused_keys
+from lightning_feed.watch.verdict.remedies_data import loader_line, uint8_line, unused_keys
+from lightning_feed.watch.verdict.remedies_images import sends_uint8
 from lightning_feed.watch.verdict.shares import Shares
 
 RARELY = 50
@@ -87,13 +88,14 @@ def copy_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remed
                 changes="prefetch_callback=True",
             )
         )
-    remedies.append(
-        Remedy(
-            code=UINT8,
-            why="uint8 travels in a quarter of the bytes",
-            changes="device_transform=True",
+    if not sends_uint8(facts):
+        remedies.append(
+            Remedy(
+                code=uint8_line(measured),
+                why="uint8 travels in a quarter of the bytes",
+                changes="device_transform=True",
+            )
         )
-    )
     return remedies + unused_keys(measured)
 
 

@@ -1,0 +1,331 @@
+"""``ImageFolderDataModule(backend="auto")``: what it takes by what was measured, and what goes with it."""
+
+import logging
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_feed import ImageFolderDataModule, LoaderSettings, image_backends, images
+from lightning_feed.archive.packing import pack
+from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
+from lightning_feed.image_backends import (
+    finding_key,
+    holds_pixels,
+    once_for_all_ranks,
+    settle_auto,
+    why_no_dali,
+    why_no_nvjpeg,
+)
+from lightning_feed.load.backend_choice import NOT_MEASURED, BackendChoice
+from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImageDataset
+from lightning_feed.load.image_dataset import ImageDataset
+from lightning_feed.load.image_findings import ImageFinding, ImageFindings
+
+CUDA = torch.device("cuda")
+BOUND = ImageFinding(
+    backend="torch",
+    by="diagnose",
+    day="2026-11-21",
+    batch_size=4,
+    cpu_bound=True,
+    starved_pct=60.0,
+    samples_per_s=100.0,
+)
+
+
+def _refuse(*args: Any, **options: Any) -> Any:
+    raise AssertionError("this need not be looked for")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that says that it has a GPU, with nvJPEG and without DALI."""
+    monkeypatch.setattr(images, "device_of", lambda trainer: CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Board")
+    monkeypatch.setattr(image_backends, "why_no_nvjpeg", lambda device: "")
+    monkeypatch.setattr(image_backends, "why_no_dali", lambda gpu: "DALI is not installed")
+
+
+def _remember(root: Path, finding: ImageFinding = BOUND, **key: Any) -> None:
+    ImageFindings().save(finding_key(root, CUDA, **({"image_size": 32, "quality": "exact"} | key)), finding)
+
+
+def _birds(root: Path, **options: Any) -> ImageFolderDataModule:
+    return ImageFolderDataModule(root, batch_size=4, image_size=32, backend="auto", **options)
+
+
+# --- by what was measured -----------------------------------------------------------------------------------------
+
+
+def test_without_a_measurement_it_is_torch_and_says_what_to_run(
+    class_folders: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_backends, "why_no_dali", _refuse)
+    monkeypatch.setattr(image_backends, "why_no_nvjpeg", _refuse)
+    birds = _birds(class_folders)
+    assert birds.backend_choice is None
+    with caplog.at_level(logging.INFO):
+        assert type(birds.dataset("train")) is ImageDataset
+    assert birds.backend_choice == BackendChoice("torch", NOT_MEASURED)
+    assert sum(NOT_MEASURED in line for line in caplog.messages) == 1
+    birds.dataset("val")
+    assert birds.backend == "auto"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_measured_decode_bound_it_is_the_gpu_and_workers_become_threads(class_folders: Path) -> None:
+    _remember(class_folders)
+    birds = _birds(class_folders)
+    loader = birds.train_dataloader()
+    choice = birds.backend_choice
+    assert choice is not None
+    assert choice.name == "nvjpeg"
+    assert "60 %" in choice.reason
+    assert "DALI is not installed" in choice.reason
+    assert type(birds.dataset("train")) is EncodedImageDataset
+    assert birds.recommendations["train"].workers == "thread"
+    assert loader.workers == "thread"
+    assert isinstance(next(iter(loader)), EncodedBatch)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_settings_that_were_given_stay(class_folders: Path) -> None:
+    _remember(class_folders)
+    given = LoaderSettings(num_workers=0)
+    birds = _birds(class_folders, loader=given)
+    birds.train_dataloader()
+    assert birds._feed.loaders.settings == given
+
+
+def test_with_torch_the_settings_left_out_stay_those_of_every_data_module(class_folders: Path) -> None:
+    birds = _birds(class_folders)
+    birds.train_dataloader()
+    assert birds._feed.loaders.settings == LoaderSettings()
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("other", [{"image_size": 64}, {"quality": "fast"}])
+def test_what_was_measured_of_other_images_does_not_count(other: dict[str, Any], class_folders: Path) -> None:
+    _remember(class_folders, **other)
+    birds = _birds(class_folders)
+    birds.dataset("train")
+    assert birds.backend_choice == BackendChoice("torch", NOT_MEASURED)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_was_measured_on_another_gpu_does_not_count(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _remember(class_folders)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Another Board")
+    birds = _birds(class_folders)
+    birds.dataset("train")
+    assert birds.backend_choice == BackendChoice("torch", NOT_MEASURED)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("quality", "name"), [("exact", "dali-gpu"), ("fast", "nvjpeg")])
+def test_dali_is_taken_where_it_is_and_the_quality_is_its_own(
+    quality: Any, name: str, class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_backends, "why_no_dali", lambda gpu: "")
+    monkeypatch.setattr(images, "require_dali", lambda **options: None)
+    _remember(class_folders, quality=quality)
+    birds = _birds(class_folders, quality=quality, decoder="pillow")
+    birds.dataset("train")
+    assert birds.backend_choice is not None
+    assert birds.backend_choice.name == name
+
+
+def test_what_was_measured_on_a_gpu_does_not_count_on_the_cpu(
+    class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Board")
+    _remember(class_folders)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    birds = _birds(class_folders)
+    birds.dataset("train")
+    assert birds.backend_choice == BackendChoice("torch", NOT_MEASURED)
+
+
+# --- what only torch does -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"transform": lambda image: image[:, :32, :32]}, "a transform was given"),
+        ({"eval_transform": lambda image: image[:, :32, :32]}, "a transform was given"),
+        ({"cache": "decoded"}, "cache='decoded'"),
+        ({"cache": "device"}, "cache='device'"),
+    ],
+)
+def test_what_only_torch_does_is_no_error(options: dict[str, Any], words: str, class_folders: Path) -> None:
+    _remember(class_folders)
+    birds = _birds(class_folders, **options, transform_input="tensor")
+    batch = next(iter(birds.train_dataloader()))
+    choice = birds.backend_choice
+    assert choice is not None
+    assert choice.name == "torch"
+    assert words in choice.reason
+    assert len(batch[0]) == 4
+    for backend in ("nvjpeg", "dali-gpu", "dali-cpu"):
+        with pytest.raises(SettingsError):
+            ImageFolderDataModule(class_folders, backend=backend, **options)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_pack_of_pixels_is_not_decoded_at_all(class_folders: Path, tmp_path: Path) -> None:
+    pack(class_folders, tmp_path / "pixels", short_side=40, decoded=True, workers=1)
+    _remember(tmp_path / "pixels")
+    birds = _birds(tmp_path / "pixels", loader=LoaderSettings(num_workers=0))
+    pictures, _ = next(iter(birds.train_dataloader()))
+    choice = birds.backend_choice
+    assert choice is not None
+    assert choice.name == "torch"
+    assert "holds pixels" in choice.reason
+    assert pictures.shape == (4, 3, 32, 32)
+
+
+def test_an_image_that_cannot_be_read_is_taken_for_encoded() -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 1
+
+        def read(self, index: int) -> Any:
+            raise DatasetError("it is gone")
+
+    assert holds_pixels(Broken()) is False  # type: ignore[arg-type]
+    assert holds_pixels([]) is False  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_image_that_cannot_be_decoded_is_not_the_choice_s_business(class_folders: Path) -> None:
+    (class_folders / "cats" / "0.jpg").write_bytes(b"")
+    _remember(class_folders)
+    birds = _birds(class_folders)
+    birds.dataset("train")
+    choice = birds.backend_choice
+    assert choice is not None
+    assert choice.name == "nvjpeg"
+
+
+# --- ranks, processes, reports ------------------------------------------------------------------------------------
+
+
+def _rank(number: int, sent: list[Any]) -> Any:
+    def broadcast(value: Any) -> Any:
+        sent.append(value)
+        return pickle.loads(pickle.dumps(sent[0]))
+
+    return SimpleNamespace(world_size=2, is_global_zero=number == 0, strategy=SimpleNamespace(broadcast=broadcast))
+
+
+def test_rank_0_decides_for_all() -> None:
+    sent: list[Any] = []
+    choice = BackendChoice("nvjpeg", "measured")
+    assert once_for_all_ranks(_rank(0, sent), lambda: choice) == choice
+    assert once_for_all_ranks(_rank(1, sent), _refuse) == choice
+    assert sent == [choice, None]
+
+
+def test_alone_nothing_is_sent() -> None:
+    trainer = SimpleNamespace(world_size=1, strategy=SimpleNamespace(broadcast=_refuse))
+    choice = BackendChoice("torch", "")
+    assert once_for_all_ranks(trainer, lambda: choice) is choice
+    assert once_for_all_ranks(None, lambda: choice) is choice
+
+
+@pytest.mark.usefixtures("gpu")
+def test_workers_and_ranks_that_get_a_copy_do_not_choose_again(
+    class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _remember(class_folders)
+    birds = _birds(class_folders)
+    birds.dataset("train")
+    copied = pickle.loads(pickle.dumps(birds))
+    monkeypatch.setattr(images, "settle_auto", _refuse)
+    assert copied.backend_choice == birds.backend_choice
+    assert type(copied.dataset("train")) is EncodedImageDataset
+
+
+@pytest.mark.usefixtures("gpu")
+def test_reports_say_which_backend_ran(class_folders: Path) -> None:
+    birds = _birds(class_folders)
+    assert birds._feed_facts()["backend"] is None
+    _remember(class_folders)
+    birds.dataset("train")
+    facts = birds._feed_facts()
+    assert (facts["backend"], facts["own_transforms"]) == ("nvjpeg", False)
+    assert _birds(class_folders, transform=lambda image: image)._feed_facts()["own_transforms"] is True
+
+
+# --- what is there ------------------------------------------------------------------------------------------------
+
+
+def test_an_explicit_backend_is_not_looked_up(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "settle_auto", _refuse)
+    birds = ImageFolderDataModule(class_folders, backend="torch")
+    birds.dataset("train")
+    assert birds.backend_choice == BackendChoice("torch", "backend='torch', as asked for")
+
+
+@pytest.mark.parametrize(
+    ("device", "finding", "looked"),
+    [
+        (CUDA, BOUND, True),
+        (CUDA, replace(BOUND, cpu_bound=False), False),
+        (torch.device("cpu"), BOUND, False),
+        (torch.device("cpu"), replace(BOUND, backend="dali-cpu"), True),
+        (torch.device("cpu"), replace(BOUND, backend="nvjpeg"), False),
+        (CUDA, replace(BOUND, backend="nvjpeg", cpu_bound=False), True),
+    ],
+)
+def test_dali_is_imported_only_where_it_might_be_taken(
+    device: torch.device, finding: ImageFinding, looked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(image_backends, "why_no_dali", lambda gpu: asked.append(gpu) or "none")
+    monkeypatch.setattr(image_backends, "why_no_nvjpeg", lambda device: "none" if device == CUDA else _refuse())
+    ImageFindings().save({"a": "key"}, finding)
+    settle_auto(device, {"a": "key"}, transforms=False, cache=None, quality="exact", pixels=False)
+    assert asked == ([device.type == "cuda"] if looked else [])
+
+
+def test_why_there_is_no_dali_is_the_error_that_asking_for_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*, gpu: bool) -> Any:
+        raise MissingExtraError(f"needs DALI, gpu={gpu}")
+
+    monkeypatch.setattr(image_backends, "require_dali", missing)
+    assert why_no_dali(gpu=True) == "needs DALI, gpu=True"
+    monkeypatch.setattr(image_backends, "require_dali", lambda *, gpu: None)
+    assert why_no_dali(gpu=True) == ""
+
+
+def test_why_there_is_no_nvjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(image_backends, "nvjpeg", lambda device: given.extend)
+    assert why_no_nvjpeg(CUDA) == ""
+    (file,) = given
+    assert file.dtype == torch.uint8
+    assert bytes(file[:2]) == b"\xff\xd8"
+
+    def missing(device: torch.device) -> Any:
+        raise MissingExtraError("this torchvision has none")
+
+    monkeypatch.setattr(image_backends, "nvjpeg", missing)
+    assert why_no_nvjpeg(CUDA) == "this torchvision has none"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without one")
+def test_without_a_gpu_there_is_no_nvjpeg() -> None:
+    assert why_no_nvjpeg(CUDA) != ""
+
+
+@pytest.mark.gpu
+def test_with_a_gpu_there_is() -> None:
+    assert why_no_nvjpeg(torch.device("cuda", 0)) == ""

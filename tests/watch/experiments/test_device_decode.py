@@ -1,0 +1,175 @@
+"""X5: what the device decodes of an image folder. Here the device is the CPU, where the same code runs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from lightning_feed import ImageFolderDataModule, LoaderSettings
+from lightning_feed.errors import DatasetError, MissingExtraError
+from lightning_feed.load.encoded_batch import EncodedImageDataset
+from lightning_feed.watch.experiments import data_session, device_decode
+from lightning_feed.watch.experiments.data_experiments import run_data_experiments
+from lightning_feed.watch.experiments.device_decode import FEWEST_ROUNDS, MOST_IMAGES, measure_device_decode
+from lightning_feed.watch.experiments.results import ExperimentResults
+from lightning_feed.watch.experiments.subject import Part
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A second for each round."""
+
+    def __init__(self) -> None:
+        self.now, self.waits = 0.0, 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self) -> None:
+        self.now += 1.0
+        self.waits += 1
+
+
+def _loader(root: Path, **options: Any) -> Any:
+    settings = {"batch_size": 4, "image_size": 32, "decoder": "pillow", "loader": LoaderSettings(num_workers=0, seed=1)}
+    return ImageFolderDataModule(root, **(settings | options)).train_dataloader()
+
+
+def _measure(loader: Any, clock: Clock | None = None, max_s: float = 5.0) -> float | None:
+    clock = clock or Clock()
+    return measure_device_decode((Part("", loader),), CPU, max_s, clock=clock, wait=clock.wait)
+
+
+@pytest.mark.parametrize("batch_size", [4, 10])
+def test_rounds_are_counted_until_the_time_is_over(batch_size: int, class_folders: Path) -> None:
+    clock = Clock()
+    loader = _loader(class_folders, batch_size=batch_size, val_fraction=0.25)
+    images = len(loader.dataset)
+    # Each round of all images takes a second; the first, which makes the decoder, does not count.
+    assert _measure(loader, clock) == pytest.approx(images / batch_size)
+    assert clock.waits == 1 + 5
+
+
+def test_there_are_never_fewer_than_two_rounds(class_folders: Path) -> None:
+    clock = Clock()
+    assert _measure(_loader(class_folders), clock, max_s=0.0) is not None
+    assert clock.waits == 1 + FEWEST_ROUNDS
+
+
+def test_the_files_are_decoded_as_the_loader_would_crop_them(
+    class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    decode = device_decode.decode_batch
+    monkeypatch.setattr(device_decode, "decode_batch", lambda batch, dataset: seen.append(decode(batch, dataset)))
+    _measure(_loader(class_folders), max_s=0.0)
+    pictures, labels = seen[0]
+    assert (pictures.dtype, pictures.shape[1:]) == (torch.uint8, (3, 32, 32))
+    assert set(labels.tolist()) == {0, 1}
+
+
+def test_as_many_images_as_a_device_can_hold_before_they_are_cropped(
+    class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(device_decode, "decode_batch", lambda batch, dataset: sizes.append(len(batch)))
+    monkeypatch.setattr(device_decode, "MOST_IMAGES", 3)
+    _measure(_loader(class_folders), max_s=0.0)
+    assert set(sizes) == {3}
+    assert MOST_IMAGES >= 32
+
+
+def test_the_loader_is_as_before(class_folders: Path) -> None:
+    loader, other = _loader(class_folders), _loader(class_folders)
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    _measure(loader)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(7)
+    ours = [batch[0] for batch in loader]
+    torch.manual_seed(7)
+    assert all(torch.equal(one, two[0]) for one, two in zip(ours, other, strict=True))
+
+
+def test_images_that_are_encoded_already_and_subsets_too(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_feed.image_backends.require_cuda", lambda backend, device: None)
+    assert _measure(_loader(class_folders, backend="nvjpeg")) is not None
+    dataset = _loader(class_folders).dataset
+    assert _measure(DataLoader(Subset(dataset, [3, 1]), batch_size=2)) is not None
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.zeros(3)
+
+
+def test_where_it_is_not_possible(class_folders: Path) -> None:
+    own = _loader(class_folders, transform=lambda image: image[:, :8, :8], transform_input="tensor")
+    assert _measure(own) is None
+    assert _measure(_loader(class_folders, cache="decoded")) is None
+    assert _measure(DataLoader([(torch.zeros(3), 0)])) is None
+    assert _measure(DataLoader(Stream())) is None
+    part = Part("", _loader(class_folders))
+    assert measure_device_decode((part, part), CPU, 1.0, wait=lambda: None) is None
+
+
+def test_a_broken_image_is_named(class_folders: Path) -> None:
+    (class_folders / "dogs" / "3.jpg").write_bytes(b"\xff\xd8\xff")
+    with pytest.raises(DatasetError, match=r"3\.jpg"):
+        _measure(_loader(class_folders, val_fraction=0.01))
+
+
+# --- among the experiments ------------------------------------------------------------------------------------------
+
+
+def _results(loader: Any, device: str) -> ExperimentResults:
+    found = list(run_data_experiments(loader, device=device, budget_s=3, only=frozenset({"X5"})))
+    return found[-1]
+
+
+def test_it_is_measured_on_cuda_only(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(data_session, "measure_device_decode", lambda *args: given.append(args) or 7.0)
+    assert _results(_loader(class_folders), "cpu").device_decode_per_s is None
+    assert not given
+    assert _results(_loader(class_folders), "cuda").device_decode_per_s == 7.0
+    assert given[0][1] == torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MissingExtraError("no nvJPEG\nmore"), RuntimeError("CUDA out of memory\nmore"), DatasetError("a.jpg: cut\nmore")],
+)
+def test_a_failure_hides_no_other_result(
+    error: Exception, class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> float:
+        raise error
+
+    monkeypatch.setattr(data_session, "measure_device_decode", fail)
+    found = _results(_loader(class_folders), "cuda")
+    assert found.device_decode_per_s is None
+    assert found.left_out == (("decoding on the device", str(error).split("\n")[0]),)
+    assert {cost.name for cost in found.costs} == {"read", "decode", "TrainRecipe"}
+
+
+def test_costs_of_workers_that_only_read(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_feed.image_backends.require_cuda", lambda backend, device: None)
+    loader = _loader(class_folders, backend="nvjpeg")
+    assert isinstance(loader.dataset, EncodedImageDataset)
+    found = _results(loader, "cpu")
+    assert [cost.name for cost in found.costs] == ["read"]
+    assert found.no_transform_per_s is None
+    assert found.left_out == ()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(class_folders: Path) -> None:
+    part = Part("", _loader(class_folders))
+    rate = measure_device_decode((part,), torch.device("cuda", 0), 0.2)
+    assert rate is not None
+    assert rate > 0
