@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.watch.doctor import gpu_findings, machine_findings, software_findings
+from lightning_feed.watch.doctor import device_decode_findings, gpu_findings, machine_findings, software_findings
 from lightning_feed.watch.doctor.finding import NOT_KNOWN, Finding
 from lightning_feed.watch.doctor.sources import Sources
 from lightning_feed.watch.experiments.disk import file_system
@@ -21,6 +21,9 @@ LOOKS: dict[str, Callable[[Sources], Iterator[Finding]]] = {
     "threads": software_findings.threads,
     "Pillow": software_findings.pillow,
     "decoders": software_findings.decoders,
+    "DALI": device_decode_findings.dali,
+    "nvJPEG": device_decode_findings.nvjpeg,
+    "torchcodec": device_decode_findings.torchcodec,
     "versions": software_findings.versions,
 }
 """Topic, for when a look fails -> the look."""

@@ -89,6 +89,7 @@ def fake_torch(*, threads: int = 2, cuda: str | None = "12.6", available: bool =
         get_num_threads=lambda: threads,
         uint8="uint8",
         empty=empty or (lambda *a, **k: SimpleNamespace(pin_memory=lambda: None)),
+        ops=SimpleNamespace(image=SimpleNamespace(decode_jpegs_cuda=None)),
     )
 
 
@@ -115,10 +116,13 @@ def made_machine(root: Path, **changes: Any) -> Sources:
         "PIL": SimpleNamespace(__version__="12.0"),
         "PIL.features": SimpleNamespace(check_feature=lambda name: True),
         "cv2": SimpleNamespace(getNumThreads=lambda: 1),
+        "torchvision.version": SimpleNamespace(cuda=12060),
+        "torchvision.io": SimpleNamespace(),
         **changes.pop("modules", {}),
     }
     versions = {"torch": "2.15.0+cu126", "torchvision": "0.29", "lightning": "2.6.6", "simplejpeg": "1.9"}
-    versions |= {"turbojpeg": "1", "opencv-python": "5"} | changes.pop("versions", {})
+    versions |= {"turbojpeg": "1", "opencv-python": "5", "nvidia-dali-cuda120": "2.4.0", "torchcodec": "0.17"}
+    versions |= changes.pop("versions", {})
     return Sources(
         **(
             {
