@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_feed.autotune_callback import AutotuneCallback
+    from lightning_feed.dali import DaliDataModule
     from lightning_feed.datamodule import FastDataModule
     from lightning_feed.diagnosing import diagnose
     from lightning_feed.errors import FeedError
     from lightning_feed.images import ImageFolderDataModule
     from lightning_feed.load.cacheable import CacheableDataset
+    from lightning_feed.load.dali.options import DaliOptions
     from lightning_feed.load.settings import LoaderSettings
     from lightning_feed.prefetch_callback import PrefetchCallback
     from lightning_feed.starvation_callback import GPUStarvationCallback
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AutotuneCallback",
     "CacheableDataset",
+    "DaliDataModule",
+    "DaliOptions",
     "FastDataModule",
     "FeedError",
     "GPUStarvationCallback",
@@ -32,6 +36,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "AutotuneCallback": "lightning_feed.autotune_callback",
     "CacheableDataset": "lightning_feed.load.cacheable",
+    "DaliDataModule": "lightning_feed.dali",
+    "DaliOptions": "lightning_feed.load.dali.options",
     "FastDataModule": "lightning_feed.datamodule",
     "FeedError": "lightning_feed.errors",
     "GPUStarvationCallback": "lightning_feed.starvation_callback",

@@ -1,6 +1,7 @@
 """The public names for users of the ``pytorch_lightning`` package, a separate tree of classes."""
 
 from lightning_feed.autotune_callback import AutotuneCallback as _AutotuneCallback
+from lightning_feed.dali import FeedDali
 from lightning_feed.datamodule import FeedDataModule
 from lightning_feed.extras import require
 from lightning_feed.images import FeedImageFolder
@@ -18,6 +19,10 @@ class FastDataModule(FeedDataModule, LightningDataModule):
 
 class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
     """``lightning_feed.ImageFolderDataModule``, on the base class of the ``pytorch_lightning`` package."""
+
+
+class DaliDataModule(FeedDali, LightningDataModule):
+    """``lightning_feed.DaliDataModule``, on the base class of the ``pytorch_lightning`` package."""
 
 
 # pytorch_lightning 2.4 refuses a callback that is none of its own tree; its LightningCLI does so in 2.6 too.

@@ -211,8 +211,8 @@ class DaliImageDecoder:
     def _leave(self, now: _Pass) -> None:
         """End a pass. What is on its way is dropped."""
         pipeline = self._pipeline
-        if pipeline is None or pipeline.owner is not now:
-            return  # another pass has taken it over
+        if pipeline is None or pipeline.owner is not now or pipeline.inherited:
+            return  # another pass, or the process that this one was forked from, has it
         pipeline.owner = None
         if not self.keep or not _emptied(pipeline):
             self.release()
@@ -239,6 +239,6 @@ def _emptied(pipeline: ImagePipeline) -> bool:
     """Whether what was on its way could be dropped."""
     try:
         pipeline.drain()
-    except _FAILURES:  # of a batch that nobody waits for
+    except (*_FAILURES, AttributeError):  # of a batch that nobody waits for; at exit, DALI ends all pipelines before
         return False
     return True

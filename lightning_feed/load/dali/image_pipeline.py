@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_feed.decode.decoder import Encoded, Region
 from lightning_feed.load.cut import Cut
+from lightning_feed.load.dali.forks import is_inherited, outlive_forks
 from lightning_feed.load.dali.install import require_dali
 from lightning_feed.load.dali.outputs import take_outputs
 
@@ -65,6 +66,7 @@ class ImagePipeline:
         """Whose batches are on their way."""
         self._fed: deque[Any] = deque()  # DALI reads them where they lie, until their outputs are there
         self._pipeline = _build(spec)
+        outlive_forks(self._pipeline)
         # The first schedule_run() runs as often as there is room for batches, later ones run once. So that all runs of
         # ours are alike, that first one is spent on stand-ins.
         cut = _whole(1, 1)
@@ -76,6 +78,11 @@ class ImagePipeline:
     def __len__(self) -> int:
         """Batches on their way."""
         return len(self._fed)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it belongs to the process that this one was forked from: its threads are not here."""
+        return is_inherited(self._pipeline)
 
     def feed(self, files: Sequence[Encoded], cuts: Sequence[Cut]) -> None:
         """Start to decode a batch.

@@ -1,5 +1,9 @@
 """The parts of the GPU's pipeline that DALI takes on the CPU as well, so that they are checked without a GPU."""
 
+import gc
+import os
+import signal
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +11,7 @@ import pytest
 import torch
 from made_samples import jpegs
 
-from lightning_feed.load.dali.image_pipeline import PipelineSpec, gpu_decoding, normalised
+from lightning_feed.load.dali.image_pipeline import ImagePipeline, PipelineSpec, gpu_decoding, normalised
 from lightning_feed.load.dali.outputs import take_outputs
 
 dali = pytest.importorskip("nvidia.dali")
@@ -72,3 +76,22 @@ def test_buffers_grow_with_the_largest_image() -> None:
     assert found["device_memory_padding"] == pytest.approx(211025920, rel=0.02)
     assert found["host_memory_padding"] == pytest.approx(140544512, rel=0.02)
     assert (found["preallocate_height_hint"], found["preallocate_width_hint"]) == (6430, 5980)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+def test_garbage_of_the_parent_can_be_collected_in_a_forked_process() -> None:
+    """Its threads are not there: freeing it would never end."""
+    garbage: list[Any] = [ImagePipeline(replace(spec(), device=torch.device("cpu")))]
+    garbage.append(garbage)
+    gc.disable()
+    try:
+        del garbage
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            gc.collect()
+            os._exit(0)
+    finally:
+        gc.enable()
+    assert os.waitpid(pid, 0)[1] == 0
