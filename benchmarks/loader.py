@@ -6,7 +6,11 @@ order that rotates. The first epochs of each are not counted. CPU is user and sy
 started. What is not installed is skipped, with a word. Fidelity is measured where a library takes a fixed crop: PSNR
 against Pillow on the largest square in the middle, worst and median of 16 files.
 
+With ``--backend`` the rows are those of ImageFolderDataModule's image backends, and ratios are to backend="torch" in
+the same round.
+
     python benchmarks/loader.py --data DIR [--rounds 6] [--repeat 4] [--only exact,simplejpeg] [--large]
+    python benchmarks/loader.py --data DIR --backend torch --backend dali-cpu --backend nvjpeg
 """
 
 import argparse
@@ -26,6 +30,7 @@ from pathlib import Path
 
 import loader_peers as peers
 import torch
+from loader_backends import BASE, backend_rows
 from loader_ours import on_device, ours
 from loader_process import Feed, Job, Pass, Ready, Skip, serve
 from loader_recipes import dataloader, opencv, pillow, simplejpeg_v2, thread_pool, torchvision_v2
@@ -125,6 +130,9 @@ def main() -> None:
     parser.add_argument("--images", type=int, help="at most so many of them")
     parser.add_argument("--repeat", type=int, default=1, help="each file so many times in an epoch")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument(
+        "--backend", action="append", choices=list(backend_rows()), help="rows of this backend instead; may be repeated"
+    )
     parser.add_argument("--only", default="", help="names, or parts of them, with commas between")
     parser.add_argument("--without", default="", help="the same for rows to leave out")
     parser.add_argument("--large", action="store_true", help="images of 1600 x 1200, laid together from the files")
@@ -133,12 +141,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "data"
         link(arguments, folder)
-        wanted = [part for part in arguments.only.split(",") if part]
-        unwanted = [part for part in arguments.without.split(",") if part]
-        names = [name for name in ROWS if name == REFERENCE or not wanted or any(part in name for part in wanted)]
-        names = [name for name in names if not any(part in name for part in unwanted)]
-        contenders = run(names, folder, Path(scratch), arguments.rounds)
-    show(contenders, arguments)
+        rows = chosen(arguments)
+        contenders = run(rows, folder, Path(scratch), arguments.rounds)
+    show(rows, contenders, arguments)
+
+
+def chosen(arguments: argparse.Namespace) -> dict[str, Row]:
+    """The rows to run; the first is the one that ratios are to."""
+    rows, base = ROWS, REFERENCE
+    if arguments.backend:
+        found = backend_rows()
+        named = [row for backend in dict.fromkeys(["torch", *arguments.backend]) for row in found[backend].items()]
+        rows = {name: Row("aa", "f32" if "device_transform" in name else "u8", make) for name, make in named}
+        base = BASE
+    wanted = [part for part in arguments.only.split(",") if part]
+    unwanted = [part for part in arguments.without.split(",") if part]
+    names = [name for name in rows if name == base or not wanted or any(part in name for part in wanted)]
+    return {name: rows[name] for name in names if not any(part in name for part in unwanted)}
 
 
 def link(arguments: argparse.Namespace, folder: Path) -> None:
@@ -159,8 +178,9 @@ def link(arguments: argparse.Namespace, folder: Path) -> None:
         target.symlink_to(files[number % len(files)].resolve())
 
 
-def run(names: list[str], folder: Path, scratch: Path, rounds: int) -> dict[str, Contender]:
+def run(rows: dict[str, Row], folder: Path, scratch: Path, rounds: int) -> dict[str, Contender]:
     """All rounds."""
+    names = list(rows)
     context = multiprocessing.get_context("spawn")
     contenders: dict[str, Contender] = {}
     for number, name in enumerate(names):
@@ -168,7 +188,7 @@ def run(names: list[str], folder: Path, scratch: Path, rounds: int) -> dict[str,
         place.mkdir()
         here, there = context.Pipe()
         job = Job(folder=folder, scratch=place)
-        process = context.Process(target=serve, args=(there, ROWS[name].make, job, place / "log"))
+        process = context.Process(target=serve, args=(there, rows[name].make, job, place / "log"))
         process.start()
         contenders[name] = contender = Contender(process, here)
         contender.ask("")
@@ -185,10 +205,10 @@ def run(names: list[str], folder: Path, scratch: Path, rounds: int) -> dict[str,
     return contenders
 
 
-def show(contenders: dict[str, Contender], arguments: argparse.Namespace) -> None:
+def show(rows: dict[str, Row], contenders: dict[str, Contender], arguments: argparse.Namespace) -> None:
     """Print the table, and write the figures."""
     runs = {name: contender.passes[2:] for name, contender in contenders.items()}
-    base = runs[REFERENCE]
+    base = runs[next(iter(rows))]
     print(
         f"\n{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs, "
         f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; {base[0].images} images an epoch, "
@@ -198,7 +218,7 @@ def show(contenders: dict[str, Contender], arguments: argparse.Namespace) -> Non
     print("| pipeline | fidelity | out | images/s | x | CPU ms | x CPU | first batch, ms | memory, MB | PSNR dB |")
     print("|---|---|---|---:|---:|---:|---:|---:|---:|---|")
     for name, contender in contenders.items():
-        row = ROWS[name]
+        row = rows[name]
         if contender.skipped or not runs[name]:
             print(f"| {name} | {row.fidelity} | {row.out} | skipped: {contender.skipped} | | | | | | |")
             continue
@@ -227,6 +247,7 @@ PACKAGES = (
     "opencv-python-headless",
     "turbojpeg",
     "nvidia-dali-cuda120",
+    "nvidia-dali-cuda130",
     "spdl-core",
     "litdata",
     "webdataset",

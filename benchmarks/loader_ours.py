@@ -20,7 +20,6 @@ def ours(
 ) -> Feed:
     """``floats`` runs ``device_transform`` on the CPU, too: what the reference gives, where there is no device."""
     from lightning_feed import ImageFolderDataModule, LoaderSettings
-    from lightning_feed.load.image_recipe import TrainRecipe
     from lightning_feed.load.picture import DecodedPicture, EncodedPicture
 
     if cache == "decoded":
@@ -35,8 +34,7 @@ def ours(
     )
     loader = made.train_dataloader()
     choice = made.decoder_choice
-    # Boxes of the whole area and square do not fit, so that the recipe takes the middle, as torchvision's does.
-    recipe = TrainRecipe(size=job.size, quality=quality, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip_probability=0.0)
+    recipe = middle_recipe(job.size, quality)
 
     def epoch() -> Iterator[Any]:
         for batch in loader:
@@ -96,6 +94,14 @@ def on_device(job: Job, *, augmented: bool) -> Feed:
             yield images[0].round().permute(1, 2, 0).numpy()
 
     return Feed(epoch, pixels if augmented else None, note="on CUDA" if on_cuda else "the CPU does the device's work")
+
+
+def middle_recipe(size: int, quality: Literal["exact", "near", "fast"] = "exact") -> Any:
+    """Of which each box is the largest square in the middle."""
+    from lightning_feed.load.image_recipe import TrainRecipe
+
+    # Boxes of the whole area and square do not fit, so that the recipe takes the middle, as torchvision's does.
+    return TrainRecipe(size=size, quality=quality, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip_probability=0.0)
 
 
 def _check_room(job: Job) -> None:
