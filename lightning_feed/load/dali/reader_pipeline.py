@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_feed.errors import DatasetError, FeedError
+from lightning_feed.load.dali.forks import is_inherited, outlive_forks
 from lightning_feed.load.dali.install import require_dali
 from lightning_feed.load.dali.outputs import take_outputs
-from lightning_feed.load.dali.forks import is_inherited, outlive_forks
 from lightning_feed.load.dali.reader_structure import take_apart
 
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
