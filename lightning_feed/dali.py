@@ -8,14 +8,13 @@ from lightning.pytorch import LightningDataModule
 from lightning_feed import _host, dali_hooks, exact_resume
 from lightning_feed.dali_loaders import SPLITS_OF_STAGE, DaliChoices, DaliLoaders, Device, check_count
 from lightning_feed.datamodule_loaders import hush
-from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.errors import SettingsError
 from lightning_feed.load.dali.install import require_dali
 from lightning_feed.load.dali.options import DaliOptions
 from lightning_feed.load.dali.reader_share import LastBatch
 from lightning_feed.load.trace import traced
-from lightning_feed.transfer.nested import release
+from lightning_feed.transfer_hook import TRANSFER, moved
 
-_TRANSFER = "transfer_batch_to_device"
 _SPLIT_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 
 
@@ -54,7 +53,7 @@ class FeedDali:
         # Lightning sees a val_dataloader before it can know whether there is data for it.
         hush("You passed in a `val_dataloader` but have no `validation_step`")
         if type(self).device_transform is not FeedDali.device_transform:
-            setattr(self, _TRANSFER, self._dali_transfer)  # on this object only where needed, as in FastDataModule
+            setattr(self, TRANSFER, self._dali_transfer)  # on this object only where needed, as in FastDataModule
 
     # --- to write or to override --------------------------------------------------------------------------------------
 
@@ -133,8 +132,8 @@ class FeedDali:
             self._dali.require_train(self)
             self._dali.run.seed = None  # each run has its own order; a checkpoint's seed comes after this
         self._dali_attach()
-        if _TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), _TRANSFER)):
-            hush(f"You have overridden `{_TRANSFER}` in both")  # the module's is called: see _dali_transfer
+        if TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), TRANSFER)):
+            hush(f"You have overridden `{TRANSFER}` in both")  # the module's is called: see _dali_transfer
 
     def teardown(self, stage: str) -> None:
         """Free the pipelines of ``stage``."""
@@ -182,17 +181,9 @@ class FeedDali:
 
     def _dali_transfer(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """The transfer as it would be without us, then ``device_transform``."""
-        trainer, own = self.trainer, getattr(type(self), _TRANSFER)
-        if trainer is None:
-            raise LoaderError(f"{_TRANSFER} needs to know the split, which a Trainer tells. Call device_transform.")
-        with traced("device_copy"):
-            if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):
-                moved = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
-            else:
-                moved = own(self, batch, device, dataloader_idx)
+        there = moved(self, batch, device, dataloader_idx)
         with traced("device_transform"):
-            # Values that PrefetchCallback(host_keys=...) kept from the transfer are the user's again from here on.
-            return self.device_transform(release(moved), _SPLIT_OF_STAGE[_host.stage_now(trainer)])
+            return self.device_transform(there, _SPLIT_OF_STAGE[_host.stage_now(self.trainer)])
 
 
 class DaliDataModule(FeedDali, LightningDataModule):

@@ -14,21 +14,20 @@ from lightning_feed import _host, exact_resume
 from lightning_feed.archive.shared_cache import CacheStats
 from lightning_feed.datamodule_loaders import Loaders, hush
 from lightning_feed.datamodule_storage import Cache, Storage
-from lightning_feed.errors import DatasetError, LoaderError, SettingsError
+from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.batch_decoder import BatchDecoder
 from lightning_feed.load.datasets import name_datasets
 from lightning_feed.load.drop_keys import check_drop_keys
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.load.trace import traced
-from lightning_feed.transfer.nested import release
+from lightning_feed.transfer_hook import TRANSFER, moved
 from lightning_feed.wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test", "predict")
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
-_TRANSFER = "transfer_batch_to_device"
 
 
 @dataclass
@@ -90,7 +89,7 @@ class FeedDataModule:
         if self._feed_overrides("device_transform"):
             # Bound to this object only when it is needed, since Lightning takes an override of this hook away from the
             # LightningModule. Here, and not in on_after_batch_transfer, it runs on the stream that the copy runs on.
-            setattr(self, _TRANSFER, self._feed_transfer)
+            setattr(self, TRANSFER, self._feed_transfer)
 
     # --- to write or to override --------------------------------------------------------------------------------------
 
@@ -202,8 +201,8 @@ class FeedDataModule:
             if self.trainer is not None:
                 exact_resume.attach(self.trainer)
                 self._feed_warn_of_unused_validation()
-        if _TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), _TRANSFER)):
-            hush(f"You have overridden `{_TRANSFER}` in both")  # the module's is called: see _feed_transfer
+        if TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), TRANSFER)):
+            hush(f"You have overridden `{TRANSFER}` in both")  # the module's is called: see _feed_transfer
 
     @final
     def train_dataloader(self) -> Any:
@@ -312,18 +311,10 @@ class FeedDataModule:
 
     def _feed_transfer(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """The transfer as it would be without us, then ``device_transform``."""
-        trainer, own = self.trainer, getattr(type(self), _TRANSFER)
-        if trainer is None:
-            raise LoaderError(f"{_TRANSFER} needs to know the split, which a Trainer tells. Call device_transform.")
-        with traced("device_copy"):
-            if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):
-                moved = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
-            else:
-                moved = own(self, batch, device, dataloader_idx)
-        # Values that PrefetchCallback(host_keys=...) kept from the transfer are the user's again from here on.
-        split = _split_of(trainer)
+        there = moved(self, batch, device, dataloader_idx)
+        split = _split_of(self.trainer)
         with traced("device_transform"):
-            return self.device_transform(self._feed_on_device(release(moved), split), split)
+            return self.device_transform(self._feed_on_device(there, split), split)
 
 
 class FastDataModule(FeedDataModule, LightningDataModule):

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_feed.archive.folder_index import FolderIndex, scan_classes
+from lightning_feed.archive.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -83,20 +83,14 @@ def _save(index: FolderIndex, kept: Path) -> None:
     about = json.dumps({"classes": index.classes, "folders": index.folders}).encode()
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=kept.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(
-                    file,
-                    about=np.frombuffer(about, dtype=np.uint8),
-                    labels=index.labels,
-                    names=index.names,
-                    ends=index.ends,
-                )
-            Path(temporary).replace(kept)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with whole_file(kept) as file:
+            np.savez(
+                file,
+                about=np.frombuffer(about, dtype=np.uint8),
+                labels=index.labels,
+                names=index.names,
+                ends=index.ends,
+            )
     except OSError as error:
         logger.info(
             "The index of the folder could not be remembered in %s: %s. The next run lists it anew.", kept, error

@@ -6,12 +6,12 @@ import logging
 import math
 import os
 import socket
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_feed.archive.index_store import cache_folder
+from lightning_feed.archive.whole_file import whole_file
 from lightning_feed.load.machine import read_machine
 
 logger = logging.getLogger(__name__)
@@ -121,14 +121,8 @@ class ImageFindings:
         text = json.dumps({"version": _VERSION, "key": key, "findings": found}, indent=1)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
-                Path(temporary).replace(path)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            with whole_file(path) as file:
+                file.write(text.encode())
         except OSError as error:
             logger.info(
                 'What was measured of the images could not be remembered in %s: %s. backend="auto" does not know it.',

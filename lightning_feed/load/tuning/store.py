@@ -4,11 +4,9 @@ import hashlib
 import json
 import logging
 import math
-import os
 import platform
 import re
 import socket
-import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.archive.index_store import cache_folder
 from lightning_feed.archive.memory import read_text
+from lightning_feed.archive.whole_file import whole_file
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.tuning.meters import leaves_of
 from lightning_feed.load.tuning.values import Goal, Setting, Trial, Tuned
@@ -68,14 +67,8 @@ class Store:
         text = json.dumps({"version": _VERSION, "key": key, "tuned": asdict(tuned)}, indent=1)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
-                Path(temporary).replace(path)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            with whole_file(path) as file:
+                file.write(text.encode())
         except OSError as error:
             logger.info("The result of tuning could not be remembered in %s: %s. The next run tunes anew.", path, error)
 

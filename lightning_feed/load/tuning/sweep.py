@@ -1,7 +1,5 @@
 """A whole grid of workers tried one after the other: as a value, as text, and as a picture."""
 
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_feed.archive.whole_file import whole_file
 from lightning_feed.errors import SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
@@ -260,13 +259,6 @@ def _named(setting: Setting) -> str:
 
 
 def _write(path: Path, content: bytes) -> Path:
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(partial).chmod(0o644)  # made for its owner alone
-        Path(partial).replace(path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        file.write(content)
     return path

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lightning_feed.archive import whole_file
 from lightning_feed.load.machine import Machine
-from lightning_feed.load.tuning import store as store_module
 from lightning_feed.load.tuning.store import Store, key_of
 from lightning_feed.load.tuning.values import Goal, Setting, Trial, Tuned
 
@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise OSError(code, "refused")
 
-    monkeypatch.setattr(store_module.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(whole_file.tempfile, "mkstemp", refuse)
     with caplog.at_level(logging.INFO, "lightning_feed"):
         Store(tmp_path).save(KEY, TUNED)
     assert [record.levelname for record in caplog.records] == ["INFO"]
