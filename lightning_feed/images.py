@@ -145,7 +145,8 @@ class FeedImageFolder(FeedDataModule):
         """uint8 images -> normalised ones of ``dtype``. Images that a transform of the user's made float are left."""
         batch = self._feed_on_device(batch, split)  # called by hand, it may be one that is still encoded
         images, labels, *aspects = batch
-        if self._images_backend is not None and self._images_backend.name == "dali-gpu":
+        backend = None if self._images_backend is None else self._images_backend.name
+        if backend == "dali-gpu" and images.is_floating_point():  # on the CPU, as after training on a GPU, it is not
             return images.to(self.dtype), labels  # normalised already; DALI knows no bfloat16
         if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
             return batch
@@ -241,6 +242,8 @@ class FeedImageFolder(FeedDataModule):
         device = device_of(self.trainer)
         if self.backend != "auto":
             return settle_backend(self.backend, device)
+        if type(self).collate is not FeedImageFolder.collate:
+            return BackendChoice("torch", f"{type(self).__name__}.collate is written for samples that are decoded")
         return once_for_all_ranks(
             self.trainer,
             lambda: settle_auto(

@@ -93,6 +93,22 @@ def test_measured_decode_bound_it_is_the_gpu_and_workers_become_threads(class_fo
     assert isinstance(next(iter(loader)), EncodedBatch)
 
 
+class Mixed(ImageFolderDataModule):
+    def collate(self, samples: list[Any], split: str) -> Any:
+        images, labels = super().collate(samples, split)
+        return [images, labels, labels.flip(0)]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_collate_of_the_user_s_goes_on_getting_images(class_folders: Path) -> None:
+    _remember(class_folders)
+    birds = Mixed(class_folders, batch_size=4, image_size=32, backend="auto", loader=LoaderSettings(num_workers=0))
+    images, labels, flipped = next(iter(birds.train_dataloader()))
+    assert images.dtype == torch.uint8
+    assert labels.flip(0).equal(flipped)
+    assert birds.backend_choice == BackendChoice("torch", "Mixed.collate is written for samples that are decoded")
+
+
 @pytest.mark.usefixtures("gpu")
 def test_settings_that_were_given_stay(class_folders: Path) -> None:
     _remember(class_folders)

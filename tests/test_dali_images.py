@@ -21,6 +21,7 @@ from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.archive.memory import read_text
 from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
 from lightning_feed.image_decoders import FreesDecoders
+from lightning_feed.load.backend_choice import BackendChoice
 from lightning_feed.load.dali.image_pipeline import ImagePipeline
 from lightning_feed.load.dali.options import DaliOptions
 
@@ -145,6 +146,17 @@ def test_the_trainers_limits_mean_the_same(photos: Path, options: dict[str, Any]
     assert ours[0] == theirs[0]
     assert ours[2] == theirs[2]
     assert_nearly_the_same(ours[1], theirs[1])
+
+
+def test_settled_on_a_gpu_and_then_run_on_the_cpu(photos: Path) -> None:
+    """As after a training on the GPU, with a second Trainer for the CPU: images are normalised there, too."""
+
+    def settled() -> dict[str, Any]:
+        given = data(photos, "dali-gpu", loader=THREADS)()
+        given["datamodule"]._images_backend = BackendChoice("dali-gpu", "there was a GPU")
+        return given
+
+    assert run(settled, [], max_epochs=1) == run(data(photos, loader=THREADS), [], max_epochs=1)
 
 
 def test_drop_last_and_uneven_evaluation(photos: Path) -> None:
@@ -364,7 +376,7 @@ def test_a_part_of_the_images_is_decoded_and_what_is_none_refused(photos: Path) 
     module = Own(photos, batch_size=4, image_size=4, loader=HERE, backend="dali-cpu")
     assert sorted(label for _, labels in module.train_dataloader() for label in labels.tolist()) == [0] * 4 + [1] * 3
     with pytest.raises(
-        SettingsError, match=r"make_dataset\('val'\) gave a dict, and DALI decodes .* or a Subset of it"
+        SettingsError, match=r"make_dataset\('val'\) gave a dict, and this backend decodes .* or a Subset of it"
     ):
         module.val_dataloader()
 

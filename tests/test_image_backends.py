@@ -74,7 +74,8 @@ class Seeing(LightningModule):
         images, labels = batch
         assert (images.dtype, images.is_contiguous(memory_format=torch.channels_last)) == (torch.float32, True)
         self.events.append((name, batch_idx, [images.tolist(), labels.tolist()]))
-        return nn.functional.cross_entropy(self.net(images.mean((2, 3))), labels)
+        features = images.mean((2, 3)).to(self.net[0].weight.dtype)
+        return nn.functional.cross_entropy(self.net(features), labels)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -135,6 +136,14 @@ def test_batches_and_weights_are_those_of_torch(kind: str, photos: Path) -> None
     assert_same_run(ours, theirs)
     steps = [event[0] for event in ours.events].count("training_step")
     assert steps == 2 * (6 if "drop_last" in KINDS[kind] else 7)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+@pytest.mark.usefixtures("on_cpu")
+def test_precisions_that_convert_what_the_loader_gives(precision: Any, photos: Path) -> None:
+    """Lightning takes each batch apart for them, before its transfer."""
+    theirs, ours = (fitted(made(photos, backend), precision=precision) for backend in ("torch", "nvjpeg"))
+    assert_same_run(ours, theirs)
 
 
 class Half(ImageFolderDataModule):

@@ -35,12 +35,13 @@ class EncodedImage(NamedTuple):
     """Of the sample in its dataset."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class EncodedBatch:
     """B image files, what to take of each, and their labels.
 
     Decoders read the files and the plan on the host, where they stay: ``to`` moves the labels, and notes the device
-    that the pixels are wanted on.
+    that the pixels are wanted on. It is not written to, and not frozen either: Lightning takes dataclasses apart for
+    ``precision="bf16-true"`` and the like, and refuses frozen ones.
     """
 
     files: Tensor

@@ -51,7 +51,7 @@ class TrainRecipe:
         with SampleDraws() as own:
             generator = own if generator is None else generator
             region = draw_region(height, width, self.scale, self.ratio, generator)
-            flipped = torch.rand(1, generator=generator).item() < self.flip_probability
+            flipped = torch.rand(1, generator=generator, dtype=torch.float32).item() < self.flip_probability
         whole = Region(0, 0, self.size, self.size)
         return Cut(region=region, resized=(self.size, self.size), window=whole, flipped=flipped)
 
@@ -177,7 +177,8 @@ def draw_region(
         generator: None for torch's default.
     """
     shortest, longest = _logarithms(*ratio)
-    drawn = torch.empty(1)
+    # Not of the default dtype, which precision="bf16-true" changes while a step runs, beside threads that draw.
+    drawn = torch.empty(1, dtype=torch.float32)
     for _ in range(_TRIES):
         area = height * width * drawn.uniform_(scale[0], scale[1], generator=generator).item()
         aspect = drawn.uniform_(shortest, longest, generator=generator).exp().item()
@@ -196,7 +197,7 @@ def draw_region(
 
 @lru_cache
 def _logarithms(*values: float) -> tuple[float, ...]:
-    return tuple(torch.log(torch.tensor(values)).tolist())  # in float32, as torchvision has it
+    return tuple(torch.log(torch.tensor(values, dtype=torch.float32)).tolist())  # as torchvision has it
 
 
 _NOT_OF_TENSORS = tuple(

@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 
 from lightning_feed.decode.decoder import Pixels, Region
 from lightning_feed.load.cut import Cut, cut_out
-from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
+from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe, _logarithms
 from lightning_feed.load.picture import DecodedPicture
 
 PIXELS = np.array(photo())
@@ -80,3 +80,21 @@ def test_a_generator_of_ones_own_is_drawn_from_alone() -> None:
     assert recipe.cut(60, 80) == found[0]
     generator = torch.Generator().manual_seed(3)
     assert len({recipe.cut(60, 80, generator).region for _ in range(4)}) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_boxes_do_not_depend_on_the_default_type(dtype: torch.dtype) -> None:
+    """precision="bf16-true" and "64-true" change it while a step runs, beside threads that draw."""
+    _logarithms.cache_clear()
+    expected = [_drawn(seed) for seed in range(20)]
+    _logarithms.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        assert [_drawn(seed) for seed in range(20)] == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _drawn(seed: int) -> Cut:
+    torch.manual_seed(seed)
+    return TrainRecipe(size=32).cut(375, 500)

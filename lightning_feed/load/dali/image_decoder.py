@@ -1,5 +1,6 @@
 """Stands behind a loader of encoded batches, and has DALI decode them, some of them ahead."""
 
+import sys
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
@@ -213,6 +214,8 @@ class DaliImageDecoder:
         pipeline = self._pipeline
         if pipeline is None or pipeline.owner is not now or pipeline.inherited:
             return  # another pass, or the process that this one was forked from, has it
+        if sys.is_finalizing():
+            return  # DALI has ended all pipelines, by its own exit handler
         pipeline.owner = None
         if not self.keep or not _emptied(pipeline):
             self.release()
@@ -239,6 +242,6 @@ def _emptied(pipeline: ImagePipeline) -> bool:
     """Whether what was on its way could be dropped."""
     try:
         pipeline.drain()
-    except (*_FAILURES, AttributeError):  # of a batch that nobody waits for; at exit, DALI ends all pipelines before
+    except _FAILURES:  # of a batch that nobody waits for
         return False
     return True

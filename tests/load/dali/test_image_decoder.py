@@ -3,7 +3,11 @@
 import gc
 import logging
 import math
+import os
 import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -354,3 +358,45 @@ def test_the_largest_of_some_images() -> None:
     many.source.read = lambda index: reads.append(index) or jpegs(1)[0]
     assert largest_of_some(many) == (60, 80)
     assert image_decoder._HEADERS <= len(reads) <= 2 * image_decoder._HEADERS
+
+
+# --- other processes, and the end of this one -----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+def test_a_pass_of_the_parent_that_ends_in_a_forked_process_is_left_alone() -> None:
+    """The threads of its pipeline are not there: to wait for what is on its way would never end."""
+    made = dataset(jpegs(8))
+    given = batches(made, 2)
+    found = decoder(made)
+    going = found.run(iter(given))
+    first = next(going)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        going.close()
+        os._exit(0 if found.active else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert_like_torch([first, *going], given, made)
+
+
+LEAVES_A_PASS = """
+from made_samples import dataset, jpegs
+from load.dali.test_image_decoder import batches, decoder
+
+made = dataset(jpegs(8))
+going = decoder(made).run(iter(batches(made, 2)))
+next(going)
+held = [going]
+held.append(held)
+"""
+
+
+def test_a_program_may_end_in_the_middle_of_a_pass() -> None:
+    """DALI ends its pipelines before Python lets go of the pass."""
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES_A_PASS], env=os.environ | paths, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
