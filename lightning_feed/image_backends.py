@@ -22,7 +22,7 @@ Backend: TypeAlias = Literal["torch", "nvjpeg", "dali-cpu", "dali-gpu", "auto"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
-def check_backend(backend: str, *, cache: str | None, transforms: bool) -> None:
+def check_backend(backend: str, *, cache: str | None, transforms: bool, collate: bool, drop_keys: bool) -> None:
     """Refuse a backend that is none, and what it cannot be combined with.
 
     Raises:
@@ -36,6 +36,15 @@ def check_backend(backend: str, *, cache: str | None, transforms: bool) -> None:
         raise SettingsError(
             f"backend={backend!r} crops and flips by itself, and cannot call a transform of yours for each image. "
             'Leave transform and eval_transform out, or use backend="torch".'
+        )
+    if collate:
+        raise SettingsError(
+            f"backend={backend!r} puts batches together before they are decoded, and cannot call a collate of yours. "
+            'Change the decoded batch in device_transform, or use backend="torch".'
+        )
+    if drop_keys:
+        raise SettingsError(
+            f"drop_keys has nothing to drop with backend={backend!r}, whose batches are images, labels. Leave it out."
         )
     if cache not in (None, "bytes"):
         raise SettingsError(

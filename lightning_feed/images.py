@@ -107,7 +107,13 @@ class FeedImageFolder(FeedDataModule):
                 "cache='device' keeps decoded images, so that no transform on the host runs on them again. Leave "
                 "transform out (crop and flip are then done on the device), or use cache='decoded'."
             )
-        check_backend(backend, cache=self._feed.storage.cache, transforms=bool(transform or eval_transform))
+        check_backend(
+            backend,
+            cache=self._feed.storage.cache,
+            transforms=bool(transform or eval_transform),
+            collate=self._images_own_collate(),
+            drop_keys=bool(self._feed.loaders.drop_keys),
+        )
         self._images_decoders = ImageDecoders(
             options_for(backend, dali, quality), self.mean, self.std, half=dtype == torch.float16
         )
@@ -242,7 +248,7 @@ class FeedImageFolder(FeedDataModule):
         device = device_of(self.trainer)
         if self.backend != "auto":
             return settle_backend(self.backend, device)
-        if type(self).collate is not FeedImageFolder.collate:
+        if self._images_own_collate():
             return BackendChoice("torch", f"{type(self).__name__}.collate is written for samples that are decoded")
         return once_for_all_ranks(
             self.trainer,
@@ -259,6 +265,9 @@ class FeedImageFolder(FeedDataModule):
     def _images_key(self, device: torch.device) -> dict[str, Any]:
         """Where findings about these images are remembered, for a device."""
         return finding_key(self._feed.storage.data_dir, device, image_size=self.image_size, quality=self.quality)
+
+    def _images_own_collate(self) -> bool:
+        return type(self).collate is not FeedImageFolder.collate
 
     def _images_own_transforms(self) -> bool:
         return any(isinstance(recipe, GivenTransform) for recipe in (self._images_train, self._images_eval))

@@ -375,10 +375,11 @@ def test_broken_images_are_replaced_and_counted(
     [
         ({"transform": lambda image: image}, "cannot call a transform of yours"),
         ({"eval_transform": lambda image: image}, "cannot call a transform of yours"),
+        ({"drop_keys": ("label",)}, "nothing to drop"),
         ({"cache": "decoded"}, 'Use cache="bytes"'),
         ({"cache": "device"}, 'Use cache="bytes"'),
     ],
-    ids=["transform", "eval_transform", "decoded", "device"],
+    ids=["transform", "eval_transform", "drop_keys", "decoded", "device"],
 )
 @pytest.mark.parametrize("backend", ["nvjpeg", "dali-cpu", "dali-gpu"])
 def test_what_it_cannot_be_combined_with_is_refused(
@@ -386,6 +387,17 @@ def test_what_it_cannot_be_combined_with_is_refused(
 ) -> None:
     with pytest.raises(SettingsError, match=words):
         ImageFolderDataModule(photos, backend=backend, **given)
+
+
+@pytest.mark.parametrize("backend", ["nvjpeg", "dali-cpu", "dali-gpu"])
+def test_a_collate_of_the_users_is_refused(backend: Any, photos: Path) -> None:
+    class Own(ImageFolderDataModule):
+        def collate(self, samples: list[Any], split: str) -> Any:
+            return super().collate(samples, split)
+
+    with pytest.raises(SettingsError, match="cannot call a collate of yours"):
+        Own(photos, backend=backend)
+    assert Own(photos).backend == "torch"
 
 
 def test_no_backend_is_told_with_those_that_are(photos: Path) -> None:

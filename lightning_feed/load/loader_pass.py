@@ -70,12 +70,14 @@ class LoaderPass(Iterator[Any]):
         background, self.background = self.background, None
         source, self.source, self._upstream = self.source, None, None
         decoding, self._decoding = self._decoding, None
-        if decoding is not None:
-            decoding.close()
-        if isinstance(source, ThreadPass):
-            source.close()  # first, so that the background thread does not wait for a batch any more
-        if background is not None:
-            background.close()
+        try:
+            if decoding is not None:
+                decoding.close()
+        finally:  # it cannot be closed while another thread waits in it
+            if isinstance(source, ThreadPass):
+                source.close()  # first, so that the background thread does not wait for a batch any more
+            if background is not None:
+                background.close()
 
     def __del__(self) -> None:
         # __init__ may have failed before they were set

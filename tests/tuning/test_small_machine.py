@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import json, os, sys
+import json, os, sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset
 from lightning_feed import tune
@@ -18,6 +18,9 @@ class Large(Dataset):
     def __len__(self):
         return 64
     def __getitem__(self, index):
+        until = time.thread_time() + 0.005  # so that workers would pay
+        while time.thread_time() < until:
+            pass
         return torch.full((MEBI * 256,), float(index))  # MEBI MiB
 
 if __name__ == "__main__":
