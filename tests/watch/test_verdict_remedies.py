@@ -237,6 +237,18 @@ def test_bytes_in_memory(loaders: Any, found: Any, predicted: float | None) -> N
     assert promised["staged=True"] == promised["cache='bytes'"] == expected
 
 
+@pytest.mark.parametrize("cause", ["cpu", "waiting", "oversubscribed", "no workers"])
+def test_files_in_memory_where_an_experiment_shows_that_it_pays(cause: Cause) -> None:
+    def promised(per_s: float | None) -> Any:
+        found = {"loader_per_s": 20.0, "cached_bytes_per_s": per_s}
+        return _data(_measured(found=found), cause).get("staged=True", "not named")
+
+    assert promised(25.0) == pytest.approx(80)
+    assert promised(22.0) == "not named"  # a gain of 9 %
+    assert promised(None) == "not named"
+    assert "staged=True" not in _data(_measured(loaders={"workers_blocked_pct": 90.0}), cause)
+
+
 def test_small_files_are_packed() -> None:
     small, large = (_measured(found={"disk": DiskFacts(mean_file_bytes=size)}) for size in ((1 << 20) - 1, 1 << 20))
     assert "pack" in _data(small, "cold reads")

@@ -21,6 +21,9 @@ PACK = "lightning-feed pack data packed"
 
 UNUSED_SHARE = 0.1
 """Share of a batch's bytes in parts that nobody reads, from which leaving them out is worth naming."""
+CACHED_GAIN = 0.9
+"""Of the step time: files in memory that leave more of it are within what two experiments differ by."""
+_BY_READING: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed", "waiting", "unknown")
 _BY_BYTES: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed", "pin thread", "waiting")
 """Where a batch of fewer bytes is made, or handed over, sooner."""
 
@@ -48,6 +51,8 @@ def data_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remed
         remedies = [remedy for remedy in remedies if remedy.changes not in ("device_transform=True", "transforms=off")]
     if cause not in _BEFORE_DECODING:
         remedies = decoder_remedies(facts) + remedies
+    if cause in _BY_READING:
+        remedies += _memory_by_experiment(measured, shares)
     if cause in _BY_BYTES:
         remedies += unused_keys(measured, UNUSED_SHARE)
     starts_slowly = (measured.stats.epoch_start_s or 0) >= SLOW_START_S
@@ -194,12 +199,7 @@ def _cold_reads(measured: Measurements, shares: Shares) -> Remedies:
     found = measured.experiments
     cached = predict.with_bytes_cached(measured, shares)
     remedies = [
-        Remedy(
-            code=STAGE,
-            why="a copy in memory, or on a local disk: no more waiting for storage",
-            predicted_step_ms=cached,
-            changes="staged=True",
-        ),
+        _staged(cached),
         Remedy(
             code='FastDataModule(cache="bytes")',
             why="files are kept in host memory from the first epoch on, those that fit",
@@ -211,6 +211,24 @@ def _cold_reads(measured: Measurements, shares: Shares) -> Remedies:
     if size is None or size < SMALL_FILE_BYTES:
         remedies.append(Remedy(code=PACK, why="a few large files are read faster than many small ones", changes="pack"))
     return remedies + _more_waiting(measured, shares)
+
+
+def _staged(predicted: float | None) -> Remedy:
+    return Remedy(
+        code=STAGE,
+        why="a copy in memory, or on a local disk: no more waiting for storage",
+        predicted_step_ms=predicted,
+        changes="staged=True",
+    )
+
+
+def _memory_by_experiment(measured: Measurements, shares: Shares) -> Remedies:
+    """Files in memory, where the loader was seen to gain by it: a fast disk takes CPU time, more than waiting."""
+    found = measured.experiments
+    if found is None or not found.cached_bytes_per_s:
+        return []
+    cached = predict.with_bytes_cached(measured, shares)
+    return [_staged(cached)] if cached is not None and cached < CACHED_GAIN * shares.step_ms else []
 
 
 def _waiting(measured: Measurements, shares: Shares) -> Remedies:
