@@ -87,6 +87,10 @@ RANKS = RankStats(
         ({"num_workers": 3, "usable_cpus": 2}, {"cpu_pressure_pct": 29.9}, "unknown"),
         (TWO, {"cpu_pressure_pct": 90.0}, "unknown"),  # no more workers than CPUs: somebody else's
         ({"num_workers": 3, "usable_cpus": 2}, _of(90, 5, cpu_pressure_pct=90.0), "cpu"),
+        # batches are ready, and training has no CPU to take them with
+        ({"num_workers": 8, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=90.0, handover_pct=95.0), "oversubscribed"),
+        ({"num_workers": 8, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=20.0, handover_pct=95.0), "waiting"),
+        ({"num_workers": 2, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=90.0, handover_pct=95.0), "waiting"),
         # --- pin thread
         (TWO, _of(90, 5, pin_lag_ms=20.0), "pin thread"),
         (TWO, _of(90, 5, pin_lag_ms=19.9), "cpu"),

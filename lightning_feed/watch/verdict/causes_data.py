@@ -95,7 +95,9 @@ def _oversubscribed(measured: Measurements) -> Finding | None:
         said = f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"
         return Finding(cause="oversubscribed", because=(said,))
     crowded = facts.num_workers and facts.usable_cpus and facts.num_workers > facts.usable_cpus
-    if queue is None and crowded and pressure is not None and pressure >= CPU_PRESSURE_PCT:
+    # Workers whose queue is full rest; then it is the training process that waits for a CPU, to take what is ready.
+    unseen = queue is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
+    if unseen and crowded and pressure is not None and pressure >= CPU_PRESSURE_PCT:
         said = f"some task waits for a CPU {pressure:.0f} % of the time"
         return Finding(cause="oversubscribed", because=(said,), sure=False)
     return None
