@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,17 @@ def _no_callbacks_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_memory_between_tests(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is remembered between runs goes to a folder of the test's own, not to the home of whoever runs it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _short_waits_for_lost_workers() -> Iterator[None]:
+    """A DataLoader's pass that is collected as part of a cycle has its queues closed before it can tell its workers to
+    end, so torch waits 5 s for each of them and then kills it. Tests that raise and break off leave hundreds."""
+    from torch.utils.data import _utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+        yield
 
 
 @pytest.fixture

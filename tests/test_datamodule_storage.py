@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from recording import Recording, quiet_trainer
+from squares import Squares
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -31,30 +32,6 @@ HERE = LoaderSettings(num_workers=0, seed=1)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You have overridden .* in `LightningModule`:UserWarning"
 )  # Recording has
-
-
-class Squares(CacheableDataset):
-    """Sample i is i squared, four times; reads are counted where all processes see it."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.reads = torch.zeros(size, dtype=torch.int64).share_memory_()
-
-    def __len__(self) -> int:
-        return self.size
-
-    def read(self, index: int) -> bytes:
-        self.reads[index] += 1
-        return bytes([index])
-
-    def decode(self, data: Any, index: int) -> np.ndarray:
-        return np.full(4, float(bytes(data)[0]) ** 2, dtype=np.float32)
-
-    def augment(self, decoded: np.ndarray, index: int) -> Tensor:
-        return torch.from_numpy(decoded)
-
-    def plain(self, decoded: np.ndarray, index: int) -> Tensor:
-        return torch.from_numpy(decoded)
 
 
 class Module(FastDataModule):
