@@ -1,20 +1,15 @@
-"""From a picture to a sample: the standard training recipe on uint8 the whole way, or the user's own transforms."""
+"""From a picture to a sample: the standard training recipe, on uint8 the whole way."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch
-import torchvision.transforms as v1
-from PIL import Image
-from torchvision.transforms import v2
 
-from lightning_feed.decode.decoder import Pixels, Region
+from lightning_feed.decode.decoder import Region
 from lightning_feed.decode.resize import resize
-from lightning_feed.errors import SettingsError
 from lightning_feed.load.cut import Cut, Picture, Quality, cut_out
 from lightning_feed.load.thread_random import SampleDraws
 
@@ -106,59 +101,6 @@ class SquareRecipe:
         return resize(picture.whole(), (self.size, self.size))
 
 
-class GivenTransform:
-    """The user's transform, of torchvision v1 or v2 or any callable, for one image.
-
-    It gets what it was written for: a PIL image when a step of it takes no tensors (``ToTensor``, ``PILToTensor``) or
-    is not of torchvision, else a uint8 tensor (3, H, W). A ``RandomResizedCrop`` that comes first draws its box before
-    the picture is decoded, so that only that box has to be.
-
-    Args:
-        transform: called with one image.
-        kind: what it takes; ``"auto"`` looks at its steps.
-    """
-
-    def __init__(self, transform: Callable[[Any], Any], kind: Literal["auto", "tensor", "pil"] = "auto") -> None:
-        if not callable(transform):
-            raise SettingsError(
-                f"transform={transform!r} cannot be called. Give a torchvision transform, or a function."
-            )
-        if kind not in ("auto", "tensor", "pil"):
-            raise SettingsError(f"transform_input={kind!r} is not a choice. Give 'auto', 'tensor' or 'pil'.")
-        self.transform = transform
-        self.takes_pil = kind == "pil" or (kind == "auto" and not _takes_tensors(transform))
-        steps = _steps(transform)
-        self._crop = steps[0] if steps and type(steps[0]) in (v1.RandomResizedCrop, v2.RandomResizedCrop) else None
-        self._rest = steps[1:] if self._crop is not None else []
-        self.crops = self._crop is not None
-
-    def __call__(self, picture: Picture) -> Any:
-        """Apply the transform."""
-        crop = self._crop
-        if crop is None:
-            return self.transform(self._image(picture.whole()))
-        with SampleDraws() as generator:
-            region = draw_region(*picture.size(), crop.scale, crop.ratio, generator)
-        functional = (
-            v1.functional if isinstance(crop, v1.RandomResizedCrop) else v2.functional
-        )  # they round differently
-        made: Any = functional.resize(
-            self._image(picture.region(region)),
-            list(crop.size),
-            interpolation=crop.interpolation,
-            antialias=crop.antialias,
-        )
-        for step in self._rest:
-            made = step(made)
-        return made
-
-    def _image(self, pixels: Pixels) -> Any:
-        if self.takes_pil:
-            return Image.fromarray(pixels)
-        # Without gaps: v2's resize would fall into a slow path. Writable: torch warns of memory that is not.
-        return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
-
-
 def draw_region(
     height: int,
     width: int,
@@ -198,28 +140,3 @@ def draw_region(
 @lru_cache
 def _logarithms(*values: float) -> tuple[float, ...]:
     return tuple(torch.log(torch.tensor(values, dtype=torch.float32)).tolist())  # as torchvision has it
-
-
-_NOT_OF_TENSORS = tuple(
-    getattr(module, name)
-    for module in (v1, v2)
-    for name in ("ToTensor", "PILToTensor", "Lambda")  # what a Lambda takes cannot be seen
-    if hasattr(module, name)
-)
-
-
-def _takes_tensors(transform: Any) -> bool:
-    if isinstance(transform, _NOT_OF_TENSORS):
-        return False
-    if type(transform) is not torch.nn.Sequential and not type(transform).__module__.startswith("torchvision."):
-        return False
-    inner = getattr(transform, "transforms", None)
-    if inner is None and isinstance(transform, torch.nn.Module):
-        inner = transform.children()
-    return all(map(_takes_tensors, inner or ()))
-
-
-def _steps(transform: Any) -> list[Any]:
-    if type(transform) in (v1.Compose, v2.Compose):
-        return list(transform.transforms)
-    return list(transform) if type(transform) is torch.nn.Sequential else [transform]

@@ -15,7 +15,8 @@ from lightning_feed.decode.decoder import Encoded, Pixels, Region
 from lightning_feed.decode.fidelity import psnr_db
 from lightning_feed.decode.pillow_decoder import PillowDecoder
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.image_recipe import EvalRecipe, GivenTransform, Recipe, TrainRecipe, draw_region
+from lightning_feed.load.given_transform import GivenTransform
+from lightning_feed.load.image_recipe import EvalRecipe, Recipe, TrainRecipe, draw_region
 from lightning_feed.load.picture import DecodedPicture, EncodedPicture
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from lightning_feed.load.image_recipe import GivenTransform
+from lightning_feed.load.given_transform import GivenTransform
 from lightning_feed.load.rounds import LoaderRate, RoundLimits
 from lightning_feed.load.untouched import untouched
 from lightning_feed.load.variant import Changes

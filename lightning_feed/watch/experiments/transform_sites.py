@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_feed.load.encoded_batch import EncodedImageDataset
+from lightning_feed.load.given_transform import GivenTransform
 from lightning_feed.load.image_dataset import ImageDataset
-from lightning_feed.load.image_recipe import GivenTransform
 
 _NAMES = {
     *("transform", "transforms", "target_transform", "transform_fn", "tfm", "tfms", "preprocess", "preprocessing"),

@@ -21,8 +21,9 @@ from lightning_feed.archive.folder_source import FolderSource
 from lightning_feed.decode.pillow_decoder import PillowDecoder
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.cacheable import CacheableDataset
+from lightning_feed.load.given_transform import GivenTransform
 from lightning_feed.load.image_dataset import ImageDataset
-from lightning_feed.load.image_recipe import GivenTransform, Recipe, TrainRecipe
+from lightning_feed.load.image_recipe import Recipe, TrainRecipe
 from lightning_feed.load.rounds import RoundLimits
 from lightning_feed.watch.experiments.results import NamedCost
 from lightning_feed.watch.experiments.subject import Part
