@@ -1,5 +1,6 @@
 """Encoded batches to pixels on the device that they were sent to: JPEGs many at once there, the rest by the CPU."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
 
@@ -20,6 +21,8 @@ DecodeJpegs: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 MOST_BYTES: Final = 256 * 2**20
 """Of decoded pixels at a time, at full size: larger batches are decoded in parts, so that a batch of photographs of 12
 megapixels does not take 10 GB."""
+_NO_MEMORY: Final = re.compile(r"Failed to [\w ]+: 5\b")
+"""How torchvision passes on nvJPEG's NVJPEG_STATUS_ALLOCATOR_FAILURE (docs.nvidia.com/cuda/nvjpeg, return codes)."""
 _FAILED: Final = "nvJPEG failed on the JPEG"
 _MOST_SHRINK: Final = 64
 """The antialiasing kernel of a CUDA device keeps its weights in shared memory, which is full at about 90."""
@@ -123,6 +126,11 @@ def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None],
         # Those of the device, which torchvision gives as plain RuntimeErrors too.
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "CUDA error" in text:
             raise
+        if _NO_MEMORY.search(text):
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory: nvJPEG, which takes memory beside torch's, found none for {len(files)} JPEGs "
+                f"({text}). Use a smaller batch_size, or leave torch less: torch.cuda.set_per_process_memory_fraction."
+            ) from error
         return [None] * len(files), error
 
 

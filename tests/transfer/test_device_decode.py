@@ -28,12 +28,13 @@ class Decoder:
 
     def __init__(self, refused: bytes | None = None) -> None:
         self.refused = refused
+        self.status = 3
         self.calls: list[int] = []
 
     def __call__(self, files: list[Tensor]) -> list[Tensor]:
         self.calls.append(len(files))
         if any(bytes(file.numpy()) == self.refused for file in files):
-            raise RuntimeError("Failed to decode batch: 3")
+            raise RuntimeError(f"Failed to decode batch: {self.status}")
         return [torch.ops.image.decode_jpeg(file, 3, False) for file in files]
 
 
@@ -278,6 +279,27 @@ def test_an_error_of_the_device_is_no_fault_of_the_images(error: Exception) -> N
         decode_batch(batch_of(made), made, failing)
     assert caught.value is error
     assert calls == [3]
+
+
+def test_a_lack_of_memory_in_nvjpeg_is_no_fault_of_the_images() -> None:
+    """It allocates beside torch, and torchvision passes on the bare status: NVJPEG_STATUS_ALLOCATOR_FAILURE is 5."""
+    made = dataset(jpegs(3))
+
+    def failing(files: list[Tensor]) -> list[Tensor]:
+        raise RuntimeError("Error while decoding JPEG images: Failed to decode jpeg stream: 5")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory: nvJPEG.*3 JPEGs.*: 5\).*batch_size"):
+        decode_batch(batch_of(made), made, failing)
+    assert made.left_to_cpu.known == {}
+
+
+@pytest.mark.parametrize("status", [3, 15, 51])
+def test_another_status_is_the_files(status: int) -> None:
+    files = jpegs(3)
+    made, decode = dataset(files), Decoder(refused=files[1])
+    decode.status = status
+    decode_batch(batch_of(made), made, decode)
+    assert list(made.left_to_cpu.known) == [1]
 
 
 def test_a_device_that_decodes_nothing_is_an_error_not_a_slow_run() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_feed.decode.decoder import Encoded
@@ -18,6 +19,8 @@ from lightning_feed.load.trace import traced
 
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 """What DALI raises for an operator that failed, by the kind of failure (read in 2.4.0)."""
+_NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
+"""How DALI says that there is none left, in small letters (in the libraries of 2.4.0)."""
 _HEADERS = 64
 """Images whose headers are read, where it was not said how large the largest is."""
 
@@ -85,6 +88,7 @@ class DaliImageDecoder:
         Raises:
             DatasetError: when an image cannot be decoded and ``on_error`` does not deal with it, with its name.
             LoaderError: when DALI fails and no image is at fault.
+            torch.OutOfMemoryError: when the device has no memory left for it.
         """
         now = _Pass()
         try:
@@ -153,6 +157,7 @@ class DaliImageDecoder:
                 return pipeline.take()
             except _FAILURES as error:
                 self.release()
+                self._raise_if_no_memory(error)
                 self._blame(now, error)
 
     def _blame(self, now: _Pass, error: Exception) -> None:
@@ -168,7 +173,7 @@ class DaliImageDecoder:
         if not found:
             raise LoaderError(
                 f"DALI failed at a batch of {len(now.waiting[0].images)} images, and decodes each of them alone. It "
-                f"said: {reason_of(error)} If it lacks memory, use a smaller batch_size or DaliOptions(prefetch=1)."
+                f"said: {reason_of(error)}"
             ) from error
         self.host.refuse(found)
         for waiting in now.waiting:
@@ -180,17 +185,27 @@ class DaliImageDecoder:
         pipeline = None
         for image in images:
             if pipeline is None:
-                pipeline = ImagePipeline(replace(self.spec, batch_size=1, prefetch=1))
+                pipeline = self._build(replace(self.spec, batch_size=1, prefetch=1))
             try:
                 pipeline.feed([image.data], [image.cut])
                 pipeline.take()
             except _FAILURES as error:
-                found[image.index] = f"DALI failed at it: {reason_of(error)}"
                 pipeline.close()
                 pipeline = None
+                self._raise_if_no_memory(error)
+                found[image.index] = f"DALI failed at it: {reason_of(error)}"
         if pipeline is not None:
             pipeline.close()
         return found
+
+    def _raise_if_no_memory(self, error: Exception) -> None:
+        """Memory that is short is no image's fault, and to decode them one by one would hide it."""
+        if not any(text in str(error).lower() for text in _NO_MEMORY):
+            return
+        advice = "Use a smaller batch_size, DaliOptions(prefetch=1) or fewer DaliOptions(threads=...)."
+        if self.spec.device.type == "cuda":  # as torch says it: batch size finders look for this
+            raise torch.OutOfMemoryError(f"CUDA out of memory: DALI said: {reason_of(error)} {advice}") from error
+        raise LoaderError(f"DALI has not enough memory. It said: {reason_of(error)} {advice}") from error
 
     # --- the pipeline -------------------------------------------------------------------------------------------------
 
@@ -204,10 +219,20 @@ class DaliImageDecoder:
             if self.spec.device.type == "cuda" and self.spec.largest_image is None:
                 self.spec = replace(self.spec, largest_image=largest_of_some(self.host.dataset))
             self.spec = replace(self.spec, batch_size=max(size, self.spec.batch_size))
-            pipeline = self._pipeline = ImagePipeline(self.spec)
+            pipeline = self._pipeline = self._build(self.spec)
             self.built += 1
         pipeline.owner = now
         return pipeline
+
+    def _build(self, spec: PipelineSpec) -> ImagePipeline:
+        try:
+            return ImagePipeline(spec)
+        except RuntimeError as error:
+            self._raise_if_no_memory(error)
+            raise LoaderError(
+                f'DALI cannot build its pipeline: {reason_of(error)} See "lightning-feed doctor" for the driver and '
+                'the CUDA of DALI, or use backend="torch".'
+            ) from error
 
     def _leave(self, now: _Pass) -> None:
         """End a pass. What is on its way is dropped."""

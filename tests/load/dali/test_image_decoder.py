@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from decode.made_images import BROKEN, WHOLE, encoded
+from lightning.pytorch.utilities.memory import is_oom_error
 from made_samples import dataset, jpegs, photo
 from torch import Tensor
 
@@ -63,6 +64,18 @@ def batches(made: EncodedImageDataset, size: int, seed: int = 0) -> list[Encoded
     torch.manual_seed(seed)
     samples = [made[index] for index in range(len(made))]
     return [collate_encoded(samples[start : start + size]) for start in range(0, len(samples), size)]
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, where: str, said: str) -> list[int]:
+    """Have a method of the pipeline raise what DALI would; the list grows with each call."""
+    calls: list[int] = []
+
+    def fails(self: ImagePipeline, *given: Any) -> None:
+        calls.append(1)
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(ImagePipeline, where, fails)
+    return calls
 
 
 def assert_like_torch(found: list[Any], given: list[EncodedBatch], made: EncodedImageDataset, db: float = 40) -> None:
@@ -340,13 +353,43 @@ def test_a_failure_that_is_no_images_fault_is_no_reason_to_decode_on_the_host(mo
 
     def fails(self: ImagePipeline) -> Tensor:
         if self.spec.batch_size > 1 and self.owner is not None:
-            raise RuntimeError("CUDA allocation failed")
+            raise RuntimeError("the driver is tired")
         return take(self)
 
     monkeypatch.setattr(ImagePipeline, "take", fails)
-    with pytest.raises(LoaderError, match=r"each of them alone. It said: CUDA allocation failed") as raised:
+    with pytest.raises(LoaderError, match=r"each of them alone. It said: the driver is tired") as raised:
         list(decoder(made).run(iter(batches(made, 2))))
     assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    "said", ["CUDA allocation failed", "Can't allocate 123 bytes on device 0.", "std::bad_alloc", "out of memory"]
+)
+@pytest.mark.parametrize("where", ["__init__", "take"])
+def test_a_lack_of_memory_is_said_at_once(said: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is no image's fault, as decoding each of them alone might make it look."""
+    made = dataset(jpegs(4))
+    calls = fail(monkeypatch, where, f"Error in CPU operator, encountered:\n{said}")
+    with pytest.raises(LoaderError, match=rf"not enough memory. It said: {said}.*smaller batch_size"):
+        list(decoder(made).run(iter(batches(made, 2))))
+    assert len(calls) == 1
+    assert made.left_to_cpu.as_dict() == {}
+
+
+def test_a_lack_of_memory_on_a_device_is_said_as_torch_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's batch size finder goes by that."""
+    made = dataset(jpegs(2))
+    fail(monkeypatch, "__init__", "CUDA allocation failed")
+    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory: DALI said: CUDA allocation") as raised:
+        list(decoder(made, device=torch.device("cuda", 0), largest_image=(9, 9)).run(iter(batches(made, 2))))
+    assert is_oom_error(raised.value)
+
+
+def test_a_pipeline_that_cannot_be_built_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dataset(jpegs(2))
+    fail(monkeypatch, "__init__", "CUDA runtime API error cudaErrorInsufficientDriver (35)")
+    with pytest.raises(LoaderError, match=r"cannot build its pipeline: .*Driver \(35\) See .*doctor"):
+        list(decoder(made).run(iter(batches(made, 2))))
 
 
 def test_the_largest_of_some_images() -> None:
