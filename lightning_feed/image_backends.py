@@ -1,25 +1,31 @@
-"""Which backend decodes the images of an ImageFolderDataModule, and what it cannot do."""
+"""Which backend and which decoder an ImageFolderDataModule takes, on all ranks, and what they cannot do."""
 
 import io
+import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
 from PIL import Image
 
 from lightning_feed.archive.source import SampleSource
-from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
+from lightning_feed.decode.choose import Choice, make_decoder
+from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, MissingExtraError, SettingsError
 from lightning_feed.load.backend_choice import BackendChoice, BackendFacts, choose_backend
 from lightning_feed.load.dali.install import require_dali
 from lightning_feed.load.image_findings import ImageFinding, ImageFindings, key_of_images
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.transfer.nvjpeg import nvjpeg
 
+logger = logging.getLogger(__name__)
+
+Chosen = TypeVar("Chosen")
 Backend: TypeAlias = Literal["torch", "nvjpeg", "dali-cpu", "dali-gpu", "auto"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
+_SAMPLES_TO_CHOOSE_BY = 64
 
 
 def check_backend(backend: str, *, cache: str | None, transforms: bool, collate: bool, drop_keys: bool) -> None:
@@ -115,12 +121,71 @@ def settle_auto(
     )
 
 
-def once_for_all_ranks(trainer: Any, decide: Callable[[], BackendChoice]) -> BackendChoice:
-    """What rank 0 decides: what is remembered and installed may differ from node to node, and all must do the same."""
+def foreign_dataset(made: Any, split: str) -> BackendChoice:
+    """What ``backend="auto"`` takes where a subclass gives samples that no other backend knows how to decode."""
+    return BackendChoice(
+        "torch",
+        f"make_dataset({split!r}) gave a {type(made).__name__}, and the other backends decode only the images that "
+        "ImageFolderDataModule.make_dataset gives, or a Subset of them",
+    )
+
+
+def fastest_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it
+    """The decoder for ``decoder="auto"``: the fastest on some of the images, the reference where it cannot be told.
+
+    Args:
+        source: of the images.
+        crops: whether training takes a part of each.
+    """
+    samples = _some_encoded(source)
+    try:
+        if not samples:
+            raise DecodeError("there are no encoded images to time decoders on: a pack of pixels needs none")
+        choice = make_decoder("auto", samples, regions=crops)
+    except DecodeError as error:  # images that cannot be read are dealt with as on_error says, in their turn
+        choice = replace(make_decoder("pillow"), reason=f'decoder="auto" took the reference: {error}')
+    logger.info("decoder=%r: %s", choice.name, choice.reason)
+    return choice
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What the other ranks are sent where rank 0 could not decide."""
+
+    kind: type[FeedError]
+    said: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "_Failure":
+        if isinstance(error, FeedError):
+            return cls(type(error), str(error))
+        return cls(LoaderError, f"{type(error).__name__}: {error}")
+
+    def error(self) -> FeedError:
+        return self.kind(f"Rank 0, which decides for all ranks how images are decoded, failed: {self.said}")
+
+
+def once_for_all_ranks(trainer: Any, decide: Callable[[], Chosen]) -> Chosen:
+    """What rank 0 decides: what is remembered and installed may differ from node to node, and all must do the same.
+
+    Raises:
+        FeedError: on the other ranks, where ``decide`` raises on rank 0: of the same class, if it is one of ours.
+    """
     if trainer is None or trainer.world_size == 1:
         return decide()
-    choice: BackendChoice = trainer.strategy.broadcast(decide() if trainer.is_global_zero else None)
-    return choice
+    broadcast = trainer.strategy.broadcast
+    if trainer.is_global_zero:
+        try:
+            chosen = decide()
+        except Exception as error:
+            broadcast(_Failure.of(error))  # the others wait for something
+            raise
+        broadcast(chosen)
+        return chosen
+    sent: Chosen | _Failure = broadcast(None)
+    if isinstance(sent, _Failure):
+        raise sent.error()
+    return sent
 
 
 def device_of(trainer: Any) -> torch.device:
@@ -145,15 +210,39 @@ def finding_key(root: Any, device: torch.device, *, image_size: int, quality: st
     return key_of_images(Path(root), image_size=image_size, quality=quality, device=model)
 
 
+def require_nvjpeg(device: torch.device) -> None:
+    """Have nvJPEG decode a small JPEG on a CUDA device.
+
+    Raises:
+        MissingExtraError: this torchvision has no nvJPEG.
+        LoaderError: it fails on the device.
+    """
+    try:
+        _decode_small(device)
+    except RuntimeError as error:
+        raise LoaderError(
+            f'backend="nvjpeg" cannot decode on {device}, which failed on a small JPEG: {_first_line(error)}. Look at '
+            'the driver and at the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
+        ) from error
+
+
 def why_no_nvjpeg(device: torch.device) -> str:
     """Why nvJPEG cannot be used on a CUDA device; "" where it can, as seen by decoding a small JPEG."""
+    try:
+        _decode_small(device)
+    except (MissingExtraError, RuntimeError) as error:
+        return _first_line(error)
+    return ""
+
+
+def _decode_small(device: torch.device) -> None:
     file = io.BytesIO()
     Image.new("RGB", (16, 16)).save(file, "JPEG")
-    try:
-        nvjpeg(device)([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)])
-    except (MissingExtraError, RuntimeError) as error:
-        return str(error).partition("\n")[0]
-    return ""
+    nvjpeg(device)([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def why_no_dali(*, gpu: bool) -> str:
@@ -170,3 +259,18 @@ def _matters(found: tuple[ImageFinding, ...], *, on_gpu: bool) -> bool:
     if not on_gpu:
         return any(one.backend == "dali-cpu" for one in found)
     return any(one.backend != "torch" or one.cpu_bound for one in found)
+
+
+def _some_encoded(source: SampleSource) -> list[Any]:
+    """Images spread over the source, to measure decoders with; none where it holds pixels."""
+    step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
+    found = []
+    for index in range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]:
+        try:
+            data = source.read(index)
+        except DatasetError:  # met again, and dealt with as on_error says, when it is its turn
+            continue
+        if isinstance(data, np.ndarray) and data.ndim == 3:
+            return []
+        found.append(data)
+    return found

@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import Subset
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.dali.image_decoder import DaliImageDecoder
 from lightning_feed.load.dali.image_pipeline import PipelineSpec
 from lightning_feed.load.dali.options import DaliOptions, decode_threads
 from lightning_feed.load.encoded_batch import EncodedImageDataset
+from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.machine import read_machine
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class ImageDecoders:
             pin: whether batches in host memory are to lie in page-locked memory.
         """
         self.release(split)
-        threads, reason = decode_threads(self.options, read_machine(), local_ranks)
+        threads, reason = decode_threads(self.options, read_machine(), local_ranks, gpu=device.type == "cuda")
         if not self._of_split:
             logger.info("DALI decodes with %d CPU threads for each pipeline: %s", threads, reason)
         if device.type == "cuda" and device.index is None:
@@ -119,19 +121,38 @@ class FreesDecoders(Callback):
             self.decoders.release(split)
 
 
+def images_in(dataset: Any) -> ImageDataset | None:
+    """The images that are all there is in a dataset: itself, or what a ``Subset`` is of; None for all others.
+
+    Another wrapper may do anything to a sample, and has to get it decoded.
+    """
+    inner = dataset
+    while isinstance(inner, Subset) and _only_picks(type(inner)):
+        inner = inner.dataset
+    return inner if type(inner) in (ImageDataset, EncodedImageDataset) else None
+
+
 def encoded_images(dataset: Any, split: str) -> EncodedImageDataset:
     """The images of a split, out of a ``Subset`` of them if need be.
 
     Raises:
         SettingsError: for a dataset of another kind.
     """
-    inner = dataset
-    while not isinstance(inner, EncodedImageDataset):
-        if not hasattr(inner, "dataset"):  # that of a Subset
-            raise SettingsError(
-                f"make_dataset({split!r}) gave a {type(dataset).__name__}, and this backend decodes the images "
-                f"that ImageFolderDataModule reads. Return super().make_dataset({split!r}) or a Subset of it, or use "
-                'backend="torch".'
-            )
-        inner = inner.dataset
+    inner = images_in(dataset)
+    if not isinstance(inner, EncodedImageDataset):
+        raise SettingsError(
+            f"make_dataset({split!r}) gave a {type(dataset).__name__}, and this backend decodes the images "
+            f"that ImageFolderDataModule reads. Return super().make_dataset({split!r}) or a Subset of it, or use "
+            'backend="torch" or "auto".'
+        )
     return inner
+
+
+def switch_decoding(images: ImageDataset, *, encoded: bool) -> None:
+    """Have the samples come encoded or decoded from now on. In place: a Subset, or the user, may hold the dataset."""
+    images.__class__ = EncodedImageDataset if encoded else ImageDataset
+
+
+def _only_picks(kind: type[Subset[Any]]) -> bool:
+    """Whether a Subset gives the samples as they are."""
+    return all(getattr(kind, name) is getattr(Subset, name) for name in ("__getitem__", "__getitems__"))

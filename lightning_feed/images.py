@@ -2,11 +2,9 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 
@@ -14,20 +12,23 @@ from lightning_feed.archive.source import SampleSource
 from lightning_feed.archive.splits import Splits
 from lightning_feed.datamodule import FeedDataModule
 from lightning_feed.decode.choose import Choice, make_decoder
-from lightning_feed.errors import DatasetError, DecodeError, SettingsError
+from lightning_feed.errors import DatasetError, FeedError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.image_backends import (
     Backend,
     check_backend,
     device_of,
+    fastest_decoder,
     finding_key,
+    foreign_dataset,
     holds_pixels,
     once_for_all_ranks,
     reading_settings,
+    require_nvjpeg,
     settle_auto,
     settle_backend,
 )
-from lightning_feed.image_decoders import ImageDecoders, encoded_images
+from lightning_feed.image_decoders import ImageDecoders, encoded_images, images_in, switch_decoding
 from lightning_feed.load.backend_choice import BackendChoice
 from lightning_feed.load.bad_samples import BadSamples, OnError
 from lightning_feed.load.batch_decoder import BatchDecoder
@@ -48,7 +49,6 @@ logger = logging.getLogger(__name__)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 """Of ImageNet's training images in [0, 1], RGB, as torchvision's pretrained weights expect them (its documentation)."""
-_SAMPLES_TO_CHOOSE_BY = 64
 
 
 class FeedImageFolder(FeedDataModule):
@@ -130,13 +130,14 @@ class FeedImageFolder(FeedDataModule):
 
     def make_dataset(self, split: str) -> ImageDataset | None:
         """The images of a split: the folder of that name in ``root``, or its share of ``root``."""
-        source = self._images_splits.source(self._feed.storage.find(), split)
+        source = self._images_source(split)
         if source is None:
             return None
         if self._images_choice is None:
-            self._images_choice = self._images_choose(source)
-        made = ImageDataset if self._images_settle(source) == "torch" else EncodedImageDataset
-        return made(
+            raise DatasetError(f"Rank 0 finds no images for {split!r}, and another rank does. Give all the same data.")
+        # Samples that are decoded, for what a subclass does with them: _feed_dataset switches over where that is meant.
+        plain = self.backend in ("torch", "auto")
+        return (ImageDataset if plain else EncodedImageDataset)(
             source,
             self._images_choice.decoder,
             self._images_train if split == "train" else self._images_eval,
@@ -207,7 +208,8 @@ class FeedImageFolder(FeedDataModule):
 
     def failures(self) -> int:
         """Samples that could not be read so far, of all splits, on this rank."""
-        return sum(made.bad_samples.failures for made in self._feed.datasets.values() if isinstance(made, ImageDataset))
+        found = map(images_in, self._feed.datasets.values())
+        return sum(images.bad_samples.failures for images in found if images is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is on a device stays there: a worker that got it would open the device for itself.
@@ -215,16 +217,24 @@ class FeedImageFolder(FeedDataModule):
 
     # --- details ------------------------------------------------------------------------------------------------------
 
+    def _feed_dataset(self, split: str) -> Any:
+        fresh = split not in self._feed.datasets
+        made = super()._feed_dataset(split)
+        if fresh and made is not None and self.backend == "auto":
+            self._images_suit(made, split)
+        return made
+
     def _feed_decode(self, split: str) -> BatchDecoder | None:
         backend, trainer = self._images_settle(), self.trainer
         if backend == "torch":
             return None
-        images = encoded_images(self._feed_dataset(split), split)
-        if backend not in DALI_BACKENDS:
-            return None  # on the way to the device
+        images, device = encoded_images(self._feed_dataset(split), split), device_of(trainer)
+        if backend not in DALI_BACKENDS:  # decoded on the way to the device
+            if trainer is not None and device.type == "cuda":  # CUDA does not outlive a fork that comes later
+                require_nvjpeg(device)
+            return None
         if trainer is not None:
             self._images_decoders.attach(trainer)
-        device = device_of(trainer)
         return self._images_decoders.make(
             split,
             images,
@@ -233,17 +243,49 @@ class FeedImageFolder(FeedDataModule):
             pin=device.type == "cuda" and self._feed.loaders.settings.pin_memory is not False,
         )
 
-    def _images_settle(self, source: SampleSource | None = None) -> str:
+    def _images_source(self, split: str) -> SampleSource | None:
+        """The images of a split; with the first of them, decoder and backend are chosen, if rank 0 has to for all."""
+        source, failed = None, None
+        try:
+            source = self._images_splits.source(self._feed.storage.find(), split)
+        except (FeedError, OSError) as error:
+            failed = error  # not raised at once: the other ranks wait to hear of it
+
+        def choose() -> tuple[str, BackendChoice] | None:
+            if failed is not None:
+                raise failed
+            if source is None:
+                return None
+            if self._images_choice is None:
+                fastest = self.decoder == "auto"
+                crops = self._images_train.crops
+                self._images_choice = fastest_decoder(source, crops) if fastest else make_decoder(self.decoder)
+            return self._images_choice.name, self._images_backend or self._images_decide(source)
+
+        if self._images_choice is None or self._images_backend is None:
+            alone = "auto" not in (self.decoder, self.backend)
+            chosen = choose() if alone else once_for_all_ranks(self.trainer, choose)
+            if chosen is not None:
+                self._images_choice = self._images_choice or make_decoder(chosen[0])
+                self._images_take(chosen[1])
+        if failed is not None:
+            raise failed
+        return source
+
+    def _images_settle(self) -> str:
         """The backend's name, settled when it is first asked for: the device is known by then."""
-        if self._images_backend is None:
-            choice = self._images_decide(source)
-            if choice.name in DALI_BACKENDS:
-                require_dali(gpu=choice.name == "dali-gpu", why=f"backend={choice.name!r}")
-            self._images_backend = choice
-            if self._images_backend.name != "torch" and self._images_threads:
-                self._feed.loaders.settings = reading_settings(None)
-            logger.info("backend=%r: %s", self._images_backend.name, self._images_backend.reason)
-        return self._images_backend.name
+        return (self._images_backend or self._images_take(self._images_decide(None))).name
+
+    def _images_take(self, choice: BackendChoice) -> BackendChoice:
+        if choice == self._images_backend:
+            return choice
+        if choice.name in DALI_BACKENDS:
+            require_dali(gpu=choice.name == "dali-gpu", why=f"backend={choice.name!r}")
+        self._images_backend = choice
+        if self._images_threads:
+            self._feed.loaders.settings = LoaderSettings() if choice.name == "torch" else reading_settings(None)
+        logger.info("backend=%r: %s", choice.name, choice.reason)
+        return choice
 
     def _images_decide(self, source: SampleSource | None) -> BackendChoice:
         device = device_of(self.trainer)
@@ -251,17 +293,24 @@ class FeedImageFolder(FeedDataModule):
             return settle_backend(self.backend, device)
         if self._images_own_collate():
             return BackendChoice("torch", f"{type(self).__name__}.collate is written for samples that are decoded")
-        return once_for_all_ranks(
-            self.trainer,
-            lambda: settle_auto(
-                device,
-                self._images_key(device),
-                transforms=self._images_own_transforms(),
-                cache=self._feed.storage.cache,
-                quality=self.quality,
-                pixels=source is not None and holds_pixels(source),
-            ),
+        return settle_auto(
+            device,
+            self._images_key(device),
+            transforms=self._images_own_transforms(),
+            cache=self._feed.storage.cache,
+            quality=self.quality,
+            pixels=source is not None and holds_pixels(source),
         )
+
+    def _images_suit(self, made: Any, split: str) -> None:
+        """With "auto": have a dataset's images left encoded where the backend decodes them, or take torch for all."""
+        images = images_in(made)
+        if images is None and (self._images_backend is None or self._images_backend.name != "torch"):
+            self._images_take(foreign_dataset(made, split))
+            for other in filter(None, map(images_in, self._feed.datasets.values())):
+                switch_decoding(other, encoded=False)
+        elif images is not None and self._images_settle() != "torch":
+            switch_decoding(images, encoded=True)
 
     def _images_key(self, device: torch.device) -> dict[str, Any]:
         """Where findings about these images are remembered, for a device."""
@@ -272,29 +321,6 @@ class FeedImageFolder(FeedDataModule):
 
     def _images_own_transforms(self) -> bool:
         return any(isinstance(recipe, GivenTransform) for recipe in (self._images_train, self._images_eval))
-
-    def _images_choose(self, source: SampleSource) -> Choice:
-        """The decoder asked for; for "auto", the one that rank 0 finds fastest on some of the images."""
-        if self.decoder != "auto":
-            return make_decoder(self.decoder)
-        trainer = self.trainer
-        if trainer is None or trainer.world_size == 1:
-            return self._images_fastest(source)
-        # Each rank would find its own, and all of them must give the same pixels.
-        choice = self._images_fastest(source) if trainer.is_global_zero else None
-        name = trainer.strategy.broadcast(None if choice is None else choice.name)
-        return choice or make_decoder(name)
-
-    def _images_fastest(self, source: SampleSource) -> Choice:
-        samples = _some_encoded(source)
-        try:
-            if not samples:
-                raise DecodeError("there are no encoded images to time decoders on: a pack of pixels needs none")
-            choice = make_decoder("auto", samples, regions=self._images_train.crops)
-        except DecodeError as error:  # images that cannot be read are dealt with as on_error says, in their turn
-            choice = replace(make_decoder("pillow"), reason=f'decoder="auto" took the reference: {error}')
-        logger.info("decoder=%r: %s", choice.name, choice.reason)
-        return choice
 
     def _images_generator(self, device: torch.device) -> torch.Generator:
         """For what is drawn on the device: of the run's seed and the epoch, and never the model's own generator."""
@@ -360,18 +386,3 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         >>> birds.dtype
         torch.bfloat16
     """
-
-
-def _some_encoded(source: SampleSource) -> list[Any]:
-    """Images spread over the source, to measure decoders with; none where it holds pixels."""
-    step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
-    found = []
-    for index in range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]:
-        try:
-            data = source.read(index)
-        except DatasetError:  # met again, and dealt with as on_error says, when it is its turn
-            continue
-        if isinstance(data, np.ndarray) and data.ndim == 3:
-            return []
-        found.append(data)
-    return found

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from decode_bound import BOUND, CUDA, pretend_gpu, remember
+from lightning.pytorch import Trainer
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, image_backends, images
 from lightning_feed.archive.packing import pack
-from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
+from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
 from lightning_feed.image_backends import (
-    finding_key,
     holds_pixels,
     once_for_all_ranks,
+    require_nvjpeg,
     settle_auto,
     why_no_dali,
     why_no_nvjpeg,
@@ -26,17 +28,6 @@ from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImageDataset
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.image_findings import ImageFinding, ImageFindings
 
-CUDA = torch.device("cuda")
-BOUND = ImageFinding(
-    backend="torch",
-    by="diagnose",
-    day="2026-11-21",
-    batch_size=4,
-    cpu_bound=True,
-    starved_pct=60.0,
-    samples_per_s=100.0,
-)
-
 
 def _refuse(*args: Any, **options: Any) -> Any:
     raise AssertionError("this need not be looked for")
@@ -45,14 +36,7 @@ def _refuse(*args: Any, **options: Any) -> Any:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that says that it has a GPU, with nvJPEG and without DALI."""
-    monkeypatch.setattr(images, "device_of", lambda trainer: CUDA)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Board")
-    monkeypatch.setattr(image_backends, "why_no_nvjpeg", lambda device: "")
-    monkeypatch.setattr(image_backends, "why_no_dali", lambda gpu: "DALI is not installed")
-
-
-def _remember(root: Path, finding: ImageFinding = BOUND, **key: Any) -> None:
-    ImageFindings().save(finding_key(root, CUDA, **({"image_size": 32, "quality": "exact"} | key)), finding)
+    pretend_gpu(monkeypatch)
 
 
 def _birds(root: Path, **options: Any) -> ImageFolderDataModule:
@@ -79,7 +63,7 @@ def test_without_a_measurement_it_is_torch_and_says_what_to_run(
 
 @pytest.mark.usefixtures("gpu")
 def test_measured_decode_bound_it_is_the_gpu_and_workers_become_threads(class_folders: Path) -> None:
-    _remember(class_folders)
+    remember(class_folders)
     birds = _birds(class_folders)
     loader = birds.train_dataloader()
     choice = birds.backend_choice
@@ -101,7 +85,7 @@ class Mixed(ImageFolderDataModule):
 
 @pytest.mark.usefixtures("gpu")
 def test_a_collate_of_the_user_s_goes_on_getting_images(class_folders: Path) -> None:
-    _remember(class_folders)
+    remember(class_folders)
     birds = Mixed(class_folders, batch_size=4, image_size=32, backend="auto", loader=LoaderSettings(num_workers=0))
     images, labels, flipped = next(iter(birds.train_dataloader()))
     assert images.dtype == torch.uint8
@@ -111,7 +95,7 @@ def test_a_collate_of_the_user_s_goes_on_getting_images(class_folders: Path) -> 
 
 @pytest.mark.usefixtures("gpu")
 def test_settings_that_were_given_stay(class_folders: Path) -> None:
-    _remember(class_folders)
+    remember(class_folders)
     given = LoaderSettings(num_workers=0)
     birds = _birds(class_folders, loader=given)
     birds.train_dataloader()
@@ -127,7 +111,7 @@ def test_with_torch_the_settings_left_out_stay_those_of_every_data_module(class_
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("other", [{"image_size": 64}, {"quality": "fast"}])
 def test_what_was_measured_of_other_images_does_not_count(other: dict[str, Any], class_folders: Path) -> None:
-    _remember(class_folders, **other)
+    remember(class_folders, **other)
     birds = _birds(class_folders)
     birds.dataset("train")
     assert birds.backend_choice == BackendChoice("torch", NOT_MEASURED)
@@ -135,7 +119,7 @@ def test_what_was_measured_of_other_images_does_not_count(other: dict[str, Any],
 
 @pytest.mark.usefixtures("gpu")
 def test_what_was_measured_on_another_gpu_does_not_count(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _remember(class_folders)
+    remember(class_folders)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Another Board")
     birds = _birds(class_folders)
     birds.dataset("train")
@@ -149,7 +133,7 @@ def test_dali_is_taken_where_it_is_and_the_quality_is_its_own(
 ) -> None:
     monkeypatch.setattr(image_backends, "why_no_dali", lambda gpu: "")
     monkeypatch.setattr(images, "require_dali", lambda **options: None)
-    _remember(class_folders, quality=quality)
+    remember(class_folders, quality=quality)
     birds = _birds(class_folders, quality=quality, decoder="pillow")
     birds.dataset("train")
     assert birds.backend_choice is not None
@@ -160,7 +144,7 @@ def test_what_was_measured_on_a_gpu_does_not_count_on_the_cpu(
     class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Board")
-    _remember(class_folders)
+    remember(class_folders)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     birds = _birds(class_folders)
     birds.dataset("train")
@@ -181,7 +165,7 @@ def test_what_was_measured_on_a_gpu_does_not_count_on_the_cpu(
     ],
 )
 def test_what_only_torch_does_is_no_error(options: dict[str, Any], words: str, class_folders: Path) -> None:
-    _remember(class_folders)
+    remember(class_folders)
     birds = _birds(class_folders, **options, transform_input="tensor")
     batch = next(iter(birds.train_dataloader()))
     choice = birds.backend_choice
@@ -197,7 +181,7 @@ def test_what_only_torch_does_is_no_error(options: dict[str, Any], words: str, c
 @pytest.mark.usefixtures("gpu")
 def test_a_pack_of_pixels_is_not_decoded_at_all(class_folders: Path, tmp_path: Path) -> None:
     pack(class_folders, tmp_path / "pixels", short_side=40, decoded=True, workers=1)
-    _remember(tmp_path / "pixels")
+    remember(tmp_path / "pixels")
     birds = _birds(tmp_path / "pixels", loader=LoaderSettings(num_workers=0))
     pictures, _ = next(iter(birds.train_dataloader()))
     choice = birds.backend_choice
@@ -222,7 +206,7 @@ def test_an_image_that_cannot_be_read_is_taken_for_encoded() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_an_image_that_cannot_be_decoded_is_not_the_choice_s_business(class_folders: Path) -> None:
     (class_folders / "cats" / "0.jpg").write_bytes(b"")
-    _remember(class_folders)
+    remember(class_folders)
     birds = _birds(class_folders)
     birds.dataset("train")
     choice = birds.backend_choice
@@ -249,6 +233,36 @@ def test_rank_0_decides_for_all() -> None:
     assert sent == [choice, None]
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (DatasetError("it is gone"), (DatasetError, "Rank 0, .*: it is gone")),
+        (KeyError("x"), (LoaderError, "Rank 0, .*: KeyError: 'x'")),
+    ],
+    ids=["ours", "another"],
+)
+def test_what_fails_on_rank_0_is_told_to_all(error: Exception, told: Any) -> None:
+    sent: list[Any] = []
+
+    def fails() -> BackendChoice:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        once_for_all_ranks(_rank(0, sent), fails)
+    assert raised.value is error
+    kind, words = told
+    with pytest.raises(kind, match=words):
+        once_for_all_ranks(_rank(1, sent), _refuse)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_images_that_rank_0_does_not_have_are_told(class_folders: Path) -> None:
+    birds = _birds(class_folders)
+    birds.trainer = _rank(1, [None])
+    with pytest.raises(DatasetError, match="Rank 0 finds no images for 'train', and another rank does"):
+        birds.make_dataset("train")
+
+
 def test_alone_nothing_is_sent() -> None:
     trainer = SimpleNamespace(world_size=1, strategy=SimpleNamespace(broadcast=_refuse))
     choice = BackendChoice("torch", "")
@@ -260,7 +274,7 @@ def test_alone_nothing_is_sent() -> None:
 def test_workers_and_ranks_that_get_a_copy_do_not_choose_again(
     class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _remember(class_folders)
+    remember(class_folders)
     birds = _birds(class_folders)
     birds.dataset("train")
     copied = pickle.loads(pickle.dumps(birds))
@@ -273,7 +287,7 @@ def test_workers_and_ranks_that_get_a_copy_do_not_choose_again(
 def test_reports_say_which_backend_ran(class_folders: Path) -> None:
     birds = _birds(class_folders)
     assert birds._feed_facts()["backend"] is None
-    _remember(class_folders)
+    remember(class_folders)
     birds.dataset("train")
     facts = birds._feed_facts()
     assert (facts["backend"], facts["own_transforms"]) == ("nvjpeg", False)
@@ -337,6 +351,63 @@ def test_why_there_is_no_nvjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_no_nvjpeg(CUDA) == "this torchvision has none"
 
 
+# --- nvJPEG by name ------------------------------------------------------------------------------------------------
+
+
+def _setting_up(root: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> ImageFolderDataModule:
+    """As a Trainer sets it up that says that it has a GPU."""
+    birds = ImageFolderDataModule(root, batch_size=4, image_size=32, decoder="pillow", **options)
+    birds.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    monkeypatch.setattr(images, "device_of", lambda trainer: CUDA)
+    return birds
+
+
+def test_a_torchvision_without_nvjpeg_is_told_before_the_first_batch(
+    class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(device: torch.device) -> Any:
+        raise MissingExtraError("this torchvision has none")
+
+    monkeypatch.setattr(image_backends, "nvjpeg", missing)
+    birds = _setting_up(class_folders, monkeypatch, backend="nvjpeg")
+    with pytest.raises(MissingExtraError, match="this torchvision has none"):
+        birds.train_dataloader()
+
+
+def test_a_device_that_fails_is_told_before_the_first_batch(
+    class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(files: Any) -> Any:
+        raise RuntimeError("CUDA driver version is insufficient\nwith a stack trace")
+
+    monkeypatch.setattr(image_backends, "nvjpeg", lambda device: fails)
+    birds = _setting_up(class_folders, monkeypatch, backend="nvjpeg")
+    words = 'cannot decode on cuda.*driver version is insufficient. Look at.*use backend="torch"'
+    with pytest.raises(LoaderError, match=words) as raised:
+        birds.train_dataloader()
+    assert "stack trace" not in str(raised.value)
+
+
+def test_a_device_that_decodes_is_tried_on_one_small_jpeg(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(image_backends, "nvjpeg", lambda device: given.extend)
+    _setting_up(class_folders, monkeypatch, backend="nvjpeg").train_dataloader()
+    (file,) = given
+    assert bytes(file[:2]) == b"\xff\xd8"
+
+
+@pytest.mark.parametrize("backend", ["torch", "nvjpeg"])
+def test_it_is_not_tried_where_it_is_not_used(
+    backend: Any, class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not without a Trainer: CUDA that is in use does not outlive the fork of a ddp_fork."""
+    monkeypatch.setattr(image_backends, "nvjpeg", _refuse)
+    birds = _setting_up(class_folders, monkeypatch, backend=backend)
+    if backend == "nvjpeg":
+        birds.trainer = None
+    birds.train_dataloader()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without one")
 def test_without_a_gpu_there_is_no_nvjpeg() -> None:
     assert why_no_nvjpeg(CUDA) != ""
@@ -345,3 +416,4 @@ def test_without_a_gpu_there_is_no_nvjpeg() -> None:
 @pytest.mark.gpu
 def test_with_a_gpu_there_is() -> None:
     assert why_no_nvjpeg(torch.device("cuda", 0)) == ""
+    require_nvjpeg(torch.device("cuda", 0))

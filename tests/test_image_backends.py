@@ -313,6 +313,36 @@ def test_what_the_starvation_callback_tells_of_it(photos: Path) -> None:
     assert watching.summary() is not None
 
 
+# --- without the data module's hooks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", ["unpacked", "indexed", "in a dict"])
+@pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
+@pytest.mark.usefixtures("on_cpu")
+def test_a_loader_alone_gives_batches_that_say_what_is_missing(use: str, photos: Path) -> None:
+    class Model(Seeing):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", 1.0)  # Lightning looks for the size of the batch
+            if use == "unpacked":
+                images, labels = batch
+                return images[labels]
+            return batch[0] if use == "indexed" else batch["image"]
+
+    loader = made(photos, "nvjpeg").train_dataloader()
+    with pytest.raises(SettingsError, match=r"is not decoded: .*trainer\.fit\(model, datamodule=\.\.\.\)"):
+        quiet_trainer([]).fit(Model(), loader)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_batches_by_hand_are_decoded_as_the_error_says(photos: Path) -> None:
+    module = made(photos, "nvjpeg")
+    batch = next(iter(module.train_dataloader()))
+    with pytest.raises(SettingsError, match=r"call datamodule\.device_transform\(batch\.to\(device\), split\)"):
+        list(batch)
+    images, labels = module.device_transform(batch.to(torch.device("cpu")), "train")
+    assert (images.shape, labels.shape) == ((3, 3, 16, 16), (3,))
+
+
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 

@@ -122,11 +122,15 @@ class PartIndex:
         """Read it.
 
         Raises:
-            ArchiveError: when it is missing or cut short.
+            ArchiveError: when it is missing or cut short, or the labels are no integers.
         """
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                return cls(**{field.name: stored[field.name] for field in fields(cls)})
+                read = cls(**{field.name: stored[field.name] for field in fields(cls)})
+            if read.labels.dtype.kind not in "iu" or read.labels.shape != read.sizes.shape:
+                found = f"{read.labels.dtype} of shape {read.labels.shape}"
+                raise ValueError(f"its labels are not one integer for each of {len(read.sizes)} samples, but {found}")
+            return read
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise ArchiveError(
                 f"{path} cannot be read: {error}. The pack is damaged: pack the source again."

@@ -58,6 +58,14 @@ class EncodedBatch:
     def __len__(self) -> int:
         return len(self.plan)
 
+    def __getitem__(self, part: Any) -> Any:
+        # Also what `images, labels = batch` asks for first. There is no __iter__: Lightning looks into what has one.
+        raise SettingsError(
+            "This batch is not decoded: its images are still bytes, and a GPU backend decodes them on the way to the "
+            "device. Train with trainer.fit(model, datamodule=...), not with the loader alone; by hand, call "
+            "datamodule.device_transform(batch.to(device), split), which gives images, labels."
+        )
+
     def images(self) -> list[EncodedImage]:
         """The samples that it was made of; their bytes are views of ``files``."""
         files, offsets = self.files.numpy(), self.offsets.tolist()

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from decode.made_images import BROKEN, WHOLE
-from lightning.pytorch import LightningModule, Trainer
 from made_samples import jpegs
-from torch import Tensor, nn
+from on_cuda import Seen, fitted
+from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
 from lightning_feed.errors import DecodeError
@@ -25,37 +25,21 @@ pytestmark = pytest.mark.gpu
 THREADS = LoaderSettings(num_workers=2, workers="thread", seed=1)
 
 
-class Seen(LightningModule):
-    """Keeps what it was given, and which pipelines there were."""
+class Noting(Seen):
+    """Notes which pipelines there were, too."""
 
     def __init__(self, module: ImageFolderDataModule) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 2)
         self.module = [module]
-        self.train_batches: list[tuple[Tensor, Tensor]] = []
-        self.val_batches: list[tuple[Tensor, Tensor]] = []
         self.active: set[tuple[str, tuple[str, ...]]] = set()
         self.kinds: set[Any] = set()
 
-    def _keep(self, name: str, batch: Any, into: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def see(self, split: str, batch: Any) -> Tensor:
         images, labels = batch
-        assert images.is_cuda
-        assert labels.is_cuda
-        self.kinds.add(
-            (type(batch), images.dtype, labels.dtype, images.is_contiguous(memory_format=torch.channels_last))
-        )
-        self.active.add((name, self.module[0]._images_decoders.active()))
-        into.append((images.float().cpu(), labels.cpu()))
-        return nn.functional.cross_entropy(self.layer(images.float().mean((2, 3))), labels)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self._keep("train", batch, self.train_batches)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._keep("val", batch, self.val_batches)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        channels_last = images.is_contiguous(memory_format=torch.channels_last)
+        self.kinds.add((type(batch), images.dtype, labels.dtype, channels_last))
+        self.active.add((split, self.module[0]._images_decoders.active()))
+        return super().see(split, batch)
 
 
 @pytest.fixture
@@ -74,19 +58,8 @@ def made(photos: Path, backend: Any = "dali-gpu", **options: Any) -> ImageFolder
     return ImageFolderDataModule(photos, backend=backend, **given)
 
 
-def fit(module: ImageFolderDataModule, *callbacks: Any, **options: Any) -> Seen:
-    model = Seen(module)
-    trainer = Trainer(
-        accelerator="cuda",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-        **{"max_epochs": 2, **options},
-    )
-    trainer.fit(model, datamodule=module)
+def fit(module: ImageFolderDataModule, *callbacks: Any, **options: Any) -> Noting:
+    model: Noting = fitted(Noting(module), module, *callbacks, **options)
     return model
 
 
@@ -108,9 +81,9 @@ def assert_nearly_the_same(ours: list[tuple[Tensor, Tensor]], theirs: list[tuple
 def test_a_fit_sees_torchs_batches_on_the_device(photos: Path, dtype: torch.dtype) -> None:
     ours, theirs = fit(made(photos, dtype=dtype)), fit(made(photos, "torch", dtype=dtype))
     assert ours.kinds == theirs.kinds == {(tuple, dtype, torch.int64, True)}
-    assert_nearly_the_same(ours.train_batches, theirs.train_batches)
-    assert_nearly_the_same(ours.val_batches, theirs.val_batches)
-    assert [len(labels) for _, labels in ours.train_batches] == [4, 4, 2] * 2
+    assert_nearly_the_same(ours.batches(), theirs.batches())
+    assert_nearly_the_same(ours.batches("val"), theirs.batches("val"))
+    assert [len(labels) for _, labels in ours.batches()] == [4, 4, 2] * 2
 
 
 def test_prefetching_stands_aside_and_says_so(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,14 +93,14 @@ def test_prefetching_stands_aside_and_says_so(photos: Path, caplog: pytest.LogCa
     assert not callback.active
     said = "PrefetchCallback stands aside: the loader yields tensors that are on the device already."
     assert caplog.messages.count(said) == 1
-    assert_nearly_the_same(ours.train_batches, fit(made(photos)).train_batches)
+    assert_nearly_the_same(ours.batches(), fit(made(photos)).batches())
 
 
 def test_the_cpu_pipeline_feeds_the_device_too(photos: Path) -> None:
     callback = PrefetchCallback()
     ours = fit(made(photos, "dali-cpu"), callback)
     assert callback.active
-    assert_nearly_the_same(ours.train_batches, fit(made(photos, "torch")).train_batches)
+    assert_nearly_the_same(ours.batches(), fit(made(photos, "torch")).batches())
 
 
 def test_batches_are_not_written_to_while_they_are_used(photos: Path) -> None:
@@ -156,7 +129,7 @@ def test_the_validation_pipeline_is_absent_before_and_after(photos: Path, limit:
 def test_other_kinds_among_jpegs(photos: Path, name: str) -> None:
     (photos / "val" / "a" / "0.jpg").write_bytes(WHOLE[name])
     ours, theirs = fit(made(photos), max_epochs=1), fit(made(photos, "torch"), max_epochs=1)
-    assert_nearly_the_same(ours.val_batches, theirs.val_batches)
+    assert_nearly_the_same(ours.batches("val"), theirs.batches("val"))
 
 
 def test_an_image_larger_than_the_padding(photos: Path) -> None:
@@ -165,7 +138,7 @@ def test_an_image_larger_than_the_padding(photos: Path) -> None:
 
     (photos / "val" / "a" / "0.jpg").write_bytes(encoded(photo(3000, 4000)))
     module = made(photos, dali=DaliOptions(largest_image=(64, 64)))
-    assert_nearly_the_same(fit(module).val_batches, fit(made(photos, "torch")).val_batches)
+    assert_nearly_the_same(fit(module).batches("val"), fit(made(photos, "torch")).batches("val"))
 
 
 @pytest.mark.parametrize("broken", ["JPEG cut in the middle", "PNG cut"])
@@ -174,7 +147,7 @@ def test_a_broken_image_is_named_or_replaced(photos: Path, broken: str) -> None:
     with pytest.raises(DecodeError, match=r"train/a/2\.jpg \(sample 1\)"):
         fit(made(photos))
     module = made(photos, on_error="skip")
-    assert_nearly_the_same(fit(module).train_batches, fit(made(photos, "torch", on_error="skip")).train_batches)
+    assert_nearly_the_same(fit(module).batches(), fit(made(photos, "torch", on_error="skip")).batches())
     assert module.failures() == 2
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from decode.made_images import BROKEN, WHOLE, encoded
-from lightning.pytorch import LightningModule, Trainer
 from made_samples import batch_of, dataset, photo, torn
-from torch import Tensor, nn
+from on_cuda import Seen, fitted
+from torch import Tensor
 
-from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
+from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback, image_backends
 from lightning_feed.decode.fidelity import psnr_db
-from lightning_feed.errors import DecodeError
+from lightning_feed.errors import DecodeError, MissingExtraError
 from lightning_feed.load.encoded_batch import decode_on_cpu
 from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
 from lightning_feed.transfer.device_decode import decode_batch
@@ -169,26 +169,7 @@ def test_no_other_stream_is_waited_for() -> None:
     torch.cuda.synchronize()
 
 
-class Seen(LightningModule):
-    """Keeps what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.batches: list[tuple[Tensor, Tensor]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images, labels = batch
-        assert images.is_cuda
-        self.batches.append((images.clone(), labels.clone()))
-        return nn.functional.cross_entropy(self.layer(images.mean((2, 3))), labels)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def fit(photos: Path, backend: Any, *callbacks: Any) -> list[tuple[Tensor, Tensor]]:
-    model = Seen()
     module = ImageFolderDataModule(
         photos,
         batch_size=4,
@@ -198,17 +179,8 @@ def fit(photos: Path, backend: Any, *callbacks: Any) -> list[tuple[Tensor, Tenso
         backend=backend,
         loader=LoaderSettings(num_workers=2, seed=1, workers="thread"),
     )
-    Trainer(
-        accelerator="cuda",
-        devices=1,
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-    ).fit(model, datamodule=module)
-    return [(images.cpu(), labels.cpu()) for images, labels in model.batches]
+    model: Seen = fitted(Seen(), module, *callbacks, max_epochs=3)
+    return model.batches()
 
 
 @pytest.fixture
@@ -229,6 +201,19 @@ def test_prefetched_batches_are_those_without_the_callback(photos: Path) -> None
     for ours, theirs in zip(ahead, plain, strict=True):
         assert torch.equal(ours[0], theirs[0])
         assert torch.equal(ours[1], theirs[1])
+
+
+def test_a_torchvision_without_nvjpeg_is_told_before_the_first_step(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(device: torch.device) -> Any:
+        raise MissingExtraError("this torchvision has none")
+
+    monkeypatch.setattr(image_backends, "nvjpeg", missing)
+    model = Seen()
+    with pytest.raises(MissingExtraError, match="this torchvision has none"):
+        fitted(model, ImageFolderDataModule(photos, batch_size=4, backend="nvjpeg", val_fraction=0.0))
+    assert model.given["train"] == []
 
 
 def test_a_fit_sees_the_boxes_of_torch(photos: Path) -> None:

@@ -6,31 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from on_cuda import Seen, fitted
+from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
 
 pytestmark = pytest.mark.gpu
-
-
-class Seen(LightningModule):
-    """Keeps what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.batches: list[tuple[Tensor, Tensor]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images, labels = batch
-        assert images.is_cuda
-        assert images.dtype in (torch.float32, torch.bfloat16)
-        self.batches.append((images.float().cpu(), labels.cpu()))
-        return nn.functional.cross_entropy(self.layer(images.float().mean((2, 3))), labels)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def as_tensor(image: Any) -> Tensor:
@@ -38,20 +19,10 @@ def as_tensor(image: Any) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def fit(module: ImageFolderDataModule, *callbacks: Any) -> Seen:
-    model = Seen()
-    trainer = Trainer(
-        accelerator="cuda",
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-    )
-    trainer.fit(model, datamodule=module)
-    return model
+def fit(module: ImageFolderDataModule, *callbacks: Any) -> list[tuple[Tensor, Tensor]]:
+    model: Seen = fitted(Seen(), module, *callbacks)
+    assert {images.dtype for images, _ in model.given["train"]} == {module.dtype}
+    return model.batches()
 
 
 def made(photos: Path, **options: Any) -> ImageFolderDataModule:
@@ -63,17 +34,17 @@ def made(photos: Path, **options: Any) -> ImageFolderDataModule:
 @pytest.mark.parametrize("workers", ["process", "thread"])
 def test_prefetched_batches_are_those_of_the_cpu(class_folders: Path, dtype: torch.dtype, workers: Any) -> None:
     loader = LoaderSettings(num_workers=2, seed=1, workers=workers)
-    model = fit(made(class_folders, dtype=dtype, loader=loader, transform=as_tensor), PrefetchCallback())
+    batches = fit(made(class_folders, dtype=dtype, loader=loader, transform=as_tensor), PrefetchCallback())
     module = made(class_folders, dtype=dtype, loader=loader, transform=as_tensor)
     expected = [module.device_transform(batch, "train") for batch in module.train_dataloader()]
-    for (images, labels), (host_images, host_labels) in zip(model.batches, expected, strict=False):
+    for (images, labels), (host_images, host_labels) in zip(batches, expected, strict=False):
         torch.testing.assert_close(images, host_images.float(), atol=1e-2, rtol=1e-2)
         assert torch.equal(labels, host_labels)
 
 
 def test_a_set_on_the_device_is_cropped_there_and_differs_in_each_epoch(class_folders: Path) -> None:
-    model = fit(made(class_folders, cache="device"), PrefetchCallback())
-    assert len(model.batches) == 6
-    first, second = (torch.cat([images for images, _ in model.batches[k : k + 3]]) for k in (0, 3))
+    batches = fit(made(class_folders, cache="device"), PrefetchCallback())
+    assert len(batches) == 6
+    first, second = (torch.cat([images for images, _ in batches[k : k + 3]]) for k in (0, 3))
     assert first.shape == (12, 3, 32, 32)
     assert not torch.equal(first.sort(0).values, second.sort(0).values)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
+from on_cuda import fitted
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -53,18 +54,8 @@ class Checks(LightningModule):
 
 
 def fit(callbacks: list[Callback], workers: int = 2) -> Checks:
-    model = Checks()
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_epochs=2,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(model, DataLoader(Parts(), batch_size=16, num_workers=workers, pin_memory=True))
+    loader = DataLoader(Parts(), batch_size=16, num_workers=workers, pin_memory=True)
+    model: Checks = fitted(Checks(), loader, *callbacks)
     return model
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from on_cuda import fitted
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -54,19 +55,8 @@ class Checks(LightningModule):
 
 def fit(callbacks: list[Callback], *, batches: int = 60, workers: int = 2, epochs: int = 2) -> Checks:
     torch.manual_seed(0)
-    model = Checks()
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_epochs=epochs,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     loader = DataLoader(Pictures(32 * batches), batch_size=32, num_workers=workers, pin_memory=True)
-    trainer.fit(model, loader)
+    model: Checks = fitted(Checks(), loader, *callbacks, max_epochs=epochs)
     return model
 
 
@@ -114,17 +104,7 @@ def test_the_copy_runs_on_its_own_stream_and_the_users_hook_does_not() -> None:
             return batch
 
     main = torch.cuda.current_stream().cuda_stream
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=[PrefetchCallback()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Notes(), DataLoader(Pictures(320), batch_size=32, pin_memory=True))
+    fitted(Notes(), DataLoader(Pictures(320), batch_size=32, pin_memory=True), PrefetchCallback(), max_epochs=1)
     assert len(streams["transfer"]) == 2  # the first batch of the epoch is copied as ever
     assert streams["after"] == {main}
 
@@ -144,17 +124,8 @@ def test_no_synchronisation_is_added() -> None:
             return self.net(batch["x"].float() / 255).square().mean()
 
     torch.manual_seed(0)
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=[PrefetchCallback(host_keys=("meta",)), Strict()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    loader = DataLoader(Pictures(640), batch_size=32, pin_memory=True)
     try:
-        trainer.fit(Plain(), DataLoader(Pictures(640), batch_size=32, pin_memory=True))
+        fitted(Plain(), loader, PrefetchCallback(host_keys=("meta",)), Strict(), max_epochs=1)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -7,6 +7,9 @@ from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import Machine
 
 DALI_BACKENDS = ("dali-cpu", "dali-gpu")
+_GPU_THREADS = 8
+"""With ``device_memory_padding`` and ``host_memory_padding`` each thread has buffers for the largest image, one on the
+device and two page-locked ones (DALI's documentation of ``fn.decoders.image``): 66 and 89 MB for 12 megapixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,8 @@ class DaliOptions:
     """
 
     threads: int | Literal["auto"] = "auto"
-    """CPU threads of each pipeline. ``"auto"``: this rank's share of the CPUs, but for one that trains."""
+    """CPU threads of each pipeline. ``"auto"``: this rank's share of the CPUs, but for one that trains; for
+    ``"dali-gpu"`` at most 8, since each has buffers of its own for the largest image."""
     prefetch: int = 2
     """Batches that are decoded ahead. Each costs the memory of one batch. With ``num_workers=0`` they are also read
     ahead in the training process, whose random numbers their boxes are then drawn from, earlier than without DALI."""
@@ -74,13 +78,16 @@ def options_for(backend: str, given: DaliOptions | None, quality: str) -> DaliOp
     return given
 
 
-def decode_threads(options: DaliOptions, machine: Machine, local_ranks: int = 1) -> tuple[int, str]:
+def decode_threads(
+    options: DaliOptions, machine: Machine, local_ranks: int = 1, *, gpu: bool = False
+) -> tuple[int, str]:
     """CPU threads for a pipeline, and why so many.
 
     Args:
         options: what was asked for.
         machine: the limits of this process.
         local_ranks: training processes that share them.
+        gpu: whether a GPU decodes.
     """
     if options.threads != "auto":
         return options.threads, "as asked for"
@@ -88,4 +95,6 @@ def decode_threads(options: DaliOptions, machine: Machine, local_ranks: int = 1)
     reason = f"{machine.usable_cpus} {machine.cpu_reason}"
     if local_ranks > 1:
         reason += f", divided among {local_ranks} ranks"
+    if gpu and share - 1 > _GPU_THREADS:
+        return _GPU_THREADS, f"{reason}, and no more than {_GPU_THREADS} beside a GPU"
     return max(1, share - 1), f"{reason}, one left to train"

@@ -65,5 +65,14 @@ def test_threads_are_the_share_of_the_cpus_but_one(cpus: int, ranks: int, thread
     assert ("divided among" in reason) == (ranks > 1)
 
 
+@pytest.mark.parametrize(("cpus", "ranks", "threads"), [(2, 1, 1), (8, 1, 7), (64, 1, 8), (64, 8, 7), (128, 4, 8)])
+def test_no_more_than_eight_threads_beside_a_gpu(cpus: int, ranks: int, threads: int) -> None:
+    """Each has buffers of its own for the largest image, on the device too."""
+    found, reason = decode_threads(DaliOptions(), machine(cpus), ranks, gpu=True)
+    assert found == threads
+    assert ("beside a GPU" in reason) == (cpus // ranks > 9)
+
+
 def test_threads_as_asked_for() -> None:
     assert decode_threads(DaliOptions(threads=7), machine(2), 2) == (7, "as asked for")
+    assert decode_threads(DaliOptions(threads=70), machine(2), 2, gpu=True) == (70, "as asked for")

@@ -1,0 +1,36 @@
+"""A machine that says that it has a GPU, and what was measured on it: training waits for decoding."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_feed import image_backends, images
+from lightning_feed.image_backends import finding_key
+from lightning_feed.load.image_findings import ImageFinding, ImageFindings
+
+CUDA = torch.device("cuda")
+BOUND = ImageFinding(
+    backend="torch",
+    by="diagnose",
+    day="2026-11-21",
+    batch_size=4,
+    cpu_bound=True,
+    starved_pct=60.0,
+    samples_per_s=100.0,
+)
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nvJPEG and without DALI. Batches go to the CPU nevertheless, and are decoded there."""
+    monkeypatch.setattr(images, "device_of", lambda trainer: CUDA)
+    monkeypatch.setattr(images, "require_nvjpeg", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Board")
+    monkeypatch.setattr(image_backends, "why_no_nvjpeg", lambda device: "")
+    monkeypatch.setattr(image_backends, "why_no_dali", lambda gpu: "DALI is not installed")
+
+
+def remember(root: Path, finding: ImageFinding = BOUND, **key: Any) -> None:
+    """Have ``backend="auto"`` find this of a folder."""
+    ImageFindings().save(finding_key(root, CUDA, **({"image_size": 32, "quality": "exact"} | key)), finding)
