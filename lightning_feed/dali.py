@@ -70,9 +70,12 @@ class FeedDali:
         raise NotImplementedError(
             f"{type(self).__name__} has no pipeline. Write into the class:\n\n"
             "    def pipeline(self, split):  # 'train', 'val', 'test' or 'predict'\n"
+            "        if split not in ('train', 'val'):\n"
+            "            return None  # no such split\n"
             "        jpegs, labels = fn.readers.file(file_root=f'data/{split}', **self.reader())\n"
             "        images = fn.decoders.image(jpegs, device=self.decoder_device)\n"
-            "        return fn.resize(images, size=(224, 224)), labels  # None where there is no such split\n"
+            "        images = fn.transpose(fn.resize(images, size=(224, 224)), perm=[2, 0, 1])  # uint8\n"
+            "        return images, fn.cast(fn.squeeze(labels, axes=[0]), dtype=types.INT64)\n"
         )
 
     def device_transform(self, batch: Any, split: str) -> Any:
@@ -202,7 +205,8 @@ class DaliDataModule(FeedDali, LightningDataModule):
             for a whole batch in which the last sample is repeated. The number of batches is the same on every rank:
             with ``"partial"``, a rank that has nothing left where others do repeats one sample.
         eval_last_batch: the same, of the other splits.
-        resumable: whether DALI keeps track of its state for checkpoints; switch it off for operators that cannot.
+        resumable: whether DALI keeps track of its state for checkpoints; switch it off for operators that cannot, and
+            for ``fn.external_source`` of a generator, an iterator or a callable without an argument.
         seed: of the order and of all random operators; None: that of ``seed_everything``, or a drawn one.
         dali: its ``threads``, ``prefetch`` and ``keep_eval_pipelines``.
 
@@ -211,10 +215,17 @@ class DaliDataModule(FeedDali, LightningDataModule):
         SettingsError: for a value that is impossible.
 
     Example:
-        >>> from nvidia.dali import fn  # doctest: +SKIP
+        >>> from nvidia.dali import fn, types  # doctest: +SKIP
         >>> class Birds(DaliDataModule):
         ...     def pipeline(self, split):
+        ...         if split not in ("train", "val"):
+        ...             return None
         ...         jpegs, labels = fn.readers.file(file_root=f"birds/{split}", **self.reader())
         ...         images = fn.decoders.image(jpegs, device=self.decoder_device)
-        ...         return fn.resize(images, size=(224, 224)), labels
+        ...         images = fn.transpose(fn.resize(images, size=(224, 224)), perm=[2, 0, 1])
+        ...         return images, fn.cast(fn.squeeze(labels, axes=[0]), dtype=types.INT64)
+        ...
+        ...     def device_transform(self, batch, split):
+        ...         images, labels = batch  # (B, 3, 224, 224) uint8, (B,) int64
+        ...         return images.float() / 255, labels
     """

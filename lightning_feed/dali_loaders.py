@@ -11,10 +11,11 @@ from lightning_feed import _host
 from lightning_feed.datamodule_loaders import Loaders, hush
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.dali.options import DaliOptions, decode_threads
+from lightning_feed.load.dali.reader_labels import dali_explained
 from lightning_feed.load.dali.reader_loader import ReaderLoader, Reading
 from lightning_feed.load.dali.reader_pipeline import PipelineSettings, ReaderPipeline, new_pipeline
 from lightning_feed.load.dali.reader_resume import ResumableReaderLoader
-from lightning_feed.load.dali.reader_share import LAST_BATCH, LastBatch
+from lightning_feed.load.dali.reader_share import LAST_BATCH, Asked, LastBatch
 from lightning_feed.load.epoch_order import EpochOrder, mix_seed
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import LoaderSettings
@@ -106,7 +107,8 @@ class DaliLoaders:
     def has(self, owner: Any, split: str) -> bool:
         """Whether there is such a split. Its pipeline is defined to know it, and not built."""
         if split not in self._there:
-            with self._made(owner, split, seed=0) as making, new_pipeline(making.settings):
+            name = _name(owner, split)
+            with self._made(owner, split, seed=0) as making, new_pipeline(making.settings), dali_explained(name):
                 found = owner.pipeline(split)
             if found is None and making.readers:
                 raise DatasetError(
@@ -139,8 +141,14 @@ class DaliLoaders:
             ranks=settings.ranks,
             rank=settings.rank,
             last_batch=self.choices.last_batch if training else self.choices.eval_last_batch,
+            device="cpu" if settings.device is None else settings.device.type,
+            threads=settings.num_threads,
+            prefetch=settings.prefetch_queue_depth,
             lives=training or self.choices.options.keep_eval_pipelines,
             goes_on=training and not _overfits(trainer),
+            asked=Asked(pipeline=_name(owner, split))
+            if training
+            else Asked(pipeline=_name(owner, split), batch_size="eval_batch_size", last_batch="eval_last_batch"),
         )
 
         def make(seed: int, checkpoint: bytes | None) -> ReaderPipeline:

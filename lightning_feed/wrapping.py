@@ -6,6 +6,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from lightning_feed.dali_loaders import DaliLoaders
 from lightning_feed.diagnosing.trainer import package_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.recommend import Recommendation
@@ -30,6 +31,11 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
     if not hasattr(datamodule, "train_dataloader") or not hasattr(datamodule, "prepare_data"):
         raise SettingsError(f"A {kind.__name__} cannot be wrapped. Give a LightningDataModule.")
     package_of(datamodule)
+    if isinstance(getattr(datamodule, "_dali", None), DaliLoaders):
+        raise SettingsError(
+            f"{kind.__name__} loads with DALI already, in threads of DALI's own: it has no workers to choose. Train "
+            "with it as it is, and give its constructor dali=DaliOptions(threads=..., prefetch=...) or device='gpu'."
+        )
     if hasattr(datamodule, "loader_report"):
         raise SettingsError(
             f"{kind.__name__} chooses its loaders itself already. Give its constructor loader=LoaderSettings(...)."

@@ -14,6 +14,7 @@ from lightning_feed import _host
 from lightning_feed.datamodule_loaders import hush, job_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import Job
+from lightning_feed.load.dali.reader_loader import ReaderLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.picklable import why_not_picklable
 from lightning_feed.load.recommend import Recommendation, Workload, recommend
@@ -24,6 +25,10 @@ from lightning_feed.tuning.fit import explained, settled, tune_for_fit, why_not_
 logger = logging.getLogger(__name__)
 
 _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+_OF_DALI = (
+    "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline, or make the data "
+    "module a DaliDataModule, which chooses them."
+)
 _DECIDED = (*_CHANGED, "sample_bytes")
 
 
@@ -83,7 +88,13 @@ class WrappedLoaders:
     def _leave(self, name: str, loader: Any) -> Any:
         if name not in self.left_alone:
             self.left_alone.add(name)
-            logger.warning("%s is a %s, not a torch DataLoader, so it is left as it is.", name, type(loader).__name__)
+            of_dali = any(kind.__module__.startswith("nvidia.dali.") for kind in type(loader).__mro__)
+            logger.warning(
+                "%s is a %s, not a torch DataLoader, so it is left as it is.%s",
+                name,
+                type(loader).__name__,
+                f" {_OF_DALI}" if of_dali or isinstance(loader, ReaderLoader) else "",
+            )
         return loader
 
     def _tell(self, trainer: Any, split: str, name: str, found: Recommendation) -> None:

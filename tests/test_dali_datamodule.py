@@ -353,13 +353,16 @@ def test_starvation_and_diagnosis(tmp_path: Path) -> None:
     module = DaliNumbers(tmp_path, train=40)
     fit(module, None, [callback], max_epochs=1)
     assert callback.summary() is not None
-    assert callback.report() is not None
+    found = callback.report()
+    assert found is not None
+    facts = found.measurements.facts
+    assert (facts.dali_device, facts.dali_threads, facts.dali_prefetch, facts.batch_size) == ("cpu", 1, 2, 2)
 
 
 def test_diagnose(tmp_path: Path) -> None:
-    module = DaliNumbers(tmp_path, train=40, val=4)
+    module = DaliNumbers(tmp_path, train=40, val=4, prefetch=3)
     found = diagnose(quiet_trainer([]), Recording(), module, quick=True, budget_s=3)
-    assert found is not None
+    assert found.measurements.facts.dali_prefetch == 3
 
 
 def test_the_report(tmp_path: Path) -> None:

@@ -70,12 +70,12 @@ def test_the_last_batch(last: LastBatch, kept: list[int]) -> None:
 
 
 def test_a_rank_without_samples_is_refused() -> None:
-    with pytest.raises(DatasetError, match="3 samples and is divided among 4 ranks"):
+    with pytest.raises(DatasetError, match="The pipeline: the set has 3 samples and is divided among 4 ranks"):
         share_of(3, 4, 0, 1, "partial")
 
 
 def test_drop_that_leaves_a_rank_empty_is_refused() -> None:
-    with pytest.raises(DatasetError, match=r"share is 5 of 11 samples.*batch_size of 5 or less"):
+    with pytest.raises(DatasetError, match=r"share is 5 of 11 samples.*Give batch_size=5 or less, or last_batch='part"):
         share_of(11, 2, 0, 6, "drop")
 
 
@@ -138,6 +138,30 @@ def test_the_readers_agree(
         if last == "partial":
             assert len(together) - samples < ranks
     assert len({tuple(seen[0]) for seen in epochs}) == 3  # epochs differ
+
+
+@pytest.mark.parametrize(
+    ("split", "samples", "said"),
+    [
+        (
+            "train",
+            3,
+            "share is 1 of 3 samples, less than one batch of 4, and last_batch='drop'.*Give batch_size=1, or l",
+        ),
+        ("val", 3, "1 of 3 samples, less than one batch of 4, and eval_last_.*Give eval_batch_size=1, or eval_last_ba"),
+        ("test", 5, "share is 2 of 5 samples.*Give eval_batch_size=2 or less, or eval_last_batch='partial'"),
+        ("train", 1, "set has 1 sample and is divided among 2 ranks"),
+        ("val", 1, "set has 1 sample and is divided among 2 ranks"),
+    ],
+)
+def test_of_a_set_that_is_too_small_the_split_is_named(
+    split: str, samples: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_feed.dali_loaders._epoch", lambda trainer: 0)
+    options: dict[str, Any] = {"last_batch": "drop", "eval_last_batch": "drop", "seed": 1}
+    module = OfRank(tmp_path, 4, train=samples, val=samples, device="cpu", **options).at(1, 2)
+    with pytest.raises(DatasetError, match=rf"^OfRank\.pipeline\('{split}'\): .*{said}"):
+        len(module._dali.build(module, split))
 
 
 # --- two ranks ----------------------------------------------------------------------------------------------------

@@ -1,19 +1,23 @@
 """What users of DaliDataModule get wrong: each is said, with what to do."""
 
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from lightning.pytorch import LightningDataModule
 from PIL import Image
 from recording import Recording, quiet_trainer
 
+from lightning_feed import FastDataModule
 from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
 
 pytest.importorskip("nvidia.dali")
 
 from dali_numbers import DaliNumbers, Defined, decoded, write_files
-from nvidia.dali import fn
+from nvidia.dali import Pipeline, fn, pipeline_def
 
 from lightning_feed.dali import DaliDataModule
 from lightning_feed.load.dali.options import DaliOptions
@@ -90,6 +94,14 @@ def test_a_forgotten_return(tmp_path: Path) -> None:
         fit(Defined(define))
 
 
+def made_with_pipeline_def(module: DaliDataModule, files: list[str]) -> Any:
+    @pipeline_def(batch_size=4, num_threads=1, device_id=None)
+    def define() -> Any:
+        return fn.readers.file(files=files, **module.reader())
+
+    return define()
+
+
 @pytest.mark.parametrize(
     ("define", "said"),
     [
@@ -100,6 +112,10 @@ def test_a_forgotten_return(tmp_path: Path) -> None:
             lambda module, files: fn.readers.file(files=files, **{**module.reader(), "num_shards": 2}),
             "was not told its share.*number_of_shards=2",
         ),
+        (
+            lambda module, files: fn.readers.file(files=files, **{**module.reader(), "num_shards": 7}),
+            "DALI said of .*input samples: 4, .* number of shards: 7",
+        ),
         (lambda module, files: fn.random.uniform(range=(0.0, 1.0)), "has no reader"),
         (
             lambda module, files: (
@@ -108,14 +124,114 @@ def test_a_forgotten_return(tmp_path: Path) -> None:
             ),
             "do not go in step",
         ),
-        (lambda module, files: fn.readers.file(files=[], **module.reader()), "empty list"),
-        (lambda module, files: fn.readers.file(file_root="/no/such", **module.reader()), "/no/such"),
+        (
+            lambda module, files: [fn.readers.file(files=files, **module.reader("a"))[1] for _ in range(2)],
+            r"several operators of the name 'a', .*\*\*self\.reader\(\"masks\"\)\.$",
+        ),
+        (
+            lambda module, files: fn.readers.file(file_root="/no/such", **module.reader()),
+            r"/no/such(.|\n)*Where there is no such split, return None",
+        ),
+        (
+            lambda module, files: fn.copy(fn.readers.file(files=files, **module.reader())[1].gpu()),
+            r"(.|\n)*device=self\.decoder_device",
+        ),
+        (lambda module, files: made_with_pipeline_def(module, files), "leave @pipeline_def"),
     ],
 )
 def test_pipelines_that_are_wrong(define: Any, said: str, tmp_path: Path) -> None:
     files = write_files(tmp_path, 4)
     with pytest.raises(DatasetError, match=said):
         len(Defined(lambda module: define(module, files)).train_dataloader())
+
+
+@pytest.mark.parametrize(
+    ("define", "said"),
+    [
+        (
+            lambda module, files: fn.readers.file(files=[], **module.reader()),
+            r"DALI cannot build what Defined\.pipeline\('train'\) makes\. DALI said of fn\.readers\.file, called at "
+            r"test_dali_datamodule_refusals\.py, line \d+: ``files`` specified an empty list\.$",
+        ),
+        (
+            lambda module, files: fn.reinterpret(fn.readers.file(files=files, **module.reader())[1], shape=[7]),
+            r"batch of Defined.*train'\)\. DALI said of fn\.reinterpret, called at test_dali_datamodule_refusals\.py, "
+            r"line \d+: Input and output samples must .* Requested shape: 7\nDALI cannot leave",
+        ),
+        (
+            lambda module, files: (fn.readers.file(files=files, **module.reader())[1], fn.external_source(name="mine")),
+            r"DALI said: Attempted to peek the data batch that doesn't exist\. .*operator\.\nDALI cannot leave",
+        ),
+        (
+            lambda module, files: fn.experimental.readers.video(filenames=files, sequence_length=2, **module.reader()),
+            r"of fn\.experimental\.readers\.video, .*samples: 0, .*shards: 1\.\nWhere there is no such split",
+        ),
+        (
+            lambda module, files: (
+                fn.readers.file(files=files, **module.reader())[1],
+                fn.experimental.inputs.video(sequence_length=2, name="mine"),
+            ),
+            r"DALI said: Checkpointing is not implemented for this operator.*resumable=False\)\.$",
+        ),
+    ],
+)
+def test_of_what_dali_says_the_reason_is_shown(define: Any, said: str, tmp_path: Path) -> None:
+    """And the line where the operator was called; not how DALI came to it, nor our own frames."""
+    files = write_files(tmp_path, 4)
+    with pytest.raises(DatasetError, match=f"(?s){said}") as caught:
+        list(Defined(lambda module: define(module, files)).train_dataloader())
+    for around in ("File ", "encountered", "Critical error", "Assert on", "C++ context", "no longer valid"):
+        assert around not in str(caught.value)
+
+
+def test_an_error_in_a_function_of_ones_own(tmp_path: Path) -> None:
+    def fails(sample: Any) -> Any:
+        raise KeyError("no such bird")
+
+    def define(module: DaliDataModule) -> Any:
+        return fn.python_function(fn.readers.file(files=write_files(tmp_path, 4), **module.reader())[1], function=fails)
+
+    said = rf"fn\.python_function, .* line {define.__code__.co_firstlineno + 1}: .*no such bird.*\(\d+\): fails"
+    with pytest.raises(DatasetError, match=said):
+        list(Defined(define).train_dataloader())
+
+
+def generated() -> Iterator[Any]:
+    while True:
+        yield [np.zeros(1)] * 4
+
+
+SOURCES: dict[str, tuple[Callable[[], Any], str]] = {
+    "generator function": (lambda: generated, "a generator function"),
+    "generator": (generated, "a generator, an iterator or a list"),
+    "list": (lambda: [[np.zeros(1)] * 4] * 2, "a generator, an iterator or a list"),
+    "callable": (lambda: lambda: [np.zeros(1)] * 4, "a callable without an argument"),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_sources_that_would_begin_again_with_a_resumed_run(kind: str, tmp_path: Path) -> None:
+    source, called = SOURCES[kind]
+
+    def define(module: DaliDataModule) -> Any:
+        _, labels = fn.readers.file(files=write_files(tmp_path, 8), **module.reader())
+        return labels, fn.external_source(source(), batch=True)
+
+    said = rf"^The source of fn\.external_source in Defined\.pipeline\('train'\) is {called}\. .*Info.*resumable=False"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as users may have it
+        with pytest.raises(DatasetError, match=said) as caught:
+            len(Defined(define).train_dataloader())
+    assert isinstance(caught.value.__cause__, UserWarning)
+    for loader in (Defined(define, resumable=False).train_dataloader(), Defined(define).val_dataloader()):
+        assert len(list(loader)) == 2  # nothing is resumed there
+
+
+def test_another_warning_of_a_build_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes the way of warnings: here to an error, as in all these tests."""
+    monkeypatch.setattr(Pipeline, "build", lambda pipeline: warnings.warn("Something else", stacklevel=1))
+    with pytest.raises(UserWarning, match="Something else"):
+        len(DaliNumbers(tmp_path).train_dataloader())
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
@@ -202,6 +318,21 @@ def test_without_dali(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     with pytest.raises(MissingExtraError, match="DaliDataModule needs NVIDIA DALI"):
         DaliDataModule()
+
+
+def test_wrapping_a_module_that_loads_with_dali(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"DaliNumbers loads with DALI already.*DaliOptions\(threads"):
+        FastDataModule.wrap(DaliNumbers(tmp_path))
+
+
+def test_wrapping_a_module_that_gives_a_dali_loader(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Gives(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader
+
+    loader = DaliNumbers(tmp_path).train_dataloader()
+    assert FastDataModule.wrap(Gives()).train_dataloader() is loader
+    assert "left as it is. DALI loads in threads of its own: set num_threads" in caplog.text
 
 
 def test_in_both_packages(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -14,6 +15,7 @@ from lightning_feed.errors import ResumeError
 pytest.importorskip("nvidia.dali")
 
 from dali_numbers import DaliNumbers, numbers
+from nvidia.dali import fn, types
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
@@ -104,6 +106,45 @@ def test_a_checkpoint_after_the_fit(tmp_path: Path) -> None:
     )
     assert len(trained_after) == 14
     assert sorted(trained_before + trained_after[:8]) == list(range(14))
+
+
+class Sourced(DaliNumbers):
+    """The number of each sample, and 1000 times the one that Python makes for it."""
+
+    source: Any
+    batch = False
+
+    def pipeline(self, split: str) -> Any:
+        read = super().pipeline(split)
+        if read is None:
+            return None
+        return read + 1000 * fn.external_source(self.source, batch=self.batch, dtype=types.FLOAT, ndim=1)
+
+
+class OfSamples(Sourced):
+    @staticmethod
+    def source(sample: Any) -> Any:
+        return np.float32([sample.idx_in_epoch])
+
+
+class OfBatches(Sourced):
+    batch = True
+
+    @staticmethod
+    def source(number: int) -> Any:
+        return [np.float32([number])] * 2
+
+
+@pytest.mark.parametrize("made", [OfSamples, OfBatches])
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 3}])
+def test_sources_that_go_by_their_argument(made: type[Sourced], options: dict[str, Any], tmp_path: Path) -> None:
+    def sourced() -> Any:
+        return {"datamodule": made(tmp_path / "files", train=9, prefetch=3)}
+
+    for count in (2, 5):
+        assert_resumes_exactly(sourced, no_callbacks, tmp_path / "run.ckpt", count=count, max_epochs=3, **options)
+    counted = {row[0] // 1000 for batch in run(sourced, [], max_epochs=3, **options) for row in batch}
+    assert len(counted) >= 9  # it counts on through the epochs
 
 
 def loader_at(folder: Path, taken: int, **options: Any) -> Any:

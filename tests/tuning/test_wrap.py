@@ -309,6 +309,15 @@ def test_refused(given: Any, said: str) -> None:
         given()
 
 
+def test_an_iterator_of_dali_is_left_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    kind = type("DALIGenericIterator", (), {"__module__": "nvidia.dali.plugin.pytorch"})
+    derived = type("Ours", (kind,), {"__module__": __name__})
+    given = {"a": kind(), "b": derived(), "c": torch.zeros(1)}
+    assert FastDataModule.wrap(Gives(given)).train_dataloader() == given
+    said = [record.getMessage() for record in caplog.records if "left as it is" in record.getMessage()]
+    assert ["DALI loads in threads of its own" in line for line in said] == [True, True, False]
+
+
 def test_it_says_what_it_chose_once(caplog: pytest.LogCaptureFixture) -> None:
     data = FastDataModule.wrap(Gives(DataLoader(Rows())))
     assert data.loader_report() == "No loader has been made yet."

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_feed.load.dali.reader_pass import Position, ReaderPass
 from lightning_feed.load.dali.reader_pipeline import ReaderPipeline
-from lightning_feed.load.dali.reader_share import LastBatch, Place, Share
+from lightning_feed.load.dali.reader_share import Asked, LastBatch, Place, Share
 from lightning_feed.load.epoch_order import EpochOrder, mix_seed
 
 
@@ -19,10 +19,18 @@ class Reading:
     ranks: int
     rank: int
     last_batch: LastBatch
+    device: str
+    """``cpu`` or ``cuda``: where the pipeline works."""
+    threads: int
+    """CPU threads of the pipeline."""
+    prefetch: int
+    """Batches that DALI makes ahead."""
     lives: bool
     """Whether the pipeline outlives a pass. Else there is none before a pass begins and after its last batch."""
     goes_on: bool
     """Whether a pass after one that was broken off has the samples that were left, and not the first ones again."""
+    asked: Asked
+    """What the pipeline and the options of its split are called, for errors."""
 
 
 class ReaderLoader:
@@ -76,6 +84,16 @@ class ReaderLoader:
     def built(self) -> bool:
         """Whether there is a pipeline now, with its threads and its memory."""
         return self._pipeline is not None
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of ``LoopFacts`` that only this loader knows."""
+        reading = self.reading
+        return {
+            "batch_size": reading.batch_size,
+            "dali_device": reading.device,
+            "dali_threads": reading.threads,
+            "dali_prefetch": reading.prefetch,
+        }
 
     def __iter__(self) -> ReaderPass:
         self.end_pass()
@@ -140,8 +158,10 @@ class ReaderLoader:
                 batch_size=self.reading.batch_size,
                 last_batch=self.reading.last_batch,
                 sticks=bool(pipeline.reader["stick_to_shard"]),
+                asked=self.reading.asked,
             )
         except BaseException:
             pipeline.close()
             raise
+        pipeline.before = place.epoch * self._share.read_batches + place.batch
         self._pipeline, self._place, self._seed = pipeline, place, seed

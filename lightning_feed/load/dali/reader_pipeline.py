@@ -1,7 +1,9 @@
 """One DALI pipeline with readers of its own: defined by the user's function, built, run ahead, and freed."""
 
 import traceback
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +14,18 @@ from lightning_feed.errors import DatasetError, FeedError
 from lightning_feed.load.dali.forks import is_inherited, outlive_forks
 from lightning_feed.load.dali.install import require_dali
 from lightning_feed.load.dali.outputs import take_outputs
+from lightning_feed.load.dali.reader_culprits import FAILURES, undecodable
+from lightning_feed.load.dali.reader_graph import read_images
+from lightning_feed.load.dali.reader_labels import not_built, refuse_changed_labels, said_by_dali
 from lightning_feed.load.dali.reader_structure import take_apart
 
-_FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-"""What DALI raises for an operator that failed, by the kind of failure (read in 2.4.0)."""
-_SHOWN = 1500
-"""Characters of DALI's message that go into ours: all that is before its C++ stack trace, in what was seen."""
+_SOURCE = "Checkpointing enabled in a pipeline with external source operator"
+_SOURCES = {
+    "GENERATOR_FUNC": "a generator function",
+    "ITERABLE": "a generator, an iterator or a list",
+    "parameterless": "a callable without an argument",
+}
+"""What DALI's warning calls a source that it keeps no state of, and what it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +57,8 @@ class ReaderPipeline:
 
     Raises:
         DatasetError: for outputs that are none of DALI's, a pipeline without a reader, readers of sets that differ in
-            size, and whatever DALI refuses, as a reader without files.
+            size, a set of fewer samples than ranks, labels that DALI would change, a source of which a resumable
+            pipeline would lose its place, and whatever DALI refuses, as a reader without files.
     """
 
     def __init__(
@@ -66,18 +75,27 @@ class ReaderPipeline:
         self._device = settings.device
         self._pipeline = new_pipeline(settings, seed=seed, enable_checkpointing=resumable, checkpoint=checkpoint)
         nodes, self.put_together = define_outputs(define, self._pipeline, name)
+        refuse_changed_labels(nodes, name)
         if settings.device is not None:
             nodes = [node.gpu() if node.device == "cpu" else node for node in nodes]
         self._pipeline.set_outputs(*nodes)
         try:
-            self._pipeline.build()
-        except _FAILURES as error:
+            with _sources_keep_their_place(name):
+                self._pipeline.build()
+        except DatasetError:  # ours, which is a RuntimeError too
             self.close()
-            raise DatasetError(f"DALI cannot build what {name} makes. {_said(error)}{_advice(error)}") from error
-        self.reader = _the_reader(self._pipeline.reader_meta(), settings, name)
+            raise
+        except FAILURES as error:
+            self.close()
+            raise DatasetError(not_built(error, name, settings.ranks, on_cpu=settings.device is None)) from error
+        readers = self._pipeline.reader_meta()
+        self.reader = _the_reader(readers, settings, name)
+        self._images = read_images(nodes, readers)
+        self.before = 0
+        """Batches that its readers gave before its first one: up to the checkpoint that it goes on from."""
         self.failed = False
         """Whether a batch could not be made, after which there are no more."""
-        self._queue, self._ahead = settings.prefetch_queue_depth, 0
+        self._queue, self._ahead, self._taken = settings.prefetch_queue_depth, 0, 0
 
     def take(self, *, to_follow: int | None) -> list[Tensor]:
         """The outputs of the next batch, for ``put_together``.
@@ -94,6 +112,7 @@ class ReaderPipeline:
                 self._ahead = self._queue
             outputs = take_outputs(self._pipeline, self._device)
             self._ahead -= 1
+            self._taken += 1
             if to_follow is None or self._ahead < to_follow:
                 self._pipeline.schedule_run()
                 self._ahead += 1
@@ -107,14 +126,14 @@ class ReaderPipeline:
                 f"A source in {self.name} ended before the reader's epoch did. The reader gives an epoch its length: "
                 "let every other source go on for as long."
             ) from error
-        except _FAILURES as error:
+        except FAILURES as error:
             self.failed = True
             traceback.clear_frames(error.__traceback__)  # they hold the pipeline, for as long as the error is held
             raise DatasetError(
-                f"DALI could not make a batch of {self.name}. {_said(error)}\nDALI cannot leave a sample out: remove "
-                "or repair what it names, and resume from the last checkpoint (with resumable=False where a sample was "
-                "removed). ImageFolderDataModule(backend='dali-cpu', on_error='skip') leaves out what cannot be "
-                "decoded, and names it."
+                f"DALI could not make a batch of {self.name}. {said_by_dali(error)}\n{self._culprits(error)}"
+                "DALI cannot leave a sample out: remove or repair what is named, and resume from the last checkpoint "
+                "(with resumable=False where a sample was removed). ImageFolderDataModule(backend='dali-cpu', "
+                "on_error='skip') leaves out what cannot be decoded, and names it."
             ) from error
 
     @property
@@ -129,9 +148,14 @@ class ReaderPipeline:
         """
         return torch.frombuffer(bytearray(self._pipeline.checkpoint()), dtype=torch.uint8)
 
+    def _culprits(self, error: Exception) -> str:
+        found = undecodable(self._images, self._pipeline, error, before=self.before + self._taken)
+        return f"It cannot decode {' nor '.join(found)}.\n" if found else ""
+
     def close(self) -> None:
         """Free the pipeline and its memory. Batches that were handed out stay valid: they own theirs."""
         pipeline, self._pipeline = self._pipeline, None
+        self._images = []
         if pipeline is None:
             return
         on_gpu = self._device is not None
@@ -161,10 +185,16 @@ def define_outputs(define: Callable[[], Any], pipeline: Any, name: str) -> tuple
     Raises:
         DatasetError: for outputs that are none of DALI's.
     """
-    node_type = require_dali(gpu=False).data_node.DataNode
+    dali = require_dali(gpu=False)
+    node_type = dali.data_node.DataNode
     with pipeline:
         nodes, put_together = take_apart(define())
     for node in nodes:
+        if isinstance(node, dali.Pipeline):
+            raise DatasetError(
+                f"{name} returned a Pipeline. It is called with a pipeline as DALI's current one: leave @pipeline_def "
+                "and Pipeline(...) out, and return what nvidia.dali.fn gives: return images, labels."
+            )
         if not isinstance(node, node_type):
             raise DatasetError(
                 f"{name} returned a {type(node).__name__} ({node!r:.80}) among its outputs, which is none of DALI's. "
@@ -201,13 +231,26 @@ def _the_reader(readers: Mapping[str, Mapping[str, int]], settings: PipelineSett
     return readers[first]
 
 
-def _said(error: Exception) -> str:
-    """DALI's message without its C++ stack trace."""
-    text = str(error).partition("\nStacktrace")[0].strip()
-    return f"DALI said: {text[:_SHOWN]}"
+@contextmanager
+def _sources_keep_their_place(name: str) -> Iterator[None]:
+    """While a pipeline is built: what DALI only warns of, where it is to keep track of its state, is an error.
 
-
-def _advice(error: Exception) -> str:
-    if "checkpointing" in str(error).lower():
-        return "\nFor operators without a state that can be saved, give DaliDataModule(resumable=False)."
-    return ""
+    Raises:
+        DatasetError: ``external_source`` has a source that would begin anew with a resumed run, though its reader
+            goes on: data of one sample with those of another.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=_SOURCE)
+            yield
+    except UserWarning as warning:
+        if not str(warning).startswith(_SOURCE):
+            raise
+        kind = next((kind for called, kind in _SOURCES.items() if called in str(warning)), "one without a state")
+        raise DatasetError(
+            f"The source of fn.external_source in {name} is {kind}. A resumed run would begin it again, while the "
+            "reader goes on, and its data would go with the wrong samples. Give a callable of one argument that makes "
+            "its data from it, and resumes exactly: of nvidia.dali.types.SampleInfo with batch=False, or of the number "
+            "of the batch with batch=True. Or give DaliDataModule(resumable=False): a resumed run then trains the rest "
+            "of its epoch from a new order."
+        ) from warning

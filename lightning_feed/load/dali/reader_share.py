@@ -1,12 +1,21 @@
 """How DALI's readers divide a set among ranks and batches, and what of each batch is handed out."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Literal, get_args
 
 from lightning_feed.errors import DatasetError
 
 LastBatch = Literal["partial", "drop", "fill"]
 LAST_BATCH: tuple[LastBatch, ...] = get_args(LastBatch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """By which names a share was asked for, for what is said of it."""
+
+    pipeline: str = "The pipeline"
+    batch_size: str = "batch_size"
+    last_batch: str = "last_batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +38,17 @@ class Share:
     last_batch: LastBatch
     sticks: bool
     """Whether the rank reads the same share in each epoch, and not the next one's."""
+    asked: InitVar[Asked] = Asked()
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, asked: Asked) -> None:
         if self.samples < self.ranks:
-            raise DatasetError(
-                f"The set has {self.samples} samples and is divided among {self.ranks} ranks, so that a rank would "
-                "have none. Train on fewer devices, or give more data."
-            )
+            raise DatasetError(too_few(self.samples, self.ranks, asked.pipeline))
         if not len(self):
+            least = self.samples // self.ranks
             raise DatasetError(
-                f"A rank's share is {self.samples // self.ranks} of {self.samples} samples, less than one batch of "
-                f"{self.batch_size}, and last_batch='drop' leaves nothing of it. Give a batch_size of "
-                f"{self.samples // self.ranks} or less, or last_batch='partial'."
+                f"{asked.pipeline}: a rank's share is {least} of {_counted(self.samples)}, less than one batch of "
+                f"{self.batch_size}, and {asked.last_batch}='drop' leaves nothing of it. Give "
+                f"{asked.batch_size}={least}{' or less' if least > 1 else ''}, or {asked.last_batch}='partial'."
             )
 
     def __len__(self) -> int:
@@ -68,6 +76,24 @@ class Share:
         size = (share + 1) * self.samples // self.ranks - share * self.samples // self.ranks
         # A batch of nothing but padding keeps one sample: every rank has to make the same number of steps.
         return max(1, min(self.batch_size, size - batch * self.batch_size))
+
+
+def too_few(samples: int, ranks: int, pipeline: str) -> str:
+    """What is said of a set that is too small for its ranks.
+
+    Args:
+        samples: in the set.
+        ranks: that it is to be divided among.
+        pipeline: the name of the pipeline function and the split.
+    """
+    return (
+        f"{pipeline}: the set has {_counted(samples)} and is divided among {ranks} ranks, so that a rank would have "
+        "none. Give the Trainer fewer devices, or the set more samples."
+    )
+
+
+def _counted(samples: int) -> str:
+    return f"{samples} sample{'' if samples == 1 else 's'}"
 
 
 @dataclass
