@@ -9,6 +9,9 @@ from lightning_feed.watch.verdict.shares import Shares
 
 NO_GAIN = 0.98
 """A remedy that leaves more of the step than this is not worth naming for its speed."""
+SAME = 1.1
+"""By as much do two measurements of the same differ: of 67 fits that were measured twice within a minute, 58 agreed
+within a tenth (``benchmarks/predictions.py`` on a virtual machine with 2 CPUs)."""
 
 
 def without(shares: Shares, part_ms: float | None) -> float | None:
@@ -40,8 +43,9 @@ def with_rate(
 ) -> float | None:
     """Step time with a loader that gives ``rate`` batches per second where it gave ``now``, both alone.
 
-    Beside training a loader is slower than alone. So the ratio of both counts, with the rate as a bound; without
-    ``now``, the rate. Alone it has the CPUs that training takes for itself, too: see :func:`cpu_floor_ms`.
+    Beside training a loader is slower than alone. Where it is by more than :data:`SAME`, it is taken to be with the
+    remedy too; else the rate counts as it is. Alone a loader has the CPUs that training takes for itself, too: see
+    :func:`cpu_floor_ms`.
 
     Args:
         measured: all figures.
@@ -54,8 +58,8 @@ def with_rate(
         return None
     running = period_ms(measured, shares)
     after = 1e3 / rate
-    if now and running is not None:
-        after = max(after, running * now / rate)
+    if now and running is not None and running * now > 1e3 * SAME:
+        after = running * now / rate
     cpus = cpu_floor_ms(measured, shares, workers or measured.facts.num_workers or 0, after)
     return min(shares.step_ms, max(floor_ms(measured, shares), after, cpus))
 
