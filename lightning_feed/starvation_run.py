@@ -78,7 +78,11 @@ class StarvationRun:
         """The first batch of an epoch has a figure of its own. Loaders may have got other settings between two."""
         seen = self._facts
         self._facts = replace(
-            facts_of(self._trainer), batch_bytes=seen.batch_bytes, batch_tensors=seen.batch_tensors, syncs=seen.syncs
+            facts_of(self._trainer),
+            batch_bytes=seen.batch_bytes,
+            batch_tensors=seen.batch_tensors,
+            pictures=seen.pictures,
+            syncs=seen.syncs,
         )
         self._meter.begin(epoch=True)
         self._hooks.leave_out_step()

@@ -14,7 +14,7 @@ class LoaderSums:
     workers: WorkerTime = field(default_factory=WorkerTime)
     pressure: PressureTime = field(default_factory=PressureTime)
     fetches: int = 0
-    """Those that counted: they drew from a loader that is known, and were not the first of an epoch."""
+    """Those that counted: they drew from loaders all of which are known, and were not the first of an epoch."""
     ready: int = 0
     """Batches ready at the start of each, added up."""
     capacity: int = 0

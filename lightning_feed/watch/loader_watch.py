@@ -19,9 +19,10 @@ class LoaderWatch:
     those that only hand out what was fetched before, which are told apart: they take nothing from a loader. The first
     fetch of each epoch does not count: it waits for workers to start.
 
-    Several loaders are taken together: what is ready and what could be are those of the loader of a known kind that has
-    the smallest share ready, which is the one that is waited for. A later
-    batch being ready is told of each loader by itself: the loop waits for one after the other.
+    Several loaders are taken together: what is ready and what could be are those of the loader that has the smallest
+    share ready, which is the one that is waited for. A later batch being ready is told of each loader by itself: the
+    loop waits for one after the other. With one among them of a kind that is not known, nobody can say for which the
+    loop waits: of waiting and workers nothing is told then, only what the others make.
 
     ``head_of_line_pct`` is the time waited with a later batch at hand, from the moment on at which that one came, times
     the share of workers idle for it, over all time in fetches. With ``background=``, worker processes and the thread
@@ -58,7 +59,7 @@ class LoaderWatch:
         self._sized = False
         # The last look at the loaders, at the start of a fetch.
         self._at: int | None = None
-        self._counted = self._known = self._pinning = False
+        self._counted = self._known = self._all_known = self._pinning = False
         self._ready = self._unpinned = 0
         self._scarce = (0, 0)
         """Batches ready, and capacity, of the loader with the smallest share ready: the one that is waited for."""
@@ -78,10 +79,12 @@ class LoaderWatch:
         ready = unpinned = drawn = 0
         scarce: tuple[int, int] | None = None
         known = pinning = False
+        all_known = True
         for place, probe in enumerate(self._probes):
             state = probe.read() if probe is not None else None
             if probe is None or state is None:
                 self._late[place] = None
+                all_known = False
                 continue
             known = True
             ready += state.ready
@@ -97,7 +100,7 @@ class LoaderWatch:
             self._late[place] = probe.head_of_line_ns()
         if self._at is not None and self._counted and self._known and known:
             self._count(now - self._at, drawn, ready + unpinned - self._ready - self._unpinned)
-        self._at, self._counted, self._known = now, not self._first, known
+        self._at, self._counted, self._known, self._all_known = now, not self._first, known, all_known
         self._ready, self._unpinned, self._pinning = ready, unpinned, pinning
         self._scarce = scarce or (ready, 0)
         self._wait, self._late_ns = 0, None
@@ -158,6 +161,8 @@ class LoaderWatch:
             return  # it only handed out what had been fetched before
         sums.drawn += drawn
         sums.draws += 1
+        if not self._all_known:
+            return  # it may have been the other one that was waited for
         sums.fetches += 1
         scarce, capacity = self._scarce
         sums.ready += scarce
@@ -195,12 +200,13 @@ class LoaderWatch:
         self._taken = [kept.get(id(probe), 0) for probe in self._probes]
         self._late = [None] * len(self._probes)
         self._held = [probe.capacity() if probe is not None else None for probe in self._probes]
-        self._sized = any(probe is not None for probe in self._probes) and not any(
-            probe is not None and held is None for probe, held in zip(self._probes, self._held, strict=True)
-        )
+        self._sized = bool(self._held) and None not in self._held
         return True
 
     def _all_workers(self) -> Workers:
+        if None in self._probes:
+            # What these do meanwhile would be taken for the reason of a wait that may not be theirs.
+            return Workers()
         every = [probe.workers() for probe in self._probes if probe is not None]
         return Workers(
             tuple(dict.fromkeys(pid for each in every for pid in each.pids)),

@@ -1,6 +1,7 @@
 """LoaderWatch on imitated iterators, a fake clock and trees that look like /proc."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,19 +216,39 @@ def test_loaders_side_by_side_are_taken_together(tmp_path: Path) -> None:
     assert stats.produced_per_s == pytest.approx(50)  # as the loop takes them, one of each
 
 
-def test_an_iterator_of_another_kind_is_left_out_of_the_sums(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [0, 1])
+def test_beside_an_iterator_of_another_kind_nobody_knows_which_is_waited_for(place: int, tmp_path: Path) -> None:
     class Other:
         _num_yielded = 0
 
+    one = Imitated(pins=True)
+    one._worker_result_queue.held = 1
+    one._workers = [SimpleNamespace(pid=7)]
+    (tmp_path / "proc/7/task/7").mkdir(parents=True)
+    (tmp_path / "proc/7/task/7/schedstat").write_text("500 0 0")
+    loop = Loop(tmp_path, *(Other(), one)[:: 1 - 2 * place])
+    for held in (3, 3, 3, 0, 0, 0):
+        one._data_queue.held = held
+        loop.fetch(wait_ms=30)
+        loop.step(10)
+    for stats in (loop.watch.take(), loop.watch.total()):
+        assert stats == LoaderStats(produced_per_s=stats.produced_per_s)
+        assert stats.produced_per_s == pytest.approx(1000 / 40 * (4 - 3) / 4)
+
+
+def test_when_it_is_gone_the_others_are_waited_for_again(tmp_path: Path) -> None:
     one = Imitated()
-    loop = Loop(tmp_path, Other(), one)
     one._data_queue.held = 3
-    for _ in range(5):
-        loop.fetch()
+    loop = Loop(tmp_path, one)
+    unseen = SimpleNamespace(_num_yielded=0)
+    loop.iterators.append(unseen)
+    for left in (True, True, True, False, False, False):
+        if not left and unseen in loop.iterators:
+            loop.iterators.remove(unseen)
+        loop.fetch(wait_ms=30)
         loop.step(10)
     stats = loop.watch.take()
-    assert (stats.queue_ready, stats.queue_capacity) == (3, 4)
-    assert stats.produced_per_s == pytest.approx(100)
+    assert (stats.queue_ready, stats.queue_capacity, stats.handover_pct) == (3, 4, 100)
 
 
 @pytest.mark.parametrize("iterators", [[], [object()]])

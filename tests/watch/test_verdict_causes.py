@@ -208,6 +208,41 @@ def test_a_model_that_takes_all_of_the_step_acquits_the_data() -> None:
     assert "not the data" in " ".join(several.evidence)
 
 
+@pytest.mark.parametrize(("alone_ms", "acquits"), [(110.0, True), (110.1, False), (400.0, False)])
+def test_a_model_alone_that_is_slower_than_its_steps_acquits_nothing(alone_ms: float, acquits: bool) -> None:
+    measured = _measured(DATA, TWO, _of(90, 5), {"model_per_s": 1000 / alone_ms, "loader_per_s": 10.0})
+    found = diagnose(measured)
+    assert found.bottleneck == ("compute" if acquits else "data")
+    assert found.measurements == measured
+    if acquits:
+        return
+    assert (found.cause, found.grade, found.confidence) == ("cpu", "highly data-bound", "medium")
+    assert f"the model alone took {alone_ms:.1f} ms, more than the 100.0 ms of a step" in found.evidence[-1]
+    without = diagnose(_measured(DATA, TWO, _of(90, 5), {"loader_per_s": 10.0}))
+    assert found.remedies == without.remedies
+
+
+@pytest.mark.parametrize(
+    ("compute", "loaders", "cause", "confidence"),
+    [
+        (100.0, {}, "compute", "high"),
+        (149.9, {"cpu_pressure_pct": 98.0}, "compute", "high"),
+        (150.0, {"cpu_pressure_pct": 98.0}, "oversubscribed", "low"),
+        (150.0, {"cpu_pressure_pct": 30.0}, "oversubscribed", "low"),
+        (150.0, {"cpu_pressure_pct": 29.9}, "unknown", "low"),
+        (150.0, {}, "unknown", "low"),
+    ],
+)
+def test_a_step_that_takes_much_longer_than_its_model_is_not_compute_for_sure(
+    compute: float, loaders: dict[str, Any], cause: str, confidence: str
+) -> None:
+    found = diagnose(_measured({"compute": compute}, TWO, loaders, {"model_per_s": 10.0}))
+    assert (found.bottleneck, found.cause, found.confidence) == ("compute", cause, confidence)
+    said = " ".join(found.evidence)
+    assert ("the model alone takes 100.0 of the 150.0 ms of the step itself" in said) == (confidence == "low")
+    assert ("some task waits for a CPU" in said) == (cause == "oversubscribed")
+
+
 @pytest.mark.parametrize(
     ("facts", "stats", "experiments", "cause"),
     [

@@ -123,6 +123,14 @@ def test_batches_that_are_uint8_are_not_to_become_it(cause: Any) -> None:
         assert not needless & {one.changes for one in copy_remedies(measured, shares, cause)}
 
 
+@pytest.mark.parametrize(
+    ("backend", "offered"), [("torch", True), ("nvjpeg", False), ("dali-cpu", False), ("dali-gpu", False)]
+)
+def test_a_collate_is_not_asked_for_where_it_would_be_refused(backend: str, offered: bool) -> None:
+    measured = _measured(backend=backend, device_type="cpu")
+    assert ("collate" in {one.changes for one in copy_remedies(measured, _shares(measured), "link")}) is offered
+
+
 def test_batches_of_ones_own_transforms_may_not_be_uint8() -> None:
     measured = _measured(own_transforms=True)
     assert "device_transform=True" in {one.changes for one in data_remedies(measured, _shares(measured), "cpu")}

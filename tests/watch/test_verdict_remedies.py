@@ -15,7 +15,7 @@ from lightning_feed import cli
 from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, KeyUse, NamedCost
 from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, LoopFacts, Measurements
-from lightning_feed.watch.verdict.remedies_data import data_remedies, uint8_line
+from lightning_feed.watch.verdict.remedies_data import data_remedies
 from lightning_feed.watch.verdict.remedies_other import compute_remedies, copy_remedies, framework_remedies
 from lightning_feed.watch.verdict.shares import Shares, shares_of
 from lightning_feed.watch.verdict.tree import diagnose
@@ -227,6 +227,8 @@ def test_workers_that_wait_need_no_cpu_each() -> None:
         ({"workers_blocked_pct": 97.0}, None, 60),
         ({"workers_blocked_pct": 97.0}, {"loader_per_s": 20.0, "cached_bytes_per_s": 25.0}, 80),
         ({}, {"cached_bytes_per_s": 12.5}, 80),
+        ({}, {"loader_per_s": 12.0, "cached_bytes_per_s": 15.0}, 80),  # training slows the loader: the ratio of both
+        ({}, {"loader_per_s": 10.8, "cached_bytes_per_s": 12.5}, 80),  # or noise: the rate as it is
         ({}, {"loader_per_s": 20.0, "cached_bytes_per_s": 1000.0}, 60),
         ({}, {"loader_per_s": 20.0, "cached_bytes_per_s": 10.0}, 100),  # never slower than now
     ],
@@ -271,19 +273,14 @@ def test_the_dearest_transforms_are_named_and_uint8_has_its_own_figure() -> None
         assert "transforms=off" not in _data(_measured(found=found | changed), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("names", "returned"),
-    [
-        ((), "batch[0].float().div(255), batch[1]"),
-        (("0", "1"), "batch[0].float().div(255), batch[1]"),
-        (("image", "label"), '{**batch, "image": batch["image"].float().div(255)}'),
-        (("",), "batch.float().div(255)"),
-    ],
-)
-def test_the_line_for_uint8_fits_the_batch(names: tuple[str, ...], returned: str) -> None:
-    keys = tuple(KeyUse(name=name, bytes_per_batch=10 - place, used=True) for place, name in enumerate(names))
-    measured = _measured(found={"keys": keys}) if names else _measured()
-    assert uint8_line(measured) == f"def device_transform(self, batch, split): return {returned}"
+def test_with_several_loaders_loading_is_no_transform() -> None:
+    costs = tuple(NamedCost(name=name, cpu_ms=4.0, wall_ms=4.0) for name in ("a: load", "b: read", "b: decode"))
+    found = {"loader_per_s": 20.0, "no_transform_per_s": 80.0, "costs": costs}
+    assert "transforms=off" not in _data(_measured(found=found), "cpu")
+    found["costs"] = (*costs, NamedCost(name="b: Blur", cpu_ms=1.0, wall_ms=1.0))
+    measured = _measured(found=found)
+    (cheaper,) = (one for one in data_remedies(measured, _shares(measured), "cpu") if one.changes == "transforms=off")
+    assert cheaper.code.endswith("# without b: Blur")
 
 
 def test_in_any_order() -> None:

@@ -17,7 +17,17 @@ def threads(sources: Sources) -> Iterator[Finding]:
     usable = read_machine(sources.root).usable_cpus
     given = {name: sources.environ[name] for name in THREAD_VARIABLES if sources.environ.get(name)}
     shown = ", ".join(f"{name}={value}" for name, value in given.items())
-    counts = [int(value) for value in given.values() if value.isdigit()]
+    threads_by_name = {name: _thread_count(name, value) for name, value in given.items()}
+    invalid = [f"{name}={given[name]}" for name, count in threads_by_name.items() if count is None]
+    counts = [count for count in threads_by_name.values() if count is not None]
+    if invalid:
+        yield Finding(
+            topic="thread variables",
+            value=shown,
+            level="warning",
+            meaning=f"{', '.join(invalid)}: no number of threads, so it is ignored, or stops what reads it",
+            do=f"Set a whole number from 1 to {usable}, or leave it out.",
+        )
     if counts and max(counts) > usable:
         yield Finding(
             topic="thread variables",
@@ -26,6 +36,8 @@ def threads(sources: Sources) -> Iterator[Finding]:
             meaning=f"more threads than the {usable} usable CPUs: they take turns and slow each other",
             do=f"Set them to {usable} or less, or leave them out.",
         )
+    elif invalid:
+        pass
     elif 1 in counts and usable > 1:
         yield Finding(
             topic="thread variables",
@@ -49,6 +61,18 @@ def threads(sources: Sources) -> Iterator[Finding]:
         meaning=f"more than the {usable} usable CPUs: torch sees the machine, not the quota" if many else "",
         do=f"OMP_NUM_THREADS={usable}, or torch.set_num_threads({usable})." if many else "",
     )
+
+
+def _thread_count(name: str, value: str) -> int | None:
+    """Threads that a variable asks for; None where that is no number of them.
+
+    OpenMP's may be a list, a number for each level of nesting, of which the first counts here. What libgomp takes for a
+    number was tried with torch 2.15: spaces and a plus sign, no 0, no hexadecimal one.
+    """
+    parts = [part.strip().removeprefix("+") for part in (value.split(",") if name == "OMP_NUM_THREADS" else [value])]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        return None
+    return int(parts[0])
 
 
 def pillow(sources: Sources) -> Iterator[Finding]:

@@ -8,7 +8,8 @@ from typing import TypeGuard
 from lightning_feed.watch.experiments.results import ExperimentResults, NamedCost
 from lightning_feed.watch.reports.report import rate
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
-from lightning_feed.watch.verdict.remedies_data import NOT_TRANSFORMS
+from lightning_feed.watch.verdict.remedies_data import NOT_TRANSFORMS, step_of
+from lightning_feed.watch.verdict.shares import model_disturbed
 
 BAR = 32
 """Characters of the longest bar."""
@@ -56,6 +57,8 @@ def read_road(diagnosis: Diagnosis) -> Road | None:
     found, facts = measured.experiments, measured.facts
     if found is None:
         return None
+    if model_disturbed(measured):
+        found = replace(found, model_per_s=None)
     size = next((one for one in (found.batch_size, facts.batch_size) if one is not None and one > 0), None)
     stations = _mark(tuple(one for one in _stations(found, facts, size) if _known(one.per_s)))
     if not stations:
@@ -154,8 +157,8 @@ def _parts(costs: tuple[NamedCost, ...], facts: LoopFacts) -> Iterator[Station]:
     """
     if facts.num_workers is None:
         return
-    named = {name: [one for one in costs if one.name == name] for name in NOT_TRANSFORMS}
-    named["transforms"] = [one for one in costs if one.name not in NOT_TRANSFORMS]
+    named = {name: [one for one in costs if step_of(one.name) == name] for name in NOT_TRANSFORMS}
+    named["transforms"] = [one for one in costs if step_of(one.name) not in NOT_TRANSFORMS]
     for name, some in named.items():
         wall_ms, cpu_ms = sum(one.wall_ms for one in some), sum(one.cpu_ms for one in some)
         if not _known(wall_ms):

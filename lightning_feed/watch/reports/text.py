@@ -1,10 +1,12 @@
 """The report as text for the console."""
 
 from collections.abc import Callable
+from typing import Literal
 
 from lightning_feed.watch.reports.road import in_rate, read_road, road_text
 from lightning_feed.watch.reports.tables import disk_text
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
+from lightning_feed.watch.verdict.shares import grade_of, shares_of
 from lightning_feed.watch.verdict.units import in_ms
 
 COSTS_NAMED = 6
@@ -20,14 +22,16 @@ def as_text(diagnosis: Diagnosis) -> str:
         lines = [f"FEED  no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."]
         return "\n".join(lines + _found(diagnosis))
     trust = f"confidence {diagnosis.confidence}, {stats.steps} steps"
-    if stats.starved_low_pct is not None and stats.starved_high_pct is not None:
-        trust = f"95 % CI {stats.starved_low_pct:.0f}-{stats.starved_high_pct:.0f}, {trust}"
+    known = interval(diagnosis)
+    if known is not None:
+        trust = f"95 % CI {known[0]:.0f}-{known[1]:.0f}, {trust}"
     lines = [f"FEED  {headline(diagnosis)} ({trust})"]
     whole = stats.step_ms
     split = f"step {in_ms(whole, whole)} ms = "
     split += " | ".join(f"{name} {in_ms(ms, whole)}" for name, ms in step_parts(diagnosis))
-    if stats.speedup_if_free is not None:
-        split += f"        if data were free: {stats.speedup_if_free:.2f} x"
+    faster = speedup(diagnosis)
+    if faster is not None:
+        split += f"        if data were free: {faster:.2f} x"
     lines.append(split)
     cause = cause_text(diagnosis)
     if cause:
@@ -51,17 +55,63 @@ def headline(diagnosis: Diagnosis) -> str:
     stats = diagnosis.stats
     if diagnosis.bottleneck == "unknown" or stats.starved_pct is None:
         return "no verdict"
+    on_cpu = diagnosis.device_type == "cpu"
     waits = f"GPU idle {stats.starved_pct:.0f} % of each step waiting for data"
-    if diagnosis.device_type == "cpu":
+    if on_cpu:
         waits = f"training waits for data {stats.starved_pct:.0f} % of each step"
-    ranks = diagnosis.measurements.ranks
-    if diagnosis.cause == "one rank" and ranks is not None and ranks.starved_pct is not None:
-        whose = "one rank" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
+    ranks, shares, counted = diagnosis.measurements.ranks, shares_of(diagnosis.measurements), _counted(diagnosis)
+    if counted == "ranks" and ranks is not None:
+        whose = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
         waits = f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
+    elif counted == "epochs" and shares is not None:
+        waits = f"GPU idle {shares.epoch_pct:.0f} % of each epoch waiting for its first batch"
+        if on_cpu:
+            waits = f"training waits for data {shares.epoch_pct:.0f} % of each epoch, for its first batch"
+    elif diagnosis.bottleneck == "compute" and shares is not None and shares.acquitted:
+        waits += ", and the model alone takes as long as a step"
     if diagnosis.bottleneck in ("data", "compute"):
         kind = diagnosis.grade if diagnosis.bottleneck == "data" else f"compute-bound, {diagnosis.grade}"
         return f"{kind}: {waits}"
     return f"{diagnosis.bottleneck}-bound, {diagnosis.grade}: {waits}"
+
+
+def interval(diagnosis: Diagnosis) -> tuple[float, float] | None:
+    """The 95 % interval of the share that the headline names; None where it is not known.
+
+    Only that of this rank's steps is: not what all ranks lose, nor what an epoch loses before its first batch.
+    """
+    low, high = diagnosis.stats.starved_low_pct, diagnosis.stats.starved_high_pct
+    return None if low is None or high is None or _counted(diagnosis) != "steps" else (low, high)
+
+
+def speedup(diagnosis: Diagnosis) -> float | None:
+    """Times as fast if data were free, by the share that the headline names; None: not known."""
+    measured, counted = diagnosis.measurements, _counted(diagnosis)
+    stats, ranks, batches = measured.stats, measured.ranks, measured.facts.batches_per_epoch
+    if counted == "steps":
+        return stats.speedup_if_free
+    if counted == "ranks":
+        return _times(100.0, 100.0 - ((ranks.starved_pct if ranks is not None else None) or 0.0))
+    step_ms, epochs = stats.step_ms or 0.0, batches or 0
+    busy_ms = epochs * (step_ms - (stats.data_idle_ms or 0.0))
+    return _times(1e3 * (stats.epoch_start_s or 0.0) + epochs * step_ms, busy_ms)
+
+
+def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
+    """What the grade goes by: waiting in this rank's steps, in those of all ranks, or for an epoch's first batch."""
+    measured = diagnosis.measurements
+    starved, shares = measured.stats.starved_pct, shares_of(measured)
+    if diagnosis.cause == "one rank" and measured.ranks is not None and measured.ranks.starved_pct is not None:
+        return "ranks"
+    if shares is None or starved is None or (diagnosis.cause != "epoch start" and grade_of(starved) == diagnosis.grade):
+        return "steps"
+    if shares.epoch_pct is not None and shares.epoch_pct == shares.data_pct:
+        return "epochs"
+    return "ranks" if shares.by_ranks and not shares.acquitted else "steps"
+
+
+def _times(whole: float, part: float) -> float | None:
+    return whole / part if part > 0 else None
 
 
 def step_parts(diagnosis: Diagnosis) -> tuple[tuple[str, float | None], ...]:
@@ -108,6 +158,10 @@ def _found(diagnosis: Diagnosis) -> list[str]:
     unused = [f"{one.name} ({one.bytes_per_batch / 1e3:.1f} kB a batch)" for one in found.keys if one.used is False]
     if unused:
         lines.append(f"keys  never used by the model: {', '.join(unused)}")
+    unsure = [one.name for one in found.keys if one.used is None]
+    stepped = diagnosis.stats.steps > 0 or any(one.used is not None for one in found.keys)
+    if unsure and stepped:  # without a step nobody could have used them
+        lines.append(f"keys  cannot be told whether the model uses: {', '.join(unsure)}")
     return lines + [f"skip  {name}: {why}" for name, why in found.left_out]
 
 

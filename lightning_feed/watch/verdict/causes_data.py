@@ -46,8 +46,16 @@ def data_cause(measured: Measurements, shares: Shares) -> Finding:
         or _jitter(measured)
         or _workers(measured)
         or _experiments(measured)
-        or Finding(cause="unknown", because=("what the workers do meanwhile is not known",), sure=False)
+        or _unknown(measured)
     )
+
+
+def _unknown(measured: Measurements) -> Finding:
+    if measured.facts.dali_device is not None:
+        return Finding(
+            cause="unknown", because=("DALI loads in threads of its own, whose work is not measured",), sure=False
+        )
+    return Finding(cause="unknown", because=("what the workers do meanwhile is not known",), sure=False)
 
 
 def _epoch_start(measured: Measurements, shares: Shares) -> Finding | None:

@@ -1,8 +1,9 @@
 """Why the time between steps, the copy, or the step itself takes what it takes."""
 
+from lightning_feed.watch.verdict.causes_data import CPU_PRESSURE_PCT
 from lightning_feed.watch.verdict.diagnosis import SYNCS, HookTime, Measurements
 from lightning_feed.watch.verdict.finding import Finding
-from lightning_feed.watch.verdict.shares import Shares
+from lightning_feed.watch.verdict.shares import Shares, model_alone_ms
 from lightning_feed.watch.verdict.units import in_ms
 
 NAMED_SHARE = 0.5
@@ -16,6 +17,9 @@ LINK_SHARE = 0.5
 """Share of the speed of a pinned copy from which the link is the limit."""
 LAUNCH_SHARE = 0.9
 """CPU time of the training thread over the time of the step on the device."""
+FAR = 1.5
+"""The step itself over the model alone, from which it is not the model that takes the time. Below, it may be workers
+that share its CPUs as they should."""
 WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
 """Callbacks of Lightning that wait for the device when they read a metric or measure: their time is such a wait."""
 
@@ -67,8 +71,10 @@ def compute_cause(measured: Measurements, shares: Shares) -> Finding:
     """The step itself: what the device computes, or what the host needs to tell it so."""
     facts, compute = measured.facts, measured.stats.compute_ms
     because = []
-    if shares.acquitted and measured.experiments is not None and measured.experiments.model_per_s:
-        alone = 1e3 / measured.experiments.model_per_s
+    alone = model_alone_ms(measured)
+    if alone is not None and compute is not None and compute >= FAR * alone:
+        return _not_the_model(measured, shares, alone)
+    if shares.acquitted and alone is not None:
         because.append(
             f"the model alone takes {in_ms(alone, shares.step_ms)} ms a step with one batch again and again: "
             "not the data, whatever the wait says"
@@ -79,6 +85,20 @@ def compute_cause(measured: Measurements, shares: Shares) -> Finding:
         said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to issue what the device does"
         return Finding(cause="launch", because=(*because, said), sure=False)
     return Finding(cause="compute", because=tuple(because))
+
+
+def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Finding:
+    """The step takes much longer than the model in it: what else is known to take the CPUs."""
+    whole, compute = shares.step_ms, measured.stats.compute_ms
+    said = (
+        f"the model alone takes {in_ms(alone, whole)} of the {in_ms(compute, whole)} ms of the step itself: "
+        "others take its processors, or the step does what the model does not"
+    )
+    pressure = measured.loaders.cpu_pressure_pct
+    if pressure is None or pressure < CPU_PRESSURE_PCT:
+        return Finding(cause="unknown", because=(said,), contradicted=True)
+    because = (said, f"some task waits for a CPU {pressure:.0f} % of the time")
+    return Finding(cause="oversubscribed", because=because, contradicted=True)
 
 
 def _waits(hook: HookTime) -> bool:

@@ -39,8 +39,30 @@ data: ``epoch start`` (workers are started anew), ``no workers``, ``head of line
 up), ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
 ``cold reads`` (from the disk or network), ``waiting`` (reads are cached: locks, IPC, sleeping), ``jitter`` (fast enough
 in the mean, not always), ``one rank``.
-compute: ``compute``, or ``launch`` (the host can hardly issue the work as fast as the device does it).
+compute: ``compute``, or ``launch`` (the host can hardly issue the work as fast as the device does it). Where the model
+alone is much faster than the step: ``oversubscribed`` (tasks wait for a CPU), or ``unknown``.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """What a part of a batch lies in."""
+
+    kind: Literal["dict", "list", "tuple", "named tuple"]
+    key: str
+    """Under which the part lies, as code: ``"image"`` with its quotes, ``0``; of a named tuple the field."""
+    parts: int
+    """How many it holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A tensor of a batch that looks like pictures."""
+
+    dtype: str
+    """``float32``, ``uint8``, ..."""
+    inside: tuple[Container, ...]
+    """From the batch inwards. Empty: it is the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +87,12 @@ class LoopFacts:
     """Of all tensors of a training batch on the host."""
     batch_tensors: int | None = None
     """Number of tensors of a training batch."""
+    batch_hooks: bool | None = None
+    """Whether a hook of the user's can change a batch on its way to the device, other than ``device_transform``."""
+    pictures: tuple[Picture, ...] | None = None
+    """Of a training batch as the loader gives it: the largest tensor of three dimensions or more, of floats or uint8,
+    and those like it but for height and width. Empty: there is none. None too where hooks, or objects of the user's,
+    hide what it was."""
     batches_per_epoch: int | None = None
     decoder: str | None = None
     """Of an ImageFolderDataModule."""
@@ -80,6 +108,12 @@ class LoopFacts:
     """Whether a FastDataModule reads from a copy."""
     device_transform: bool | None = None
     """Whether a FastDataModule transforms batches on the device."""
+    dali_device: str | None = None
+    """Of a DaliDataModule: ``cpu`` or ``cuda``, where its training pipeline works."""
+    dali_threads: int | None = None
+    """The same: CPU threads of the pipeline."""
+    dali_prefetch: int | None = None
+    """The same: batches that DALI makes ahead."""
     log_every_n_steps: int | None = None
     """Of the Trainer."""
     usable_cpus: int | None = None

@@ -14,3 +14,5 @@ class Finding:
     """One sentence each."""
     sure: bool = True
     """Nothing that would have told otherwise is missing."""
+    contradicted: bool = False
+    """An experiment says otherwise: confidence is low, however good the figures."""

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.causes_data import HANDOVER_PCT
 from lightning_feed.watch.verdict.diagnosis import Cause, LoopFacts, Measurements, Remedy
+from lightning_feed.watch.verdict.remedies_dali import dali_remedies
 from lightning_feed.watch.verdict.remedies_images import decoder_remedies, image_remedies, sends_uint8
+from lightning_feed.watch.verdict.remedies_uint8 import uint8_remedies
 from lightning_feed.watch.verdict.shares import Shares
 
 SLOW_START_S = 1.0
@@ -15,7 +17,7 @@ SMALL_FILE_BYTES = 1 << 20
 MOST_WAITING = 4
 """Times as many workers, at most, where they only wait."""
 NOT_TRANSFORMS = ("read", "decode", "load")
-"""Steps of a sample's way that are no transforms, as experiments name them."""
+"""Steps of a sample's way that are no transforms, as experiments name them: see :func:`step_of`."""
 STAGE = 'FastDataModule(data_dir="data", stage_to="/dev/shm")'
 PACK = "lightning-feed pack data packed"
 
@@ -35,6 +37,8 @@ Remedies = list[Remedy]
 
 def data_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remedies:
     """What to change, the most promising first."""
+    if measured.facts.dali_device is not None:  # no workers, no collate, no samples that Python sees
+        return dali_remedies(measured, cause)
     by_cause: dict[Cause, Callable[[Measurements, Shares], Remedies]] = {
         "epoch start": _epoch_start,
         "one rank": _one_rank,
@@ -70,6 +74,11 @@ def loader_line(facts: LoopFacts, **settings: object) -> str:
     if facts.ours is False:
         return f"DataLoader(dataset, {given})"
     return f"FastDataModule(loader=LoaderSettings({given}))"
+
+
+def step_of(name: str) -> str:
+    """The name of a cost without that of its loader, which several loaders put before it: ``load`` of ``"a: load"``."""
+    return name.rpartition(": ")[2]
 
 
 def unused_keys(measured: Measurements, least_share: float = 0.0) -> Remedies:
@@ -112,7 +121,7 @@ def _epoch_start(measured: Measurements, shares: Shares) -> Remedies:
         return [_persistent(facts)]
     if facts.num_workers and facts.workers == "process":
         return [_threads("threads start at once")]
-    return _more_workers(measured, shares) or [_uint8(measured, shares)]
+    return _more_workers(measured, shares) or _uint8(measured, shares)
 
 
 def _one_rank(measured: Measurements, shares: Shares) -> Remedies:
@@ -150,7 +159,7 @@ def _head_of_line(measured: Measurements, shares: Shares) -> Remedies:
 
 def _pin_thread(measured: Measurements, shares: Shares) -> Remedies:
     return [
-        _uint8(measured, shares),
+        *_uint8(measured, shares),
         _change(measured.facts, "to compare: one thread pins all batches, and cannot keep up", pin_memory=False),
     ]
 
@@ -175,7 +184,7 @@ def _oversubscribed(measured: Measurements, shares: Shares) -> Remedies:
             )
         )
     remedies += image_remedies(measured, shares)
-    remedies.append(_uint8(measured, shares))
+    remedies += _uint8(measured, shares)
     return remedies
 
 
@@ -191,7 +200,7 @@ def _work(measured: Measurements, shares: Shares) -> Remedies:
             )
         )
     remedies += image_remedies(measured, shares)
-    remedies.append(_uint8(measured, shares))
+    remedies += _uint8(measured, shares)
     return remedies + _cheaper_transforms(measured, shares)
 
 
@@ -234,7 +243,7 @@ def _memory_by_experiment(measured: Measurements, shares: Shares) -> Remedies:
 def _waiting(measured: Measurements, shares: Shares) -> Remedies:
     if (measured.loaders.handover_pct or 0.0) < HANDOVER_PCT:
         return _more_waiting(measured, shares) + _deeper(measured.facts, "waits overlap with more steps", None)
-    remedies = [_uint8(measured, shares)]
+    remedies = _uint8(measured, shares)
     if measured.facts.workers == "process":
         remedies.append(_threads("threads hand over a reference, not a copy"))
     return remedies
@@ -285,33 +294,16 @@ def _deeper(facts: LoopFacts, why: str, predicted: float | None) -> Remedies:
     ]
 
 
-def _uint8(measured: Measurements, shares: Shares) -> Remedy:
-    return Remedy(
-        code=uint8_line(measured),
-        why="uint8 batches: less to compute in the workers, less to send between processes",
-        predicted_step_ms=predict.as_uint8(measured, shares),
-        changes="device_transform=True",
-    )
-
-
-def uint8_line(measured: Measurements) -> str:
-    """The method that makes floats of uint8 pictures on the device, for a batch of this form."""
-    keys = () if measured.experiments is None else measured.experiments.keys
-    name = max(keys, key=lambda key: key.bytes_per_batch).name if keys else "0"
-    if name.isdecimal():
-        returned = "batch[0].float().div(255), batch[1]"
-    elif name.isidentifier():
-        returned = f'{{**batch, "{name}": batch["{name}"].float().div(255)}}'
-    else:  # a tensor by itself
-        returned = "batch.float().div(255)"
-    return f"def device_transform(self, batch, split): return {returned}"
+def _uint8(measured: Measurements, shares: Shares) -> Remedies:
+    why = "uint8 batches: less to compute in the workers, less to send between processes"
+    return uint8_remedies(measured.facts, why, predict.as_uint8(measured, shares))
 
 
 def _cheaper_transforms(measured: Measurements, shares: Shares) -> Remedies:
     """The dearest by name, and what leaving out all of them would give: the most that cheaper ones can."""
     predicted = predict.without_transforms(measured, shares)
     found = measured.experiments
-    costs = [] if found is None else [cost for cost in found.costs if cost.name not in NOT_TRANSFORMS]
+    costs = [] if found is None else [cost for cost in found.costs if step_of(cost.name) not in NOT_TRANSFORMS]
     if predicted is None or not costs or not predict.worth_it(predicted, shares):
         return []
     dearest = sorted(costs, key=lambda cost: cost.cpu_ms, reverse=True)[:2]

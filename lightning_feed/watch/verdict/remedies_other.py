@@ -4,8 +4,9 @@ import re
 
 from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, Measurements, Remedy
-from lightning_feed.watch.verdict.remedies_data import loader_line, uint8_line, unused_keys
-from lightning_feed.watch.verdict.remedies_images import sends_uint8
+from lightning_feed.watch.verdict.remedies_dali import dali_on_the_gpu
+from lightning_feed.watch.verdict.remedies_data import loader_line, unused_keys
+from lightning_feed.watch.verdict.remedies_uint8 import uint8_remedies
 from lightning_feed.watch.verdict.shares import Shares
 
 RARELY = 50
@@ -51,16 +52,21 @@ def copy_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remed
     """Pin, overlap, shrink."""
     facts, stats = measured.facts, measured.stats
     at_best = predict.without(shares, stats.h2d_ms)
+    dali = facts.dali_device is not None
     if facts.device_type == "cpu":
-        return [
-            Remedy(
-                code="def collate(self, samples, split): ...",
-                why="nothing is copied on the CPU: do the work of the transfer hooks in the workers",
-                predicted_step_ms=at_best,
-                changes="collate",
-            )
-        ]
-    remedies = []
+        return (
+            []
+            if dali or facts.backend not in (None, "torch")  # encoded images: collate and the hook are our own there
+            else [
+                Remedy(
+                    code="def collate(self, samples, split): ...",
+                    why="nothing is copied on the CPU: do the work of the transfer hooks in the workers",
+                    predicted_step_ms=at_best,
+                    changes="collate",
+                )
+            ]
+        )
+    remedies = dali_on_the_gpu(facts)
     if facts.pin_memory is False:
         remedies.append(
             Remedy(
@@ -79,7 +85,7 @@ def copy_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remed
                 changes="pack_small=True",
             )
         )
-    if not stats.prefetch_active:
+    if not stats.prefetch_active and facts.dali_device != "cuda":  # there it would stand aside
         remedies.append(
             Remedy(
                 code="trainer = Trainer(callbacks=[PrefetchCallback(), GPUStarvationCallback()])",
@@ -88,15 +94,8 @@ def copy_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remed
                 changes="prefetch_callback=True",
             )
         )
-    if not sends_uint8(facts):
-        remedies.append(
-            Remedy(
-                code=uint8_line(measured),
-                why="uint8 travels in a quarter of the bytes",
-                changes="device_transform=True",
-            )
-        )
-    return remedies + unused_keys(measured)
+    remedies += uint8_remedies(facts, "uint8 travels in a quarter of the bytes")
+    return remedies + ([] if dali else unused_keys(measured))
 
 
 def compute_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remedies:

@@ -13,8 +13,9 @@ JITTER_PCT, HIGH_PCT = 2.0, 20.0
 """Further limits of the grade; 5 and 20 are those of TensorFlow's input-pipeline analyzer."""
 MIN_STEPS = 10
 """With fewer steps there is no verdict."""
-MODEL_SHARE = 0.95
-"""The model alone takes at least this share of a step: then no loader, however fast, makes the step much shorter."""
+MODEL_SHARE, MODEL_MOST = 0.95, 1.1
+"""The model alone takes at least this share of a step: then no loader, however fast, makes the step much shorter. It
+cannot take more than all of it: beyond what two measurements differ by, something disturbed the one of it alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +96,24 @@ def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
     start_ms = stats.epoch_start_s * 1e3
     excess_ms = max(0.0, start_ms - (stats.data_idle_ms or 0.0))
     # An epoch: its first batch, then all of its steps, of which the first has no more waiting in it.
-    return 100 * excess_ms / (start_ms + batches * step_ms)
+    whole_ms = start_ms + batches * step_ms
+    return 100 * excess_ms / whole_ms if whole_ms > 0 else None
+
+
+def model_alone_ms(measured: Measurements) -> float | None:
+    """Step time of the model with one batch again and again; None where that was not measured."""
+    found = measured.experiments
+    return 1e3 / found.model_per_s if found is not None and found.model_per_s else None
+
+
+def model_disturbed(measured: Measurements) -> bool:
+    """Whether the model alone took longer than the steps that it is a part of: then its figure is good for nothing."""
+    alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
+    return alone is not None and step_ms is not None and alone > MODEL_MOST * step_ms
 
 
 def _model_takes_all(measured: Measurements) -> bool:
-    found, step_ms = measured.experiments, measured.stats.step_ms
-    if found is None or not found.model_per_s or not step_ms:
+    alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
+    if alone is None or not step_ms:
         return False
-    return 1e3 / found.model_per_s >= MODEL_SHARE * step_ms
+    return MODEL_SHARE * step_ms <= alone <= MODEL_MOST * step_ms

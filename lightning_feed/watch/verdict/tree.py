@@ -1,6 +1,7 @@
 """Says what limits training, with the figures it rests on and what to change. A pure function of what was measured."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lightning_feed.watch.stats import Confidence
 from lightning_feed.watch.verdict.causes_data import data_cause
@@ -10,7 +11,17 @@ from lightning_feed.watch.verdict.evidence import evidence_of
 from lightning_feed.watch.verdict.finding import Finding
 from lightning_feed.watch.verdict.remedies_data import data_remedies
 from lightning_feed.watch.verdict.remedies_other import compute_remedies, copy_remedies, framework_remedies
-from lightning_feed.watch.verdict.shares import DATA_PCT, HIGH_PCT, MIN_STEPS, Shares, grade_of, shares_of
+from lightning_feed.watch.verdict.shares import (
+    DATA_PCT,
+    HIGH_PCT,
+    MIN_STEPS,
+    Shares,
+    grade_of,
+    model_alone_ms,
+    model_disturbed,
+    shares_of,
+)
+from lightning_feed.watch.verdict.units import in_ms
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Finding]] = {
     "framework": framework_cause,
@@ -33,8 +44,11 @@ def diagnose(measured: Measurements) -> Diagnosis:
     The parts of a step are held against their limits in the order framework (10 %), copy (5 %), data (5 %). Of those
     over their limit the dearest is the bottleneck, the earlier on a tie; the others are named and treated too. With
     none, training is limited by what it computes. Waiting for data is the longest over the ranks, where that is known,
-    and does not count where the model alone, fed the same batch again and again, takes as long as a step.
+    and does not count where the model alone, fed the same batch again and again, takes as long as a step. A model alone
+    that took longer than that was disturbed: the verdict is then that of the other figures, and less sure.
     """
+    if model_disturbed(measured):
+        return _without_model(measured)
     stats = measured.stats
     shares = shares_of(measured)
     if shares is None:
@@ -69,6 +83,18 @@ def diagnose(measured: Measurements) -> Diagnosis:
     )
 
 
+def _without_model(measured: Measurements) -> Diagnosis:
+    """The verdict without what the model took alone, which is impossible."""
+    alone, step_ms = model_alone_ms(measured) or 0.0, measured.stats.step_ms or 0.0
+    assert measured.experiments is not None
+    found = diagnose(replace(measured, experiments=replace(measured.experiments, model_per_s=None)))
+    said = (
+        f"the model alone took {in_ms(alone, step_ms)} ms, more than the {in_ms(step_ms, step_ms)} ms of a step: "
+        "something disturbed that experiment, and it does not count"
+    )
+    return replace(found, confidence=_LOWER[found.confidence], evidence=(*found.evidence, said), measurements=measured)
+
+
 def _confidence(measured: Measurements, shares: Shares, found: Finding) -> Confidence:
     """That of the figures; lower where their interval holds a limit of the verdict, or figures of the cause lack."""
     stats, confidence = measured.stats, measured.stats.confidence
@@ -76,6 +102,8 @@ def _confidence(measured: Measurements, shares: Shares, found: Finding) -> Confi
     wide = low is not None and high is not None and any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
     if wide and not shares.acquitted:
         confidence = _LOWER[confidence]
+    if found.contradicted:
+        return "low"
     return confidence if found.sure else _LOWER[confidence]
 
 

@@ -48,6 +48,14 @@ def test_a_machine_in_good_order_has_nothing_to_mend(tmp_path: Path) -> None:
         ({"modules": {"pynvml": FakeNvml(cuda=12040)}}, "driver", "note", "12.6"),
         ({"environ": {"OMP_NUM_THREADS": "1"}}, "thread variables", "note", "one thread"),
         ({"environ": {"OMP_NUM_THREADS": "64"}}, "thread variables", "warning", "the 4 usable CPUs"),
+        ({"environ": {"OMP_NUM_THREADS": "8,2"}}, "thread variables", "warning", "the 4 usable CPUs"),
+        ({"environ": {"OMP_NUM_THREADS": "1,8"}}, "thread variables", "note", "one thread"),
+        ({"environ": {"OMP_NUM_THREADS": "abc"}}, "thread variables", "warning", "OMP_NUM_THREADS=abc: no number"),
+        ({"environ": {"OMP_NUM_THREADS": "-3"}}, "thread variables", "warning", "OMP_NUM_THREADS=-3: no number"),
+        ({"environ": {"OMP_NUM_THREADS": "0"}}, "thread variables", "warning", "OMP_NUM_THREADS=0: no number"),
+        ({"environ": {"OMP_NUM_THREADS": "4,x"}}, "thread variables", "warning", "OMP_NUM_THREADS=4,x: no number"),
+        ({"environ": {"MKL_NUM_THREADS": "4,2"}}, "thread variables", "warning", "MKL_NUM_THREADS=4,2: no number"),
+        ({"environ": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "²"}}, "thread variables", "warning", "²: no number"),
         ({"modules": {"torch": fake_torch(threads=64)}}, "torch threads", "warning", "OMP_NUM_THREADS=4"),
         ({"modules": {"torch": fake_torch(empty=unpinnable)}}, "pinned memory", "problem", "out of memory"),
         (
@@ -67,6 +75,18 @@ def test_a_planted_fault_is_named_alone(
     (one,) = _bad(examine(None, made_machine(tmp_path, **changes))).values()
     assert (one.topic, one.level) == (topic, level)
     assert words in f"{one.value} {one.meaning} {one.do}"
+
+
+@pytest.mark.parametrize("value", ["4", "4,2", "2, 8", " 4 ", "+4", ""])
+def test_threads_that_fit_are_no_fault(value: str, tmp_path: Path) -> None:
+    assert _bad(examine(None, made_machine(tmp_path, environ={"OMP_NUM_THREADS": value}))) == {}
+
+
+def test_too_many_threads_are_named_beside_what_is_no_number(tmp_path: Path) -> None:
+    environ = {"OMP_NUM_THREADS": "abc", "MKL_NUM_THREADS": "64"}
+    found = [one for one in examine(None, made_machine(tmp_path, environ=environ)) if one.topic == "thread variables"]
+    assert [one.level for one in found] == ["warning", "warning"]
+    assert "the 4 usable CPUs" in found[1].meaning
 
 
 def test_an_idle_link_is_no_fault(tmp_path: Path) -> None:

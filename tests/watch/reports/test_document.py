@@ -104,6 +104,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 UNITS = ("_ms", "_s", "_pct", "_bytes", "_per_batch", "_per_step", "_cpus", "_workers", "_tensors", "_per_epoch")
 PLAIN_NUMBERS = {
+    "parts",
     "speedup_if_free",
     "amplification",
     "steps",
@@ -113,6 +114,8 @@ PLAIN_NUMBERS = {
     "world_size",
     "slow_rank",
     "prefetch_factor",
+    "dali_threads",
+    "dali_prefetch",
     "log_every_n_steps",
     "batch_size",
     "worker_scaling",

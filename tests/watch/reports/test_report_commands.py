@@ -1,6 +1,7 @@
 """``lightning-feed report`` and ``compare``: output, exit codes, and a gate that does not pass on nothing."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,12 +13,16 @@ from watch.reports.json_checker import problems
 from watch.reports.sample_reports import nothing_measured, sample, sample_facts, sample_report, sample_stats
 
 from lightning_feed.cli import main
+from lightning_feed.errors import ReportError
+from lightning_feed.watch.experiments.results import ExperimentResults
+from lightning_feed.watch.reports.gate import check_starved
 from lightning_feed.watch.reports.html import as_html
 from lightning_feed.watch.reports.markdown import as_markdown
 from lightning_feed.watch.reports.schema import json_schema
 from lightning_feed.watch.reports.text import as_text
 from lightning_feed.watch.reports.writing import write_report
-from lightning_feed.watch.verdict.diagnosis import Diagnosis
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
+from lightning_feed.watch.verdict.tree import diagnose
 
 
 def _alone(**stats: Any) -> Diagnosis:
@@ -34,9 +39,21 @@ def _run(folder: Path, found: Diagnosis) -> str:
 def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = _run(tmp_path, sample())
     assert main(["report", run]) == 0
-    assert capsys.readouterr() == (as_text(sample()) + "\n", "")
+    assert capsys.readouterr().out == as_text(sample()) + "\n"
     assert main(["report", f"{run}/feed_report.json"]) == 0
-    assert capsys.readouterr().out.startswith("FEED  ")
+    assert capsys.readouterr() == (as_text(sample()) + "\n", "")
+
+
+def test_the_report_of_a_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, age in (("old", 2), ("new", 1), ("older", 3)):
+        below = tmp_path / name / "version_0"
+        _run(below, sample())
+        os.utime(below / "feed_report.json", (1e9 - age, 1e9 - age))
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)
+    shown = tmp_path / "new" / "version_0" / "feed_report.json"
+    assert printed.err == f"lightning-feed: {shown}, written {sample_report().written_at}\n"
 
 
 def test_the_report_in_other_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +77,7 @@ def test_the_gate(limit: str, code: int, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["report", run, "--fail-above", limit]) == code
     out, err = capsys.readouterr()
     assert out.startswith("FEED  ")  # the report is shown either way
-    assert err.startswith(f"lightning-feed: starved_pct is 33.90, limit {limit} (confidence high): ")
+    assert f"\nlightning-feed: starved_pct is 33.90, limit {limit} (confidence high): " in err
     assert ("too long" in err) == bool(code)
     assert ("fine" in err) == (not code)
 
@@ -75,6 +92,35 @@ def test_the_gate_counts_what_all_ranks_lose(tmp_path: Path, capsys: pytest.Capt
     fed = sample(stats=sample_stats(starved_pct=1.0))  # this rank waits for the other
     assert main(["report", _run(tmp_path, fed), "--fail-above", "20"]) == 1
     assert "ranks.starved_pct is 35.00" in capsys.readouterr().err
+
+
+def _slow_start(**changes: Any) -> Diagnosis:
+    """67 % of an epoch of 20 steps goes by before its first batch, and 6 % of each step waiting."""
+    stats = sample_stats(
+        step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, starved_pct=6.0, input_pct=6.0, epoch_start_s=2.0
+    )
+    facts = LoopFacts(num_workers=2, usable_cpus=2, batches_per_epoch=20)
+    return diagnose(replace(Measurements(stats=stats, facts=facts), **changes))
+
+
+def test_the_gate_counts_what_an_epoch_loses_before_its_first_batch() -> None:
+    report = sample_report(_slow_start())
+    with pytest.raises(ReportError, match=r"the share of each epoch before its first batch is 66\.57, limit 20"):
+        check_starved(report, above_pct=20)
+    assert check_starved(report, above_pct=66.6).endswith("fine")
+    without = replace(_slow_start().measurements.facts, batches_per_epoch=None)
+    assert "starved_pct is 6.00" in check_starved(sample_report(_slow_start(facts=without)), above_pct=20)
+
+
+def test_the_gate_lets_a_model_pass_that_takes_all_of_a_step() -> None:
+    stats = replace(_slow_start().stats, epoch_start_s=0.0)
+    acquitted = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=20.0))
+    assert acquitted.grade == "fed"
+    assert "fine, the model alone takes as long as a step" in check_starved(sample_report(acquitted), above_pct=5)
+    for per_s in (40.0, 5.0):  # faster than its steps, and impossibly slow
+        waiting = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=per_s))
+        with pytest.raises(ReportError, match=r"starved_pct is 6\.00, limit 5"):
+            check_starved(sample_report(waiting), above_pct=5)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +166,22 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["settings"] == [{"name": "num_workers", "before": 6, "after": 14}]
     assert found["predictions"][0]["error_pct"] == pytest.approx(-4.0)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_nobody_reads_the_output(command: str, unbuffered: str, tmp_path: Path) -> None:
+    run = _run(tmp_path, sample())
+    argv = [sys.executable, "-m", "lightning_feed", command, run, *([run] if command == "compare" else [])]
+    reads, writes = os.pipe()
+    os.close(reads)  # as head does when it has its lines
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writes, "wb") as gone:
+        done = subprocess.run(
+            argv, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=environment
+        )
+    assert done.returncode == 141
+    assert [line for line in done.stderr.splitlines() if not line.startswith(f"lightning-feed: {run}")] == []
 
 
 def test_reports_are_read_without_torch(tmp_path: Path) -> None:

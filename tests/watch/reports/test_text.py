@@ -17,12 +17,14 @@ from watch.reports.sample_reports import (
 )
 
 from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse, NamedCost
+from lightning_feed.watch.reports.html import as_html
 from lightning_feed.watch.reports.markdown import as_markdown, diagnosis_markdown
 from lightning_feed.watch.reports.report import Report
 from lightning_feed.watch.reports.road import in_rate, read_road, road_text
-from lightning_feed.watch.reports.text import as_text, print_report
-from lightning_feed.watch.stats import LoaderStats
-from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, Measurements, Remedy
+from lightning_feed.watch.reports.text import as_text, headline, print_report
+from lightning_feed.watch.stats import LoaderStats, RankStats
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, LoopFacts, Measurements, Remedy
+from lightning_feed.watch.verdict.tree import diagnose
 
 ANY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -152,6 +154,74 @@ def test_a_slow_rank_is_named_where_this_one_waits_little() -> None:
     assert "GPU idle" not in first
 
 
+def test_a_slow_rank_has_no_interval_and_the_gain_of_all_ranks() -> None:
+    ranks = RankStats(world_size=2, steps=400, starved_pct=84.0, max_data_idle_ms=73.2, slow_rank=1)
+    fed = sample_stats(starved_pct=0.1, starved_low_pct=0.0, starved_high_pct=0.2, speedup_if_free=1.0)
+    found = sample(cause="one rank", stats=fed)
+    found = replace(found, measurements=replace(found.measurements, ranks=ranks))
+    first, second, *_ = as_text(found).splitlines()
+    assert first.endswith("all ranks wait 84 % of each step for the data of rank 1 (confidence high, 412 steps)")
+    assert second.endswith("if data were free: 6.25 x")
+    page = diagnosis_markdown(found)
+    assert "interval" not in page
+    assert "If data were free: 6.25 x as fast." in page
+    assert "<b>6.25 <small>x</small></b>" in as_html(sample_report(found))
+
+
+def test_ranks_that_wait_in_turn_are_told_where_this_one_waits_little() -> None:
+    ranks = RankStats(world_size=2, steps=400, starved_pct=30.0, max_data_idle_ms=26.0)
+    found = sample(cause="cpu", stats=sample_stats(starved_pct=3.0))
+    found = replace(found, measurements=replace(found.measurements, ranks=ranks))
+    assert headline(found) == "highly data-bound: all ranks wait 30 % of each step for the data of one of them"
+
+
+def _slow_start(*, device: str = "cpu", start_s: float = 2.0) -> Diagnosis:
+    """Epochs of 20 steps of 50 ms, 3 ms of each waiting, and two seconds to the first batch."""
+    stats = sample_stats(
+        step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, h2d_ms=0.0, other_ms=0.0, starved_pct=6.0, input_pct=6.0,
+        starved_low_pct=5.0, starved_high_pct=7.0, speedup_if_free=1.06, epoch_start_s=start_s,
+    )  # fmt: skip
+    facts = LoopFacts(device_type=device, num_workers=2, usable_cpus=2, batches_per_epoch=20)
+    return diagnose(Measurements(stats=stats, facts=facts))
+
+
+def test_the_headline_of_a_slow_start_is_of_epochs_as_the_verdict_is() -> None:
+    first, second, *_ = as_text(_slow_start()).splitlines()
+    assert first == (
+        "FEED  highly data-bound: training waits for data 67 % of each epoch, for its first batch "
+        "(confidence high, 412 steps)"
+    )
+    assert second.endswith("if data were free: 3.19 x")  # 2 s + 20 x 50 ms, to 20 x 47 ms
+    assert headline(_slow_start(device="cuda")) == (
+        "highly data-bound: GPU idle 67 % of each epoch waiting for its first batch"
+    )
+    assert "interval" not in diagnosis_markdown(_slow_start())
+    assert headline(_slow_start(start_s=0.05)) == "moderately data-bound: training waits for data 6 % of each step"
+
+
+def test_the_headline_says_why_waiting_does_not_count() -> None:
+    found = _slow_start(start_s=0.0)
+    alone = replace(found.measurements, experiments=ExperimentResults(model_per_s=20.0))
+    assert headline(diagnose(alone)) == (
+        "compute-bound, fed: training waits for data 6 % of each step, and the model alone takes as long as a step"
+    )
+
+
+@pytest.mark.parametrize(("steps", "a", "said"), [(0, None, False), (0, True, True), (412, None, True)])
+def test_parts_of_which_nobody_knows_whether_they_are_used_are_named(steps: int, a: bool | None, said: bool) -> None:
+    keys = tuple(
+        KeyUse(name=name, bytes_per_batch=9, used=used) for name, used in [("b", None), ("c", None), ("a", a or False)]
+    )[: 3 if a else 2]
+    found = sample(stats=sample_stats(steps=steps))
+    results = replace(sample_experiments(), keys=keys)
+    text = as_text(replace(found, measurements=replace(found.measurements, experiments=results)))
+    assert ("keys  cannot be told whether the model uses: b, c" in text.splitlines()) == said
+    assert "never used" not in text
+    assert "| `b` | 0.0 | not known |" in as_markdown(
+        sample_report(replace(found, measurements=replace(found.measurements, experiments=results)))
+    )
+
+
 @ANY
 @given(any_report(finite=False))
 def test_any_report_can_be_told(report: Report) -> None:
@@ -190,9 +260,14 @@ def test_the_rates_of_the_stations() -> None:
 
 def test_the_narrowest_is_the_model_where_it_is() -> None:
     costs = sample_experiments().costs
-    road = _road(batch_size=32, loader_per_s=20.0, ceiling_per_s=30.0, costs=costs, model_per_s=10.0)
+    road = _road(batch_size=32, loader_per_s=20.0, ceiling_per_s=30.0, costs=costs, model_per_s=11.5)
     assert len(road.stations) == 6
     assert [one.name for one in road.stations if one.narrowest] == ["model"]
+
+
+def test_a_model_alone_that_was_disturbed_is_no_station() -> None:
+    stations = {ms: [one.name for one in _road(loader_per_s=20.0, model_per_s=1000 / ms).stations] for ms in (95, 96)}
+    assert stations == {95: ["loader", "model"], 96: ["loader"]}  # steps of 87.2 ms
 
 
 def test_one_station_alone_is_not_called_the_narrowest() -> None:
@@ -204,6 +279,13 @@ def test_more_workers_than_cpus_do_not_decode_faster() -> None:
     road = _road(sample_facts(num_workers=40, usable_cpus=2), batch_size=32, costs=costs)
     decode = next(one for one in road.stations if one.name == "decode")
     assert decode.per_s == pytest.approx(2 / 9.6e-3)
+
+
+def test_with_several_loaders_their_stations_are_named_alike() -> None:
+    costs = tuple(NamedCost(name=name, cpu_ms=0.1, wall_ms=4.5) for name in ("a: load", "b: read", "b: decode"))
+    road = _road(sample_facts(num_workers=2), batch_size=16, costs=costs)
+    assert [one.name for one in road.stations] == ["read", "decode", "load"]
+    assert [one.per_s for one in road.stations] == pytest.approx([2 / 4.5e-3] * 3)
 
 
 def test_without_workers_one_process_decodes() -> None:
