@@ -1,21 +1,24 @@
 """The ``lightning-feed`` command: arguments, exit codes and printing, nothing else.
 
-Exit codes: 0 done, 1 a FeedError (its message on stderr), 2 wrong usage, 130 stopped with Ctrl-C.
+Exit codes: 0 done, 1 a FeedError (its message on stderr), 2 wrong usage, 128 and a signal's number where one
+stopped it: 130 Ctrl-C, 143 SIGTERM, 141 nobody reads the output any more.
 """
 
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_feed import __version__
+from lightning_feed.cli_pipe import nobody_reads
 from lightning_feed.errors import FeedError
 
 if TYPE_CHECKING:
-    from lightning_feed.watch.verdict.diagnosis import Diagnosis
+    from lightning_feed.watch.reports.report import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,14 +29,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
+        code = _run(arguments)
+        sys.stdout.flush()  # what is left would be written at the very end, where nothing can be caught
+    except BrokenPipeError:
+        if not nobody_reads():
+            raise
+        return 141  # as a program that SIGPIPE ends
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
         # Each command imports what it needs itself: Lightning takes seconds, and --help should not.
         arguments.run(arguments)
     except FeedError as error:
         print(f"lightning-feed: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("lightning-feed: stopped", file=sys.stderr)
-        return 130
+        return 128 + int(getattr(stop, "signal_number", signal.SIGINT))
     return 0
 
 
@@ -156,6 +170,9 @@ def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     diagnose.add_argument(
         "--out", type=Path, default=Path("feed_diagnosis"), metavar="DIR", help="default: feed_diagnosis"
     )
+    diagnose.add_argument(
+        "--previous", type=Path, metavar="REPORT", help="of an earlier run: say what became of its predictions"
+    )
     diagnose.add_argument("--accelerator", default="auto", metavar="A", help="as for the Trainer (default: auto)")
     diagnose.add_argument("--json", action="store_true", help="print the report as JSON")
     diagnose.set_defaults(run=_diagnose)
@@ -264,18 +281,26 @@ def _report(arguments: argparse.Namespace) -> None:
     from lightning_feed.watch.reports.gate import check_starved
     from lightning_feed.watch.reports.html import as_html
     from lightning_feed.watch.reports.markdown import as_markdown
-    from lightning_feed.watch.reports.text import as_text
 
     report = read_document(arguments.folder)
+    if arguments.folder.is_dir():
+        print(f"lightning-feed: {report.path}, written {report.written_at}", file=sys.stderr)
     if arguments.html is not None:
         write_whole(arguments.html, as_html(report))
         print(arguments.html)
     elif arguments.json or arguments.markdown:
         print((as_json if arguments.json else as_markdown)(report), end="")
     else:
-        print(as_text(report.diagnosis))
+        print(_as_text(report))
     if arguments.fail_above is not None:
         print(f"lightning-feed: {check_starved(report, above_pct=arguments.fail_above)}", file=sys.stderr)
+
+
+def _as_text(report: "Report") -> str:
+    from lightning_feed.watch.reports.compare_text import check_text
+    from lightning_feed.watch.reports.text import as_text
+
+    return "\n".join([as_text(report.diagnosis), *(f"card  {check_text(one)}" for one in report.report_card)])
 
 
 def _compare(arguments: argparse.Namespace) -> None:
@@ -289,32 +314,40 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _diagnose(arguments: argparse.Namespace) -> None:
-    from lightning_feed.diagnosing import DiagnosisInterrupted, diagnose
+    from lightning_feed.diagnosing import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten, diagnose
     from lightning_feed.diagnosing.target import open_target, trainer_for
-    from lightning_feed.watch.reports.document import as_json, make_report
-    from lightning_feed.watch.reports.text import as_text
+    from lightning_feed.watch.reports.document import as_json, make_report, read_document
 
-    def show(diagnosis: "Diagnosis") -> None:
-        print(as_json(make_report(diagnosis)) if arguments.json else as_text(diagnosis))
-
+    # Read before anything is written: it may lie where this one goes.
+    earlier = None if arguments.previous is None else read_document(arguments.previous)
+    ended: DiagnosisFailed | DiagnosisInterrupted | DiagnosisNotWritten | None = None
     with open_target(arguments.target) as target:
         trainer = trainer_for(target, arguments.accelerator)
         try:
-            show(
-                diagnose(
-                    trainer,
-                    target.model,
-                    target.datamodule,
-                    quick=arguments.quick,
-                    only=arguments.only,
-                    out=arguments.out,
-                )
+            found = diagnose(
+                trainer,
+                target.model,
+                target.datamodule,
+                quick=arguments.quick,
+                only=arguments.only,
+                out=arguments.out,
+                previous=earlier,
             )
-        except DiagnosisInterrupted as stop:
-            show(stop.diagnosis)
-            print(f"lightning-feed: what was measured before Ctrl-C is in {arguments.out}", file=sys.stderr)
-            raise
-    print(f"Written to {arguments.out}.", file=sys.stderr)
+        except (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten) as stop:
+            found, ended = stop.diagnosis, stop
+    report = make_report(found, previous=earlier)
+    print(as_json(report) if arguments.json else _as_text(report))
+    if earlier is not None and not report.report_card:
+        print(f"lightning-feed: no remedy of {earlier.path} that it can be held against is in effect", file=sys.stderr)
+    if ended is None:
+        print(f"Written to {arguments.out}.", file=sys.stderr)
+        return
+    if isinstance(ended, DiagnosisInterrupted) and ended.not_written is not None:
+        print(f"lightning-feed: {ended.not_written}", file=sys.stderr)
+    elif not isinstance(ended, DiagnosisNotWritten) and ended.written:
+        how = "the failure" if isinstance(ended, DiagnosisFailed) else "it was stopped"
+        print(f"lightning-feed: what was measured before {how} is in {arguments.out}", file=sys.stderr)
+    raise ended
 
 
 def _tune(arguments: argparse.Namespace) -> None:

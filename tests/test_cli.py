@@ -71,6 +71,15 @@ def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         cli.main(["demo"])
 
 
+def test_a_pipe_of_the_users_code_that_breaks_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(arguments: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_demo", broken)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["demo"])
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -6,17 +6,14 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from recording import Recording, quiet_trainer
 from squares import Squares
-from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_feed import (
-    CacheableDataset,
     FastDataModule,
     GPUStarvationCallback,
     ImageFolderDataModule,

@@ -283,7 +283,7 @@ def test_loaders_that_are_not_torchs_are_measured_too(quiet: GPUStarvationCallba
     make_trainer(quiet).fit(Both(), [Foreign(None), Foreign(2)])
     measured = quiet._measured
     assert measured.stats.steps == 7
-    assert measured.facts.num_workers == 2
+    assert measured.facts.num_workers is None  # it may be the other one that is waited for
 
 
 def test_a_users_own_cache_stats_is_left_alone(quiet: GPUStarvationCallback) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_feed.diagnosing.fits import Bench
 from lightning_feed.diagnosing.replay import own_loaders
-from lightning_feed.errors import LoaderError
+from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.experiments.data_experiments import run_data_experiments
 from lightning_feed.watch.experiments.keys import key_bytes
@@ -19,7 +19,11 @@ _BESIDE = {"X3": ("keys", "scaling"), "X4": ("disk",), "X6": ("disk",)}
 
 
 def request_loaders(bench: Bench) -> None:
-    """Get the training loaders of a bench without a module, as Lightning would."""
+    """Get the training loaders of a bench without a module, as Lightning would.
+
+    Raises:
+        SettingsError: when there are none.
+    """
     if bench.datamodule is None:
         bench.train_loaders = bench.loaders
         return
@@ -28,6 +32,11 @@ def request_loaders(bench: Bench) -> None:
     bench.datamodule.prepare_data()
     bench.datamodule.setup("fit")
     bench.train_loaders = bench.datamodule.train_dataloader()
+    if bench.train_loaders is None:
+        raise SettingsError(
+            f"{type(bench.datamodule).__name__}.train_dataloader() gives None, so there is nothing to load from. Have "
+            "it return the training loader, such as a DataLoader."
+        )
 
 
 def loader_facts(bench: Bench) -> LoopFacts:

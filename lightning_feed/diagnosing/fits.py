@@ -6,15 +6,20 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from lightning_feed import _host
+from lightning_feed.diagnosing.failure import loading_failed, raised_by_loader
 from lightning_feed.diagnosing.keys import KeyWatch, is_opaque
 from lightning_feed.diagnosing.replay import Replay, clone, fresh_containers, own_loaders
+from lightning_feed.diagnosing.stopping import StopSignals
 from lightning_feed.diagnosing.trainer import Limits, Package, make_hooks, run_fit, short_trainer
+from lightning_feed.errors import FeedError
+from lightning_feed.load.untouched import untouched
 from lightning_feed.watch.clocks import events_work
 from lightning_feed.watch.verdict.diagnosis import Measurements
 from lightning_feed.watch.windows import WARM_UP_STEPS
@@ -23,6 +28,7 @@ BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after
 STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 OWN_HOOKS = ("[Callback]ShortFit.", "[Callback]GPUStarvationCallback.")
 """What a diagnosis adds to a fit is not of the user's run."""
+AS_IT_IS = "training as it is failed"
 WINDOWS = 5
 FEWEST_CYCLES = WINDOWS
 """Optimizer steps behind the warm-up with which a rate is given."""
@@ -42,6 +48,7 @@ class Bench:
         datamodule: the user's, or None.
         loaders: the user's training loaders; None where the data module or the module has them.
         compiled: what ``torch.compile`` made of ``model``, if that is what the user has.
+        stops: signals that end the fits.
     """
 
     package: Package
@@ -50,6 +57,7 @@ class Bench:
     datamodule: Any = None
     loaders: Any = None
     compiled: Any = None
+    stops: StopSignals = field(default_factory=StopSignals)
     measured: Measurements | None = None
     """[X0]"""
     host_batch: Any = None
@@ -75,9 +83,20 @@ class Bench:
             hooks.limits = Limits(least=limits.least, most=limits.most + queue + WARM_UP_STEPS, seconds=limits.seconds)
             batches.watch(trainer)
 
-        hooks = make_hooks(self.package, limits, on_start, on_step)
+        def give(loaders: Any) -> Any:
+            before.enter_context(untouched(loaders))
+            return own_loaders(loaders)
+
+        hooks = make_hooks(self.package, limits, self.stops, on_start, on_step)
+        before = ExitStack()
         try:
-            self._fit(hooks, [meter, hooks], own_loaders)
+            with before:
+                self._fit(hooks, [meter, hooks], give)
+        except Exception as error:
+            if isinstance(error, FeedError) or not raised_by_loader(error, self.model):
+                raise
+            first = hooks.epochs <= 1
+            raise loading_failed(AS_IT_IS, error, self.train_loaders, first_pass=first) from error
         finally:
             batches.forget()
             measured = meter.report().measurements
@@ -104,7 +123,7 @@ class Bench:
             pace.stamp()
             progress(steps, limits.most)
 
-        hooks = make_hooks(self.package, limits, on_start, on_step)
+        hooks = make_hooks(self.package, limits, self.stops, on_start, on_step)
         known = self.measured.facts.batches_per_epoch if self.measured is not None else None
         endless = Replay(batch, max(limits.most + 1, known or 0))
         self._fit(hooks, [hooks], lambda _: endless, set_up=False, prefetch=not on_device)

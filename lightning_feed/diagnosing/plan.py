@@ -7,7 +7,7 @@ from typing import Any
 from lightning_feed import _host
 from lightning_feed.diagnosing.data import loader_facts, measure_loader, request_loaders, with_key_uses
 from lightning_feed.diagnosing.failure import in_a_line, told
-from lightning_feed.diagnosing.fits import FEWEST_CYCLES, Bench
+from lightning_feed.diagnosing.fits import AS_IT_IS, FEWEST_CYCLES, Bench
 from lightning_feed.diagnosing.trainer import Limits
 from lightning_feed.errors import FeedError
 from lightning_feed.watch.experiments.data_experiments import DATA_EXPERIMENTS as DESCRIPTIONS
@@ -38,6 +38,11 @@ class Found:
     left_out: dict[str, str] = field(default_factory=dict)
     """Experiment -> why it was not run."""
 
+    def anything(self) -> bool:
+        """Whether something was measured."""
+        measured = self.bench.measured if self.bench is not None else None
+        return self.results != ExperimentResults() or (measured is not None and measured.stats.step_ms is not None)
+
     def measurements(self) -> Measurements:
         """All of it, for the verdict."""
         bench = self.bench
@@ -58,6 +63,8 @@ class Found:
 
 def run_all(found: Found, model_state: list[Any], bar: Any) -> None:
     """Run what was asked for. Ctrl-C comes through; ``found`` has what was measured by then.
+
+    A Ctrl-C that was lost ends it between the steps of a fit, and between the experiments.
 
     Args:
         found: filled in.
@@ -81,6 +88,7 @@ def run_all(found: Found, model_state: list[Any], bar: Any) -> None:
         for state in model_state:
             state.restore()
     _measure_loader(found, bench, bar)
+    bench.stops.look()
     bar.update(bar.total - bar.n)
 
 
@@ -91,6 +99,7 @@ def _measure_loader(found: Found, bench: Bench, bar: Any) -> None:
     spent = RUN_SHARE + 2 * REPLAY_SHARE if bench.model is not None else 0.0
 
     def on_progress(name: str, share: float) -> None:
+        bench.stops.look()
         words = f"{name}: {DESCRIPTIONS[name]}" if name in DESCRIPTIONS else name
         _phase(bar, words, 100 * (spent + (1 - spent) * share), 0)
 
@@ -121,7 +130,7 @@ def _made(results: ExperimentResults) -> set[str]:
 def _run_as_it_is(found: Found, bench: Bench, progress: Callable[[int, int], None]) -> None:
     steps = QUICK_RUN_STEPS if found.quick else RUN_STEPS
     limits = Limits(least=FEWEST_RUN_STEPS, most=steps, seconds=RUN_SHARE * found.budget_s)
-    with told("training as it is failed"):
+    with told(AS_IT_IS):
         bench.run_as_it_is(limits, progress)
     if bench.trainer.num_devices * bench.trainer.num_nodes > 1:
         found.left_out["ranks"] = (
@@ -135,6 +144,7 @@ def _replays(found: Found, bench: Bench, model_state: list[Any], bar: Any) -> No
     limits = Limits(least=least, most=steps, seconds=REPLAY_SHARE * found.budget_s)
     given = {"X1": ("model_per_s", "device_batch"), "X2": ("host_batch_per_s", "host_batch")}
     for number, (name, (result, batch)) in enumerate(given.items()):
+        bench.stops.look()
         if name not in found.asked:
             continue
         if getattr(bench, batch) is None:
@@ -150,6 +160,7 @@ def _replays(found: Found, bench: Bench, model_state: list[Any], bar: Any) -> No
         try:
             per_s = bench.replay(getattr(bench, batch), limits, progress, on_device=name == "X1")
         except Exception as error:  # noqa: BLE001  # the other experiments do not need this one
+            bench.stops.look()  # Ctrl-C reaches the workers too, and they fail of it
             found.left_out[name] = f"it failed: {in_a_line(error)}"
             continue
         if per_s is None:

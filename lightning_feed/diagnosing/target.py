@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_feed.diagnosing.failure import in_a_line
-from lightning_feed.diagnosing.trainer import PACKAGES, package_of, quiet
+from lightning_feed.diagnosing.trainer import PACKAGES, package_of, package_of_all, quiet
 from lightning_feed.errors import SettingsError
 
 FORM = "Give module.py:NAME or package.module:NAME"
@@ -148,6 +148,7 @@ def _as_target(made: Any, text: str) -> Target:
     if isinstance(made, (tuple, list)) and len(made) == 2:
         model, data = made if _is_a(made[0], "LightningModule") else made[::-1]
         if _is_a(model, "LightningModule") and _is_a(data, "LightningDataModule"):
+            package_of_all([model, data])
             return Target(model, data)
     alone = " A module alone does not say what to load." if _is_a(made, "LightningModule") else ""
     kinds = ", ".join(type(one).__name__ for one in made) if isinstance(made, (tuple, list)) else ""

@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import signal
 import sys
 import time
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 
 from lightning_feed import _host
 from lightning_feed.diagnosing.globals import QUIET_LOGGERS
+from lightning_feed.diagnosing.stopping import StopSignals
 from lightning_feed.errors import SettingsError
 from lightning_feed.prefetch_callback import PrefetchCallback
 
@@ -58,6 +60,22 @@ def package_of(thing: Any) -> Package:
         f"{type(thing).__module__}.{type(thing).__qualname__} comes from neither lightning.pytorch nor "
         "pytorch_lightning. Give a Trainer, a LightningModule and a LightningDataModule of one of them."
     )
+
+
+def package_of_all(things: list[Any]) -> Package:
+    """The one tree that all of them come from.
+
+    Raises:
+        SettingsError: when they come from both, since a Trainer of one takes nothing of the other, or from neither.
+    """
+    first, *others = things
+    for other in others:
+        if package_of(other) != package_of(first):
+            raise SettingsError(
+                f"{type(first).__name__} comes from {package_of(first).name} and {type(other).__name__} from "
+                f"{package_of(other).name}, and neither package takes what is of the other. Import both from one."
+            )
+    return package_of(first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,21 +167,29 @@ def check_trainer(trainer: Any) -> None:
 class _Hooks:
     """Ends a fit in time, and tells each step to ``on_step``. Mixed into the Callback of either package."""
 
-    def __init__(self, limits: Limits, on_start: Callable[[Any], None], on_step: Callable[[int], None]) -> None:
-        self.limits, self.on_start, self.on_step = limits, on_start, on_step
-        self.steps = 0
+    def __init__(
+        self, limits: Limits, stops: StopSignals, on_start: Callable[[Any], None], on_step: Callable[[int], None]
+    ) -> None:
+        self.limits, self.stops, self.on_start, self.on_step = limits, stops, on_start, on_step
+        self.steps = self.epochs = 0
         self.interrupted = False
         self._planned = float("inf")
         self._began = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.stops.look()
         planned = trainer.estimated_stepping_batches
         self._planned = float("inf") if planned in (-1, float("inf")) else planned
         _host.go_on_past_the_end(trainer)
         self._began = time.perf_counter()
         self.on_start(trainer)
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.epochs += 1
+        self.stops.look()  # the loader of the epoch before is gone, and with it, perhaps, a Ctrl-C
+
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.stops.look()
         self.steps += 1
         self.on_step(self.steps)
         took = time.perf_counter() - self._began
@@ -182,15 +208,21 @@ class _Hooks:
 def make_hooks(
     package: Package,
     limits: Limits,
+    stops: StopSignals,
     on_start: Callable[[Any], None],
     on_step: Callable[[int], None],
 ) -> Any:
-    """The callback that ends a fit in time, and calls ``on_start(trainer)`` and ``on_step(steps so far)``."""
-    return type("ShortFit", (_Hooks, package.root.Callback), {})(limits, on_start, on_step)
+    """The callback that ends a fit in time, and calls ``on_start(trainer)`` and ``on_step(steps so far)``.
+
+    A signal that ``stops`` has noted ends the fit as Ctrl-C does, at the next step at the latest.
+    """
+    return type("ShortFit", (_Hooks, package.root.Callback), {})(limits, stops, on_start, on_step)
 
 
 def run_fit(trainer: Any, hooks: Any, model: Any, data: dict[str, Any]) -> None:
-    """``trainer.fit``, from which a Ctrl-C comes as the KeyboardInterrupt that it was.
+    """``trainer.fit``, from which a Ctrl-C comes as the KeyboardInterrupt that it was, and so does a SIGTERM.
+
+    An exit that the user's code asks for comes as it is.
 
     Args:
         trainer: made by :func:`short_trainer`.
@@ -201,9 +233,17 @@ def run_fit(trainer: Any, hooks: Any, model: Any, data: dict[str, Any]) -> None:
     try:
         trainer.fit(model, **data)
     except SystemExit as end:
-        if hooks.interrupted:  # Lightning makes an exit of it
-            raise KeyboardInterrupt from end
-        raise
+        if _told_to_end(trainer, end):
+            hooks.stops.note(signal.SIGTERM)
+        elif not hooks.interrupted and hooks.stops.number is None:  # Lightning makes an exit of Ctrl-C
+            raise
+        raise KeyboardInterrupt from end
+
+
+def _told_to_end(trainer: Any, end: SystemExit) -> bool:
+    """Whether a fit ended because Lightning got a SIGTERM: of a process with a handler of the user's own for it."""
+    exceptions = import_module(f"{package_of(trainer).name}.utilities.exceptions")
+    return isinstance(end, exceptions.SIGTERMException)
 
 
 @contextmanager

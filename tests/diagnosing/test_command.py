@@ -6,11 +6,16 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from watch.reports.sample_reports import sample, sample_facts, sample_report
 
 from lightning_feed import cli
 from lightning_feed.diagnosing import run
+from lightning_feed.errors import ReportError
+from lightning_feed.watch.reports.writing import write_report
+from lightning_feed.watch.verdict.diagnosis import Remedy
 
 pytestmark = [
     # Two CPU steps say little; the figures do not matter here.
@@ -25,22 +30,22 @@ from torch.utils.data import DataLoader, Dataset
 from {package} import LightningDataModule, LightningModule
 
 class Numbers(Dataset):
-    def __init__(self, stop_at=None):
-        self.stop_at, self.served = stop_at, 0
+    def __init__(self, stop_at=None, number=signal.SIGINT):
+        self.stop_at, self.served, self.number = stop_at, 0, number
     def __len__(self):
         return 64
     def __getitem__(self, index):
         self.served += 1
         if self.served == self.stop_at:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(self.number)
         return {{"x": torch.ones(4), "y": torch.tensor(1), "mask": torch.ones(9)}}
 
 class Data(LightningDataModule):
-    def __init__(self, stop_at=None):
+    def __init__(self, *stop):
         super().__init__()
-        self.stop_at = stop_at
+        self.stop = stop
     def train_dataloader(self):
-        return DataLoader(Numbers(self.stop_at), batch_size=4)
+        return DataLoader(Numbers(*self.stop), batch_size=4)
 
 class Model(LightningModule):
     def __init__(self):
@@ -52,7 +57,19 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 def pair(): return Model(), Data()
-def stopped(): return Model(), Data(stop_at=40)
+def stopped(): return Model(), Data(64)
+def ended(): return Model(), Data(64, signal.SIGTERM)
+class Fails(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index == 60:
+            raise ValueError("bad photo")
+        return Numbers()[index]
+class FailingData(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(Fails(), batch_size=4)
+def failing(): return Model(), FailingData()
 def broken(): return Model(), 1 / 0
 """
 
@@ -97,26 +114,126 @@ def test_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture
-def ctrl_c_is_heard() -> Iterator[None]:
-    """Shells have background jobs ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def as_in_a_shell() -> Iterator[None]:
+    """Shells have background jobs ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGTERM, before[1])
 
 
-@pytest.mark.usefixtures("ctrl_c_is_heard")
-def test_ctrl_c_in_the_middle(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["diagnose", f"{file}:stopped", "--quick", "--only", "X1", "--accelerator", "cpu"]
-    assert cli.main(argv) == 130
+@pytest.mark.usefixtures("as_in_a_shell")
+@pytest.mark.parametrize(("name", "code"), [("stopped", 130), ("ended", 143)])
+def test_ctrl_c_and_sigterm_in_the_middle(name: str, code: int, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["diagnose", f"{file}:{name}", "--quick", "--only", "X1", "--accelerator", "cpu"]
+    assert cli.main(argv) == code
     printed = capsys.readouterr()
     said = printed.err.splitlines()[-2:]
     assert said == [
-        "lightning-feed: what was measured before Ctrl-C is in feed_diagnosis",
+        "lightning-feed: what was measured before it was stopped is in feed_diagnosis",
         "lightning-feed: stopped",
     ]
     assert "Traceback" not in printed.err
     assert printed.out.startswith("FEED  ")
     assert json.loads(Path("feed_diagnosis/feed_report.json").read_text())
+
+
+def test_a_failure_after_some_steps(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["diagnose", f"{file}:failing", "--quick", "--only", "X1", "--json", "--accelerator", "cpu"]
+    assert cli.main(argv) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["step"]["steps"] >= 10
+    said = printed.err.splitlines()[-2:]
+    assert said[0] == "lightning-feed: what was measured before the failure is in feed_diagnosis"
+    assert "(Fails) failed in sample 60: ValueError: bad photo." in said[1]
+
+
+# --- where it is written ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", ["afile", "afile/below", "new/below/afile/x"])
+def test_a_folder_that_cannot_be_is_told_before_anything_runs(
+    out: str, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("afile").touch()
+    if out.startswith("new"):
+        monkeypatch.setattr(Path, "mkdir", _only_below_new(Path.mkdir))
+    monkeypatch.setattr(run, "run_all", lambda *_: pytest.fail("an experiment ran"))
+    assert cli.main(["diagnose", f"{file}:pair", "--quick", "--accelerator", "cpu", "--out", out]) == 1
+    printed = capsys.readouterr()
+    assert f"reports cannot be written into {out}: " in printed.err
+    assert printed.out == ""
+    assert sorted(one.name for one in Path().iterdir() if one.name != "__pycache__") == ["afile", file.name]
+
+
+def _only_below_new(mkdir: Any) -> Any:
+    def make(path: Path, *arguments: Any, **named: Any) -> None:
+        if path.name == "x":
+            raise OSError(28, "No space left on device")
+        mkdir(path, *arguments, **named)
+
+    return make
+
+
+def test_a_verdict_that_cannot_be_written_is_printed(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["diagnose", f"{file}:pair", "--quick", "--only", "X1", "--accelerator", "cpu"]
+    monkeypatch.setattr(run, "write_report", _disk_is_full)
+    assert cli.main(argv) == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith("FEED  ")
+    assert printed.err.splitlines()[-1] == "lightning-feed: x could not be written: No space left on device."
+
+
+@pytest.mark.usefixtures("as_in_a_shell")
+def test_what_cannot_be_written_of_a_part_is_printed(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "write_report", _disk_is_full)
+    assert cli.main(["diagnose", f"{file}:stopped", "--quick", "--only", "X1", "--accelerator", "cpu"]) == 130
+    printed = capsys.readouterr()
+    assert printed.out.startswith("FEED  ")
+    assert printed.err.splitlines()[-2:] == [
+        "lightning-feed: x could not be written: No space left on device.",
+        "lightning-feed: stopped",
+    ]
+
+
+def _disk_is_full(*_: Any, **__: Any) -> Any:
+    raise ReportError("x could not be written: No space left on device.")
+
+
+# --- what an earlier report predicted -----------------------------------------------------------------------------
+
+
+def test_what_an_earlier_report_predicted(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    earlier = sample(
+        facts=sample_facts(num_workers=7),
+        remedies=(Remedy(code="num_workers=0", why="", predicted_step_ms=57.6, changes="num_workers=0"),),
+    )
+    write_report(sample_report(earlier), "feed_diagnosis")  # where the new one goes
+    argv = ["diagnose", f"{file}:pair", "--quick", "--only", "X1", "--accelerator", "cpu", "--previous"]
+    assert cli.main([*argv, "feed_diagnosis"]) == 0
+    said = r"num_workers=0: predicted step 57\.6 ms, achieved \d+\.\d ms, error \+\d+\.\d %"
+    assert re.search(rf"^card  {said}", capsys.readouterr().out, re.MULTILINE)
+    (row,) = json.loads(Path("feed_diagnosis/feed_report.json").read_text())["report_card"]
+    assert (row["changes"], row["predicted_step_ms"]) == ("num_workers=0", 57.6)
+    assert row["achieved_step_ms"] > 0
+    assert re.search(said.replace("_", r"\\?_"), Path("feed_diagnosis/feed_report.md").read_text())
+    assert re.search(said, Path("feed_diagnosis/feed_report.html").read_text())
+    assert cli.main(["report", "feed_diagnosis"]) == 0
+    assert re.search(rf"^card  {said}", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main([*argv, "feed_diagnosis", "--json"]) == 0  # the one before is of the same settings
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["report_card"] == []
+    assert "no remedy of feed_diagnosis/feed_report.json that it can be held against is in effect" in printed.err
+
+
+def test_an_earlier_report_that_is_none_is_told_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["diagnose", f"{file}:pair", "--previous", "nowhere"]) == 1
+    assert "nowhere does not exist. Give a feed_report.json" in capsys.readouterr().err
+    assert not Path("feed_diagnosis").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from diagnosing.small_runs import make_parts, make_trainer
 
+from lightning_feed.diagnosing import diagnose
 from lightning_feed.diagnosing.target import open_target, trainer_for
 from lightning_feed.errors import SettingsError
 
@@ -115,6 +117,24 @@ def test_a_module_that_does_not_import(tmp_path: Path, monkeypatch: pytest.Monke
     wanted = pytest.raises(SettingsError, match="bad_module could not be imported: ModuleNotFoundError")
     with wanted, open_target("bad_module:data"):
         pass
+
+
+@pytest.mark.parametrize("order", ["Model(), Data()", "Data(), Model()"])
+def test_a_pair_of_two_packages(order: str, tmp_path: Path) -> None:
+    file = tmp_path / "two_packages.py"
+    file.write_text(
+        "from lightning.pytorch import LightningDataModule\nfrom pytorch_lightning import LightningModule\n"
+        f"class Data(LightningDataModule): pass\nclass Model(LightningModule): pass\ndef make(): return {order}\n"
+    )
+    said = "Model comes from pytorch_lightning and Data from lightning.pytorch, and neither package takes"
+    with pytest.raises(SettingsError, match=said), open_target(f"{file}:make"):
+        pass
+
+
+def test_a_trainer_of_the_other_package() -> None:
+    Module, Data = make_parts("pytorch_lightning")
+    with pytest.raises(SettingsError, match=r"Trainer comes from lightning.pytorch and Module from pytorch_lightning"):
+        diagnose(make_trainer("lightning.pytorch"), Module(), Data(), budget_s=1.0)
 
 
 def test_an_accelerator_that_is_not_there(file: Path) -> None:

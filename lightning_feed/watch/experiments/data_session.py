@@ -118,7 +118,12 @@ class DataSession:
             if reason is not None:
                 return reason
             self._alone = measure_alone(self._parts, limits)
-        elif iter_is_itself(self._loader) or not hasattr(self._loader, "__iter__"):
+        elif not hasattr(self._loader, "__iter__"):
+            raise LoaderError(
+                f"The training loader is a {type(self._loader).__name__}, which nothing can be taken from. Give a "
+                "DataLoader, a dict or list of them, or another iterable."
+            )
+        elif iter_is_itself(self._loader):
             return f"a {type(self._loader).__name__} can be gone through only once, and training needs it"
         else:
             self._alone = _alone(self._loader, limits)

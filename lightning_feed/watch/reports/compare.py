@@ -114,7 +114,8 @@ def _settings(report: Report) -> dict[str, Setting]:
     chosen: dict[str, Setting] = {
         one.name: getattr(facts, one.name)
         for one in fields(LoopFacts)
-        if one.name not in ("syncs", "usable_cpus", "lightning") and not one.name.endswith("_ms")
+        if one.name not in ("syncs", "usable_cpus", "lightning", "pictures", "batch_hooks")
+        and not one.name.endswith("_ms")
     }
     chosen["prefetch_callback"] = report.diagnosis.stats.prefetch_active
     return chosen | {name: name in facts.syncs for name in SYNCS}

@@ -1,6 +1,8 @@
 """Where reports lie: found in the folder of a run, written whole or not at all."""
 
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 from lightning_feed.errors import ReportError
@@ -29,6 +31,30 @@ def find_report(path: Path) -> Path:
             "log_dir at the end of fit, and `lightning-feed diagnose` where --out says."
         )
     return max(below)[1]
+
+
+def check_writable(folder: Path) -> None:
+    """See that files can be written into a folder, and that it can be made where it is not there. Leaves nothing.
+
+    Raises:
+        ReportError: when they cannot.
+    """
+    made: list[Path] = []
+    try:
+        missing = [one for one in (folder, *folder.parents) if not one.exists()]
+        for one in reversed(missing):
+            one.mkdir()
+            made.append(one)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ReportError(
+            f"reports cannot be written into {folder}: {error.strerror or error}. Give another folder."
+        ) from error
+    finally:
+        for one in reversed(made):
+            with contextlib.suppress(OSError):  # something else was put there meanwhile
+                one.rmdir()
 
 
 def write_whole(path: Path, text: str) -> None:

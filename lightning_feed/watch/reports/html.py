@@ -10,7 +10,7 @@ from lightning_feed.watch.reports.markdown import MEANING, run_rows
 from lightning_feed.watch.reports.report import Report, rate
 from lightning_feed.watch.reports.road import in_rate
 from lightning_feed.watch.reports.tables import tables
-from lightning_feed.watch.reports.text import cause_text, headline, step_parts
+from lightning_feed.watch.reports.text import cause_text, headline, speedup, step_parts
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Remedy
 from lightning_feed.watch.verdict.units import in_ms
@@ -66,8 +66,9 @@ def _tiles(report: Report) -> Iterator[str]:
             "samples/s",
             "trained on each rank" if diagnosis.measurements.facts.world_size > 1 else "trained",
         )
-    if stats.speedup_if_free is not None:
-        yield _tile(f"{stats.speedup_if_free:.2f}", "x", "as fast if data were free")
+    faster = speedup(diagnosis)
+    if faster is not None:
+        yield _tile(f"{faster:.2f}", "x", "as fast if data were free")
 
 
 def _tile(figure: str, unit: str, words: str) -> str:

@@ -7,7 +7,7 @@ from lightning_feed.watch.reports.compare_text import check_text
 from lightning_feed.watch.reports.report import Report, rate
 from lightning_feed.watch.reports.road import in_rate, read_road, road_text
 from lightning_feed.watch.reports.tables import tables
-from lightning_feed.watch.reports.text import cause_text, headline, step_parts
+from lightning_feed.watch.reports.text import cause_text, headline, interval, speedup, step_parts
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
 from lightning_feed.watch.verdict.units import in_ms
 
@@ -30,13 +30,15 @@ def diagnosis_markdown(diagnosis: Diagnosis) -> str:
     stats = diagnosis.stats
     blocks = [f"# {_text(headline(diagnosis))}"]
     trust = f"Confidence {diagnosis.confidence}, {stats.steps} steps"
-    if stats.starved_low_pct is not None and stats.starved_high_pct is not None:
-        trust += f", 95 % interval {stats.starved_low_pct:.1f} to {stats.starved_high_pct:.1f} %"
+    known = interval(diagnosis)
+    if known is not None:
+        trust += f", 95 % interval {known[0]:.1f} to {known[1]:.1f} %"
     blocks.append(f"{trust}.")
     if stats.step_ms:
         blocks.append(_table(("part of the step", "ms", "%", ""), _step_rows(diagnosis, stats.step_ms)))
-    if stats.speedup_if_free is not None:
-        blocks.append(f"If data were free: {stats.speedup_if_free:.2f} x as fast.")
+    faster = speedup(diagnosis)
+    if faster is not None:
+        blocks.append(f"If data were free: {faster:.2f} x as fast.")
     why = [cause_text(diagnosis), *diagnosis.evidence]
     lines = [f"- {_text(one)}" for one in why if one]
     if lines:

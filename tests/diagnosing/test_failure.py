@@ -1,0 +1,212 @@
+"""An error of the user's code names the worker, the sample and the line, and costs nothing of what was measured."""
+
+import json
+import sysconfig
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from diagnosing.small_runs import PACKAGES, make_parts, make_trainer, short_diagnosis
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_feed.diagnosing import DiagnosisFailed, diagnose
+from lightning_feed.diagnosing.failure import in_a_line
+from lightning_feed.errors import FeedError, LoaderError, SettingsError
+from lightning_feed.watch.reports.document import read_document
+
+pytestmark = [
+    # The fits are small on purpose.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode"),
+]
+HERE = Path(__file__).name
+
+
+class BadPhoto(Dataset[Any]):
+    """One of its samples cannot be read, whoever asks and however often."""
+
+    def __init__(self, bad: int, length: int = 80) -> None:
+        self.bad, self.length = bad, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == self.bad:
+            raise ValueError(f"bad photo {index}")
+        return torch.rand(4), torch.tensor(index % 2)
+
+
+class BadStream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from (BadPhoto(9)[index] for index in range(80))
+
+
+def fails(loader: Any, package: str = "lightning.pytorch", **options: Any) -> FeedError:
+    Module, _ = make_parts(package)
+    with pytest.raises(FeedError) as raised:
+        short_diagnosis(make_trainer(package), Module(), train_dataloaders=loader, **options)
+    return raised.value
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(("workers", "where"), [(0, "sample 41"), (1, "worker 0, sample 41")])
+@pytest.mark.parametrize("order", ["as they lie", "shuffled", "by a generator of its own"])
+def test_a_sample_that_fails_in_the_run(order: str, workers: int, where: str, package: str) -> None:
+    own = torch.Generator().manual_seed(7) if order == "by a generator of its own" else None
+    shuffle = order != "as they lie"
+    loader = DataLoader(BadPhoto(41), batch_size=4, num_workers=workers, shuffle=shuffle, generator=own)
+    error = fails(loader, package)
+    assert str(error).startswith(
+        f"training as it is failed. Loading from the data set (BadPhoto) failed in {where}: ValueError: bad photo 41. "
+        f"Mend it, or leave it out. Raised in {HERE}:"
+    )
+    assert isinstance(error.__cause__, ValueError)
+
+
+class WornOut(BadPhoto):
+    """Every sample fails from the eleventh pass on."""
+
+    calls: ClassVar[list[int]] = []
+    """Of the class: what a data set has of its own is put back."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.calls.append(index)
+        if len(self.calls) > 10 * self.length:
+            raise ValueError("worn out")
+        return super().__getitem__(index)
+
+
+def test_the_order_of_a_later_pass_is_not_guessed() -> None:
+    error = fails(DataLoader(WornOut(-1, length=8), batch_size=4, shuffle=True))
+    assert str(error).startswith(
+        "training as it is failed. Loading from the data set (WornOut) failed: ValueError: worn out."
+    )
+
+
+def test_a_stream_and_a_collate_function() -> None:
+    assert "(BadStream) failed: ValueError: bad photo 9." in str(fails(DataLoader(BadStream(), batch_size=4)))
+
+    def collate(samples: Any) -> Any:
+        raise TypeError("no batch of that")
+
+    said = str(fails(DataLoader(BadPhoto(-1), batch_size=4, collate_fn=collate)))
+    assert "(BadPhoto) failed: TypeError: no batch of that." in said
+    assert f"Raised in {HERE}:" in said
+
+
+def test_an_iterable_that_is_no_dataloader() -> None:
+    class Source:
+        def __iter__(self) -> Any:
+            yield from DataLoader(BadPhoto(9), batch_size=4)
+
+    assert f"training as it is failed: ValueError: bad photo 9 ({HERE}:" in str(fails(Source()))
+
+
+def test_a_loader_that_a_step_goes_through_is_not_the_training_loader() -> None:
+    Module, Data = make_parts()
+
+    class Looks(Module):  # type: ignore[misc,valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            list(DataLoader(BadPhoto(1), batch_size=4))
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(FeedError, match=r"^training as it is failed: ValueError: bad photo 1 \(test_failure.py:"):
+        short_diagnosis(make_trainer(), Looks(), Data())
+
+
+def test_what_was_measured_before_is_kept(tmp_path: Path) -> None:
+    error = fails(DataLoader(BadPhoto(78), batch_size=4), out=tmp_path)
+    assert isinstance(error, DiagnosisFailed)
+    assert 10 <= error.diagnosis.stats.steps < 20
+    assert tmp_path / "feed_report.json" in error.written
+    assert read_document(tmp_path).diagnosis.stats == error.diagnosis.stats
+
+
+def test_of_nothing_there_is_no_report(tmp_path: Path) -> None:
+    error = fails(DataLoader(BadPhoto(0), batch_size=4), out=tmp_path / "report")
+    assert not isinstance(error, DiagnosisFailed)
+    assert not (tmp_path / "report").exists()
+
+
+# --- no loader ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_data_module_that_gives_none(package: str) -> None:
+    _, Data = make_parts(package)
+
+    class Nothing(Data):  # type: ignore[misc,valid-type]
+        def train_dataloader(self) -> None:
+            return None
+
+    with pytest.raises(SettingsError, match=r"Nothing.train_dataloader\(\) gives None, so there is nothing to load"):
+        diagnose(None, None, Nothing(), budget_s=2.0)
+
+
+def test_a_data_module_that_gives_no_iterable() -> None:
+    _, Data = make_parts()
+
+    class Number(Data):  # type: ignore[misc,valid-type]
+        def train_dataloader(self) -> int:
+            return 7
+
+    with pytest.raises(LoaderError, match="The training loader is a int, which nothing can be taken from"):
+        diagnose(None, None, Number(), budget_s=2.0, only="X3")
+
+
+# --- the line -----------------------------------------------------------------------------------------------------
+
+
+def told(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  # whatever it is
+        return in_a_line(error)
+    raise AssertionError("nothing was raised")
+
+
+def test_the_place_is_in_the_users_code() -> None:
+    def parse() -> None:
+        json.loads("{")  # raised deep in the standard library
+
+    line = parse.__code__.co_firstlineno + 1
+    assert told(parse).endswith(f"({HERE}:{line})")
+
+
+def test_the_standard_library_is_nobodys_code() -> None:
+    source = 'def fail():\n    raise ValueError("no")\n'
+    for folder in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]):
+        made: dict[str, Any] = {}
+        exec(compile(source, f"{folder}/contextlib.py", "exec"), made)
+        error = ValueError("no")
+        try:
+            made["fail"]()
+        except ValueError as raised:
+            error = raised.with_traceback(raised.__traceback__.tb_next if raised.__traceback__ else None)
+        assert in_a_line(error) == "ValueError: no"
+
+
+def test_the_place_in_a_worker_is_in_its_message() -> None:
+    text = (
+        "Caught ValueError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n"
+        f'  File "{sysconfig.get_paths()["purelib"]}/torch/utils/data/_utils/worker.py", line 349, in _worker_loop\n'
+        '  File "/elsewhere/birds.py", line 17, in __getitem__\n    raise ValueError("bad photo")\n'
+        f'  File "{sysconfig.get_paths()["stdlib"]}/contextlib.py", line 81, in inner\n'
+        "ValueError: bad photo\n"
+    )
+    assert in_a_line(ValueError(text)) == "ValueError: bad photo (birds.py:17)"
+
+
+def test_a_message_with_a_full_stop_has_one() -> None:
+    Module, Data = make_parts()
+
+    class Nothing(Data):  # type: ignore[misc,valid-type]
+        def train_dataloader(self) -> None:
+            return None
+
+    with pytest.raises(FeedError, match=r"Found None\. Everything is"):
+        short_diagnosis(make_trainer(), Module(), Nothing())
