@@ -67,10 +67,12 @@ def watched(
             thread.join(_LOOK_S)
             if thread.is_alive() and time.monotonic() - beat.last > silent_s:
                 raise LoaderError(what(silent_s))
-    except BaseException:
+    except BaseException as ended:
         beat.stopped = True
         thread.join(_SOON_S)
-        if thread.is_alive() and unblock():
+        # What was silent for too long may hang for ever. What Ctrl-C met in the midst of a sample ends with that, and
+        # must: it would draw random numbers after their state has been put back.
+        if thread.is_alive() and (unblock() or isinstance(ended, KeyboardInterrupt)):
             thread.join(_GRACE_S)
         raise
     if raised:

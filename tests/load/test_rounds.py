@@ -253,3 +253,31 @@ def test_interrupting_ends_the_work_and_the_interrupt_comes_through(monkeypatch:
     seen = len(drawn)
     assert seen >= 5
     assert len(drawn) == seen
+
+
+def test_an_interrupt_waits_for_the_sample_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on to draw random numbers, whose state is put back by then."""
+    making, made = threading.Event(), threading.Event()
+    before, join, joins = threading.enumerate(), threading.Thread.join, []
+
+    def begin() -> Iterator[int]:
+        yield 0
+        making.set()
+        made.wait(10)
+        yield 1
+
+    def joined(self: threading.Thread, timeout: float | None = None) -> None:
+        joins.append(timeout)
+        if len(joins) == 1:
+            making.wait(10)
+            raise KeyboardInterrupt
+        if len(joins) == 2:
+            return  # the sample takes longer than that
+        made.set()
+        join(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    with pytest.raises(KeyboardInterrupt):
+        time_loader(begin, burst=1, limits=RoundLimits(min_s=20))
+    monkeypatch.undo()
+    assert not [thread for thread in threading.enumerate() if thread not in before]
