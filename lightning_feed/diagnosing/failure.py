@@ -1,5 +1,6 @@
 """Errors of the user's code, told in a line."""
 
+import os
 import re
 import sysconfig
 import traceback
@@ -14,8 +15,8 @@ from lightning_feed.watch.experiments.subject import parts_of
 
 _NOT_THEIRS = tuple(
     {
-        *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        str(Path(__file__).parents[1]),
+        *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(__file__).parents[1]) + os.sep,  # and not lightning_feed_runs beside it
         "<",  # of code that Python makes, such as <frozen importlib._bootstrap>
     }
 )

@@ -11,7 +11,7 @@ from diagnosing.small_runs import PACKAGES, make_parts, make_trainer, short_diag
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_feed.diagnosing import DiagnosisFailed, diagnose
+from lightning_feed.diagnosing import DiagnosisFailed, diagnose, failure
 from lightning_feed.diagnosing.failure import in_a_line
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
 from lightning_feed.watch.reports.document import read_document
@@ -210,3 +210,9 @@ def test_a_message_with_a_full_stop_has_one() -> None:
 
     with pytest.raises(FeedError, match=r"Found None\. Everything is"):
         short_diagnosis(make_trainer(), Module(), Nothing())
+
+
+def test_a_folder_named_like_ours_is_the_users() -> None:
+    ours = Path(failure.__file__).parents[1]
+    assert failure._is_theirs(f"{ours}_runs/train.py")
+    assert not failure._is_theirs(f"{ours}/cli.py")
