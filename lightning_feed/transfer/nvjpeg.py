@@ -34,7 +34,8 @@ class NvJpeg:
         except AttributeError as error:
             raise _without_nvjpeg() from error
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
 
     def __call__(self, files: list[Tensor]) -> list[Tensor]:
         """Decode, and wait on the host until nvJPEG is done, as torchvision does. The files may then be let go.
@@ -52,12 +53,15 @@ class NvJpeg:
         # does not wait for the current one; and the hardware decoder waits for no stream (github.com/pytorch/vision
         # pull 9606, meta-pytorch/torchcodec pull 1634). So it may write to memory that was freed on the current stream
         # while kernels queued there still read it. Therefore:
-        # 1. The images are allocated on a stream that runs no kernels: whatever was freed there is not in use.
+        # 1. The images are allocated on a stream on which nothing is queued: what was freed there is not in use. As a
+        #    rule it is empty. But torch hands out 32 streams in turn, so that another part of the program may have got
+        #    this one, too; the host waits for what that has queued.
         # 2. The current stream waits for that one, not the host.
         # 3. record_stream: their memory goes back to it only when the current stream is done with them.
-        current = torch.cuda.current_stream(self._device)
+        self._stream.synchronize()
+        current = self._module.current_stream(self._device)
         try:
-            with torch.cuda.stream(self._stream):
+            with self._module.stream(self._stream):
                 images: list[Tensor] = self._decode(files, ImageReadMode.RGB.value, self._device)
         except RuntimeError as error:
             if "not compiled with nvJPEG" in str(error):

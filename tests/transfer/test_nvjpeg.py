@@ -123,25 +123,30 @@ def test_reasons_do_not_tell_images_apart() -> None:
 
 
 class FakeCuda:
-    """Streams by name, and the order in which things were done."""
+    """A device module: streams by name, the kernels queued on them, and the order in which things were done."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[Any] = []
-        self.now = self.compute = Stream("compute", self.done)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("own", self.done))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
-        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+        self.now = Stream("compute", self.done)
+        self.own = Stream("own", self.done)
         self.error: str | None = None
+        monkeypatch.setattr(torch, "get_device_module", lambda device: self)
         monkeypatch.setattr(torch.ops.image, "decode_jpegs_cuda", self.operator, raising=False)
 
+    def Stream(self, device: torch.device) -> "Stream":
+        return self.own
+
+    def current_stream(self, device: torch.device) -> "Stream":
+        return self.now
+
     @contextmanager
-    def entered(self, stream: "Stream") -> Iterator[None]:
+    def stream(self, stream: "Stream") -> Iterator[None]:
         before, self.now = self.now, stream
         yield
         self.now = before
 
     def operator(self, files: list[Any], mode: int, device: torch.device) -> list[Any]:
-        self.done.append(("decoded", len(files), mode, device.type, "allocated on", self.now.name))
+        self.done.append(("decoded", len(files), mode, device.type, "on", self.now.name, "behind", self.now.queued))
         if self.error is not None:
             raise RuntimeError(self.error)
         return [Image(self.done) for _ in files]
@@ -149,7 +154,11 @@ class FakeCuda:
 
 class Stream:
     def __init__(self, name: str, done: list[Any]) -> None:
-        self.name, self.done = name, done
+        self.name, self.done, self.queued = name, done, 0
+
+    def synchronize(self) -> None:
+        self.done.append(("the host waits for", self.name))
+        self.queued = 0
 
     def wait_stream(self, other: "Stream") -> None:
         self.done.append((self.name, "waits for", other.name))
@@ -169,7 +178,8 @@ def test_images_lie_in_memory_of_a_stream_that_nothing_runs_on(monkeypatch: pyte
     decode = NvJpeg(torch.device("cuda", 0))
     assert len(decode([torch.zeros(1), torch.zeros(1)])) == 2
     assert fake.done == [
-        ("decoded", 2, 3, "cuda", "allocated on", "own"),  # 3: RGB
+        ("the host waits for", "own"),
+        ("decoded", 2, 3, "cuda", "on", "own", "behind", 0),  # 3: RGB
         ("compute", "waits for", "own"),
         ("kept for", "compute"),
         ("kept for", "compute"),
@@ -177,7 +187,24 @@ def test_images_lie_in_memory_of_a_stream_that_nothing_runs_on(monkeypatch: pyte
     fake.done.clear()
     fake.now = Stream("side", fake.done)
     decode([torch.zeros(1)])
-    assert fake.done[1:] == [("side", "waits for", "own"), ("kept for", "side")]
+    assert fake.done[2:] == [("side", "waits for", "own"), ("kept for", "side")]
+
+
+@pytest.mark.parametrize("current", ["shared", "another"])
+def test_kernels_queued_on_a_shared_stream_are_over_before_decoding(
+    monkeypatch: pytest.MonkeyPatch, current: str
+) -> None:
+    """torch hands out 32 streams in turn: the stream may be the prefetch stream of a later fit."""
+    fake = FakeCuda(monkeypatch)
+    decode = NvJpeg(torch.device("cuda", 0))
+    fake.own.queued = 3
+    if current == "shared":
+        fake.now = fake.own
+    decode([torch.zeros(1)])
+    assert fake.done[:2] == [
+        ("the host waits for", "own"),
+        ("decoded", 1, 3, "cuda", "on", "own", "behind", 0),
+    ]
 
 
 def test_a_torchvision_without_nvjpeg_is_said_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
