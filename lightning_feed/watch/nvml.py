@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,6 +89,8 @@ class NvmlSampler:
                 logger.debug("NVML does not give %s: %s", name, error)
                 del readings[name]
                 continue
+            if not math.isfinite(value):  # no error and no figure: the next sample may have one
+                continue
             with self._lock:
                 total, count = self._sums.get(name, (0.0, 0))
                 self._sums[name] = total + value, count + 1
@@ -160,7 +163,10 @@ class _SmActivity:
         request.metrics[0].metricId = pynvml.NVML_GPM_METRIC_SM_UTIL
         pynvml.nvmlGpmMetricsGet(request)
         self._samples = [now, before]
-        return float(request.metrics[0].value)
+        metric = request.metrics[0]
+        if metric.nvmlReturn != pynvml.NVML_SUCCESS:  # each metric has its own; the call as a whole succeeds
+            raise pynvml.NVMLError(metric.nvmlReturn)
+        return float(metric.value)
 
     def close(self) -> None:
         """Give the samples back to NVML."""

@@ -1,5 +1,6 @@
 """NVML on its own thread, against a module that pretends to be it."""
 
+import itertools
 import logging
 import sys
 import threading
@@ -17,17 +18,38 @@ UUID = "ba4d9f52-91d3-4d3f-9a1e-3f6a0e0a1234"
 class FakeNvmlError(Exception):
     """What the bindings raise."""
 
+    def __str__(self) -> str:
+        known = {FakeNvml.NVML_ERROR_NOT_SUPPORTED: "Not Supported"}
+        return known.get(self.args[0], str(self.args[0]))
+
 
 class FakeNvml:
-    """The functions used of the module ``pynvml``, for one board, counted."""
+    """The functions used of the module ``pynvml``, for one board, counted. Read in nvidia-ml-py 13.615.
+
+    Args:
+        prefix: of the UUID by which the board is known.
+        gpm: whether the board has the performance monitor.
+        cannot: calls that fail.
+        sm: what the monitor gives for each pair of samples: the metric's ``nvmlReturn`` and ``value``.
+    """
 
     NVMLError = FakeNvmlError
+    NVML_SUCCESS = 0
+    NVML_ERROR_NOT_SUPPORTED = 3
     NVML_PCIE_UTIL_RX_BYTES = 1
     NVML_GPM_METRICS_GET_VERSION = 1
     NVML_GPM_METRIC_SM_UTIL = 2
 
-    def __init__(self, *, prefix: str = "GPU-", gpm: bool = True, cannot: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        prefix: str = "GPU-",
+        gpm: bool = True,
+        cannot: tuple[str, ...] = (),
+        sm: tuple[tuple[int, float], ...] = ((0, 25.0),),
+    ) -> None:
         self.prefix, self.gpm, self.cannot = prefix, gpm, cannot
+        self.sm = itertools.cycle(sm)
         self.calls: list[str] = []
         self.open = self.samples = 0
 
@@ -81,14 +103,15 @@ class FakeNvml:
 
     @staticmethod
     def c_nvmlGpmMetricsGet_t() -> Any:
-        return SimpleNamespace(metrics=[SimpleNamespace(metricId=0, value=0.0)])
+        return SimpleNamespace(metrics=[SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0)])
 
     def nvmlGpmMetricsGet(self, request: Any) -> None:
+        self._call("metrics")
         assert request.version == 1
         assert request.numMetrics == 1
         assert request.metrics[0].metricId == self.NVML_GPM_METRIC_SM_UTIL
         assert request.sample2[0] == request.sample1[0] + 1, "the newer sample comes second"
-        request.metrics[0].value = 25.0
+        request.metrics[0].nvmlReturn, request.metrics[0].value = next(self.sm)
 
 
 @pytest.fixture
@@ -124,6 +147,20 @@ def test_a_figure_that_the_board_does_not_give_is_absent_and_not_asked_again(sam
     assert stats.sm_pct is None
     assert stats.mem_used_mib == 3072.0
     assert nvml.calls.count("power") == 1
+
+
+def test_a_metric_that_failed_by_itself_is_absent_and_not_asked_again(sampled: Callable[..., Any]) -> None:
+    nvml = FakeNvml(sm=((FakeNvml.NVML_ERROR_NOT_SUPPORTED, 1.7e308),))
+    stats, _ = sampled(nvml, rounds=3)
+    assert stats.sm_pct is None
+    assert stats.power_w == 250.0
+    assert nvml.calls.count("metrics") == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_a_number_is_not_part_of_a_mean(value: float, sampled: Callable[..., Any]) -> None:
+    stats, _ = sampled(FakeNvml(sm=((0, value), (0, 25.0))), rounds=4)
+    assert stats.sm_pct == 25.0
 
 
 def test_a_mig_instance_is_found_by_its_own_prefix(sampled: Callable[..., Any]) -> None:
