@@ -183,7 +183,7 @@ class Loaders:
         if self.seed is None and "PL_GLOBAL_SEED" in os.environ:
             self.seed = int(os.environ["PL_GLOBAL_SEED"])
         if self.seed is None:
-            self.seed = int(torch.randint(SEEDS, ()))
+            self.seed = int(torch.randint(SEEDS, (), device="cpu"))
             if trainer is not None and trainer.world_size > 1:
                 # Each rank takes its share of one common order.
                 self.seed = trainer.strategy.broadcast(self.seed)

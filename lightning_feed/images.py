@@ -336,7 +336,8 @@ class FeedImageFolder(FeedDataModule):
     def _images_scale(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """scale and offset, shape (3, 1, 1): (x / 255 - mean) / std = x * scale + offset."""
         if device not in self._images_scaling:
-            mean, std = (torch.tensor(value, dtype=torch.float64).view(3, 1, 1) for value in (self.mean, self.std))
+            numbers = torch.tensor([self.mean, self.std], dtype=torch.float64, device="cpu")
+            mean, std = numbers.view(2, 3, 1, 1)
             # Kept, since making them from numbers is a copy that waits for the device.
             scale, offset = (value.float().to(device) for value in (1 / (255 * std), -mean / std))
             self._images_scaling[device] = (scale, offset)

@@ -91,7 +91,7 @@ class _Reader:
         if "tensor" in tree:
             dtype = getattr(torch, tree["tensor"])
             raw = self._take(int(np.prod(tree["shape"], dtype=np.int64)) * dtype.itemsize)
-            flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+            flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
             return flat.reshape(tree["shape"])
         dtype = np.dtype(tree["array"])
         array = np.frombuffer(self._take(int(np.prod(tree["shape"], dtype=np.int64)) * dtype.itemsize), dtype)

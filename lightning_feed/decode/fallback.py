@@ -28,7 +28,7 @@ class FallbackTally:
     """
 
     def __init__(self) -> None:
-        self._counts = torch.zeros((_ROWS, len(REASONS)), dtype=torch.int64)
+        self._counts = torch.zeros((_ROWS, len(REASONS)), dtype=torch.int64, device="cpu")
         self._counts.share_memory_()  # type: ignore[no-untyped-call]
         self._renew_lock()
 

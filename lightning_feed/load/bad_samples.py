@@ -49,7 +49,7 @@ class BadSamples:
         self.max_failures = max_failures
         # One slot for each worker, in memory that all of them share: each is written by one process, so no lock is
         # needed between processes.
-        self._slots = torch.zeros(MOST + 1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._slots = torch.zeros(MOST + 1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lightning_feed.errors import DatasetError
+from lightning_feed.load.epoch_order import drawing_device
 from lightning_feed.load.untouched import untouched
 from lightning_feed.load.variant import with_changes
 
@@ -53,10 +54,11 @@ def _sample(part: Any, kind: str, came: int) -> Any:
     with untouched(part.loader):
         variant = with_changes(part.loader)
         # As torch does before it asks the sampler for anything.
-        torch.empty((), dtype=torch.int64).random_(generator=variant.generator)
-        batched = variant.batch_sampler is not None
-        source = variant.batch_sampler if batched else variant.sampler
-        failed = next((batch for number, batch in enumerate(source or ()) if number == came), None)
+        with drawing_device(variant.generator):
+            torch.empty((), dtype=torch.int64).random_(generator=variant.generator)
+            batched = variant.batch_sampler is not None
+            source = variant.batch_sampler if batched else variant.sampler
+            failed = next((batch for number, batch in enumerate(source or ()) if number == came), None)
         if failed is None:
             return None
         for index in failed if batched else [failed]:

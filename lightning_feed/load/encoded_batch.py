@@ -150,13 +150,13 @@ def collate_encoded(samples: list[Any]) -> EncodedBatch:
     """Put a batch together. Runs in the workers; in a worker process, in memory that the training process shares."""
     images: list[EncodedImage] = fill_skipped(samples)
     flat = [np.frombuffer(image.data, np.uint8) for image in images]
-    offsets = torch.tensor([0, *(len(data) for data in flat)]).cumsum(0)
+    offsets = torch.tensor([0, *(len(data) for data in flat)], device="cpu").cumsum(0)
     files = _empty(int(offsets[-1]))
     np.concatenate(flat, out=files.numpy())
     rows = [
         (*i.size, *i.cut.region, *i.cut.resized, *i.cut.window, int(i.cut.flipped), i.label, i.index) for i in images
     ]
-    plan = torch.tensor(rows)
+    plan = torch.tensor(rows, device="cpu")
     return EncodedBatch(files=files, offsets=offsets, plan=plan, labels=plan[:, 13].clone())
 
 
@@ -171,7 +171,7 @@ def decode_on_cpu(batch: EncodedBatch, dataset: EncodedImageDataset) -> Any:
 
 def _empty(size: int) -> Tensor:
     if get_worker_info() is None:
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
     # Written at once where the training process will read it, as torch's own collate does.
     storage = torch.UntypedStorage._new_shared(size, device="cpu")  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8).set_(storage).view(size)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).view(size)

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -55,6 +55,12 @@ def mix_seed(seed: int, epoch: int, cycle: int, stream: str) -> int:
     """
     digest = hashlib.blake2b(f"{seed}/{epoch}/{cycle}/{stream}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def drawing_device(generator: object) -> torch.device:
+    """The device of what a loader draws: that of the generator, else the CPU. Entered (``with``), it takes the place of
+    ``torch.set_default_device``, under which torch's loaders and samplers fail with a generator of the CPU."""
+    return generator.device if isinstance(generator, torch.Generator) else torch.device("cpu")
 
 
 def find_samplers(*roots: object) -> dict[str, Any]:
@@ -161,7 +167,7 @@ class MapPass:
         if isinstance(sampler, RandomSampler):
             # What RandomSampler.__iter__ does itself without a generator, so the order is the one of a plain
             # DataLoader; done here, the seed can be recorded.
-            return int(torch.empty((), dtype=torch.int64).random_().item())
+            return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         return None
 
 
@@ -192,5 +198,13 @@ class IndexSource:
         if now is None:
             raise RuntimeError("FeedLoader's indices were asked for outside of a pass.")
         now.begin(self.samplers)
-        indices: Iterable[Any] = self.inner
-        yield from islice(indices, now.skip, None)
+        generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())
+        device = drawing_device(next(filter(None, generators), None))
+        indices: Iterator[Any] = islice(self.inner, now.skip, None)
+        while True:
+            with device:  # for each, since samples of the main process are made between them
+                try:
+                    index = next(indices)
+                except StopIteration:
+                    return
+            yield index

@@ -11,6 +11,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
 from typing import Any, Literal
@@ -20,7 +21,15 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from lightning_feed.errors import LoaderError, ResumeError, SettingsError
 from lightning_feed.load.batch_decoder import BatchDecoder
-from lightning_feed.load.epoch_order import EpochOrder, IndexSource, MapPass, PassGenerator, find_samplers, mix_seed
+from lightning_feed.load.epoch_order import (
+    EpochOrder,
+    IndexSource,
+    MapPass,
+    PassGenerator,
+    drawing_device,
+    find_samplers,
+    mix_seed,
+)
 from lightning_feed.load.iterable_state import IterablePass, StampingCollate
 from lightning_feed.load.loader_pass import LoaderPass
 from lightning_feed.load.thread_crew import ThreadCrew
@@ -241,8 +250,11 @@ class FeedLoader(DataLoader[Any]):
         if inner is None:
             return super().__iter__()
         inner._iterator = self._iterator
+        device = drawing_device(inner.generator)
         try:
-            source = iter(inner)
+            # Entered only where it changes something: workers that are forked here inherit it, and it slows each call.
+            with nullcontext() if torch.get_default_device() == device else device:
+                source = iter(inner)
         except (TypeError, AttributeError, PicklingError) as error:
             blame = _unpicklable(self)
             if blame is None:
@@ -257,7 +269,8 @@ class FeedLoader(DataLoader[Any]):
         crew = self._iterator if isinstance(self._iterator, ThreadCrew) and self._iterator.usable else None
         if crew is None:
             # Drawn where DataLoader draws the seed of its workers, from what it draws it from.
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+            with drawing_device(self.generator):
+                seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
             crew = ThreadCrew(self.num_workers, base_seed=seed)
         crew.passes += 1
         self._iterator = crew if self.persistent_workers else None  # type: ignore[assignment]

@@ -113,7 +113,9 @@ def collate_images(samples: list[Any]) -> Any:
         A list: images, shape (B, 3, H, W), labels, int64 of shape (B,), and what else there is.
     """
     images, *others = zip(*fill_skipped(samples), strict=True)
-    return [_stack(images), *(default_collate(list(other)) for other in others)]
+    with torch.device("cpu"):  # torch makes tensors of numbers on the default device
+        collated = [default_collate(list(other)) for other in others]
+    return [_stack(images), *collated]
 
 
 def _stack(images: tuple[Any, ...]) -> Any:
@@ -122,10 +124,10 @@ def _stack(images: tuple[Any, ...]) -> Any:
     channels, height, width = images[0].shape
     shape = (len(images), height, width, channels)
     if get_worker_info() is None:
-        batch = torch.empty(shape, dtype=torch.uint8)
+        batch = torch.empty(shape, dtype=torch.uint8, device="cpu")
     else:  # written at once where the training process will read it, as torch's own collate does
         storage = torch.UntypedStorage._new_shared(math.prod(shape), device="cpu")  # type: ignore[no-untyped-call]
-        batch = torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
+        batch = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).view(shape)
     for place, image in enumerate(images):
         batch[place] = image.permute(1, 2, 0)
     return batch.permute(0, 3, 1, 2)

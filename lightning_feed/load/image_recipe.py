@@ -46,9 +46,9 @@ class TrainRecipe:
         with SampleDraws() as own:
             generator = own if generator is None else generator
             region = draw_region(height, width, self.scale, self.ratio, generator)
-            flipped = torch.rand(1, generator=generator, dtype=torch.float32).item() < self.flip_probability
+            drawn = torch.rand(1, generator=generator, dtype=torch.float32, device="cpu").item()
         whole = Region(0, 0, self.size, self.size)
-        return Cut(region=region, resized=(self.size, self.size), window=whole, flipped=flipped)
+        return Cut(region=region, resized=(self.size, self.size), window=whole, flipped=drawn < self.flip_probability)
 
     def __call__(self, picture: Picture) -> torch.Tensor:
         """Crop, resize, and flip or not."""
@@ -120,14 +120,14 @@ def draw_region(
     """
     shortest, longest = _logarithms(*ratio)
     # Not of the default dtype, which precision="bf16-true" changes while a step runs, beside threads that draw.
-    drawn = torch.empty(1, dtype=torch.float32)
+    drawn = torch.empty(1, dtype=torch.float32, device="cpu")
     for _ in range(_TRIES):
         area = height * width * drawn.uniform_(scale[0], scale[1], generator=generator).item()
         aspect = drawn.uniform_(shortest, longest, generator=generator).exp().item()
         rows, columns = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < columns <= width and 0 < rows <= height:
-            top = int(torch.randint(height - rows + 1, (1,), generator=generator).item())
-            left = int(torch.randint(width - columns + 1, (1,), generator=generator).item())
+            top = int(torch.randint(height - rows + 1, (1,), generator=generator, device="cpu").item())
+            left = int(torch.randint(width - columns + 1, (1,), generator=generator, device="cpu").item())
             return Region(top, left, rows, columns)
     rows, columns = height, width
     if width / height < min(ratio):
@@ -139,4 +139,4 @@ def draw_region(
 
 @lru_cache
 def _logarithms(*values: float) -> tuple[float, ...]:
-    return tuple(torch.log(torch.tensor(values, dtype=torch.float32)).tolist())  # as torchvision has it
+    return tuple(torch.log(torch.tensor(values, dtype=torch.float32, device="cpu")).tolist())  # as torchvision has it

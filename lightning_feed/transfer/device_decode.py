@@ -142,7 +142,7 @@ def _decode_the_rest(
     true_labels = [image.label for image in images]
     places: list[Any] = list(range(len(images)))
     # Pinned: the copies then wait for nothing, and the allocator keeps this memory until they are done.
-    decoded = torch.empty((len(left), *pixels.shape[1:]), dtype=torch.uint8, pin_memory=on_device)
+    decoded = torch.empty((len(left), *pixels.shape[1:]), dtype=torch.uint8, device="cpu", pin_memory=on_device)
     for row, place in zip(decoded, left, strict=True):
         sample = dataset.decoded(images[place])
         if isinstance(sample, Skipped):
@@ -157,7 +157,7 @@ def _decode_the_rest(
             true_labels[place] = images[other].label if other not in left else true_labels[other]
     if true_labels == [image.label for image in images]:
         return labels
-    changed = torch.tensor(true_labels, pin_memory=on_device)
+    changed = torch.tensor(true_labels, device="cpu", pin_memory=on_device)
     return changed.to(labels.device, non_blocking=True)
 
 

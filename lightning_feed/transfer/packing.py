@@ -77,7 +77,7 @@ def pack(batch: Any, small: list[Tensor], send: Callable[[Tensor], Tensor], *, p
                 lengths += (length, filler)
             regions.append((dtype, members, pieces, lengths, start))
             start += sum(lengths) * dtype.itemsize
-        host = torch.empty(start, dtype=torch.uint8, pin_memory=pin)
+        host = torch.empty(start, dtype=torch.uint8, device="cpu", pin_memory=pin)
         for dtype, _, pieces, lengths, begin in regions:
             torch.cat(pieces, out=_typed(host, dtype, begin, lengths))
     device = send(host)
@@ -114,5 +114,5 @@ def _typed(buffer: Tensor, dtype: torch.dtype, begin: int, lengths: list[int]) -
 def _pad(dtype: torch.dtype, length: int) -> Tensor:
     pad = _pads.get((dtype, length))
     if pad is None:
-        pad = _pads[dtype, length] = torch.zeros(length, dtype=dtype)
+        pad = _pads[dtype, length] = torch.zeros(length, dtype=dtype, device="cpu")
     return pad

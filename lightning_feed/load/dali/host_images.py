@@ -103,7 +103,7 @@ class HostImages:
             batch[place] = self._like(pixels, batch)
             labels[place] = label
         if any(isinstance(place, Skipped) for place in order):
-            kept = torch.tensor(fill_skipped(order))
+            kept = torch.tensor(fill_skipped(order), device="cpu")
             batch = batch[kept.to(batch.device)].contiguous(memory_format=torch.channels_last)
             labels = labels[kept.to(labels.device)]
         return batch, labels
