@@ -119,9 +119,11 @@ class StarvationStats:
     compute_ms: float | None = tagged("feed_step/compute_ms")
     """Mean time from the batch being on the device to the end of the step. Near step_ms: compute-bound."""
     h2d_ms: float | None = tagged("feed_step/h2d_ms")
-    """Mean time on the way to the device, as far as it is exposed, hooks included. High: pin, prefetch, shrink."""
+    """Mean time on the way to the device, as far as it is exposed, hooks included. High: pin, prefetch, shrink. With
+    ``backend="nvjpeg"`` it is first of all decoding."""
     data_idle_ms: float | None = tagged("feed_step/data_idle_ms")
-    """Mean time the device had nothing to do because the host was blocked in the loader. High: load faster."""
+    """Mean time the device had nothing to do because the host was blocked in the loader. High: load faster. Where DALI
+    works on the GPU, its decoding there is part of it."""
     other_ms: float | None = tagged("feed_step/other_ms")
     """Mean time between steps: callbacks, logging, checkpoints. High: look there, not at the loader."""
 

@@ -18,6 +18,7 @@ OTHER: dict[str, Any] = {"other": 40, "compute": 60}
 FED: dict[str, Any] = {}
 TWO = {"num_workers": 2, "usable_cpus": 2}
 CUDA = {"device_type": "cuda"}
+NVJPEG = {"backend": "nvjpeg", "decoder": "turbo", "pin_memory": False}
 
 
 def _measured(
@@ -258,6 +259,11 @@ def test_a_step_that_takes_much_longer_than_its_model_is_not_compute_for_sure(
         (CUDA | {"pin_memory": False}, {}, {"copy_ms": 19.9}, "transfer hooks"),
         (CUDA | {"pin_memory": False}, {}, {"copy_ms": 20.0}, "unpinned"),
         (CUDA | {"pin_memory": True}, {"prefetch_active": True}, {"copy_ms": 20.0}, "link"),
+        (CUDA | NVJPEG, {}, None, "decoding on the GPU"),
+        (CUDA | NVJPEG | {"pin_memory": True}, {"prefetch_active": True}, None, "decoding on the GPU"),
+        (CUDA | NVJPEG, {}, {"copy_ms": 19.9}, "decoding on the GPU"),
+        (CUDA | NVJPEG | {"pin_memory": True}, {"prefetch_active": True}, {"copy_ms": 20.0}, "link"),
+        (CUDA | {"backend": "dali-gpu", "pin_memory": False}, {}, None, "unpinned"),
         # 400 MB in 40 ms are 10 GB/s
         (
             CUDA | {"pin_memory": True, "batch_bytes": 400_000_000},

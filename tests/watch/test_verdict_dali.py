@@ -23,7 +23,9 @@ NOT_OF_DALI = (
     "drop_keys",
     "cache=",
 )
-ON_GPU, MORE_THREADS, DEEPER = "dali_device='cuda'", "dali_threads=8", "dali_prefetch=4"
+ON_GPU, ON_CPU, MORE_THREADS, DEEPER = (
+    "dali_device='cuda'", "dali_device='cpu'", "dali_threads=8", "dali_prefetch=4",
+)  # fmt: skip
 
 
 def measured(*, prefetch_active: bool | None = None, **facts: Any) -> Measurements:
@@ -68,7 +70,7 @@ def test_none_is_of_another_data_module(part: Bottleneck, dali: str, device: str
 
 def test_what_dali_can_be_told() -> None:
     assert changes(measured(), "unknown") == [ON_GPU, MORE_THREADS, DEEPER]
-    assert changes(measured(dali_device="cuda"), "unknown") == [MORE_THREADS, DEEPER]
+    assert changes(measured(dali_device="cuda"), "unknown") == [MORE_THREADS, DEEPER, ON_CPU]
     assert changes(measured(device_type="cpu", dali_threads=8), "unknown") == [DEEPER]
     assert changes(measured(), "jitter") == [DEEPER, ON_GPU]
 
@@ -104,3 +106,22 @@ def test_it_is_said_whose_work_is_not_known() -> None:
     assert any("DALI loads in threads of its own" in line for line in diagnose(without).evidence)
     workers = replace(without, facts=replace(without.facts, dali_device=None))
     assert any("what the workers do meanwhile" in line for line in diagnose(workers).evidence)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"dali_device": "cuda"}, True),
+        ({"dali_device": "cpu"}, False),
+        ({"dali_device": None, "backend": "dali-gpu"}, True),
+        ({"dali_device": None, "backend": "dali-cpu"}, False),
+        ({"dali_device": None, "backend": "torch"}, False),
+    ],
+)
+@pytest.mark.parametrize("loaders", [{}, {"head_of_line_pct": 90.0}], ids=["cause not known", "some cause"])
+def test_waiting_for_dali_on_the_gpu_is_said_to_hold_its_decoding(
+    loaders: dict[str, float], facts: dict[str, Any], said: bool
+) -> None:
+    found = diagnose(replace(measured(**facts), loaders=LoaderStats(**loaders)))
+    assert found.bottleneck == "data"
+    assert any("its decoding is part of this time" in line for line in found.evidence) is said

@@ -1,5 +1,6 @@
 """Remedies for images that are not decoded fast enough: where decoding on the GPU is named, and what it promises."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from lightning_feed.watch.experiments.results import ExperimentResults, NamedCost
 from lightning_feed.watch.reports.document import as_document, make_report
 from lightning_feed.watch.reports.markdown import run_rows
+from lightning_feed.watch.reports.text import as_text
 from lightning_feed.watch.stats import LoaderStats, StarvationStats
 from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.diagnosis import Cause, LoopFacts, Measurements, Remedy
@@ -147,6 +149,37 @@ def test_where_dali_decodes_behind_the_workers_torch_is_to_be_compared(backend: 
     for other in ("torch", "nvjpeg"):
         measured = _measured(backend=other)
         assert "backend='torch'" not in {one.changes for one in data_remedies(measured, _shares(measured), "waiting")}
+
+
+def _decoding(**facts: Any) -> Measurements:
+    """Steps of 100 ms, of which 60 go by on the way to the device, where nvJPEG decodes from pageable memory."""
+    measured = _measured(backend="nvjpeg", pin_memory=False, batch_bytes=8 << 20, batch_tensors=2, **facts)
+    stats = StarvationStats(
+        steps=400, confidence="high", step_ms=100.0, compute_ms=40.0, data_idle_ms=0.0, next_wait_ms=0.0,
+        starved_pct=0.0, input_pct=60.0, other_ms=0.0, h2d_ms=60.0,
+    )  # fmt: skip
+    return replace(measured, stats=stats)
+
+
+def test_waiting_for_nvjpeg_is_decoding_and_no_copy() -> None:
+    found = diagnose(_decoding())
+    assert (found.bottleneck, found.cause) == ("copy", "decoding on the GPU")
+    assert any("nvJPEG decodes on the way to the device" in line for line in found.evidence)
+    assert [(one.changes, one.predicted_step_ms) for one in found.remedies] == [
+        ("prefetch_callback=True", 40.0),
+        ("backend='torch'", None),
+        ("backend='dali-gpu'", None),
+    ]
+    for word in ("cause decoding on the GPU", "PrefetchCallback"):
+        assert word in as_text(found)
+    for word in ("pin_memory", "uint8", "pageable"):
+        assert word not in as_text(found)
+
+
+def test_what_is_prefetched_already_is_compared_with_other_decoders() -> None:
+    measured = _decoding(quality="fast")
+    measured = replace(measured, stats=replace(measured.stats, prefetch_active=True))
+    assert [one.changes for one in diagnose(measured).remedies] == ["backend='torch'"]
 
 
 # --- what they promise ----------------------------------------------------------------------------------------------

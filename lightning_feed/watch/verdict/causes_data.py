@@ -4,6 +4,8 @@ Workers are blocked, too, when they have nothing to do. So what they do counts o
 what can leave them idle meanwhile (one slow batch in front, a queue that is full most of the time) is asked first.
 """
 
+from dataclasses import replace
+
 from lightning_feed.watch.verdict.diagnosis import Measurements
 from lightning_feed.watch.verdict.finding import Finding
 from lightning_feed.watch.verdict.shares import DATA_PCT, Shares
@@ -29,13 +31,16 @@ WARM_PCT = 80.0
 DISK_MB_PER_S = 0.05
 """A disk that gives less than this is not what workers wait for, were it one of random 4 kB reads (100 a second)."""
 IO_PRESSURE_PCT = 20.0
+DALI_DECODES = (
+    "DALI works on the GPU, and a batch that it is not done with is waited for there: its decoding is part of this time"
+)
 FASTER, NO_FASTER = 1.25, 1.1
 """How much faster the loader is without a stage that is at fault, and at most without one that is not."""
 
 
 def data_cause(measured: Measurements, shares: Shares) -> Finding:
     """Why training waits for data."""
-    return (
+    found = (
         _epoch_start(measured, shares)
         or _one_rank(measured, shares)
         or _no_workers(measured)
@@ -48,6 +53,10 @@ def data_cause(measured: Measurements, shares: Shares) -> Finding:
         or _experiments(measured)
         or _unknown(measured)
     )
+    facts = measured.facts
+    if facts.dali_device == "cuda" or facts.backend == "dali-gpu":
+        return replace(found, because=(*found.because, DALI_DECODES))
+    return found
 
 
 def _unknown(measured: Measurements) -> Finding:

@@ -44,8 +44,12 @@ def copy_cause(measured: Measurements, shares: Shares) -> Finding:
     h2d = stats.h2d_ms or 0.0
     if facts.device_type == "cpu":
         return Finding(cause="transfer hooks", because=("nothing is copied on the CPU: transfer hooks take the time",))
-    if found is not None and found.copy_ms is not None and found.copy_ms < COPY_SHARE * h2d:
-        said = f"the copy alone takes {in_ms(found.copy_ms, shares.step_ms)} ms, hooks the rest"
+    alone = None if found is None else found.copy_ms
+    if facts.backend == "nvjpeg" and (alone is None or alone < COPY_SHARE * h2d):
+        said = "nvJPEG decodes on the way to the device, and the host waits for it: this is decoding, not the copy"
+        return Finding(cause="decoding on the GPU", because=(said,))
+    if alone is not None and alone < COPY_SHARE * h2d:
+        said = f"the copy alone takes {in_ms(alone, shares.step_ms)} ms, hooks the rest"
         return Finding(cause="transfer hooks", because=(said,))
     if facts.pin_memory is False:
         return Finding(cause="unpinned", because=("batches lie in pageable memory",))
@@ -54,8 +58,8 @@ def copy_cause(measured: Measurements, shares: Shares) -> Finding:
         return Finding(cause="small tensors", because=(f"a batch has {count} tensors of {size / count / 1024:.1f} kB",))
     if facts.pin_memory and not stats.prefetch_active:
         return Finding(cause="not overlapped", because=("batches are copied on the stream that computes",))
-    if found is not None and found.copy_ms is not None:
-        said = f"the copy alone takes {in_ms(found.copy_ms, shares.step_ms)} ms"
+    if alone is not None:
+        said = f"the copy alone takes {in_ms(alone, shares.step_ms)} ms"
         return Finding(cause="link", because=(said,))
     if found is not None and found.pinned_gb_per_s and size and h2d:
         rate = size / h2d * 1e-6

@@ -16,6 +16,7 @@ Cause = Literal[
     "link",
     "small tensors",
     "transfer hooks",
+    "decoding on the GPU",
     "epoch start",
     "no workers",
     "head of line",
@@ -34,7 +35,7 @@ Cause = Literal[
 
 framework: ``hooks`` (callbacks, logging, checkpoints), ``synchronisation`` (the host waits for the device by itself).
 copy: ``unpinned``, ``not overlapped`` (pinned, on the compute stream), ``link`` (near its speed), ``small tensors``,
-``transfer hooks`` (the user's, or no copy at all).
+``transfer hooks`` (the user's, or no copy at all), ``decoding on the GPU`` (nvJPEG's, for which the host waits there).
 data: ``epoch start`` (workers are started anew), ``no workers``, ``head of line`` (one slow batch holds finished ones
 up), ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
 ``cold reads`` (from the disk or network), ``waiting`` (reads are cached: locks, IPC, sleeping), ``jitter`` (fast enough

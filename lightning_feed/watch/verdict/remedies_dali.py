@@ -13,7 +13,7 @@ def dali_remedies(measured: Measurements, cause: Cause) -> list[Remedy]:
         return dali_on_the_gpu(facts) + _fewer_threads(facts)
     if cause in ("jitter", "head of line"):
         return _deeper(facts) + dali_on_the_gpu(facts)
-    return dali_on_the_gpu(facts) + _more_threads(facts) + _deeper(facts)
+    return dali_on_the_gpu(facts) + _more_threads(facts) + _deeper(facts) + _on_the_cpu(facts)
 
 
 def dali_on_the_gpu(facts: LoopFacts) -> list[Remedy]:
@@ -25,6 +25,18 @@ def dali_on_the_gpu(facts: LoopFacts) -> list[Remedy]:
             code='DaliDataModule(device="gpu")',
             why="DALI decodes and augments on the GPU, where its batches stay (how fast was not measured)",
             changes="dali_device='cuda'",
+        )
+    ]
+
+
+def _on_the_cpu(facts: LoopFacts) -> list[Remedy]:
+    if facts.dali_device != "cuda":
+        return []
+    return [
+        Remedy(
+            code='DaliDataModule(device="cpu")',
+            why="to compare: the CPUs decode, and the GPU has the step alone to do",
+            changes="dali_device='cpu'",
         )
     ]
 

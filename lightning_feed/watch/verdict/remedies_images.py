@@ -10,6 +10,9 @@ ON_THE_GPU = {
 }
 """Backend -> what it does. ``dali-cpu`` decodes on the CPUs, as torch does: it is for measuring, not for advising."""
 
+_DALI_QUALITIES = (None, "exact")
+"""It decodes all pixels, and refuses to be told otherwise."""
+
 
 def image_remedies(measured: Measurements, shares: Shares) -> list[Remedy]:
     """Decode elsewhere, less, or once; nothing for another data module, or where decoding has left the workers."""
@@ -29,6 +32,26 @@ def image_remedies(measured: Measurements, shares: Shares) -> list[Remedy]:
             changes="cache='decoded'",
         ),
     ]
+
+
+def nvjpeg_remedies(facts: LoopFacts) -> list[Remedy]:
+    """Where training waits for nvJPEG: other decoders to compare it with."""
+    remedies = [
+        Remedy(
+            code='ImageFolderDataModule("data", backend="torch")',
+            why="to compare: the workers decode, and the GPU has the step alone to do",
+            changes="backend='torch'",
+        )
+    ]
+    if facts.quality in _DALI_QUALITIES:
+        remedies.append(
+            Remedy(
+                code='ImageFolderDataModule("data", backend="dali-gpu")',
+                why=f"to compare: {ON_THE_GPU['dali-gpu']}, too, some batches ahead",
+                changes="backend='dali-gpu'",
+            )
+        )
+    return remedies
 
 
 def decoder_remedies(facts: LoopFacts) -> list[Remedy]:
@@ -57,8 +80,8 @@ def _on_the_gpu(measured: Measurements, shares: Shares) -> list[Remedy]:
     workers = "workers only read" if left is None else f"workers only read, {100 * left:.0f} % of what they do now"
     remedies = []
     for backend, what in ON_THE_GPU.items():
-        if backend == "dali-gpu" and facts.quality not in (None, "exact"):
-            continue  # it decodes all pixels, and refuses to be told otherwise
+        if backend == "dali-gpu" and facts.quality not in _DALI_QUALITIES:
+            continue
         alone = found.device_decode_per_s if found is not None and backend == "nvjpeg" else None
         predicted = predict.decoded_on_device(measured, shares, alone)
         if not predict.worth_it(predicted, shares):

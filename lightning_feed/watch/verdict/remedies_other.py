@@ -6,6 +6,7 @@ from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, Measurements, Remedy
 from lightning_feed.watch.verdict.remedies_dali import dali_on_the_gpu
 from lightning_feed.watch.verdict.remedies_data import loader_line, unused_keys
+from lightning_feed.watch.verdict.remedies_images import nvjpeg_remedies
 from lightning_feed.watch.verdict.remedies_uint8 import uint8_remedies
 from lightning_feed.watch.verdict.shares import Shares
 
@@ -49,7 +50,7 @@ def framework_remedies(measured: Measurements, shares: Shares, cause: Cause) -> 
 
 
 def copy_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remedies:
-    """Pin, overlap, shrink."""
+    """Pin, overlap, shrink; where it is decoding and not the copy, overlap or decode elsewhere."""
     facts, stats = measured.facts, measured.stats
     at_best = predict.without(shares, stats.h2d_ms)
     dali = facts.dali_device is not None
@@ -66,6 +67,8 @@ def copy_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remed
                 )
             ]
         )
+    if cause == "decoding on the GPU":
+        return _prefetch(measured, "decodes the next batch while this one computes", at_best) + nvjpeg_remedies(facts)
     remedies = dali_on_the_gpu(facts)
     if facts.pin_memory is False:
         remedies.append(
@@ -85,17 +88,23 @@ def copy_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remed
                 changes="pack_small=True",
             )
         )
-    if not stats.prefetch_active and facts.dali_device != "cuda":  # there it would stand aside
-        remedies.append(
-            Remedy(
-                code="trainer = Trainer(callbacks=[PrefetchCallback(), GPUStarvationCallback()])",
-                why="copies the next batch while this one computes",
-                predicted_step_ms=at_best,
-                changes="prefetch_callback=True",
-            )
-        )
+    if facts.dali_device != "cuda":  # there it would stand aside
+        remedies += _prefetch(measured, "copies the next batch while this one computes", at_best)
     remedies += uint8_remedies(facts, "uint8 travels in a quarter of the bytes")
     return remedies + ([] if dali else unused_keys(measured))
+
+
+def _prefetch(measured: Measurements, why: str, predicted: float | None) -> Remedies:
+    if measured.stats.prefetch_active:
+        return []
+    return [
+        Remedy(
+            code="trainer = Trainer(callbacks=[PrefetchCallback(), GPUStarvationCallback()])",
+            why=why,
+            predicted_step_ms=predicted,
+            changes="prefetch_callback=True",
+        )
+    ]
 
 
 def compute_remedies(measured: Measurements, shares: Shares, cause: Cause) -> Remedies:
