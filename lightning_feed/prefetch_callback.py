@@ -1,6 +1,7 @@
 """PrefetchCallback: the next batch is fetched and copied to the device while the present step computes."""
 
 import logging
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -21,6 +22,15 @@ logger = logging.getLogger(__name__)
 
 Stage = Literal["fit", "validate", "test", "predict"]
 STAGES: tuple[Stage, ...] = ("fit", "validate", "test", "predict")
+_AFTER_BACKWARD_BEGAN = (
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "lr_scheduler_step",
+)
+"""Hooks that run between ``on_before_backward`` and the end of the batch, with automatic optimisation."""
 LOOK_AHEAD = "[PrefetchCallback].look_ahead"
 """The profiler action around fetching and staging the next batch."""
 _TRANSFER = "transfer_batch_to_device"
@@ -34,12 +44,16 @@ class PrefetchCallback(ExactResume):
     and so does ``FastDataModule.device_transform``. The copy overlaps with computing only from pinned host memory
     (``pin_memory=True``). Checkpoints do not count batches that were only fetched: it is an :class:`ExactResume`.
 
-    It stands aside, and says so in one INFO line, where it could not help: on the CPU, with loaders that yield device
-    tensors already, and in loops whose ``training_step`` takes ``dataloader_iter``.
+    The device holds at most ``depth + 3`` batches: those that are ready, the one in use, and those before it that the
+    device has not finished. A host that is further ahead of the device waits before it copies the next.
+
+    It stands aside, and says so in one INFO line, where it could not help: on devices other than CUDA and XPU, with
+    loaders that yield device tensors already, and in loops whose ``training_step`` takes ``dataloader_iter``.
 
     Args:
-        depth: batches kept ready on the device, 1 or more. Each costs the device memory of one batch. Beyond 1, batches
-            are loaded before the step in front of them has run; a dataset that draws random numbers in the main process
+        depth: batches kept ready on the device, 1 or more. With steps that wait for the device themselves (``.item()``,
+            manual optimisation with a gradient scaler) it takes 2 to hide the copy. Beyond 1, batches are loaded before
+            the step in front of them has run; a dataset that draws random numbers in the main process
             (``num_workers=0``) then draws them in another order.
         host_keys: keys of dict batches, at any depth of nesting, whose values stay on the host.
         drop_keys: keys that are left out before the transfer, since the step does not read them. Mappings lose the key;
@@ -96,7 +110,7 @@ class PrefetchCallback(ExactResume):
         self._stream: SideStream | None = None
         self._device: torch.device | None = None
         self._lean: LeanTransfer | None = None
-        self._staging = self._behind = self._outer_active = False
+        self._staging = self._outer_active = False
         self._prefetcher: Prefetcher | None = None
         self._in_hand: Staged | None = None
         self._wraps: list[_host.Wrap] = []
@@ -176,7 +190,7 @@ class PrefetchCallback(ExactResume):
         if tap.closed:
             return  # its loader yields device tensors, which was said
         tap.owner, tap.on_hand_out = self, self._receive
-        self._active = self._behind = True
+        self._active = True
         self._prefetcher = self._prefetcher or Prefetcher(stream)
         self._wrap(trainer)
         if batch_end not in self._triggers:
@@ -215,9 +229,20 @@ class PrefetchCallback(ExactResume):
         Best is our own hook, before the progress bar reads metrics off the device. But code of the user's that runs
         after it may change what the next batch is, or draw random numbers; then it must run first.
         """
-        later = trainer.callbacks[trainer.callbacks.index(self) + 1 :]
-        noticed = any(_host.is_overridden(owner, batch_end) for owner in (trainer.lightning_module, *later))
+        module, later = trainer.lightning_module, trainer.callbacks[trainer.callbacks.index(self) + 1 :]
+
+        def own_code(hooks: Iterable[str], callbacks: Iterable[Any]) -> bool:
+            return any(_host.is_overridden(owner, hook) for owner in (module, *callbacks) for hook in hooks)
+
+        noticed = own_code([batch_end], later)
         self._triggers[batch_end] = not noticed
+        if batch_end == "on_train_batch_end":
+            self._triggers["on_before_backward"] = not (
+                noticed
+                or getattr(trainer.precision_plugin, "scaler", None) is None
+                or own_code(["on_before_backward"], later)
+                or own_code(_AFTER_BACKWARD_BEGAN, [each for each in trainer.callbacks if each is not self])
+            )
         if noticed:
 
             def after(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,9 +270,12 @@ class PrefetchCallback(ExactResume):
     # --- looking ahead ------------------------------------------------------------------------------------------------
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """With a gradient scaler, look ahead before it makes the host wait for the device in the optimizer step."""
-        unnoticed = self._triggers.get("on_train_batch_end")
-        if unnoticed and getattr(trainer.precision_plugin, "scaler", None) is not None:
+        """With a gradient scaler, look ahead before it makes the host wait for the device in the optimizer step.
+
+        Not with manual optimisation: there ``manual_backward`` comes here from within ``training_step``, under its
+        autocast and before the random numbers that the rest of the step draws.
+        """
+        if pl_module.automatic_optimization and self._triggers.get("on_before_backward"):
             self._look_ahead(trainer, step_pending=True)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -271,8 +299,7 @@ class PrefetchCallback(ExactResume):
             self._look_ahead(trainer)
 
     def _look_ahead(self, trainer: Any, *, step_pending: bool = False) -> None:
-        fetcher = _host.live_fetcher(trainer)
-        tap: _host.FetcherTap | None = getattr(fetcher, "_feed_tap", None)
+        fetcher, tap = _host.live_fetcher(trainer), _tap_of(trainer)
         if tap is None or tap.owner is not self or len(tap.ahead) >= self.depth:
             return
         depth = self.depth
@@ -284,11 +311,6 @@ class PrefetchCallback(ExactResume):
             return
         trainer.profiler.start(LOOK_AHEAD)
         try:
-            if self._behind and self._stream is not None:
-                # Once for each loop: what the first batch's `device_transform` made on the compute stream, constants
-                # for example, is read on the side stream from here on.
-                self._stream.follow_compute()
-                self._behind = False
             with traced("look_ahead"):
                 while len(tap.ahead) < depth and _host.more_to_draw(fetcher):
                     item = tap.look_ahead()
@@ -330,6 +352,8 @@ class PrefetchCallback(ExactResume):
         """Stand in for the dispatch of the transfer hooks: a staged batch has been through the first two."""
         if self._in_hand is not None and name == "on_before_batch_transfer":
             return batch
+        if name == "on_before_batch_transfer":
+            self._look_at_first(trainer, batch)
         if name != _TRANSFER:
             return original(name, batch, *args)
         if self._in_hand is not None:
@@ -337,23 +361,30 @@ class PrefetchCallback(ExactResume):
             staged, self._in_hand = self._in_hand, None
             return self._prefetcher.take(staged)
         stage = _host.stage_now(trainer)
-        if self._lean is None or stage not in self.stages:
-            return original(name, batch, *args)
-        self._look_at_first(trainer, batch)
-        if trainer.training or trainer.state.fn != "fit" or "fit" not in self.stages:
-            self._lean.look(batch)  # validation inside a fit may have other keys than training
 
         def copy(left: Any) -> Any:
             return original(name, left, *args)
 
-        if not self._staging or self._stream is None:
-            with traced("transfer"):
-                return self._lean.send(batch, copy)
-        return self._lean.send_packed(batch, copy, device=args[0], stream=self._stream, stage=stage)
+        send: Callable[[Any], Any] = copy
+        if self._lean is not None and stage in self.stages:
+            if trainer.training or trainer.state.fn != "fit" or "fit" not in self.stages:
+                self._lean.look(batch)  # validation inside a fit may have other keys than training
+            if self._staging:
+                assert self._stream is not None
+                return self._lean.send_packed(batch, copy, device=args[0], stream=self._stream, stage=stage)
+            send = partial(self._lean.send, copy=copy)
+        tap = _tap_of(trainer)
+        if self._prefetcher is not None and not (tap is not None and tap.closed):
+            return self._prefetcher.pass_on(batch, send)  # stages that are not prefetched share what `copy` keeps
+        with traced("transfer"):
+            return send(batch)
 
     def _look_at_first(self, trainer: Trainer, batch: Any) -> None:
-        """A loader that yields device tensors (DALI, static buffers) may overwrite a batch in use when drawn ahead."""
-        tap: _host.FetcherTap | None = getattr(_host.live_fetcher(trainer), "_feed_tap", None)
+        """A loader that yields device tensors (DALI, static buffers) may overwrite a batch in use when drawn ahead.
+
+        Asked before ``on_before_batch_transfer``, which may put tensors on the device itself.
+        """
+        tap = _tap_of(trainer)
         if tap is None or tap.owner is not self or tap.checked:
             return
         tap.checked = True
@@ -361,3 +392,9 @@ class PrefetchCallback(ExactResume):
             tap.closed, tap.owner, tap.on_hand_out = True, None, None
             self._active = False
             self._stand_aside(trainer, "the loader yields tensors that are on the device already")
+
+
+def _tap_of(trainer: Any) -> _host.FetcherTap | None:
+    """What the running loop's fetcher carries, if it was adopted."""
+    tap: _host.FetcherTap | None = getattr(_host.live_fetcher(trainer), "_feed_tap", None)
+    return tap

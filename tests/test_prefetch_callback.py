@@ -49,13 +49,13 @@ def with_validation() -> dict[str, Any]:
 
 
 class CountingStream(NullStream):
-    """Counts the batches that went through the side stream."""
+    """Counts the batches that were staged: before each of them the host may have to wait."""
 
     def __init__(self) -> None:
-        self.handed_over = 0
+        self.staged = 0
 
-    def hand_over(self, batch: Any, mark: Any) -> None:
-        self.handed_over += 1
+    def limit_run_ahead(self) -> None:
+        self.staged += 1
 
 
 class CountingPrefetch(PrefetchCallback):
@@ -73,20 +73,20 @@ class CountingPrefetch(PrefetchCallback):
 def test_all_batches_but_the_first_of_each_epoch_are_prefetched() -> None:
     callback = CountingPrefetch()
     fit([callback], plain, max_epochs=3)
-    assert callback.stream.handed_over == 3 * (6 - 1)
+    assert callback.stream.staged == 3 * (6 - 1)
 
 
 def test_batches_before_which_validation_runs_are_not() -> None:
     callback = CountingPrefetch(stages=("fit",))
     fit([callback], with_validation, max_epochs=1, val_check_interval=2)
-    assert callback.stream.handed_over == 3
+    assert callback.stream.staged == 3
 
 
-@pytest.mark.parametrize(("stages", "handed_over"), [(("fit",), 5), (("validate",), 1 + 1), (("fit", "validate"), 7)])
-def test_stages_of_a_fit(stages: Any, handed_over: int) -> None:
+@pytest.mark.parametrize(("stages", "staged"), [(("fit",), 5), (("validate",), 1 + 1), (("fit", "validate"), 7)])
+def test_stages_of_a_fit(stages: Any, staged: int) -> None:
     callback = CountingPrefetch(stages=stages)
     fit([callback], with_validation, max_epochs=1)  # one batch each in the sanity check and in the validation
-    assert callback.stream.handed_over == handed_over
+    assert callback.stream.staged == staged
 
 
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
@@ -106,7 +106,7 @@ def test_evaluation_and_prediction(entry: str, loaders: int) -> None:
     callback = CountingPrefetch(stages=(entry,))  # type: ignore[arg-type]
     ours, our_model = run([callback])
     expected, plain_model = run([])
-    assert callback.stream.handed_over == 4 * loaders - 1
+    assert callback.stream.staged == 4 * loaders - 1
     assert by_hook(our_model.events) == by_hook(plain_model.events)
     assert str(ours) == str(expected)
 
@@ -119,9 +119,10 @@ def test_with_a_gradient_scaler_it_looks_ahead_before_backward() -> None:
             order.append("prepare")
             return super().on_before_batch_transfer(batch, dataloader_idx)
 
-        def backward(self, loss: Tensor) -> None:
-            order.append("backward")
-            super().backward(loss)
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss: Any = super().training_step(batch, batch_idx)
+            loss.register_hook(lambda gradient: order.append("backward"))
+            return loss
 
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     fit([NullStreamPrefetch()], plain, Scaled, plugins=[plugin], max_epochs=1)
@@ -228,7 +229,7 @@ def test_loader_that_yields_device_tensors(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         _, _, error = fit([callback], lambda: {"train_dataloaders": OnDevice(5)}, Keeps)
     assert error is None
-    assert callback.stream.handed_over == 0
+    assert callback.stream.staged == 0
     assert not callback.active
     assert said(caplog) == ["PrefetchCallback stands aside: the loader yields tensors that are on the device already."]
 
@@ -241,7 +242,7 @@ def test_a_second_instance(caplog: pytest.LogCaptureFixture) -> None:
     assert error is None
     assert by_hook(ours.events) == by_hook(expected.events)
     assert (first.active, second.active) == (True, False)
-    assert second.stream.handed_over == 0
+    assert second.stream.staged == 0
     assert said(caplog) == ["PrefetchCallback stands aside: another PrefetchCallback of this Trainer is at work."]
 
 
@@ -496,7 +497,7 @@ def test_two_fits_of_one_trainer() -> None:
     model, trainer, _ = fit([callback], plain, max_epochs=1)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, **plain())
-    assert callback.stream.handed_over == 2 * 5
+    assert callback.stream.staged == 2 * 5
     assert len([event for event in model.events if event[0] == "training_step"]) == 12
 
 
@@ -523,7 +524,7 @@ def test_another_wrapper_around_ours_survives() -> None:
     callback = CountingPrefetch()
     model, trainer, error = fit([callback, Outer()], plain, max_epochs=1)
     assert error is None
-    assert callback.stream.handed_over == 5
+    assert callback.stream.staged == 5
     assert calls.count("batch_to_device") == 6
     calls.clear()
     del trainer.strategy.batch_to_device
@@ -630,18 +631,3 @@ def test_each_device_has_its_own_stream() -> None:
     assert opened == ["meta"]
     fit([callback], plain, max_epochs=1)
     assert not callback.active
-
-
-def test_the_side_stream_follows_the_compute_stream_once_for_each_loop() -> None:
-    """Constants that the first batch's transform makes on the compute stream are read on the side stream later."""
-
-    class Follows(CountingStream):
-        followed = 0
-
-        def follow_compute(self) -> None:
-            self.followed += 1
-
-    callback = CountingPrefetch(stages=("fit",))
-    callback.stream = Follows()
-    fit([callback], plain, max_epochs=3)
-    assert callback.stream.followed == 3

@@ -43,12 +43,20 @@ class Prefetcher:
         try:
             ready = prepare(batch)
             if off_host(ready):
-                self._stream.follow_compute()  # `prepare` worked on the compute stream, and `copy` reads what it made
-            with self._stream.issue(), traced("transfer"):
-                ready = copy(ready)
-            return Staged(batch=ready, mark=self._stream.mark())
+                self._stream.follow_compute(ready)  # `prepare` worked on the compute stream; `copy` reads what it made
+            self._stream.limit_run_ahead()
+            return self._issue(ready, copy)
         except Exception as error:  # noqa: BLE001  # raised by `take`, with its traceback
             return Staged(error=error)
+
+    def pass_on(self, batch: Any, copy: Callable[[Any], Any]) -> Any:
+        """Copy a batch that was not staged, in program order: after all that was queued, before all that comes.
+
+        It goes over the side stream like every other batch, because what ``copy`` keeps from one batch to the next (a
+        constant for a new shape, a running statistic) is then made, read and freed on one stream.
+        """
+        self._stream.follow_compute(batch)
+        return self.take(self._issue(batch, copy))
 
     def take(self, staged: Staged) -> Any:
         """The device batch, safe to use on the current stream from here on. The host does not wait for the copy."""
@@ -57,3 +65,8 @@ class Prefetcher:
         with traced("hand_over"):
             self._stream.hand_over(staged.batch, staged.mark)
         return staged.batch
+
+    def _issue(self, batch: Any, copy: Callable[[Any], Any]) -> Staged:
+        with self._stream.issue(), traced("transfer"):
+            ready = copy(batch)
+        return Staged(batch=ready, mark=self._stream.mark())

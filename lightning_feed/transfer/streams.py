@@ -1,11 +1,27 @@
 """The stream beside the compute stream on which the next batch is copied."""
 
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
-from lightning_feed.transfer.nested import record_stream
+from lightning_feed.transfer.nested import off_host, record_stream
+
+STREAM_BACKENDS: Final = ("cuda", "xpu")
+"""Device types whose streams, events and allocator were read (torch 2.6 and 2.15) and order work as this file needs it.
+
+``torch.mps`` has classes of the same names from torch 2.15 on, but one queue, and events that take no stream; the
+modules of other backends (HPU, XLA) come from packages of their own.
+"""
+
+
+RUN_AHEAD: Final = 2
+"""Batches handed over that the device need not have come to when the next one is staged.
+
+``record_stream`` gives memory back only once the device is past it, so a host that runs M steps ahead would hold M
+batches. The host waits where it is further ahead than this: the device then has more than two steps in its queue.
+"""
 
 
 class SideStream(Protocol):
@@ -23,8 +39,12 @@ class SideStream(Protocol):
         """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
         ...
 
-    def follow_compute(self) -> None:
-        """Let what is issued from here on begin after what the compute stream was given so far."""
+    def follow_compute(self, batch: Any = None) -> None:
+        """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
+        ...
+
+    def limit_run_ahead(self) -> None:
+        """Wait while the device is more than ``RUN_AHEAD`` batches behind the one that was handed over last."""
         ...
 
     def stamp(self) -> Any:
@@ -43,6 +63,7 @@ class DeviceStream:
         self._device = device
         self._backend: Any = torch.get_device_module(device)
         self._stream = self._backend.Stream(device=device)
+        self._handed_over: deque[Any] = deque(maxlen=RUN_AHEAD + 1)
 
     def issue(self) -> AbstractContextManager[Any]:
         """While entered, work goes to the side stream."""
@@ -62,10 +83,21 @@ class DeviceStream:
         # 3. The allocator learns that the compute stream uses memory which came from the side stream's pool.
         compute.wait_event(mark)
         record_stream(batch, compute)
+        # An event that lets the host sleep: torch's default would spin on a CPU that the loader's workers need.
+        reached = self._backend.Event(blocking=True) if self._device.type == "cuda" else self._backend.Event()
+        reached.record(compute)
+        self._handed_over.append(reached)
 
-    def follow_compute(self) -> None:
-        """Let what is issued from here on begin after what the compute stream was given so far."""
+    def follow_compute(self, batch: Any = None) -> None:
+        """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
         self._stream.wait_stream(self._backend.current_stream(self._device))
+        if off_host(batch):
+            record_stream(batch, self._stream)
+
+    def limit_run_ahead(self) -> None:
+        """Wait while the device is more than ``RUN_AHEAD`` batches behind the one that was handed over last."""
+        if len(self._handed_over) > RUN_AHEAD:
+            self._handed_over[0].synchronize()
 
     def stamp(self) -> Any:
         """An event with the device's time after all work issued so far."""
@@ -87,18 +119,16 @@ class NullStream:
     def hand_over(self, batch: Any, mark: Any) -> None:
         """The batch is ready already."""
 
-    def follow_compute(self) -> None:
+    def follow_compute(self, batch: Any = None) -> None:
         """Program order does."""
+
+    def limit_run_ahead(self) -> None:
+        """The host is never ahead."""
 
     def stamp(self) -> None:
         """There is no clock but the host's."""
 
 
 def open_stream(device: torch.device) -> SideStream | None:
-    """A side stream for ``device``, or None where the device has none (the CPU, MPS)."""
-    if device.type == "cpu":
-        return None
-    backend = torch.get_device_module(device)
-    if not all(hasattr(backend, name) for name in ("Stream", "Event", "stream", "current_stream")):
-        return None
-    return DeviceStream(device)
+    """A side stream for ``device``, or None for a device that is not one of ``STREAM_BACKENDS``."""
+    return DeviceStream(device) if device.type in STREAM_BACKENDS else None

@@ -1,115 +1,73 @@
-"""The order of events on a device, written down by a backend that only pretends to be one."""
+"""Batches staged ahead: errors wait for their step, and the order of events on a simulated device."""
 
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from simulated.device import DEVICE, MS, SimulatedDevice, simulated
 
-from lightning_feed.transfer import streams
 from lightning_feed.transfer.prefetcher import Prefetcher, Staged
-from lightning_feed.transfer.streams import DeviceStream, NullStream, open_stream
-
-
-class Event:
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def record(self, stream: "Stream") -> None:
-        self._log.append(f"record on {stream.name}")
-
-    def synchronize(self) -> None:
-        raise AssertionError("the host must not wait")
-
-
-class Stream:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log = name, log
-
-    def wait_event(self, event: Event) -> None:
-        self._log.append(f"{self.name} waits for the event")
-
-    def wait_stream(self, stream: "Stream") -> None:
-        self._log.append(f"{self.name} waits for {stream.name}")
-
-    def synchronize(self) -> None:
-        raise AssertionError("the host must not wait")
-
-
-class Backend:
-    """The part of ``torch.cuda`` that is used, and a log of what was done to it."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self._current = Stream("compute", self.log)
-        self.made = 0
-
-    def Stream(self, device: torch.device) -> Stream:  # torch's name
-        self.made += 1
-        return Stream("side", self.log)
-
-    def Event(self, enable_timing: bool = False) -> Event:  # torch's name
-        self.timed = enable_timing
-        return Event(self.log)
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Any:
-        before, self._current = self._current, stream
-        yield
-        self._current = before
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return self._current
-
-    def work(self, name: str) -> None:
-        self.log.append(f"{name} on {self._current.name}")
-
-
-class Batch:
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def record_stream(self, stream: Stream) -> None:
-        self._log.append(f"memory recorded on {stream.name}")
+from lightning_feed.transfer.streams import RUN_AHEAD, DeviceStream, NullStream, open_stream
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    made = Backend()
-    monkeypatch.setattr(torch, "get_device_module", lambda device: made)
-    return made
+def device() -> Iterator[SimulatedDevice]:
+    with simulated(SimulatedDevice(copy_bytes_per_ms=1)) as made:
+        yield made
 
 
-def test_order_of_events(backend: Backend) -> None:
-    prefetcher = Prefetcher(DeviceStream(torch.device("cuda")))
+def pinned(device: SimulatedDevice, size: int = 8) -> torch.Tensor:
+    return device.pin(torch.zeros(size, dtype=torch.uint8))
 
-    def prepare(batch: Any) -> Any:
-        backend.work("prepare")
-        return batch
 
-    def copy(batch: Any) -> Any:
-        backend.work("copy")
-        return Batch(backend.log)
+def to_device(batch: torch.Tensor) -> torch.Tensor:
+    return batch.to(DEVICE, non_blocking=True)
 
-    staged = prefetcher.stage("host batch", prepare=prepare, copy=copy)
-    backend.work("step")
+
+def test_a_copy_runs_beside_a_step_and_the_next_step_waits_for_it(device: SimulatedDevice) -> None:
+    prefetcher = Prefetcher(DeviceStream(DEVICE))
+    began = device.now
+    device.launch(10)
+    staged = prefetcher.stage(pinned(device, 8), prepare=lambda batch: batch, copy=to_device)
     batch = prefetcher.take(staged)
-    assert isinstance(batch, Batch)
-    assert backend.log == [
-        "prepare on compute",
-        "copy on side",
-        "record on side",
-        "step on compute",
-        "compute waits for the event",
-        "memory recorded on compute",
-    ]
+    device.launch(10, reads=batch)
+    assert device.compute.free_at - began == 20 * MS
+    assert device.now == began
+    late = prefetcher.stage(pinned(device, 30), prepare=lambda batch: batch, copy=to_device)
+    device.launch(1, reads=prefetcher.take(late))
+    assert device.compute.free_at - began == (8 + 30 + 1) * MS
+    assert device.races == []
 
 
-def test_one_stream_for_all_batches(backend: Backend) -> None:
-    prefetcher = Prefetcher(DeviceStream(torch.device("cuda")))
+def test_one_stream_for_all_batches(device: SimulatedDevice) -> None:
+    prefetcher = Prefetcher(DeviceStream(DEVICE))
+    used = set()
+
+    def copy(batch: torch.Tensor) -> torch.Tensor:
+        used.add(device.current_stream())
+        return to_device(batch)
+
     for _ in range(5):
-        prefetcher.take(prefetcher.stage(Batch(backend.log), prepare=lambda x: x, copy=lambda x: x))
-    assert backend.made == 1
+        prefetcher.take(prefetcher.stage(pinned(device), prepare=lambda x: x, copy=copy))
+        prefetcher.pass_on(pinned(device), copy)
+    assert len(used) == 1
+    assert device.compute not in used
+
+
+def test_the_host_is_never_further_ahead_than_said(device: SimulatedDevice) -> None:
+    prefetcher = Prefetcher(DeviceStream(DEVICE))
+    behind = []
+    for _ in range(12):
+        staged = prefetcher.stage(pinned(device, 1), prepare=lambda x: x, copy=to_device)
+        behind.append((device.compute.free_at - device.now) / MS)
+        batch = prefetcher.take(staged)
+        device.launch(10, reads=batch)
+        del staged, batch
+    # RUN_AHEAD whole steps and the one that runs now: never are fewer in the queue because of the wait.
+    assert max(behind[RUN_AHEAD + 1 :]) <= 10 * (RUN_AHEAD + 1)
+    assert min(behind[RUN_AHEAD + 1 :]) > 10 * RUN_AHEAD
+    assert device.memory_bytes() <= RUN_AHEAD + 2
 
 
 def test_an_exception_leaves_the_side_stream_and_waits_for_its_step() -> None:
@@ -138,27 +96,39 @@ def test_none_is_a_batch() -> None:
     assert prefetcher.take(Staged(batch=None)) is None
 
 
-def test_open_stream(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("device")
+def test_open_stream() -> None:
     assert open_stream(torch.device("cpu")) is None
-    assert isinstance(open_stream(torch.device("cuda")), DeviceStream)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: object())  # as torch.mps: no streams
-    assert open_stream(torch.device("mps")) is None
-    assert streams.open_stream is open_stream
+    assert isinstance(open_stream(DEVICE), DeviceStream)
+    for other in ("mps", "hpu", "xla"):  # whatever their modules have
+        assert open_stream(torch.device(other)) is None
 
 
-def test_a_copy_waits_for_what_was_prepared_on_the_device(backend: Backend) -> None:
+def test_a_copy_waits_for_what_was_prepared_on_the_device(device: SimulatedDevice) -> None:
     """A hook may put tensors on the device itself; the side stream must not read them before they are written."""
-    prefetcher = Prefetcher(DeviceStream(torch.device("cuda")))
+    prefetcher = Prefetcher(DeviceStream(DEVICE))
 
     def prepare(batch: Any) -> Any:
-        backend.work("prepare")
-        return torch.empty(1, device="meta")
+        noise = torch.empty(8, device=DEVICE)
+        device.launch(5, writes=noise)
+        return batch, noise
 
-    prefetcher.stage("host batch", prepare=prepare, copy=lambda batch: backend.work("transform"))
-    assert backend.log[:3] == ["prepare on compute", "side waits for compute", "transform on side"]
+    def copy(batch: Any) -> Any:
+        return to_device(batch[0]) + batch[1]
+
+    staged = prefetcher.stage(pinned(device), prepare=prepare, copy=copy)
+    torch.ones(8, device=DEVICE)  # may get the memory of what was prepared
+    device.launch(reads=prefetcher.take(staged))
+    assert device.races == []
 
 
-def test_a_stamp_is_a_timing_event_on_the_side_stream(backend: Backend) -> None:
-    assert DeviceStream(torch.device("cuda")).stamp() is not None
-    assert (backend.timed, backend.log) == (True, ["record on side"])
+def test_a_stamp_is_a_timing_event_on_the_side_stream(device: SimulatedDevice) -> None:
+    stream = DeviceStream(DEVICE)
+    device.launch(50)
+    first = stream.stamp()
+    with stream.issue():
+        to_device(pinned(device, 7))
+    last = stream.stamp()
+    device.host(60)
+    assert first.elapsed_time(last) == 7
     assert NullStream().stamp() is None

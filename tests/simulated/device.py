@@ -1,0 +1,511 @@
+"""A simulated asynchronous device: streams, events, a caching allocator and simulated time, without any hardware.
+
+Tensors on the ``meta`` device are its memory and each aten operation on them is one kernel on the current stream, so
+that the real callbacks run on it through a real Trainer. The object is the device module, too: what
+``torch.get_device_module`` returns. Two things are followed side by side.
+
+**Order**, with a vector clock for each stream and one for the host (as data race detectors keep them, Flanagan and
+Freund, FastTrack, PLDI 2009). An operation is reported in :attr:`SimulatedDevice.races` when it reads or writes memory
+that another stream wrote, or writes memory that another stream reads, without having waited for it. That does not
+depend on how long anything takes: a race is found even where the timing of a run hides it. Memory that is freed keeps
+its last uses, and whatever is allocated next from the same stream's pool inherits them, but for those that
+``record_stream`` makes the allocator wait for.
+
+**Time**, in whole nanoseconds. Kernels take no time unless they are given some, copies take
+``bytes / copy_bytes_per_ms``. Streams work in order and beside each other; copies to the device share one copy engine;
+a copy from pageable memory makes the host wait for its stream and for itself. Sources: the CUDA C++ programming guide
+(asynchronous concurrent execution) and the CUDA runtime's "API synchronization behavior".
+
+What it does not know: values (but those copied from the host, :meth:`SimulatedDevice.content`), how kernels slow each
+other down, and what drivers do beyond their documentation.
+"""
+
+from __future__ import annotations  # the device has a method of the name `Stream`, as torch.cuda has
+
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count, cycle
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_feed.transfer import streams
+from lightning_feed.watch.clocks import EventRing
+from lightning_feed.watch.step_meter import StepMeter, StepTimes
+
+MS = 1_000_000
+DEVICE = torch.device("meta")
+POOL = 32
+"""Streams of one priority that torch has for a device; ``Stream()`` hands them out in turn (c10/cuda/CUDAStream.h)."""
+LAUNCH_QUEUE = 1024
+"""Kernels that may be queued before a launch makes the host wait, as seen with CUDA."""
+READS_VALUES = ("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.masked_select", "aten._unique2")
+"""Operations whose results the host needs before it can go on."""
+ALLOCATES = ("aten.empty", "aten.new_empty")
+SCALES_GRADIENTS = ("aten._amp_foreach_non_finite_check_and_unscale_", "aten._amp_update_scale_")
+"""Operations of a GradScaler that change their arguments, and that torch has no ``meta`` kernels for."""
+
+Span = tuple[int, int]
+"""From and to, nanoseconds."""
+Seen = dict["Stream", int]
+"""For each stream the number of its last operation that is known to be over."""
+
+
+class Wait(NamedTuple):
+    """A moment at which the host could have to wait for the device."""
+
+    what: str
+    blocked_ns: int
+    where: str
+
+
+class Stream:
+    """A queue of work."""
+
+    def __init__(self, device: SimulatedDevice, name: str) -> None:
+        self._device, self.name = device, name
+        self.seen: Seen = {}
+        self.free_at = 0
+        """When all work queued so far is over."""
+        self.busy: list[Span] = []
+        """When it was at work, or held up by an event; all else is idle."""
+
+    def wait_event(self, event: Event) -> None:
+        join(self.seen, event.seen)
+        assert event.at is not None, "waits for an event that was never recorded"
+        began = max(self.free_at, self._device.now)
+        if event.at > began:
+            self._occupy(began, event.at)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> Event:
+        event = self._device.Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self._device.wait_for(self.record_event(), "Stream.synchronize")
+
+    def run(self, duration_ns: int, begin_at: int = 0) -> int:
+        """Queue work; returns when it will be over."""
+        began = max(self.free_at, self._device.now, begin_at)
+        self._occupy(began, began + duration_ns)
+        return self.free_at
+
+    def _occupy(self, began: int, until: int) -> None:
+        self.free_at = until
+        if until > began:
+            self.busy.append((began, until))
+
+    def __repr__(self) -> str:
+        return f"<{self.name} stream>"
+
+
+class Event:
+    """A mark in a stream."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self.seen: Seen = {}
+        self.at: int | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = self._device.current_stream() if stream is None else stream
+        self.seen = join(dict(stream.seen), self._device.host_seen)
+        self.at = max(stream.free_at, self._device.now)
+
+    def query(self) -> bool:
+        assert self.at is not None, "asked for an event that was never recorded"
+        if self._device.now < self.at:
+            return False
+        join(self._device.host_seen, self.seen)
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        assert self.at is not None
+        assert end_event.at is not None
+        return (end_event.at - self.at) / MS
+
+    def synchronize(self) -> None:
+        self._device.wait_for(self, "Event.synchronize")
+
+
+class Block:
+    """One allocation of device memory."""
+
+    def __init__(self, storage: torch.UntypedStorage, pool: Pool, what: str) -> None:
+        self.ref, self.pool, self.what = StorageWeakRef(storage), pool, what
+        self.size = pool.take(storage.nbytes())
+        self.written: tuple[Stream, int] | None = None
+        self.uses: Seen = dict(pool.unordered)
+        """The last use on each stream since the last write; at first those of what was in this memory before."""
+        self.inherits = bool(self.uses)
+        self.recorded: set[Stream] = set()
+        self.content: Tensor | None = None
+
+
+class Pool:
+    """The caching allocator's memory of one stream (docs.pytorch.org: notes/cuda, "Memory management").
+
+    A freed block can be handed out again to the same stream at once, in stream order. A block that ``record_stream``
+    was called for waits until the other stream is past the point at which it was freed.
+    """
+
+    def __init__(self, device: SimulatedDevice, stream: Stream) -> None:
+        self._device, self.stream = device, stream
+        self.unordered: Seen = {}
+        """Uses of freed blocks that the allocator does not wait for."""
+        self._free: list[int] = []
+        self._pending: list[tuple[int, int]] = []
+        self.reserved = 0
+        """Bytes taken from the device; never given back, as torch does not until memory is short."""
+
+    def take(self, size: int) -> int:
+        """A block for ``size`` bytes; returns the bytes that it has."""
+        now = self._device.now
+        self._free += [size for size, until in self._pending if until <= now]
+        self._pending = [(size, until) for size, until in self._pending if until > now]
+        fits = min((each for each in self._free if size <= each <= 2 * size), default=None)
+        if fits is None:
+            self.reserved += size
+            return size
+        self._free.remove(fits)
+        return fits
+
+    def give_back(self, block: Block) -> None:
+        uses = dict(block.uses)
+        if block.written is not None:
+            join(uses, dict([block.written]))
+        join(self.unordered, {stream: number for stream, number in uses.items() if stream not in block.recorded})
+        if block.recorded:
+            self._pending.append((block.size, max(stream.free_at for stream in block.recorded)))
+        else:
+            self._free.append(block.size)
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """The device, its module, and the host's clock.
+
+    Args:
+        copy_bytes_per_ms: of the link to the host.
+        launch_ns: what a kernel launch costs the host.
+    """
+
+    def __init__(self, *, copy_bytes_per_ms: float = float("inf"), launch_ns: int = 0) -> None:
+        super().__init__()
+        self.now = 1_000 * MS
+        """The host's clock."""
+        self.host_seen: Seen = {}
+        self.compute = Stream(self, "compute")
+        self.races: list[str] = []
+        self.waits: list[Wait] = []
+        self.kernels = self.copies = self.events = self.waited = 0
+        self._copy_bytes_per_ms, self._launch_ns = copy_bytes_per_ms, launch_ns
+        self._numbers = count(1)
+        self._streams = cycle([Stream(self, f"side {number}") for number in range(POOL)])
+        self._current = self.compute
+        self._blocks: dict[int, Block] = {}
+        self._pools: dict[Stream, Pool] = {}
+        self._pinned: dict[int, StorageWeakRef] = {}
+        self._copying_until = 0
+        self._queued: deque[int] = deque(maxlen=LAUNCH_QUEUE)
+
+    # --- the device module --------------------------------------------------------------------------------------------
+
+    def Stream(self, device: Any = None) -> Stream:  # torch's name
+        return next(self._streams)
+
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> Event:  # torch's name
+        self.events += 1
+        return Event(self)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def synchronize(self, device: Any = None) -> None:
+        for stream in {self.compute, self._current, *self._pools}:
+            self.wait_for(stream.record_event(), "synchronize")
+
+    # --- the host -----------------------------------------------------------------------------------------------------
+
+    def clock(self) -> int:
+        return self.now
+
+    def host(self, ms: float) -> None:
+        """The host is busy or blocked."""
+        self.now += round(ms * MS)
+
+    def wait_for(self, event: Event, what: str) -> None:
+        """The host waits for an event."""
+        assert event.at is not None
+        blocked_ns = max(0, event.at - self.now)
+        self.waits.append(Wait(what, blocked_ns, _caller()))
+        self.waited += 1
+        self.now += blocked_ns
+        join(self.host_seen, event.seen)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """From here on the memory of a host tensor is page-locked."""
+        storage = tensor.untyped_storage()
+        self._pinned[storage._cdata] = StorageWeakRef(storage)
+        return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        ref = self._pinned.get(tensor.untyped_storage()._cdata)
+        return ref is not None and not ref.expired()
+
+    def event(self) -> Event:
+        """A timing event."""
+        return self.Event(enable_timing=True)
+
+    def meter(self, keep: Callable[[StepTimes], Any], *, size: int = 512) -> StepMeter:
+        """A step meter over this device."""
+        return StepMeter(keep, clock=self.clock, ring=EventRing(self.event, size))
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def launch(self, ms: float = 0.0, *, what: str = "kernel", reads: Any = (), writes: Any = ()) -> None:
+        """Queue a kernel on the current stream; the host goes on at once."""
+        self._reap()
+        self.now += self._launch_ns
+        if len(self._queued) == LAUNCH_QUEUE:
+            self.now = max(self.now, self._queued[0])
+        self._touch(what, self._current, _on_device(reads), _on_device(writes))
+        self._queued.append(self._current.run(round(ms * MS)))
+        self.kernels += 1
+
+    def decode(self, shapes: Iterable[tuple[int, ...]], ms: float = 0.0) -> list[Tensor]:
+        """As torchvision's ``decode_jpegs_cuda``: allocates on the current stream, writes on none, waits for itself."""
+        made = [torch.empty(shape, dtype=torch.uint8, device=DEVICE) for shape in shapes]
+        decoder = Stream(self, "decoder")  # a new one has waited for nothing
+        self._touch("decode", decoder, [], made)
+        decoder.run(round(ms * MS))
+        decoder.synchronize()
+        return made
+
+    def memory_bytes(self, stream: Stream | None = None) -> int:
+        """Bytes that the allocator has taken from the device, for all streams or for one."""
+        return sum(pool.reserved for pool in self._pools.values() if stream in (None, pool.stream))
+
+    def content(self, tensor: Tensor) -> Tensor:
+        """The values that a tensor got from the host, as they were when its copy was queued."""
+        content = self._block(tensor).content
+        assert content is not None, "it was not copied from the host"
+        whole = content.contiguous().view(torch.uint8).flatten().clone().view(tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        block = self._block(tensor)
+        if stream is not block.pool.stream:
+            block.recorded.add(stream)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        pin = kwargs.pop("pin_memory", None)
+        name = str(func)
+        ins = _on_device((args, kwargs))
+        if name.startswith(READS_VALUES) and ins:
+            return self._read_values(name, func, args, ins)
+        target = kwargs.get("device")
+        if name.startswith("aten._to_copy") and ins and target is not None and torch.device(target).type == "cpu":
+            return self._to_host(args[0], kwargs)
+        if name.startswith("aten.copy_") and ins and args[0].device.type == "cpu":
+            self._wait_on_current("a copy to the host", ins)
+            return args[0]
+        if name.startswith(SCALES_GRADIENTS):
+            out = args[0] if func._schema.returns else None
+        else:
+            out = func(*args, **kwargs)
+        if pin:
+            self.pin(out)
+        outs = _on_device(out)
+        if not (ins or outs) or _is_view(func):
+            return out
+        self._reap()
+        if name.startswith(ALLOCATES):
+            self._allocate(name, outs)
+            return out
+        written = _on_device([value for value, to_write in _arguments(func, args, kwargs) if to_write])
+        self._allocate(name, outs)
+        source = args[1] if name.startswith("aten.copy_") else args[0] if args else None
+        if (
+            isinstance(source, Tensor)
+            and source.device.type == "cpu"
+            and name.startswith(("aten._to_copy", "aten.copy_"))
+        ):
+            self._from_host(name, source, outs, _is_non_blocking(name, args, kwargs))
+        else:
+            self.launch(what=name, reads=ins, writes=[*written, *outs])
+        return out
+
+    # --- details ------------------------------------------------------------------------------------------------------
+
+    def _from_host(self, name: str, source: Tensor, outs: list[Tensor], non_blocking: bool) -> None:
+        stream = self._current
+        self._touch(name, stream, [], outs)
+        for each in outs:
+            whole = each.numel() * each.element_size() == each.untyped_storage().nbytes()
+            self._block(each).content = source.detach().to(each.dtype).clone() if whole else None
+        pageable = not self.is_pinned(source)
+        if pageable:
+            self.wait_for(stream.record_event(), "a copy from pageable memory")
+        duration = source.nbytes / self._copy_bytes_per_ms * MS
+        self._copying_until = stream.run(round(duration), begin_at=self._copying_until)
+        self.copies += 1
+        if pageable or not non_blocking:
+            self.wait_for(stream.record_event(), "a copy from pageable memory" if pageable else "a blocking copy")
+
+    def _to_host(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        self._wait_on_current("a copy to the host", [tensor])
+        return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype, device="cpu")
+
+    def _read_values(self, name: str, func: Any, args: Any, ins: list[Tensor]) -> Any:
+        self._wait_on_current(name, ins)
+        if name.startswith("aten._local_scalar_dense"):
+            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+        if name.startswith("aten.equal"):
+            return True
+        return func(*(torch.zeros_like(each, device="cpu") if isinstance(each, Tensor) else each for each in args))
+
+    def _wait_on_current(self, what: str, reads: list[Tensor]) -> None:
+        self.launch(what=what, reads=reads)
+        self.wait_for(self._current.record_event(), what)
+
+    def _block(self, tensor: Tensor) -> Block:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks:
+            self._blocks[storage._cdata] = Block(storage, self._pool(self._current), "made elsewhere")
+        return self._blocks[storage._cdata]
+
+    def _pool(self, stream: Stream) -> Pool:
+        return self._pools.setdefault(stream, Pool(self, stream))
+
+    def _allocate(self, name: str, outs: list[Tensor]) -> None:
+        for each in outs:
+            storage = each.untyped_storage()
+            if storage._cdata not in self._blocks:
+                pool = self._pool(self._current)
+                self._blocks[storage._cdata] = Block(storage, pool, f"{name} on {self._current.name}")
+
+    def _reap(self) -> None:
+        for key, block in list(self._blocks.items()):
+            if block.ref.expired():
+                del self._blocks[key]
+                block.pool.give_back(block)
+
+    def _touch(self, what: str, stream: Stream, reads: list[Tensor], writes: list[Tensor]) -> None:
+        """Check the order of an operation against those before it, and note it."""
+        join(stream.seen, self.host_seen)
+        number = next(self._numbers)
+        writing = {id(block): block for block in map(self._block, writes)}
+        reading = {id(block): block for block in map(self._block, reads)}
+        for block in {**reading, **writing}.values():
+            earlier = dict(block.uses) if id(block) in writing or block.inherits else {}
+            if block.written is not None:
+                join(earlier, dict([block.written]))
+            late = sorted(
+                other.name
+                for other, last in earlier.items()
+                if other is not stream and stream.seen.get(other, 0) < last
+            )
+            if late:
+                how = "memory handed out again" if block.inherits else "used"
+                self._say(f"{what} on {stream.name}: [{block.what}] {how} without waiting for {', '.join(late)}")
+        stream.seen[stream] = number
+        for block in reading.values():
+            block.uses[stream] = number
+        for block in writing.values():
+            block.written, block.uses, block.inherits = (stream, number), {}, False
+
+    def _say(self, text: str) -> None:
+        if text not in self.races:
+            self.races.append(text)
+
+
+@contextmanager
+def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
+    """While entered, ``meta`` is an accelerator: torch's device module, and a backend that prefetching knows."""
+    from lightning_feed.watch import clocks
+
+    with _patched() as patch:
+        find = torch.get_device_module
+
+        def get_device_module(which: Any = None) -> Any:
+            return device if which is not None and torch.device(which).type == DEVICE.type else find(which)
+
+        patch(torch, "get_device_module", get_device_module)
+        patch(torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream))
+        for module in (streams, clocks):
+            if hasattr(module, "STREAM_BACKENDS"):
+                patch(module, "STREAM_BACKENDS", (*streams.STREAM_BACKENDS, DEVICE.type))
+        defaults = dict(StepMeter.__init__.__kwdefaults__ or {})
+        patch(StepMeter.__init__, "__kwdefaults__", {**defaults, "clock": device.clock})
+        with device:
+            yield device
+
+
+@contextmanager
+def _patched() -> Iterator[Callable[[Any, str, Any], None]]:
+    import pytest
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield monkeypatch.setattr
+
+
+def join(seen: Seen, other: Seen) -> Seen:
+    """Let ``seen`` know what ``other`` knows."""
+    for stream, number in other.items():
+        seen[stream] = max(seen.get(stream, 0), number)
+    return seen
+
+
+def outside(span: Span, busy: Iterable[Span]) -> int:
+    """Nanoseconds of ``span`` that lie in none of ``busy``, which do not overlap."""
+    start, end = span
+    return (end - start) - sum(max(0, min(end, until) - max(start, since)) for since, until in busy)
+
+
+def _on_device(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.device.type == DEVICE.type]
+
+
+def _is_view(func: Any) -> bool:
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+
+
+def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
+    """Each argument, and whether the operation writes to it."""
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        yield value, argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _is_non_blocking(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    given = args[2] if name.startswith("aten.copy_") and len(args) > 2 else kwargs.get("non_blocking", False)
+    return bool(given)
+
+
+def _caller() -> str:
+    """Where outside of this file and of torch the host was when it had to wait."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and not frame.filename.endswith("simulated/device.py"):
+            return f"{frame.filename}:{frame.lineno} {frame.name}"
+    return ""

@@ -1,0 +1,198 @@
+"""PrefetchCallback on the simulated device: everything is ordered, for any setting; whatever is left out is found."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.plugins import MixedPrecision
+from simulated.device import DEVICE, SimulatedDevice, Stream
+from simulated.training import Model, SimulatedLoader, fit
+from torch import Tensor
+
+from lightning_feed import GPUStarvationCallback, PrefetchCallback
+from lightning_feed.transfer import streams
+from lightning_feed.transfer.prefetcher import Prefetcher
+from lightning_feed.transfer.streams import DeviceStream
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
+    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*"),
+]
+STAGES = ("fit", "validate")
+
+
+def in_parts(index: int) -> dict[str, Any]:
+    """A batch of many small tensors, of two shapes in turn."""
+    rows = 2 + index % 2
+    return {"x": torch.full((rows, 8), float(index)), **{f"p{n}": torch.full((rows,), index) for n in range(9)}}
+
+
+class Keeps(Model):
+    """Its transfer keeps things on the device from one batch to the next, as transforms on the device do."""
+
+    constants: dict[torch.Size, Tensor]
+    mean: Tensor | None = None
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        there = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        x = there["x"]
+        constants = self.__dict__.setdefault("constants", {})
+        if x.shape not in constants:
+            constants[x.shape] = torch.ones(x.shape[1:], device=device)
+        now = x.mean()
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return {**there, "normal": x * constants[x.shape] - self.mean}
+
+
+class Prepares(Model):
+    """Its hook before the transfer puts a tensor on the device itself."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "noise": torch.rand(batch["x"].shape, device=DEVICE)}
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        there = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return {"x": there["x"], "noisy": there["x"] + there.pop("noise")}
+
+
+class Manual(Keeps):
+    """Manual optimisation, twice a step."""
+
+    def __init__(self, device: SimulatedDevice, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for _ in range(2):
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
+MODELS = {"plain": Model, "keeps": Keeps, "prepares": Prepares, "manual": Manual}
+
+
+class Fault(Exception):
+    pass
+
+
+def failing(at: int | None) -> Any:
+    def make(index: int) -> Any:
+        if index == at:
+            raise Fault(index)
+        return in_parts(index)
+
+    return make
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    model=st.sampled_from(sorted(MODELS)),
+    depth=st.integers(1, 3),
+    stages=st.sampled_from([STAGES, STAGES[:1], STAGES[1:]]),
+    pack_small=st.sampled_from([True, False, "auto"]),
+    host_keys=st.sampled_from([(), ("p0",)]),
+    validate_every=st.sampled_from([None, 1, 2, 3]),
+    accumulate=st.integers(1, 2),
+    scaled=st.booleans(),
+    synchronise=st.booleans(),
+    fails_at=st.sampled_from([None, None, 0, 3, 6]),
+    max_steps=st.sampled_from([-1, 3]),
+    period_ms=st.sampled_from([0.0, 3.0]),
+)
+def test_everything_is_ordered(
+    model: str,
+    depth: int,
+    stages: Any,
+    pack_small: Any,
+    host_keys: tuple[str, ...],
+    validate_every: int | None,
+    accumulate: int,
+    scaled: bool,
+    synchronise: bool,
+    fails_at: int | None,
+    max_steps: int,
+    period_ms: float,
+) -> None:
+    device = SimulatedDevice(copy_bytes_per_ms=100)
+    made = MODELS[model](device, synchronise=synchronise)
+    loader = SimulatedLoader(device, 7, period_ms=period_ms, make=failing(fails_at))
+    callback = PrefetchCallback(depth=depth, stages=stages, pack_small=pack_small, host_keys=host_keys)
+    options: dict[str, Any] = {"max_epochs": 2, "max_steps": max_steps}
+    if validate_every is not None:
+        options |= {"val": SimulatedLoader(device, 3, make=in_parts), "val_check_interval": validate_every}
+    if scaled:
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))]
+    if model != "manual":
+        options["accumulate_grad_batches"] = accumulate
+    try:
+        fit(device, made, loader, callback, GPUStarvationCallback(every_n_steps=2, report=False), **options)
+    except Fault:
+        assert fails_at is not None
+    assert device.races == []
+    times = 2 if model == "manual" else 1
+    order = [float(index) for index in range(7) for _ in range(times)] * 2
+    assert made.seen == order[: len(made.seen)]
+    if max_steps == -1:
+        assert len(made.seen) == (len(order) if fails_at is None else times * fails_at)
+
+
+# --- controls: each of these is wrong, and found ----------------------------------------------------------------------
+
+
+def races(model: type[Model] = Keeps, **options: Any) -> list[str]:
+    """Of a fit with a validation in its middle, whose steps keep the device behind the host."""
+    device = SimulatedDevice(copy_bytes_per_ms=100)
+    loaders = (SimulatedLoader(device, count, make=in_parts) for count in (7, 2))
+    fit(device, model(device), next(loaders), PrefetchCallback(**options), val=next(loaders), val_check_interval=3)
+    return device.races
+
+
+@pytest.mark.parametrize("model", MODELS.values())
+def test_as_it_is_there_is_no_race(model: type[Model]) -> None:
+    assert races(model) == []
+
+
+def test_without_record_stream_memory_is_handed_out_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "record_stream", lambda batch, stream: None)
+    assert any("handed out again without waiting for compute" in race for race in races(Model))
+
+
+def test_without_wait_event_the_step_reads_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
+    assert any("training_step on compute" in race for race in races(Model))
+
+
+def test_an_event_on_the_wrong_stream_marks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mark(self: Any) -> Any:
+        return self._backend.current_stream().record_event()
+
+    monkeypatch.setattr(DeviceStream, "mark", mark)
+    assert any("training_step on compute" in race for race in races(Model))
+
+
+def test_a_transfer_on_the_compute_stream_is_not_ordered_with_the_staged_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before: the first batch of an epoch, and the first after a validation, went over the compute stream."""
+    monkeypatch.setattr(Prefetcher, "pass_on", lambda self, batch, copy: copy(batch))
+    assert any("on side" in race for race in races())
+
+
+def test_tensors_of_the_users_hook_are_lent_to_the_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `record_stream` their memory may be handed out again while the side stream reads it."""
+
+    def follow_compute(self: Any, batch: Any = None) -> None:
+        self._stream.wait_stream(self._backend.current_stream())
+
+    monkeypatch.setattr(DeviceStream, "follow_compute", follow_compute)
+    assert any("handed out again" in race for race in races(Prepares, depth=2))
+
+
+def test_a_side_stream_that_does_not_follow_reads_what_is_not_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceStream, "follow_compute", lambda self, batch=None: None)
+    assert any("without waiting for compute" in race for race in races(Prepares))
