@@ -39,6 +39,8 @@ class StarvationRun:
     def __init__(self, trainer: Any, *, every: int) -> None:
         device = trainer.strategy.root_device
         ring = open_ring(device)
+        self.sees_device = ring is not None or device.type == "cpu"
+        """Whether the clock is that of what computes; else it is the host's beside a device."""
         queue = queue_of(trainer)
         self.every = every
         self.last: StarvationStats | None = None
@@ -50,7 +52,7 @@ class StarvationRun:
         self._facts, self._batch_seen = facts_of(trainer), False
         self._ledger = Ledger(
             queue=queue,
-            trusted_clock=ring is not None or device.type == "cpu",
+            trusted_clock=self.sees_device,
             period=max(1, self._facts.num_workers or 0),
         )
         self._warm_up, self._settled = WARM_UP_STEPS + queue, False
@@ -168,7 +170,7 @@ class StarvationRun:
             self._loaders.total(), cache_hit_pct=_hit_pct(self._cache_began, _cache_stats(self._trainer))
         )
         return Measurements(
-            stats=self._ledger.total(prefetch_active=prefetch_active(self._trainer)),
+            stats=self._ledger.total(prefetch_active=prefetch_active(self._trainer), lost=self._meter.lost),
             facts=replace(self._facts, syncs=self._syncs(), host_cpu_ms=self._host_cpu_ms()),
             loaders=loaders,
             hooks=self._hooks.result(),

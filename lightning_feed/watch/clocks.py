@@ -1,5 +1,7 @@
 """The two clocks: the host's, and events on the device's compute stream, read only once they have passed."""
 
+import itertools
+import logging
 import math
 import time
 from collections import deque
@@ -7,6 +9,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from lightning_feed.transfer.streams import STREAM_BACKENDS
+
+logger = logging.getLogger(__name__)
 
 Clock = Callable[[], int]
 """The present time in whole nanoseconds."""
@@ -56,6 +62,9 @@ class EventRing:
     that the intervals telescope. When the ring is full because the host is that far ahead, the step is given up and
     counted in :attr:`lost`.
 
+    An error of the device, which comes up at whatever call is next, stops the ring for good and is not raised here: the
+    training's own next call meets it, and its traceback names the step and not the meter.
+
     Args:
         make_event: makes one timing event.
         size: number of events.
@@ -69,7 +78,8 @@ class EventRing:
         self._open: list[int] = []
         self._pending: deque[_Pending] = deque()
         self.lost = 0
-        """Steps that were not measured because no event was free, or because theirs could not be compared."""
+        """Steps that were not measured: no event was free, theirs could not be compared, or the device failed."""
+        self._stopped = False
 
     def begin(self) -> None:
         """Set the first mark of a chain of steps. What was open is dropped; finished steps are still read."""
@@ -99,57 +109,84 @@ class EventRing:
         if not self._pending:
             return None
         note, start, categories = self._pending[0]
-        events, size = self._events, self._size
-        if not events[(start + len(categories)) % size].query():
+        marks = [self._events[number % self._size] for number in range(start, start + len(categories) + 1)]
+        try:
+            if not marks[-1].query():
+                return None
+            intervals = _intervals(marks, categories)
+        except RuntimeError as error:
+            self._stop(error)
             return None
         self._pending.popleft()
-        intervals = []
-        before = events[start % size]
-        try:
-            for number, category in enumerate(categories, start + 1):
-                after = events[number % size]
-                intervals.append((category, before.elapsed_time(after) * 1e6))
-                before = after
-        except RuntimeError:  # marks on different streams: an earlier one may not have passed yet
-            self.lost += 1
-            return EventSteps(note, None)
+        self.lost += intervals is None
         return EventSteps(note, intervals)
 
     def wait(self) -> None:
         """Wait for the last finished step. Once, when training is over."""
-        if self._pending:
-            _, start, categories = self._pending[-1]
+        if not self._pending:
+            return
+        _, start, categories = self._pending[-1]
+        try:
             self._events[(start + len(categories)) % self._size].synchronize()
+        except RuntimeError as error:
+            self._stop(error)
+
+    def _stop(self, error: RuntimeError) -> None:
+        """Ask nothing more of a device that has failed."""
+        logger.warning("The device clock stopped: %s", str(error).partition("\n")[0])
+        self._stopped, self._start = True, None
+        self.lost += len(self._pending)
+        self._pending.clear()
 
     def _record(self) -> int | None:
+        if self._stopped:
+            return None
         number = self._next
         oldest = self._pending[0].start if self._pending else self._start
         if oldest is not None and number - oldest >= self._size:
             return None
-        self._events[number % self._size].record()
+        try:
+            self._events[number % self._size].record()
+        except RuntimeError as error:
+            self._stop(error)
+            return None
         self._next = number + 1
         return number
 
 
-def open_ring(device: torch.device, size: int = RING_SIZE) -> EventRing | None:
-    """A ring of events for ``device``, or None where it has none that work.
-
-    The events of every backend are tried out first, without waiting for the device.
-    """
-    if device.type == "cpu":
-        return None
+def _intervals(marks: list[DeviceEvent], categories: list[int]) -> list[tuple[int, float]] | None:
+    """(category, nanoseconds) between neighbouring marks, the last of which has passed; None: not to be compared."""
     try:
-        backend: Any = torch.get_device_module(device)
-    except RuntimeError:
+        return [
+            (category, before.elapsed_time(after) * 1e6)
+            for category, (before, after) in zip(categories, itertools.pairwise(marks), strict=True)
+        ]
+    except RuntimeError:  # marks on different streams: an earlier one may not have passed yet
+        marks[-1].query()  # raises once more if it is the device that has failed
         return None
-    if not hasattr(backend, "Event"):
+
+
+def open_ring(device: torch.device, size: int = RING_SIZE) -> EventRing | None:
+    """A ring of events for ``device``, or None where there is no :func:`event_maker`."""
+    make_event = event_maker(device)
+    return EventRing(make_event, size) if make_event is not None else None
+
+
+def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
+    """What makes the timing events of ``device``, or None where it has none that work.
+
+    They are tried out first, without waiting for the device. The events of MPS are not used: there ``elapsed_time``
+    waits for all queued work, and ``record`` ends the command buffer (torch, ``aten/src/ATen/mps/MPSEvent.mm``).
+    """
+    if device.type not in STREAM_BACKENDS:
         return None
+    backend: Any = torch.get_device_module(device)
 
     def make_event() -> DeviceEvent:
         event: DeviceEvent = backend.Event(enable_timing=True)
         return event
 
-    return EventRing(make_event, size) if events_work(make_event) else None
+    return make_event if events_work(make_event) else None
 
 
 def events_work(make_event: Callable[[], DeviceEvent]) -> bool:

@@ -129,17 +129,20 @@ class Ledger:
         """
         self.fold()
         self._window.lost = lost
-        self._settled.lost += lost
         stats = self._window.stats(
             settled=self._window_settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active
         )
         self._window, self._window_settled = Sums(), True
         return stats
 
-    def total(self, *, prefetch_active: bool | None) -> StarvationStats:
+    def total(self, *, prefetch_active: bool | None, lost: int = 0) -> StarvationStats:
         """The figures of the run so far without its warm-up; with it, where hardly anything else is left.
 
         Without the warm-up, and with enough steps, they have the 95 % interval of ``starved_pct``.
+
+        Args:
+            prefetch_active: whether batches are copied ahead; None: nothing is there to do it.
+            lost: steps of the run that were not measured.
         """
         self.fold()
         sums, settled = self._settled, self._settled.steps >= FEW_STEPS
@@ -147,6 +150,7 @@ class Ledger:
             sums = Sums()
             sums.merge(self._settled)
             sums.merge(self._warm_up)
+        sums.lost = lost
         stats = sums.stats(settled=settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active)
         interval = self._pairs.interval_pct(self.period) if settled else None
         if interval is None or stats.starved_pct is None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
+from watch.failing_device import FailingDevice
 from watch.fake_device import FakeDevice
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
@@ -94,6 +95,41 @@ def test_windows_hold_what_the_device_has_finished(device: FakeDevice, quiet: GP
     assert [tags["feed_step/step_ms"] for _, tags in logger.rows] == [pytest.approx(20)] * 4
     assert [tags["feed/starved_pct"] for _, tags in logger.rows] == [0.0] * 4
     assert quiet.report().stats.steps == 19
+
+
+@pytest.mark.parametrize("call", ["record", "query", "elapsed_time", "synchronize"])
+@pytest.mark.parametrize("met", [True, False], ids=["the step meets it", "nobody else meets it"])
+def test_an_error_of_the_device_is_raised_by_the_training_and_not_by_the_meter(
+    call: str,
+    met: bool,
+    quiet: GPUStarvationCallback,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake = FailingDevice()
+    monkeypatch.setattr(starvation_run, "open_ring", lambda _: EventRing(fake.event, 64))
+
+    class Work(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 10:
+                fake.fails_at = call
+            if met and fake.broken:
+                fake.reach("kernel")
+            fake.launch(20)
+            fake.host(10)
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(quiet)
+    raised = met and call != "synchronize"  # the only wait is behind the last step
+    with pytest.raises(RuntimeError, match="CUDA error") if raised else nullcontext() as caught:
+        trainer.fit(Work(), make_loader(20))
+    assert fake.broken
+    if caught is not None:
+        assert not [entry for entry in caught.traceback if entry.path.name == "clocks.py"]
+    stats = quiet.report().stats
+    assert stats.steps + stats.lost_steps >= 10 - 1  # the first of an epoch is not counted
+    assert stats.lost_steps >= 1
+    assert len([record for record in caplog.records if "device clock stopped" in record.getMessage()]) == 1
 
 
 # --- NVML beside it -----------------------------------------------------------------------------------------------

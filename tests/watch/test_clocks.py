@@ -1,9 +1,11 @@
 """The ring of events: fixed, never waited for, and honest about what it could not measure."""
 
+import logging
 from typing import Any
 
 import pytest
 import torch
+from watch.failing_device import FailingDevice
 from watch.fake_device import FakeDevice, FakeEvent
 
 from lightning_feed.watch.clocks import EventRing, events_work, open_ring
@@ -105,8 +107,44 @@ def test_waiting_is_for_the_last_step_only() -> None:
     assert [step.note for step in iter(ring.read, None)] == [0, 1, 2, 3, 4]
 
 
-def test_the_cpu_has_no_events() -> None:
-    assert open_ring(torch.device("cpu")) is None
+# --- a device that fails ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["record", "query", "elapsed_time", "synchronize"])
+def test_a_device_that_fails_stops_the_clock_and_nothing_is_raised(call: str, caplog: pytest.LogCaptureFixture) -> None:
+    device = FailingDevice()
+    ring = EventRing(device.event, 64)
+    ring.begin()
+    for number in range(4):
+        _step(device, ring, number)
+    device.host(100)
+    assert ring.read() is not None
+    device.fails_at = call
+    with caplog.at_level(logging.INFO, logger="lightning_feed"):
+        _step(device, ring, 4)
+        read = 1 + (ring.read() is not None)
+        ring.wait()
+        assert device.broken
+        asked = device.reached
+        _step(device, ring, 5)
+        ring.begin()
+        _step(device, ring, 6)
+        assert ring.read() is None
+        ring.wait()
+    assert device.reached == asked, "a device that has failed is asked again"
+    assert ring.lost == 7 - read
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "The device clock stopped: CUDA error: an illegal memory access was encountered"
+
+
+# --- devices ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps", "hpu", "xla", "mtia", "meta"])
+def test_other_devices_have_no_events_and_are_not_asked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For some of them ``torch.get_device_module`` raises; those of MPS make the host wait."""
+    monkeypatch.setattr(torch, "get_device_module", lambda _: _Backend(_Event))
+    assert open_ring(torch.device(kind)) is None
 
 
 class _Backend:
@@ -154,18 +192,10 @@ class _Busy(_Event):
     ],
     ids=["works", "busy", "nan", "not implemented", "no events"],
 )
-def test_events_of_any_backend_are_tried_first(backend: Any, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_tried_first(backend: Any, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda _: backend)
-    ring = open_ring(torch.device("meta"), size=4)
+    ring = open_ring(torch.device("xpu"), size=4)
     assert (ring is not None) is works
-
-
-def test_a_device_that_torch_has_no_module_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: Any) -> Any:
-        raise RuntimeError("no module")
-
-    monkeypatch.setattr(torch, "get_device_module", missing)
-    assert open_ring(torch.device("meta")) is None
 
 
 def test_fake_events_pass_the_probe() -> None:
