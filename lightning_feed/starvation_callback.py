@@ -29,9 +29,11 @@ _NOTHING = Measurements(stats=StarvationStats(steps=0, confidence="low"))
 class GPUStarvationCallback(Callback):
     """Measures how each training step divides into waiting for data, copying, computing and the rest.
 
-    Nothing is synchronised: on a device the parts are times between events on the compute stream, read when they have
-    passed, some steps later. On the CPU they are the host's times. The figures go to every logger of the Trainer, to
-    the progress bar (``feed``: share of the step spent waiting for data), and into a report on the console.
+    Nothing is synchronised: with CUDA and XPU the parts are times between events on the compute stream, read when they
+    have passed, some steps later. On the CPU they are the host's times. On other devices, too, which is said in one
+    INFO line: the host does not see the work that is queued there, so confidence is low. The figures go to every logger
+    of the Trainer, to the progress bar (``feed``: share of the step spent waiting for data), and into a report on the
+    console.
 
     Args:
         every_n_steps: steps between two logged windows; None: the Trainer's ``log_every_n_steps``.
@@ -105,7 +107,15 @@ class GPUStarvationCallback(Callback):
         self._measured, self._last = _NOTHING, None
         self._epoch_reported, self._reported_steps = False, 0
         run = self._run = StarvationRun(trainer, every=every)
-        run.nvml = self._start_nvml(trainer, trainer.strategy.root_device)
+        device = trainer.strategy.root_device
+        if not run.sees_device:
+            self._say_once(
+                trainer,
+                logging.INFO,
+                f"GPUStarvationCallback: there are no timing events to use on device '{device}'. The times are the "
+                "host's, which does not see the work that is queued, so confidence is low.",
+            )
+        run.nvml = self._start_nvml(trainer, device)
         if trainer.progress_bar_callback is not None:
             run.also_undo(_host.Wrap(trainer.progress_bar_callback, "get_metrics", self._add_to_bar).undo)
         if trainer.is_global_zero:
