@@ -20,7 +20,7 @@ from lightning_feed.diagnosing.stopping import StopSignals
 from lightning_feed.diagnosing.trainer import Limits, Package, make_hooks, run_fit, short_trainer
 from lightning_feed.errors import FeedError
 from lightning_feed.load.untouched import untouched
-from lightning_feed.watch.clocks import events_work
+from lightning_feed.watch.clocks import event_maker
 from lightning_feed.watch.verdict.diagnosis import Measurements
 from lightning_feed.watch.windows import WARM_UP_STEPS
 
@@ -32,6 +32,8 @@ AS_IT_IS = "training as it is failed"
 WINDOWS = 5
 FEWEST_CYCLES = WINDOWS
 """Optimizer steps behind the warm-up with which a rate is given."""
+STEPS_AHEAD = 8
+"""Steps that the device may be behind the host: enough that it never runs out of work."""
 
 Progress = Callable[[int, int], object]
 """(steps done, steps to do at most)."""
@@ -237,14 +239,8 @@ class _Pace:
         """Find the clock of ``device``."""
         if device.type == "cpu":
             return
-        backend: Any = torch.get_device_module(device)
-        self._wait = backend.synchronize
-
-        def make() -> Any:
-            return backend.Event(enable_timing=True)
-
-        if hasattr(backend, "Event") and events_work(make):
-            self._make = make
+        self._make = event_maker(device)
+        self._wait = torch.get_device_module(device).synchronize
 
     def stamp(self) -> None:
         """A step has ended."""
@@ -255,6 +251,10 @@ class _Pace:
             event = self._make()
             event.record()
             self._stamps.append(event)
+            # The experiment ends on the host's clock, and by then a host that does not wait (CUDA graphs) may have
+            # queued all of its steps, which take many times as long.
+            if len(self._stamps) > STEPS_AHEAD:
+                self._stamps[-1 - STEPS_AHEAD].synchronize()
 
     def per_s(self, accumulate: int) -> float | None:
         """Batches per second over whole optimizer steps of ``accumulate`` batches, the first quarter of them left out.

@@ -1,6 +1,7 @@
 """What kinds of training can be diagnosed, what of them is kept and left out, and what is refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch
@@ -11,14 +12,17 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from watch.fake_device import FakeDevice
 from watch.small_fits import CpuPrefetch
 
 from lightning_feed import GPUStarvationCallback
 from lightning_feed._host import Wrap
-from lightning_feed.diagnosing import DiagnosisInterrupted, diagnose
-from lightning_feed.diagnosing.fits import _Pace
+from lightning_feed.diagnosing import DiagnosisInterrupted, diagnose, fits
+from lightning_feed.diagnosing import trainer as diagnosing_trainer
+from lightning_feed.diagnosing.fits import Bench, _Pace
 from lightning_feed.diagnosing.plan import QUICK_REPLAY_STEPS
 from lightning_feed.diagnosing.replay import Replay, own_loaders
+from lightning_feed.diagnosing.trainer import Limits, package_of
 from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.watch.reports.document import read_document
 
@@ -390,6 +394,56 @@ def test_the_pace_is_not_that_of_a_disturbance(accumulate: int, rate: float) -> 
     assert pace.per_s(accumulate) == pytest.approx(rate, rel=0.05)
     pace._stamps = pace._stamps[: 6 * accumulate]
     assert pace.per_s(accumulate) is None
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """A device with events that is far behind the host; the fits' time limits go by the same clock."""
+    fake = FakeDevice()
+
+    def wait() -> None:
+        fake.now = max(fake.now, fake.free_at)
+
+    begin = _Pace.begin
+    monkeypatch.setattr(_Pace, "begin", lambda pace, _: begin(pace, torch.device("cuda")))
+    monkeypatch.setattr(fits, "event_maker", lambda _: fake.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(diagnosing_trainer, "time", SimpleNamespace(perf_counter=lambda: fake.now * 1e-9))
+    return fake
+
+
+def test_a_rate_is_that_of_the_device_however_far_the_host_is_ahead(late: FakeDevice) -> None:
+    pace = _Pace()
+    pace.begin(torch.device("cuda"))
+    began = late.now
+    for step in range(100):
+        late.launch(50)
+        late.host(1)
+        pace.stamp()
+        assert late.now - began >= (step - fits.STEPS_AHEAD) * 50 * 1e6
+        assert late.free_at > late.now, "the device has run out of work"
+    assert pace.per_s(1) == pytest.approx(20)
+    assert late.now >= late.free_at
+
+
+@pytest.mark.parametrize("on_device", [True, False], ids=["X1", "X2"])
+def test_a_replay_on_a_device_keeps_to_its_time(on_device: bool, late: FakeDevice) -> None:
+    class Queued(Module):  # type: ignore[misc,valid-type]
+        """As with CUDA graphs: a step is queued in no time at all."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            late.launch(50)
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer()
+    bench = Bench(package_of(trainer), trainer, Queued(), loaders=DataLoader(Numbers(), batch_size=4))
+    bench.train_loaders = bench.loaders
+    began = late.now
+    limits = Limits(least=20, most=300, seconds=2)
+    batch = next(iter(bench.loaders))
+    per_s = bench.replay(batch, limits, lambda *_: None, on_device=on_device)
+    assert per_s == pytest.approx(20)
+    assert (late.free_at - began) / 1e9 == pytest.approx(2, abs=0.05 * (fits.STEPS_AHEAD + 2))
 
 
 def test_own_loaders_of_all_kinds() -> None:
