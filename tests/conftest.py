@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,15 @@ def _no_callbacks_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_memory_between_tests(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is remembered between runs goes to a folder of the test's own, not to the home of whoever runs it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def _waiting_is_allowed_again() -> Iterator[None]:
+    """A test that forbids to wait for the device, and fails, must not forbid it to those that follow."""
+    yield
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -47,6 +57,36 @@ def class_folders(tmp_path: Path) -> Path:
     return root
 
 
+GPU_TEST_S = 120
+"""Most seconds for a test with the mark ``gpu`` that does not say otherwise."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide CUDA devices from every run but those of tests with the mark ``gpu``: ``-m gpu``.
+
+    Where torch sees a device, its first backward starts a thread for it, on the CPU, too; from then on no process that
+    is forked can go backward (``Unable to handle autograd's threading in combination with fork-based multiprocessing``,
+    torch/csrc/autograd/engine.cpp), and many tests fork the ranks of a training. The driver reads the variable once,
+    when it is first asked for devices, so this has to come before any test file is imported.
+    """
+    marks = str(config.getoption("markexpr"))
+    if os.environ.get("LIGHTNING_FEED_REQUIRE_GPU") != "1" and ("gpu" not in marks or "not gpu" in marks):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # cuBLAS is deterministic with this only, and reads it once.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with the mark ``gpu`` have less time, and fits that are small on purpose."""
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            continue
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(GPU_TEST_S))
+        for said in ("does not have many workers", "smaller than the logging interval", "no `val_dataloader`"):
+            item.add_marker(pytest.mark.filterwarnings(f"ignore:.*{said}"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests with the mark ``gpu`` are skipped without a CUDA device, and fail where one is required."""
     if item.get_closest_marker("gpu") is None:
@@ -57,7 +97,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     if os.environ.get("LIGHTNING_FEED_REQUIRE_GPU") == "1":
         pytest.fail("LIGHTNING_FEED_REQUIRE_GPU=1, and torch sees no CUDA device", pytrace=False)
-    pytest.skip("no CUDA device")
+    pytest.skip("no CUDA device is to be seen: tests on one run by themselves, with -m gpu")
 
 
 def pytest_sessionfinish() -> None:

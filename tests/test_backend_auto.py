@@ -408,7 +408,6 @@ def test_it_is_not_tried_where_it_is_not_used(
     birds.train_dataloader()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without one")
 def test_without_a_gpu_there_is_no_nvjpeg() -> None:
     assert why_no_nvjpeg(CUDA) != ""
 
