@@ -1,131 +1,291 @@
-"""PrefetchCallback on a real device: same weights, no corrupted batch, bounded memory, work on its own stream."""
+"""PrefetchCallback on a real device: right batches, the same weights, copies beside computing, bounded memory.
+
+Each claim has a control beside it: a fit with one fault, or without the callback, in which the same check must fail.
+"""
 
 from typing import Any
 
 import pytest
 import torch
+from device_trace import COPY, SPIN, covered_pct, device_work, intervals, trace
 from lightning.pytorch import Callback, LightningModule, Trainer
-from on_cuda import fitted
-from torch import Tensor
+from on_cuda import (
+    FreshStreams,
+    NoWaiting,
+    PrefetchOver,
+    SlowCopies,
+    Unlimited,
+    Unordered,
+    Unrecorded,
+    fitted,
+    pinned_loader,
+    same_weights,
+    spin,
+    warm_up,
+)
+from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import PrefetchCallback
+from lightning_feed.transfer.streams import RUN_AHEAD, DeviceStream
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-]
+pytestmark = pytest.mark.gpu
+
+# --- no batch is read too early or too late ---------------------------------------------------------------------------
+
+BATCHES = 40
 
 
-class Pictures(Dataset[Any]):
-    """Picture i is all i, so that a batch whose memory was handed on too early gives itself away."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
+class Numbered(Dataset[Any]):
+    """Batch k is all k, so that memory that was handed on too early gives itself away."""
 
     def __len__(self) -> int:
-        return self.size
+        return BATCHES
 
     def __getitem__(self, index: int) -> Any:
-        return {"x": torch.full((3, 128, 128), index % 251, dtype=torch.uint8), "meta": torch.tensor(index)}
+        return {"x": torch.full((32, 3, 128, 128), index, dtype=torch.uint8), "meta": index}
 
 
 class Checks(LightningModule):
-    def __init__(self) -> None:
+    """Looks at each batch ``late_ms`` after it was asked to, when the host is some batches further."""
+
+    def __init__(self, late_ms: float = 0) -> None:
         super().__init__()
-        self.net = torch.nn.Conv2d(3, 8, 5)
-        self.wrong = 0
-        self.mistakes: list[Tensor] = []
+        self.late_ms = late_ms
+        self.weight = nn.Parameter(torch.ones(()))
+        self.wrong: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         assert batch["x"].is_cuda
-        pictures = batch.pop("x").float() / 255  # drops the last reference to the copied memory at once
-        loss = self.net(pictures).square().mean()
-        for _ in range(20):  # keep the compute stream behind the host
-            pictures = pictures * 1.0
-        expected = (batch["meta"].to(self.device, non_blocking=True) % 251).float() / 255
-        self.mistakes.append((pictures != expected[:, None, None, None]).any())
-        return loss
+        spin(self.late_ms)
+        values = batch.pop("x").float()  # the last reference to the copied memory goes before the device has read it
+        self.wrong.append((values != batch_idx).any())
+        return self.weight * values.mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+        return optim.SGD(self.parameters(), lr=1e-9)
 
 
-def fit(callbacks: list[Callback], *, batches: int = 60, workers: int = 2, epochs: int = 2) -> Checks:
-    torch.manual_seed(0)
-    loader = DataLoader(Pictures(32 * batches), batch_size=32, num_workers=workers, pin_memory=True)
-    model: Checks = fitted(Checks(), loader, *callbacks, max_epochs=epochs)
-    return model
+def count_wrong(callback: PrefetchCallback, late_ms: float = 0, workers: int = 0) -> int:
+    warm_up()
+    loader = DataLoader(Numbered(), batch_size=None, num_workers=workers, pin_memory=True)
+    model = fitted(Checks(late_ms), loader, callback, max_epochs=1)
+    assert callback.active
+    assert len(model.wrong) == BATCHES
+    return sum(int(one) for one in model.wrong)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_batch_is_corrupted(depth: int, workers: int) -> None:
-    callback = PrefetchCallback(depth=depth, host_keys=("meta",))
-    model = fit([callback], workers=workers)
+    late = PrefetchOver(DeviceStream, depth=depth, host_keys=("meta",))
+    slow = PrefetchOver(SlowCopies, depth=depth, host_keys=("meta",))
+    assert count_wrong(late, late_ms=20, workers=workers) == 0
+    assert count_wrong(slow, workers=workers) == 0
+
+
+@pytest.mark.parametrize(("stream", "late_ms"), [(Unrecorded, 20), (Unordered, 0)])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_check_sees_a_stream_with_a_fault(stream: Any, late_ms: float, depth: int) -> None:
+    assert count_wrong(PrefetchOver(stream, depth=depth), late_ms) > 0
+
+
+# --- the same training ------------------------------------------------------------------------------------------------
+
+
+class Random(LightningModule):
+    """Draws on the device in the transfer and in the step, and keeps a statistic from one transfer to the next."""
+
+    def __init__(self, *, manual: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.Linear(64, 1))
+        self.automatic_optimization = not manual
+        self.mean: Tensor | None = None
+        self.val_losses: list[Tensor] = []
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        batch = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        self.mean = batch.mean(0) if self.mean is None else 0.9 * self.mean + 0.1 * batch.mean(0)
+        return batch - self.mean + 0.01 * torch.randn_like(batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = self.net(batch).square().mean()
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        for again in (False, True):
+            loss = self.net(batch).square().mean() if again else loss
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_losses.append(self.net(batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return optim.SGD(self.parameters(), lr=0.05)
+
+
+def trained(precision: str, manual: bool, *callbacks: Callback) -> Random:
+    """Two epochs of 40 steps with a validation after steps 15 and 30 of each."""
+    torch.manual_seed(1)
+    model = Random(manual=manual)
+    train, val = (DataLoader(torch.randn(count, 64), batch_size=16, pin_memory=True) for count in (640, 48))
+    return fitted(model, train, *callbacks, val=val, precision=precision, val_check_interval=15)
+
+
+@pytest.fixture
+def _deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_the_same_weights_as_without(precision: str, manual: bool) -> None:
+    callback = PrefetchCallback()
+    plain, ours = trained(precision, manual), trained(precision, manual, callback)
     assert callback.active
-    assert len(model.mistakes) == 120
-    assert not any(mistake.item() for mistake in model.mistakes)
+    assert same_weights(plain, ours)
+    assert len(ours.val_losses) == len(plain.val_losses) > 12
+    assert torch.equal(torch.stack(ours.val_losses), torch.stack(plain.val_losses))
 
 
-def test_same_weights_as_without() -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        plain, ours = fit([]), fit([PrefetchCallback()])
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for expected, weight in zip(plain.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
+@pytest.mark.usefixtures("_deterministic")
+def test_weights_show_the_order_of_random_draws_and_an_early_read() -> None:
+    """The control: ``depth=2`` transfers batches, and draws, before the step in front of them, as is documented."""
+    plain = trained("32-true", False)
+    assert same_weights(plain, trained("32-true", False))
+    assert not same_weights(plain, trained("32-true", False, PrefetchCallback(depth=2)))
+    assert not same_weights(plain, trained("32-true", False, PrefetchOver(Unordered)))
 
 
-def test_memory_does_not_grow_with_epochs() -> None:
+# --- beside computing -------------------------------------------------------------------------------------------------
+
+
+class Busy(LightningModule):
+    """Keeps the device busy for ``ms`` a step, and the host not at all."""
+
+    def __init__(self, ms: float) -> None:
+        super().__init__()
+        self.ms = ms
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        total = batch.sum()
+        del batch
+        spin(self.ms)
+        return self.weight * total
+
+    def configure_optimizers(self) -> Any:
+        return optim.SGD(self.parameters(), lr=1e-9)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "plain"])
+def test_copies_run_beside_the_steps(ours: bool) -> None:
+    """By the profiler's trace; without the callback every copy waits for the step before it: the control."""
+    warm_up()
+    loader = pinned_loader(30, 32)
+    with trace() as events:
+        fitted(Busy(20), loader, *([PrefetchCallback()] if ours else []), max_epochs=1)
+    work = device_work(events)
+    steps = intervals(work, SPIN)
+    copies = [(start, end) for start, end in intervals(work, COPY) if end - start > 200]  # a batch takes longer
+    assert len(steps) == len(copies) == 30, f"the trace has {len(work)} events of the device"
+    under = covered_pct(copies[1:], steps)  # the first batch has no step before it
+    assert under >= 95 if ours else under <= 5
+
+
+def streams_of_transfers(*callbacks: Callback) -> tuple[set[int], set[int]]:
+    """Streams on which batches were transferred, and on which the hook after that ran: with a validation inside."""
+    transfer: set[int] = set()
+    after: set[int] = set()
+
+    class Notes(Random):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            transfer.add(torch.cuda.current_stream().cuda_stream)
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            after.add(torch.cuda.current_stream().cuda_stream)
+            return batch
+
+    train, val = (DataLoader(torch.randn(count, 64), batch_size=16, pin_memory=True) for count in (160, 48))
+    fitted(Notes(), train, *callbacks, val=val, val_check_interval=4)
+    return transfer, after
+
+
+def test_every_batch_is_transferred_on_the_side_stream_and_the_users_hook_is_not() -> None:
+    compute = {torch.cuda.current_stream().cuda_stream}
+    assert streams_of_transfers() == (compute, compute)
+    transfer, after = streams_of_transfers(PrefetchCallback())
+    assert len(transfer) == 1
+    assert transfer != compute
+    assert after == compute
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+MEGABYTES = 32
+
+
+def peak_batches(*callbacks: Callback) -> float:
+    """Most batches that the device held at once, while the host could run 40 steps ahead.
+
+    Active memory is what was not given back, and what still waits for a stream that it was recorded on.
+    """
+    loader = pinned_loader(40, MEGABYTES)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    fitted(Busy(20), loader, *callbacks, max_epochs=1)
+    return float(torch.cuda.memory_stats()["active_bytes.all.peak"] - before) / (MEGABYTES << 20)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_host_that_runs_ahead_holds_a_bounded_number_of_batches(depth: int) -> None:
+    warm_up()
+    plain = peak_batches()
+    assert 0.9 < plain < 2.1
+    most = plain + depth + RUN_AHEAD + 0.5  # ready, in use, and queued; half a batch for all that is no batch
+    assert peak_batches(PrefetchCallback(depth=depth)) <= most
+    assert peak_batches(PrefetchOver(Unlimited, depth=depth)) > most + 2  # the control
+
+
+def growth(callback: PrefetchCallback) -> float:
+    """Batches' worth of memory that torch reserved from the end of the first epoch to that of the eighth."""
     reserved: list[int] = []
 
     class Reads(Callback):
         def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             reserved.append(torch.cuda.memory_reserved())
 
-    fit([PrefetchCallback(), Reads()], batches=20, epochs=8)
-    assert reserved[-1] <= reserved[1]
+    torch.cuda.empty_cache()
+    fitted(Busy(5), pinned_loader(8, MEGABYTES), callback, Reads(), max_epochs=8)
+    return (reserved[-1] - reserved[0]) / (MEGABYTES << 20)
 
 
-def test_the_copy_runs_on_its_own_stream_and_the_users_hook_does_not() -> None:
-    streams: dict[str, set[int]] = {"transfer": set(), "after": set()}
+def test_memory_does_not_grow_with_epochs() -> None:
+    warm_up()
+    assert growth(PrefetchCallback()) <= 1.5  # one more batch may be on its way than in the first epoch
+    assert growth(PrefetchOver(FreshStreams)) > 5  # the control
 
-    class Notes(Checks):
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            streams["transfer"].add(torch.cuda.current_stream().cuda_stream)
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            streams["after"].add(torch.cuda.current_stream().cuda_stream)
-            return batch
+# --- nothing waits ----------------------------------------------------------------------------------------------------
 
-    main = torch.cuda.current_stream().cuda_stream
-    fitted(Notes(), DataLoader(Pictures(320), batch_size=32, pin_memory=True), PrefetchCallback(), max_epochs=1)
-    assert len(streams["transfer"]) == 2  # the first batch of the epoch is copied as ever
-    assert streams["after"] == {main}
+
+class Waits(Busy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch.sum().item()
+        return super().training_step(batch, batch_idx)
 
 
 def test_no_synchronisation_is_added() -> None:
-    """CUDA itself raises where something waits: `error` mode covers `.item()`, `.cpu()` and pageable copies."""
-
-    class Strict(Callback):
-        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-            torch.cuda.set_sync_debug_mode("error")
-
-        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            torch.cuda.set_sync_debug_mode("default")
-
-    class Plain(Checks):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.net(batch["x"].float() / 255).square().mean()
-
-    torch.manual_seed(0)
-    loader = DataLoader(Pictures(640), batch_size=32, pin_memory=True)
-    try:
-        fitted(Plain(), loader, PrefetchCallback(host_keys=("meta",)), Strict(), max_epochs=1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    """torch's own check covers ``.item()``, blocking copies and streams that are synchronised; the control waits so."""
+    warm_up()
+    fitted(Busy(5), pinned_loader(20, 1), PrefetchCallback(), NoWaiting(), max_epochs=1)
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        fitted(Waits(5), pinned_loader(20, 1), PrefetchCallback(), NoWaiting(), max_epochs=1)

@@ -500,10 +500,11 @@ def test_on_cuda_nothing_comes_from_the_host() -> None:
     torch.cuda.synchronize(device)
     batches = iter(loader)
     next(batches)
-    torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in batches:
-            pass
+        torch.cuda.set_sync_debug_mode("error")
+        given = [labels for _, labels in batches]
+        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):  # the control
+            given[0].cpu()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert isinstance(data, ResidentData)
