@@ -9,11 +9,12 @@ difference to the plain fit beside it; shown are the median over the rounds and 
 
 On a CUDA device the first rows are measured there too, events and streams included.
 
-    python benchmarks/overhead.py [--rounds 7] [--steps 1500] [--device cpu|cuda]
+    python benchmarks/overhead.py [--rounds 7] [--steps 1500] [--device cpu|cuda] [--json FILE]
 """
 
 import argparse
 import gc
+import json
 import logging
 import os
 import platform
@@ -21,6 +22,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -55,8 +57,9 @@ class Tiny(LightningModule):
 class Batches:
     """The same host batch, as often as asked for: loading costs nothing."""
 
-    def __init__(self, steps: int) -> None:
-        self.batch, self.steps = torch.ones(2, 4), steps
+    def __init__(self, steps: int, device: str) -> None:
+        batch = torch.ones(2, 4)
+        self.batch, self.steps = batch.pin_memory() if device == "cuda" else batch, steps
 
     def __len__(self) -> int:
         return self.steps
@@ -111,7 +114,7 @@ def step_us(callbacks: list[Callback], steps: int, device: str) -> float:
     gc.collect()
     gc.disable()
     try:
-        trainer.fit(model, Batches(steps + WARM_UP))
+        trainer.fit(model, Batches(steps + WARM_UP, device))
     finally:
         gc.enable()
     return (model.stamps[-1] - model.stamps[WARM_UP]) / (len(model.stamps) - 1 - WARM_UP) / 1e3
@@ -122,6 +125,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_feed"):
@@ -140,12 +144,16 @@ def main() -> None:
             rounds[row].append(step_us(make(), options.steps, options.device))
     plain = rounds.pop("plain")
     print(f"{'plain step':24} {statistics.median(plain):8.1f} us  [{min(plain):.1f}, {max(plain):.1f}]")
+    rows = []
     for row, times in rounds.items():
         added = [with_it - without for with_it, without in zip(times, plain, strict=True)]
         median = statistics.median(added)
         goal = GOALS_US.get(row)
         verdict = "" if goal is None else f"  goal <= {goal:.0f} us: {'met' if median <= goal else 'MISSED'}"
         print(f"{row:24} {median:+8.1f} us  [{min(added):+.1f}, {max(added):+.1f}]{verdict}")
+        rows.append({"callbacks": row, "added_us": added, "goal_us": goal})
+    if options.json is not None:
+        options.json.write_text(json.dumps({"plain_us": plain, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

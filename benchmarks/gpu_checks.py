@@ -1,0 +1,649 @@
+"""Checks on one CUDA device, each with a control that must fail: a check that cannot fail shows nothing.
+
+Parts of gpu_day.py, which says what each is for. One alone, its results in FILE:
+
+    python benchmarks/gpu_checks.py PART --out FILE
+"""
+
+import gc
+import logging
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from backends_pictures import make_picture
+from gpu_claims import Claim, Report, at_least, at_most, run_part
+from gpu_trace import FETCH, Trace, covered, profiled, starved_pct
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchvision.io import ImageReadMode
+
+from lightning_feed import GPUStarvationCallback, PrefetchCallback
+from lightning_feed.image_backends import why_no_nvjpeg
+from lightning_feed.transfer import streams
+from lightning_feed.transfer.nvjpeg import NvJpeg
+from lightning_feed.watch.nvml import NvmlSampler, find_handle
+
+Batch = dict[str, Tensor]
+IMAGES = (64, 3, 512, 512)
+"""A batch of 50 MB, which takes about a millisecond to copy."""
+
+
+# --- the device -------------------------------------------------------------------------------------------------------
+
+
+class Device(Protocol):
+    """What checks need of a device; the tests drive them with a simulated one."""
+
+    def fit(self, model: LightningModule, loader: Any, *callbacks: Callback) -> None:
+        """Train for one epoch."""
+        ...
+
+    def spin(self, ms: float) -> None:
+        """Keep the current stream busy; the host goes on at once."""
+        ...
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy in page-locked memory."""
+        ...
+
+    def count_wrong(self, flags: list[Tensor]) -> int:
+        """How many flags on the device are set."""
+        ...
+
+    def forget_memory(self) -> None:
+        """Give unused memory back, and begin to measure the peak anew."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most memory that the allocator held."""
+        ...
+
+
+class CudaDevice:
+    """The first CUDA device."""
+
+    def __init__(self) -> None:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cycles = 100_000_000
+        for _ in range(3):
+            torch.cuda._sleep(cycles)  # clocks rise with work
+        first.record()
+        torch.cuda._sleep(cycles)
+        last.record()
+        torch.cuda.synchronize()
+        self._cycles_per_ms = cycles / first.elapsed_time(last)
+
+    def fit(self, model: LightningModule, loader: Any, *callbacks: Callback, **options: Any) -> None:
+        """Train for one epoch, and wait for the device."""
+        given: dict[str, Any] = {"max_epochs": 1, "precision": "32-true", **options}
+        Trainer(
+            accelerator="gpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=list(callbacks),
+            **given,
+        ).fit(model, loader)
+        torch.cuda.synchronize()
+
+    def spin(self, ms: float) -> None:
+        """Keep the current stream busy with one kernel on one multiprocessor."""
+        torch.cuda._sleep(int(ms * self._cycles_per_ms))
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy in page-locked memory."""
+        return tensor.pin_memory()
+
+    def count_wrong(self, flags: list[Tensor]) -> int:
+        """How many flags on the device are set."""
+        return int(torch.stack(flags).sum())
+
+    def forget_memory(self) -> None:
+        """Give unused memory back, and begin to measure the peak anew."""
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        """The most memory that torch held; blocks of less than 1 MiB, which lie elsewhere, are not counted."""
+        return int(torch.cuda.memory_stats()["reserved_bytes.large_pool.peak"])
+
+
+# --- controls ---------------------------------------------------------------------------------------------------------
+
+BATCHES = 40
+LATE_MS = 20.0
+
+
+class Reads(LightningModule):
+    """Batch ``k`` is all ``k % 251``: a flag for each batch says whether the step found something else.
+
+    Args:
+        device: to run on.
+        late_ms: the step reads the batch so long after the host has queued it.
+        slow_ms: the copy begins so long after the host has queued it.
+        after_ms: the device goes on computing so long afterwards.
+    """
+
+    def __init__(self, device: Device, *, late_ms: float = 0.0, slow_ms: float = 0.0, after_ms: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.gpu = device
+        self.late_ms, self.slow_ms, self.after_ms = late_ms, slow_ms, after_ms
+        self.flags: list[Tensor] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if self.late_ms:
+            self.gpu.spin(self.late_ms)
+        wrong = []
+        while batch:  # the last reference goes as soon as the read is queued
+            low, high = torch.aminmax(batch.popitem()[1])
+            wrong += [low != batch_idx % 251, high != batch_idx % 251]
+        self.flags.append(torch.stack(wrong).any())
+        if self.after_ms:
+            self.gpu.spin(self.after_ms)
+        return self.weight * 2.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+class CopiesLate(Reads):
+    """Queues work before the copy. A hook of the user's own: such batches are never packed."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        self.gpu.spin(self.slow_ms)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+class HostBatches:
+    """Batches of parts of one size, in page-locked memory, made beforehand.
+
+    Args:
+        device: to pin for.
+        parts: in a batch.
+        size: of each, bytes.
+    """
+
+    def __init__(self, device: Device, parts: int, size: int) -> None:
+        shape = (parts, size)
+        self._batches = [device.pin(torch.full(shape, k % 251, dtype=torch.uint8)) for k in range(BATCHES)]
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[Batch]:
+        return ({str(number): part for number, part in enumerate(batch)} for batch in self._batches)
+
+
+def _no_record(_: Any, stream: Any) -> None:
+    """In place of record_stream: memory is handed out again while it is read."""
+
+
+def _no_wait(self: Any, batch: Any, _: Any) -> None:
+    """In place of DeviceStream.hand_over: the step reads a batch before it was copied."""
+    streams.record_stream(batch, self._backend.current_stream(self._device))
+
+
+def controls(report: Report, device: Device) -> None:
+    """No batch is corrupted; with each safeguard taken out some are, else the check sees nothing."""
+    as_it_is: Callable[[], AbstractContextManager[Any]] = nullcontext
+    no_record = partial(mock.patch.object, streams, "record_stream", _no_record)
+    no_wait = partial(mock.patch.object, streams.DeviceStream, "hand_over", _no_wait)
+    large, small = (1, 2**21), (64, 256)
+    late, slow = partial(Reads, device, late_ms=LATE_MS), partial(CopiesLate, device, slow_ms=LATE_MS)
+    for what, patched, make, parts, options in (
+        ("late read", as_it_is, late, large, {}),
+        ("late read, depth 3", as_it_is, late, large, {"depth": 3}),
+        ("late read, small tensors packed", as_it_is, late, small, {"pack_small": True}),
+        ("slow copy", as_it_is, slow, large, {}),
+        ("slow copy, depth 3", as_it_is, slow, large, {"depth": 3}),
+        ("control: late read, no record_stream", no_record, late, large, {}),
+        ("control: late read, packed, no record_stream", no_record, late, small, {"pack_small": True}),
+        ("control: slow copy, no wait_event", no_wait, slow, large, {}),
+    ):
+        model, callback = make(), PrefetchCallback(**options)
+        with patched():
+            device.fit(model, HostBatches(device, *parts), callback)
+        wrong, unit = device.count_wrong(model.flags), f"of {len(model.flags)} wrong"
+        claim = at_most(what, wrong, 0, unit) if patched is as_it_is else at_least(what, wrong, 1, unit)
+        report.add(_if_active(claim, callback))
+
+
+def _if_active(claim: Claim, callback: PrefetchCallback) -> Claim:
+    """A callback that stood aside shows nothing."""
+    return claim if callback.active else replace(claim, passed=False, detail="PrefetchCallback stood aside")
+
+
+# --- share ------------------------------------------------------------------------------------------------------------
+
+STEPS = 60
+
+
+class SlowLoader:
+    """A loader in which the host waits for ``ms``."""
+
+    def __init__(self, ms: float) -> None:
+        self._ms, self._batch = ms, {"0": torch.ones(32).pin_memory()}
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _ in range(STEPS):
+            with torch.profiler.record_function(FETCH):
+                time.sleep(self._ms / 1e3)
+                batch = dict(self._batch)
+            yield batch
+
+
+def share(report: Report, device: CudaDevice) -> None:
+    """starved_pct beside the share of a trace in which the host fetched and the device had nothing to do."""
+    for data_ms, compute_ms in ((8, 20), (20, 5), (12, 10)):
+        for ahead in (False, True):
+            starvation = GPUStarvationCallback(every_n_steps=10, nvml=False, report=False)
+            callbacks: list[Callback] = [PrefetchCallback(), starvation] if ahead else [starvation]
+            traces: list[Trace] = []
+            with profiled(traces):
+                device.fit(Reads(device, after_ms=compute_ms), SlowLoader(data_ms), *callbacks)
+            stats = starvation.report().stats
+            what = f"data {data_ms} ms, compute {compute_ms} ms{', prefetched' if ahead else ''}"
+            if len(traces[0].spins) != STEPS or len(traces[0].fetches) != STEPS:
+                report.add(Claim(claim=what, detail=f"the profiler saw {len(traces[0].spins)} of {STEPS} kernels"))
+                continue
+            told = math.nan if stats.starved_pct is None else stats.starved_pct
+            true = starved_pct(traces[0], stats.steps)
+            detail = f"told {told:.1f} %, in the trace {true:.1f} %"
+            report.add(at_most(f"starved_pct against the trace, {what}", abs(told - true), 2, "points", detail))
+            report.row(
+                data_ms=data_ms,
+                compute_ms=compute_ms,
+                prefetched=ahead,
+                step_ms=stats.step_ms,
+                told_pct=stats.starved_pct,
+                trace_pct=true,
+            )
+
+
+# --- overlap and memory -----------------------------------------------------------------------------------------------
+
+
+class SameBatch:
+    """The same page-locked batch again and again: the host is never the slow one."""
+
+    def __init__(self, device: Device, shape: tuple[int, ...], count: int) -> None:
+        self._tensor, self._count = device.pin(torch.zeros(shape, dtype=torch.uint8)), count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Batch]:
+        return ({"0": self._tensor} for _ in range(self._count))
+
+
+def overlap_trace(report: Report, device: CudaDevice) -> None:
+    """The share of copying during which the device computed."""
+    for name, callbacks in (("plain", []), ("PrefetchCallback", [PrefetchCallback()])):
+        traces: list[Trace] = []
+        with profiled(traces):
+            device.fit(Reads(device, after_ms=LATE_MS), SameBatch(device, IMAGES, BATCHES), *callbacks)
+        what = f"copying under compute, {name}"
+        # Nothing computes yet beside the copies of the first two batches. Small copies are not of batches.
+        copies = [(start, end) for start, end in traces[0].to_device if end - start > 200][2:]
+        spins = traces[0].spins
+        if len(copies) != BATCHES - 2 or len(spins) != BATCHES:
+            report.add(Claim(claim=what, detail=f"the profiler saw {len(copies)} copies and {len(spins)} spins"))
+            continue
+        copied = sum(end - start for start, end in copies)
+        under = 100 * sum(covered(copy, traces[0].kernels) for copy in copies) / copied
+        step_ms = (spins[-1][1] - spins[2][1]) / (BATCHES - 3) / 1e3
+        copy_ms = copied / len(copies) / 1e3
+        detail = f"{copy_ms:.2f} ms a copy, {step_ms:.2f} ms a step"
+        report.add(
+            at_least(what, under, 95, "%", detail) if callbacks else at_most(f"control: {what}", under, 5, "%", detail)
+        )
+        gb_per_s = torch.Size(IMAGES).numel() / (copy_ms * 1e6)
+        report.row(run=name, copy_ms=copy_ms, gb_per_s=gb_per_s, under_compute_pct=under, step_ms=step_ms)
+
+
+def memory(report: Report, device: Device) -> None:
+    """Device memory beyond that of plain Lightning, in batches, with a host that could run far ahead."""
+    unlimited = partial(mock.patch.object, streams.DeviceStream, "limit_run_ahead", lambda _: None)
+    plain = _peak_bytes(device)
+    size = torch.Size(IMAGES).numel()
+    report.row(run="plain", peak_mb=plain / 1e6, batches_beyond_plain=0.0)
+    for depth in (1, 2):
+        callback = PrefetchCallback(depth=depth)
+        peak = _peak_bytes(device, callback)
+        beyond = (peak - plain) / size
+        report.add(_if_active(at_most(f"memory beyond plain, depth {depth}", beyond, 3, "batches"), callback))
+        report.row(run=f"depth {depth}", peak_mb=peak / 1e6, batches_beyond_plain=beyond)
+    with unlimited():
+        beyond = (_peak_bytes(device, PrefetchCallback()) - plain) / size
+    report.add(at_least("control: memory beyond plain, the host does not wait", beyond, 6, "batches"))
+
+
+def _peak_bytes(device: Device, *callbacks: Callback) -> int:
+    device.forget_memory()
+    device.fit(Reads(device, after_ms=LATE_MS), SameBatch(device, IMAGES, BATCHES), *callbacks)
+    return device.peak_bytes()
+
+
+# --- same weights -----------------------------------------------------------------------------------------------------
+
+
+class Random(LightningModule):
+    """Draws random numbers on the device: dropout in the step, noise in a batch hook, or in the transfer."""
+
+    def __init__(self, *, manual: bool, in_transfer: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.3), nn.Linear(256, 8))
+        self.automatic_optimization = not manual
+        self.in_transfer = in_transfer
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return _noisy(moved) if self.in_transfer else moved
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch if self.in_transfer else _noisy(batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.automatic_optimization:
+            return self.loss(batch)
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+        return None
+
+    def loss(self, batch: Any) -> Tensor:
+        values, labels = batch
+        return nn.functional.cross_entropy(self.net(values), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def _noisy(batch: Any) -> Any:
+    values, labels = batch
+    return [values + 0.1 * torch.randn_like(values), labels]
+
+
+class Labelled(Dataset[tuple[Tensor, Tensor]]):
+    """640 samples, the same ones in every run."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.values = torch.randn(640, 64, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.values[index], torch.tensor(index % 8)
+
+
+def _weights(
+    device: CudaDevice, make: Callable[[], LightningModule], *callbacks: Callback, **options: Any
+) -> list[Tensor]:
+    seed = options.pop("seed", 1)
+    seed_everything(seed, verbose=False)
+    model = make()
+    device.fit(model, DataLoader(Labelled(), batch_size=16, pin_memory=True), *callbacks, max_epochs=2, **options)
+    return [weight.detach().cpu() for weight in model.parameters()]
+
+
+def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def _same_claim(what: str, first: list[Tensor], second: list[Tensor], *, expected: bool = True) -> Claim:
+    found, words = _equal(first, second), {True: "the same", False: "different"}
+    return Claim(claim=what, measured=words[found], goal=words[expected], passed=found is expected)
+
+
+def same(report: Report, device: CudaDevice) -> None:
+    """Weights to the bit, with and without. Noise in the transfer is drawn in the same order at depth 1 only."""
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    first = partial(Random, manual=False, in_transfer=False)
+    plain = _weights(device, first)
+    report.add(
+        _same_claim("control: weights of the same run twice", plain, _weights(device, first)),
+        _same_claim("control: weights with another seed", plain, _weights(device, first, seed=2), expected=False),
+    )
+    for precision in ("32-true", "bf16-mixed", "16-mixed"):
+        for manual in (False, True):
+            for in_transfer, depth in ((False, 1), (False, 3), (True, 1)):
+                make = partial(Random, manual=manual, in_transfer=in_transfer)
+                plain = _weights(device, make, precision=precision)
+                callback = PrefetchCallback(depth=depth)
+                ours = _weights(device, make, callback, precision=precision)
+                optimisation = "manual" if manual else "automatic"
+                hook = "transfer_batch_to_device" if in_transfer else "on_after_batch_transfer"
+                what = f"weights, {precision}, {optimisation} optimisation, depth {depth}, noise in {hook}"
+                report.add(_if_active(_same_claim(what, plain, ours), callback))
+
+
+class Plain(LightningModule):
+    """A step without random numbers, whose network runs as CUDA graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        values, labels = batch
+        return nn.functional.cross_entropy(self.net(values), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Compiled(Plain):
+    """torch.compile records the graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.compile(mode="reduce-overhead")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return super().training_step(batch, batch_idx)
+
+
+class Captured(Plain):
+    """Forward and backward are captured by hand."""
+
+    def on_train_start(self) -> None:
+        torch.cuda.make_graphed_callables(self.net, (torch.randn(16, 64, device=self.device),))
+
+
+def graphs(report: Report, device: CudaDevice) -> None:
+    """Weights to the bit where the step is a CUDA graph, so that the host runs ahead."""
+    plain = _weights(device, Plain)
+    for name, make in (("captured graph", Captured), ("torch.compile, reduce-overhead", Compiled)):
+        what = f"weights, {name}"
+        try:
+            graphed = _weights(device, make)
+        except Exception as error:  # noqa: BLE001  # without us: no C compiler, for example. Said, not swallowed
+            report.add(Claim(claim=what, detail=f"plain Lightning fails: {type(error).__name__}: {_first_line(error)}"))
+            continue
+        again = _equal(graphed, _weights(device, make))
+        callback = PrefetchCallback()
+        ours = _weights(device, make, callback, GPUStarvationCallback(nvml=False, report=False))
+        claim = _if_active(_same_claim(what, graphed, ours), callback)
+        near = all(torch.allclose(one, other, rtol=1e-2, atol=1e-3) for one, other in zip(plain, ours, strict=True))
+        report.add(
+            claim if again else Claim(claim=what, measured=claim.measured, detail="plain differs from itself"),
+            Claim(claim=f"{what}: near those without graphs", measured=str(near), goal="True", passed=near),
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
+# --- nvJPEG -----------------------------------------------------------------------------------------------------------
+
+ROUNDS = 20
+VALUE = 7
+
+
+def nvjpeg(report: Report, device: CudaDevice) -> None:
+    """torchvision's call alone must corrupt memory, or our precautions are not needed; with them none is."""
+    where = torch.device("cuda", 0)
+    if why_not := why_no_nvjpeg(where):
+        report.add(Claim(claim="nvJPEG", detail=why_not))
+        return
+    files = [torch.frombuffer(bytearray(make_picture(seed)), dtype=torch.uint8) for seed in range(64)]
+    ours = NvJpeg(where)
+    alone = partial(torch.ops.image.decode_jpegs_cuda, mode=ImageReadMode.RGB.value, device=where)
+    main = torch.cuda.current_stream()
+    unit = f"of {ROUNDS} corrupted"
+    report.add(at_least("control: nvJPEG by torchvision alone", _corrupted(device, alone, files[:8], main), 1, unit))
+    report.add(at_most("nvJPEG by us", _corrupted(device, ours, files[:8], main), 0, unit))
+    # torch has 32 streams, and hands them out in turn: a user may be given ours.
+    twins = (torch.cuda.Stream(where) for _ in range(64))
+    twin = next((stream for stream in twins if stream.cuda_stream == ours._stream.cuda_stream), None)
+    if twin is None:
+        report.add(Claim(claim="nvJPEG by us, on our own stream", detail="torch did not hand it out again"))
+    else:
+        report.add(at_most("nvJPEG by us, on our own stream", _corrupted(device, ours, files[:8], twin), 0, unit))
+    rates = {size: _decode_rate(ours, files * (size // len(files))) for size in (64, 256, 512)}
+    for size, rate in rates.items():
+        report.row(batch=size, images_per_s=rate, mean_file_kb=sum(map(len, files)) / len(files) / 1e3)
+    best = max(rates, key=lambda size: rates[size])
+    report.add(at_least(f"nvJPEG, decoding, batches of {best}", rates[best], 3 * 3910, "images/s"))
+
+
+def _corrupted(device: CudaDevice, decode: Callable[[list[Tensor]], Any], files: list[Tensor], stream: Any) -> int:
+    """Memory is freed while a kernel that reads it is queued, and images of the same size are decoded at once."""
+    corrupted = 0
+    with torch.cuda.stream(stream):
+        shape = decode(files)[0].shape
+        for _ in range(ROUNDS):
+            values = [torch.full(shape, VALUE, dtype=torch.uint8, device="cuda") for _ in range(2 * len(files))]
+            torch.cuda.synchronize()
+            device.spin(25)
+            sums = [value.sum(dtype=torch.int64) for value in values]
+            del values
+            images = decode(files)
+            torch.cuda.synchronize()
+            corrupted += any(int(total) != VALUE * shape.numel() for total in sums)
+            del images
+    return corrupted
+
+
+def _decode_rate(decode: NvJpeg, files: list[Tensor], seconds: float = 2.0) -> float:
+    for _ in range(3):
+        decode(files)
+    torch.cuda.synchronize()
+    began, decoded = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        decode(files)
+        decoded += len(files)
+    torch.cuda.synchronize()
+    return decoded / (time.perf_counter() - began)
+
+
+# --- NVML -------------------------------------------------------------------------------------------------------------
+
+
+def nvml(report: Report, _: CudaDevice) -> None:
+    """Shares of a device that does nothing, and of one that multiplies matrices."""
+    idle, busy = _sampled(lambda: time.sleep(0.1)), _sampled(_multiplier())
+    for name in ("util_pct", "sm_pct"):
+        when_idle, when_busy = getattr(idle, name, None), getattr(busy, name, None)
+        if when_idle is None or when_busy is None:
+            missing = f"no {name} from NVML"
+            supported = name == "util_pct" or _has_sm_activity()
+            report.add(Claim(claim=f"NVML, {name}", passed=False if supported else None, detail=missing))
+            continue
+        report.add(
+            at_least(f"NVML, {name} under matmul", when_busy, 80, "%"),
+            at_most(f"control: NVML, {name} of an idle device", when_idle, 20, "%"),
+        )
+    for name, stats in (("idle", idle), ("matmul", busy)):
+        report.row(device=name, **({} if stats is None else vars(stats)))
+
+
+def _sampled(work: Callable[[], None], seconds: float = 3.0) -> Any:
+    torch.cuda.synchronize()
+    time.sleep(1.5)  # NVML's util_pct looks back by up to a second
+    sampler = NvmlSampler(str(torch.cuda.get_device_properties(0).uuid), period_s=0.25)
+    settled, ends = time.monotonic() + 1.5, time.monotonic() + 1.5 + seconds
+    while time.monotonic() < settled:
+        work()
+    sampler.start()
+    while time.monotonic() < ends:
+        work()
+    sampler.stop()
+    return sampler.take()
+
+
+def _multiplier() -> Callable[[], None]:
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def work() -> None:
+        for _ in range(40):
+            matrix @ matrix
+        torch.cuda.synchronize()
+
+    return work
+
+
+def _has_sm_activity() -> bool:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handle = find_handle(pynvml, str(torch.cuda.get_device_properties(0).uuid))
+        return bool(pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice)
+    except (AttributeError, pynvml.NVMLError):
+        return False
+    finally:
+        pynvml.nvmlShutdown()
+
+
+CHECKS: dict[str, Callable[[Report, CudaDevice], None]] = {
+    "controls": controls,
+    "share": share,
+    "overlap-trace": overlap_trace,
+    "memory": memory,
+    "same": same,
+    "nvjpeg": nvjpeg,
+    "nvml": nvml,
+    "graphs": graphs,
+}
+
+
+def main() -> None:
+    """Run one of the checks."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS then gives the same bits every time
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_feed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    def on_cuda(check: Callable[[Report, CudaDevice], None], report: Report, _: float) -> None:
+        check(report, CudaDevice())
+
+    run_part({name: partial(on_cuda, check) for name, check in CHECKS.items()})
+
+
+if __name__ == "__main__":
+    main()

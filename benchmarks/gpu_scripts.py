@@ -1,0 +1,192 @@
+"""Claims from other scripts of this repository: the tests that need a CUDA device, and the benchmarks.
+
+Parts of gpu_day.py, which says what each is for. One alone, its results in FILE:
+
+    python benchmarks/gpu_scripts.py PART --out FILE --limit SECONDS
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+from xml.etree import ElementTree
+
+from gpu_claims import Claim, Report, at_least, at_most, run_part
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+MARGIN_S = 30.0
+"""Before the time limit, so that what was found until then can be written down."""
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def device_tests(report: Report, limit_s: float, *, sanitizer: bool = False) -> None:
+    """The tests with the mark ``gpu``; under torch's sanitizer, accesses without synchronisation are errors."""
+    what = f"tests that need a device{', under the CUDA sanitizer' if sanitizer else ''}: failed"
+    if missing := [name for name in ("pytest", "pytest_timeout") if importlib.util.find_spec(name) is None]:
+        report.add(Claim(claim=what, detail=f"not installed: {', '.join(missing)}"))
+        return
+    files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    environment = {**os.environ, "LIGHTNING_FEED_REQUIRE_GPU": "1"}
+    if sanitizer:
+        environment["TORCH_CUDA_SANITIZER"] = "1"
+    session_s = max(10.0, limit_s - MARGIN_S)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        found = Path(scratch) / "tests.xml"
+        options = ["-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+        limits = ["--timeout=120", f"--session-timeout={session_s:.0f}"]
+        command = [sys.executable, "-m", "pytest", *files, *options, *limits, f"--junitxml={found}"]
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        if not found.exists():
+            raise SystemExit(f"pytest ended with exit code {code}, and without results")
+        outcomes = read_junit(found)
+    failed = {name: message for name, (outcome, message) in outcomes.items() if outcome == "failed"}
+    count = {kind: sum(outcome == kind for outcome, _ in outcomes.values()) for kind in ("passed", "skipped")}
+    over = time.monotonic() - began > session_s
+    detail = f"{count['passed']} passed, {count['skipped']} skipped{', then no time' if over else ''}"
+    claim = at_most(what, len(failed), 0, "tests", detail)
+    if not count["passed"]:
+        claim = replace(claim, passed=False)
+    elif over and not failed:
+        claim = replace(claim, passed=None)
+    report.add(claim)
+    for name, message in failed.items():
+        report.row(test=name, message=message)
+
+
+def read_junit(file: Path) -> dict[str, tuple[str, str]]:
+    """Test -> passed, failed or skipped, and the first line of the message. Errors at set-up are failures."""
+    outcomes = {}
+    for case in ElementTree.parse(file).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        bad = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        if bad is None:
+            outcomes.setdefault(name, ("passed", ""))
+        else:
+            message = (bad.get("message") or "").strip().partition("\n")[0][:200]
+            outcomes[name] = ("skipped" if bad.tag == "skipped" else "failed", message)
+    return outcomes
+
+
+# --- benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def _benchmark(script: str, *options: str) -> dict[str, Any]:
+    """The JSON that a benchmark writes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "out.json"
+        subprocess.run([sys.executable, str(HERE / script), *options, "--json", str(out)], cwd=ROOT, check=True)
+        return dict(json.loads(out.read_text()))
+
+
+def _spread(values: list[float]) -> str:
+    return f"[{min(values):.3g}, {max(values):.3g}]"
+
+
+def overhead(report: Report, _: float) -> None:
+    """Host time of the callbacks, on the device with its streams and events."""
+    found = _benchmark("overhead.py", "--device", "cuda", "--rounds", "5", "--steps", "1000")
+    report.row(callbacks="plain step", us=median(found["plain_us"]), spread=_spread(found["plain_us"]))
+    for row in found["rows"]:
+        added = median(row["added_us"])
+        report.row(callbacks=row["callbacks"], us=added, spread=_spread(row["added_us"]))
+        if row["goal_us"] is not None:
+            detail = f"of {len(row['added_us'])} rounds {_spread(row['added_us'])}"
+            report.add(at_most(f"host time, {row['callbacks']}", added, row["goal_us"], "us a step", detail))
+
+
+def overlap(report: Report, _: float) -> None:
+    """The step over its slowest part alone."""
+    for row in _benchmark("overlap.py", "--rounds", "2", "--steps", "40")["rows"]:
+        middle = {key: median(row[key]) for key in ("compute", "loader", "copy", "plain", "ours")}
+        floor = max(middle["compute"], middle["loader"], middle["copy"])
+        batch = f"{row['batch']} {row['dtype'].removeprefix('torch.')}"
+        ratios = {name: middle[name] / floor for name in ("plain", "ours")}
+        detail = f"plain Lightning {ratios['plain']:.2f}"
+        report.add(at_most(f"step over its slowest part, {row['model']}, {batch}", ratios["ours"], 1.02, "", detail))
+        report.row(
+            model=row["model"],
+            batch=batch,
+            **{f"{key}_ms": value for key, value in middle.items()},
+            plain_ratio=ratios["plain"],
+            ours_ratio=ratios["ours"],
+        )
+
+
+def small_tensors(report: Report, _: float) -> None:
+    """Copies one by one over one packed copy."""
+    cases: dict[tuple[int, int, bool], dict[str, Any]] = {}
+    for row in _benchmark("small_tensors.py", "--rounds", "5")["rows"]:
+        cases.setdefault((row["tensors"], row["bytes"], row["pinned"]), {})[row["way"]] = row
+    for (tensors, size, pinned), ways in cases.items():
+        host = {way: median(ways[way]["host_us"]) for way in ("one by one", "packed")}
+        on_device = {way: median(ways[way]["device_us"]) for way in ("one by one", "packed")}
+        report.row(
+            tensors=tensors,
+            bytes=size,
+            pinned=pinned,
+            one_by_one_host_us=host["one by one"],
+            packed_host_us=host["packed"],
+            one_by_one_device_us=on_device["one by one"],
+            packed_device_us=on_device["packed"],
+        )
+        if tensors in (8, 128) and size == 1024 and pinned:
+            times = host["one by one"] / host["packed"]
+            detail = f"{host['one by one']:.0f} us one by one, {host['packed']:.0f} us packed"
+            report.add(at_least(f"packing {tensors} pinned tensors of 1 kB: host time", times, 1, "times less", detail))
+
+
+def backends(report: Report, limit_s: float) -> None:
+    """Two models with the loader's own decoding, and with the device's."""
+    stop_s = max(30.0, limit_s - 100.0)
+    options = ("--models", "resnet18,resnet50", "--backends", "torch,nvjpeg", "--rounds", "1", "--budget", "40")
+    found = _benchmark("backends.py", *options, "--pictures", "1024", "--stop-after", f"{stop_s:.0f}")
+    rates: dict[tuple[str, str], float] = {}
+    for cell in found["cells"]:
+        what = f"{cell['model']}, {cell['backend']}"
+        if reason := cell.get("skipped") or cell.get("failed"):
+            report.add(Claim(claim=what, passed=False if "failed" in cell else None, detail=reason))
+            continue
+        efficiency = max(cell["compute_ms"], cell["feed_ms"]) / cell["step_ms"]
+        rates[cell["model"], cell["backend"]] = rate = cell["images_per_s"]
+        report.row(
+            model=cell["model"],
+            backend=cell["backend"],
+            images_per_s=rate,
+            step_ms=cell["step_ms"],
+            compute_ms=cell["compute_ms"],
+            feed_ms=cell["feed_ms"],
+            efficiency=efficiency,
+            starved_pct=cell["starved_pct"],
+            allocated_mb=cell["allocated_mb"],
+            settled=cell["settled"],
+        )
+        if cell["backend"] == "torch":
+            report.add(at_least(f"{what}: slowest part over step", efficiency, 0.98, "", f"{rate:,.0f} images/s"))
+        elif base := rates.get((cell["model"], "torch")):
+            report.add(Claim(claim=f"{what}: images/s over those of torch", measured=rate / base, unit="times"))
+
+
+PARTS: dict[str, Callable[[Report, float], None]] = {
+    "gpu-tests": device_tests,
+    "gpu-tests-sanitizer": partial(device_tests, sanitizer=True),
+    "overhead": overhead,
+    "overlap": overlap,
+    "small-tensors": small_tensors,
+    "backends": backends,
+}
+
+if __name__ == "__main__":
+    run_part(PARTS)
