@@ -202,16 +202,20 @@ def assert_same_run(
     *,
     error: str | None = None,
     group: Callable[[list[tuple[Any, ...]]], dict[str, list[tuple[Any, ...]]]] = by_hook,
+    beside: Callable[[], tuple[list[Callback], list[Callback]]] = lambda: ([], []),
     **options: Any,
 ) -> PrefetchCallback:
     """With and without the callback: the same hooks with the same arguments, the same weights to the bit.
 
-    ``error`` is in the message of the exception that both runs must end with; without it neither may fail.
+    ``error`` is in the message of the exception that both runs must end with; without it neither may fail. ``beside``
+    makes the callbacks that stand before ours, and those after it.
     """
-    plain, plain_trainer, plain_error = fit([], loaders, module, **options)
+    before, after = beside()
+    plain, plain_trainer, plain_error = fit([*before, *after], loaders, module, **options)
     assert (plain_error is not None and error in str(plain_error)) if error else plain_error is None, plain_error
     callback = prefetch()
-    ours, our_trainer, our_error = fit([callback], loaders, module, **options)
+    before, after = beside()
+    ours, our_trainer, our_error = fit([*before, callback, *after], loaders, module, **options)
     assert repr(our_error) == repr(plain_error)
     ours_by_hook, plain_by_hook = group(ours.events), group(plain.events)
     if plain_error is not None:  # hooks of batches that were never trained may have run ahead

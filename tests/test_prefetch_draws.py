@@ -1,0 +1,119 @@
+"""With PrefetchCallback every draw and every cast comes where it came before, whatever hooks of the user's there are."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from recording import Numbers, Recording, assert_same_run
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
+    # Steps that a gradient scaler skips.
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`"),
+]
+
+OF_BOTH = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+OF_BOTH += ("on_before_zero_grad", "on_train_batch_end")
+OF_MODULES = ("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+
+
+class Casts(Recording):
+    """Its transfer draws random numbers and multiplies: under autocast the product has another dtype."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        product = batch @ torch.eye(4, dtype=batch.dtype)
+        self.note("autocast", torch.is_autocast_enabled("cpu"), str(product.dtype))
+        self.note("draw", torch.rand(1).item())
+        return super().transfer_batch_to_device(product.to(batch.dtype) + torch.rand(4), device, dataloader_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.note("draw in step", torch.rand(1).item())  # with manual optimisation, after a backward pass
+        return loss
+
+
+def draws_in(kind: type[Any], hooks: frozenset[str]) -> type[Any]:
+    """A subclass that draws a random number before and after each of some hooks, and notes it."""
+
+    def hook(name: str) -> Any:
+        def drawing(self: Any, *args: Any, **kwargs: Any) -> Any:
+            module = self if isinstance(self, Recording) else args[1]
+            module.note(f"{name} of {kind.__name__}", torch.rand(1).item())
+            result = getattr(kind, name)(self, *args, **kwargs)
+            module.note(f"after {name} of {kind.__name__}", torch.rand(1).item())
+            return result
+
+        return drawing
+
+    return type(kind.__name__, (kind,), {name: hook(name) for name in hooks})
+
+
+class Before(Callback):
+    pass
+
+
+class After(Callback):
+    pass
+
+
+def precision(name: str) -> dict[str, Any]:
+    if name == "16-scaled":
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))]}
+    return {"precision": name}
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    manual=st.booleans(),
+    optimizers=st.integers(1, 2),
+    kind=st.sampled_from(["32-true", "bf16-mixed", "16-scaled"]),
+    accumulate=st.integers(1, 3),
+    clip=st.sampled_from([None, 0.5]),
+    of_module=st.frozensets(st.sampled_from([*OF_BOTH, *OF_MODULES]), max_size=3),
+    of_before=st.frozensets(st.sampled_from(OF_BOTH), max_size=2),
+    of_after=st.frozensets(st.sampled_from(OF_BOTH), max_size=2),
+    validate_every=st.sampled_from([None, 2]),
+)
+@example(True, 1, "16-scaled", 1, None, frozenset(), frozenset(), frozenset(), None)
+@example(False, 1, "16-scaled", 1, None, frozenset({"on_after_backward"}), frozenset(), frozenset(), None)
+@example(False, 1, "16-scaled", 1, None, frozenset(), frozenset(), frozenset({"on_before_backward"}), None)
+@example(False, 1, "16-scaled", 2, 0.5, frozenset(), frozenset({"on_before_optimizer_step"}), frozenset(), 2)
+def test_weights_casts_and_draws_are_those_without_it(
+    manual: bool,
+    optimizers: int,
+    kind: str,
+    accumulate: int,
+    clip: float | None,
+    of_module: frozenset[str],
+    of_before: frozenset[str],
+    of_after: frozenset[str],
+    validate_every: int | None,
+) -> None:
+    options: dict[str, Any] = {"max_epochs": 1, **precision(kind)}
+    if not manual:
+        options |= {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+    if validate_every is not None:
+        options["val_check_interval"] = validate_every
+
+    def loaders() -> dict[str, Any]:
+        made = {"train_dataloaders": DataLoader(Numbers(12, noise=True), batch_size=2)}
+        if validate_every is not None:
+            made["val_dataloaders"] = DataLoader(Numbers(4, noise=True, first=1000), batch_size=2)
+        return made
+
+    module = draws_in(Casts, of_module)
+    callback = assert_same_run(
+        loaders,
+        lambda: module(optimizers if manual else 1, manual=manual),
+        beside=lambda: ([draws_in(Before, of_before)()], [draws_in(After, of_after)()]),
+        **options,
+    )
+    assert callback.active
