@@ -79,13 +79,9 @@ def test_time_outside_of_the_window_does_not_count() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*smaller than the logging interval")
-@pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
 def test_a_trace_of_a_fit_has_one_range_for_each_batch() -> None:
-    class Model(BoringModel):
-        val_dataloader = test_dataloader = predict_dataloader = None  # type: ignore[assignment]
-
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        quiet_trainer([], max_epochs=1, limit_val_batches=0).fit(Model(), DataLoader(RandomDataset(32, 7)))
+        quiet_trainer([], max_epochs=1, limit_val_batches=0).fit(BoringModel(), DataLoader(RandomDataset(32, 7)))
     found = host_ranges(profile.events(), LOADER_NEXT)
     assert len(found) == 7
     assert all(end > start for start, end in found)

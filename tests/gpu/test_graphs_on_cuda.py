@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from on_cuda import PrefetchOver, SlowCopies, Unordered, fitted, same_weights, warm_up
+from on_cuda import SANITIZED, PrefetchOver, SlowCopies, Unordered, fitted, same_weights, warm_up
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from lightning_feed import GPUStarvationCallback
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # Parameters meet two streams, the one of the capture and the one of the steps before it, as is meant.
+    pytest.mark.filterwarnings("ignore:.*AccumulateGrad node's stream"),
+]
 
 
 def network() -> nn.Module:
@@ -92,7 +96,8 @@ def assert_same_as_without(kind: type[LightningModule], depth: int) -> None:
     plain = trained(kind)
     assert same_weights(plain, trained(kind, prefetch, meter))
     assert prefetch.active
-    assert not same_weights(plain, trained(kind, PrefetchOver(Unordered, depth=depth)))
+    if not SANITIZED:
+        assert not same_weights(plain, trained(kind, PrefetchOver(Unordered, depth=depth)))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
