@@ -307,7 +307,7 @@ class PrefetchCallback(ExactResume):
             depth = _host.train_batches_to_follow(trainer, at_most=depth, step_pending=step_pending)
         if len(tap.ahead) >= depth or not _host.more_to_draw(fetcher):
             return
-        if trainer.strategy.root_device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._stream is None or self._stream.is_capturing():
             return
         trainer.profiler.start(LOOK_AHEAD)
         try:

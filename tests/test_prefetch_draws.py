@@ -1,4 +1,4 @@
-"""With PrefetchCallback every draw and every cast comes where it came before, whatever hooks of the user's there are."""
+"""With PrefetchCallback every draw and every cast comes where it came before, whatever hooks the user has."""
 
 from typing import Any
 

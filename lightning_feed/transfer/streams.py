@@ -47,6 +47,10 @@ class SideStream(Protocol):
         """Wait while the device is more than ``RUN_AHEAD`` batches behind the one that was handed over last."""
         ...
 
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured on the compute stream: nothing else may be issued then."""
+        ...
+
     def stamp(self) -> Any:
         """An event with the device's time after all work issued so far; None where there is no such clock."""
         ...
@@ -99,6 +103,11 @@ class DeviceStream:
         if len(self._handed_over) > RUN_AHEAD:
             self._handed_over[0].synchronize()
 
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured on the compute stream: nothing else may be issued then."""
+        asks = getattr(self._backend, "is_current_stream_capturing", None)  # torch.xpu has had graphs for short
+        return asks is not None and bool(asks())
+
     def stamp(self) -> Any:
         """An event with the device's time after all work issued so far."""
         event = self._backend.Event(enable_timing=True)
@@ -124,6 +133,10 @@ class NullStream:
 
     def limit_run_ahead(self) -> None:
         """The host is never ahead."""
+
+    def is_capturing(self) -> bool:
+        """There are no graphs."""
+        return False
 
     def stamp(self) -> None:
         """There is no clock but the host's."""

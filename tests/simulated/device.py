@@ -219,6 +219,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._pinned: dict[int, StorageWeakRef] = {}
         self._copying_until = 0
         self._queued: deque[int] = deque(maxlen=LAUNCH_QUEUE)
+        self._captures = False
 
     # --- the device module --------------------------------------------------------------------------------------------
 
@@ -239,6 +240,21 @@ class SimulatedDevice(TorchDispatchMode):
             yield
         finally:
             self._current = before
+
+    @contextmanager
+    def graph(self) -> Iterator[None]:
+        """While entered a graph is captured: work on the current stream is only recorded, and nothing else may run."""
+        self._captures, capturing = True, self._current
+        before = self.copies, len(self.waits)
+        try:
+            yield
+        finally:
+            self._captures = False
+        if (self.copies, len(self.waits)) != before or self._current is not capturing:
+            self._say("a copy or a wait was issued while a graph was captured")
+
+    def is_current_stream_capturing(self) -> bool:
+        return self._captures
 
     def synchronize(self, device: Any = None) -> None:
         for stream in {self.compute, self._current, *self._pools}:

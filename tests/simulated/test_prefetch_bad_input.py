@@ -1,0 +1,178 @@
+"""Batches, transfers and callbacks that are not as they should be, on the simulated device."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BatchSizeFinder
+from recording import NullStreamPrefetch, Numbers, Recording, quiet_trainer
+from simulated.device import SimulatedDevice
+from simulated.training import Model, SimulatedLoader, fit, numbers
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_feed import PrefetchCallback
+from lightning_feed.transfer.streams import DeviceStream
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
+]
+
+
+class AnyBatch(Model):
+    """Takes what comes: only what lies on the device is read there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch_idx)
+        self.sim.launch(self.compute_ms, what="training_step", reads=batch)
+        return self.net(torch.ones(1, 8, device=self.device)).mean()
+
+
+def trained(model: Model, make: Any = numbers, *others: Callback, depth: int = 1) -> Model:
+    """Seven steps with the callback, without a race."""
+    callback = PrefetchCallback(depth=depth)
+    fit(model.sim, model, SimulatedLoader(model.sim, 7, make=make), callback, *others)
+    assert callback.active
+    assert model.sim.races == []
+    assert len(model.seen) == 7
+    return model
+
+
+def test_a_transfer_that_leaves_the_batch_on_the_host() -> None:
+    class Stays(AnyBatch):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return batch
+
+    assert trained(Stays(SimulatedDevice())).sim.copies == 2  # of the module's parameters
+
+
+def test_a_transfer_that_waits_for_the_device_waits_for_its_copy_alone() -> None:
+    class Waits(Model):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            there = super().transfer_batch_to_device(batch, device, dataloader_idx)
+            self.sim.current_stream().synchronize()
+            return there
+
+    model = trained(Waits(SimulatedDevice(copy_bytes_per_ms=128), compute_ms=10))
+    assert {wait.blocked_ns for wait in model.waits if wait.what == "Stream.synchronize"} == {1_000_000}
+
+
+def test_a_batch_that_lies_in_two_places() -> None:
+    class Halves(AnyBatch):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return {"there": super().transfer_batch_to_device(batch, device, dataloader_idx), "here": batch.clone()}
+
+    trained(Halves(SimulatedDevice()))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_batch_that_changes_its_structure(depth: int) -> None:
+    def make(index: int) -> Any:
+        x = numbers(index)
+        parts = {f"p{n}": torch.full((n + 1,), index) for n in range(3 * index)}
+        return [x, {"x": x, **parts}, (x, [x, None, "name"]), {"x": x}][index % 4]
+
+    trained(AnyBatch(SimulatedDevice()), make, depth=depth)
+
+
+def test_workers_without_pinned_memory() -> None:
+    """Right, and seen: each copy makes the host wait for itself, not for the step."""
+    device = SimulatedDevice(copy_bytes_per_ms=64)
+    model = Model(device, compute_ms=10)
+    fit(device, model, DataLoader(Numbers(14), batch_size=2, num_workers=1, pin_memory=False), PrefetchCallback())
+    assert device.races == []
+    assert len(model.seen) == 7
+    # For the side stream, which is empty, and for the copy: 32 bytes at 64 bytes a millisecond.
+    assert [wait.blocked_ns for wait in model.waits if wait.what.startswith("a copy")] == [0, 500_000] * 6
+
+
+class OnCuda(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(4, device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error is another one with a device: see tests/gpu")
+def test_torchs_own_error_comes_through_where_workers_make_cuda_tensors() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)worker process 0.*(CUDA|NVIDIA)"):
+        quiet_trainer([NullStreamPrefetch()]).fit(Recording(), DataLoader(OnCuda(), batch_size=2, num_workers=1))
+
+
+class Small(Model):
+    """A device on which a batch of more than 8 rows, or its fourth batch, has no room."""
+
+    fails_at: int | None = None
+    transferred = 0
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        self.transferred += 1
+        if len(batch) > 8 or self.transferred - 1 == self.fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_lack_of_memory_reaches_the_step_that_owns_the_batch(depth: int) -> None:
+    device = SimulatedDevice()
+    model = Small(device)
+    model.fails_at = 4
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        fit(device, model, SimulatedLoader(device, 7), PrefetchCallback(depth=depth))
+    assert model.seen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("callbacks", [[], [PrefetchCallback()], [PrefetchCallback(depth=2)]])
+def test_batch_size_finders_see_it_as_torchs_error(callbacks: list[Callback], tmp_path: Any) -> None:
+    class Sized(Small):
+        batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(Numbers(256), batch_size=self.batch_size)
+
+        def val_dataloader(self) -> Any:
+            return []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch.repeat(1, 2)).mean()
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
+
+    device = SimulatedDevice()
+    model = Sized(device)
+    finder = BatchSizeFinder(init_val=2, steps_per_trial=3, max_trials=5)
+    # The finder saves a checkpoint, and loads it on the host.
+    fit(device, model, None, finder, *callbacks, max_steps=4, default_root_dir=tmp_path)
+    assert model.batch_size == 8
+    assert device.races == []
+
+
+class Captures(Callback):
+    """Captures a graph from the middle of a step to the end of its batch."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 2:
+            self.graph = self.device.graph()
+            self.graph.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.graph.__exit__(None, None, None)
+
+    on_train_batch_end.__module__ = "lightning.pytorch"  # of a user's callback, the look-ahead would wait for the end
+
+
+def test_nothing_is_copied_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice()
+    trained(AnyBatch(device), numbers, Captures(device))
+    monkeypatch.setattr(DeviceStream, "is_capturing", lambda self: False)
+    with pytest.raises(AssertionError, match="while a graph was captured"):
+        trained(AnyBatch(device), numbers, Captures(device))
