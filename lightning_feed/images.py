@@ -158,12 +158,13 @@ class FeedImageFolder(FeedDataModule):
             return images.to(self.dtype), labels  # normalised already; DALI knows no bfloat16
         if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
             return batch
-        values = images.to(torch.float32)
         if aspects:  # from cache="device", whole and stretched to squares
             generator = self._images_generator(images.device)
             boxes = draw_boxes(aspects[0], generator=generator)
             flipped = torch.rand(len(images), generator=generator, device=images.device) < 0.5
             values = crop_and_flip(images, boxes, flipped, self.image_size)
+        else:
+            values = images.to(torch.float32)
         scale, offset = self._images_scale(images.device)
         # In float32, since a half's mean / std would be off by up to a step of uint8; then cast.
         return torch.addcmul(offset, values, scale).to(self.dtype), labels

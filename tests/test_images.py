@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from recording import quiet_trainer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -104,6 +105,23 @@ def test_normalising_on_the_device_is_that_of_torchvision(photos: Path, dtype: t
     torch.testing.assert_close(found, expected.to(dtype), atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0)
     kept, _ = module.device_transform((expected, None), "train")
     assert kept is expected
+
+
+@pytest.mark.parametrize("with_aspects", [False, True], ids=["cut on the host", "whole, from cache='device'"])
+def test_a_batch_becomes_float_once(photos: Path, with_aspects: bool) -> None:
+    made: list[tuple[int, ...]] = []
+
+    class Conversions(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten._to_copy.default and args[0].dtype == torch.uint8:
+                made.append(tuple(args[0].shape))
+            return function(*args, **(kwargs or {}))
+
+    module = ImageFolderDataModule(photos, image_size=16, loader=HERE)
+    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    with Conversions():
+        module.device_transform((images, torch.zeros(4), *([torch.ones(4)] if with_aspects else [])), "train")
+    assert made == [(4, 3, 32, 32)]
 
 
 def test_a_transform_of_ones_own_is_applied_and_its_floats_are_left_alone(photos: Path) -> None:
