@@ -11,7 +11,7 @@ For each model and batch size, in milliseconds a step (median over rounds, [min,
 ``ratio`` is the step over ``max(compute, loader, copy)``: 1.00 means that all but the slowest part is hidden. Goal:
 ours <= 1.02. Rounds are interleaved. Without an accelerator it says so and exits with 0.
 
-    python benchmarks/overlap.py [--rounds 5] [--steps 60] [--json FILE]
+    python benchmarks/overlap.py [--rounds 2] [--steps 40] [--json FILE]
 """
 
 import argparse
@@ -146,8 +146,8 @@ def spread(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
