@@ -7,8 +7,8 @@ Figures are medians over the rounds with [least, most]; x is the median of the r
 
 * ``step``       mean of some steps, between two moments at which the device was waited for
 * ``compute``    a step of the same model on a batch that lies on the device
-* ``feed``       the time from one batch that is ready on the device to the next, with nothing else to do; from the loader
-  of a fit, which is pinned on a GPU
+* ``feed``       the time from one batch that is ready on the device to the next, with nothing else to do; from the
+  loader of a fit, whose batches are pinned where they go to a GPU
 * ``efficiency`` max(compute, feed) / step: 1.00 where all but the slower of the two is hidden. A backend that decodes
   on the GPU takes it from the model, so that it cannot reach 1.00 where both are about as slow.
 * ``starved``    share of the step that the GPU waited for data, as GPUStarvationCallback has it
