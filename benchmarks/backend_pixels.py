@@ -9,10 +9,9 @@ training (random box, flip) and that of evaluation:
 * the share of pixels that differ by more than 2, and more than 8, levels in any channel; "inside": of those that lie
   more than 3 pixels from the edge of the image
 
-``nvjpeg, the CPU in its place`` is that backend's way from a decoded image to a batch, with Pillow's pixels, and
-resized in float32 as torchvision does it on a GPU: what the GPU's decoder adds is in the row ``nvjpeg``. The
-interpolations of DALI are put in place of the one that the backend uses. What needs a GPU is left out where there is
-none.
+``nvjpeg, the CPU in its place`` is that backend's way from a decoded image to a batch, with Pillow's pixels: what the
+GPU's decoder adds is in the row ``nvjpeg``. The interpolations of DALI are put in place of the one that the backend
+uses. What needs a GPU is left out where there is none.
 
     python benchmarks/backend_pixels.py --data DIR [--images 600] [--size 224] [--seed 0] [--json FILE]
 """
@@ -36,7 +35,6 @@ import torch
 from backend_machine import machine_line
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
-from torchvision.transforms.v2.functional import resize_image
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, image_backends, images
 from lightning_feed.decode.choose import DECODER_NAMES, make_decoder
@@ -177,13 +175,7 @@ def _nvjpeg_on_cpu() -> Iterator[None]:
     def decode(files: list[Tensor]) -> list[Tensor]:
         return [torch.from_numpy(np.array(decoder.decode(file.numpy()))).permute(2, 0, 1) for file in files]
 
-    def resize(image: Tensor, size: list[int], *, antialias: bool) -> Tensor:
-        # torchvision's kernel for uint8 is the CPU's alone; elsewhere it does this.
-        made = resize_image(image.float(), size, antialias=antialias)
-        return made.round_().clamp_(0, 255).to(torch.uint8)
-
     with (
-        mock.patch.object(device_decode, "resize_image", resize),
         mock.patch.object(images, "decode_batch", partial(device_decode.decode_batch, decode=decode)),
         mock.patch.object(image_backends, "require_cuda"),
     ):
