@@ -10,9 +10,9 @@ import torch
 from diagnosing.small_runs import Numbers, make_parts, make_trainer, short_diagnosis
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
+from simulated.device import SimulatedDevice
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from watch.fake_device import FakeDevice
 from watch.small_fits import CpuPrefetch
 
 from lightning_feed import GPUStarvationCallback
@@ -397,12 +397,12 @@ def test_the_pace_is_not_that_of_a_disturbance(accumulate: int, rate: float) -> 
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+def late(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     """A device with events that is far behind the host; the fits' time limits go by the same clock."""
-    fake = FakeDevice()
+    fake = SimulatedDevice()
 
     def wait() -> None:
-        fake.now = max(fake.now, fake.free_at)
+        fake.now = max(fake.now, fake.compute.free_at)
 
     begin = _Pace.begin
     monkeypatch.setattr(_Pace, "begin", lambda pace, _: begin(pace, torch.device("cuda")))
@@ -412,7 +412,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake
 
 
-def test_a_rate_is_that_of_the_device_however_far_the_host_is_ahead(late: FakeDevice) -> None:
+def test_a_rate_is_that_of_the_device_however_far_the_host_is_ahead(late: SimulatedDevice) -> None:
     pace = _Pace()
     pace.begin(torch.device("cuda"))
     began = late.now
@@ -421,13 +421,13 @@ def test_a_rate_is_that_of_the_device_however_far_the_host_is_ahead(late: FakeDe
         late.host(1)
         pace.stamp()
         assert late.now - began >= (step - fits.STEPS_AHEAD) * 50 * 1e6
-        assert late.free_at > late.now, "the device has run out of work"
+        assert late.compute.free_at > late.now, "the device has run out of work"
     assert pace.per_s(1) == pytest.approx(20)
-    assert late.now >= late.free_at
+    assert late.now >= late.compute.free_at
 
 
 @pytest.mark.parametrize("on_device", [True, False], ids=["X1", "X2"])
-def test_a_replay_on_a_device_keeps_to_its_time(on_device: bool, late: FakeDevice) -> None:
+def test_a_replay_on_a_device_keeps_to_its_time(on_device: bool, late: SimulatedDevice) -> None:
     class Queued(Module):  # type: ignore[misc,valid-type]
         """As with CUDA graphs: a step is queued in no time at all."""
 
@@ -443,7 +443,7 @@ def test_a_replay_on_a_device_keeps_to_its_time(on_device: bool, late: FakeDevic
     batch = next(iter(bench.loaders))
     per_s = bench.replay(batch, limits, lambda *_: None, on_device=on_device)
     assert per_s == pytest.approx(20)
-    assert (late.free_at - began) / 1e9 == pytest.approx(2, abs=0.05 * (fits.STEPS_AHEAD + 2))
+    assert (late.compute.free_at - began) / 1e9 == pytest.approx(2, abs=0.05 * (fits.STEPS_AHEAD + 2))
 
 
 def test_own_loaders_of_all_kinds() -> None:

@@ -1,9 +1,9 @@
 """A device that fails in the middle of a run, as CUDA does after an illegal memory access."""
 
-from watch.fake_device import FakeDevice, FakeEvent
+from simulated.device import Event, SimulatedDevice
 
 
-class FailingDevice(FakeDevice):
+class FailingDevice(SimulatedDevice):
     """From the first call of the kind ``fails_at`` on, every call that reaches the device raises."""
 
     def __init__(self, fails_at: str = "") -> None:
@@ -20,7 +20,7 @@ class FailingDevice(FakeDevice):
         return FailingEvent(self)
 
 
-class FailingEvent(FakeEvent):
+class FailingEvent(Event):
     _device: FailingDevice
 
     def record(self) -> None:
@@ -31,7 +31,7 @@ class FailingEvent(FakeEvent):
         self._device.reach("query")
         return super().query()
 
-    def elapsed_time(self, end_event: FakeEvent) -> float:
+    def elapsed_time(self, end_event: Event) -> float:
         self._device.reach("elapsed_time")
         return super().elapsed_time(end_event)
 

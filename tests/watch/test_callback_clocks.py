@@ -11,9 +11,9 @@ import lightning.pytorch
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from simulated.device import SimulatedDevice
 from torch.utils.data import DataLoader
 from watch.failing_device import FailingDevice
-from watch.fake_device import FakeDevice
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
 from lightning_feed import GPUStarvationCallback, starvation_callback, starvation_run
@@ -34,15 +34,15 @@ pytestmark = [
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     """Events of a fake device in the place of the CPU's missing ones; its clock is the host's."""
-    fake = FakeDevice()
+    fake = SimulatedDevice()
     monkeypatch.setattr(starvation_run, "open_ring", lambda _: EventRing(fake.event, 512))
     return fake
 
 
 def test_nothing_is_waited_for_while_steps_run(
-    device: FakeDevice, quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch
+    device: SimulatedDevice, quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbidden(name: str) -> Callable[..., Any]:
         def fail(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def test_nothing_is_waited_for_while_steps_run(
     assert quiet.report().stats.steps == 40  # without the warm-up
 
 
-def test_windows_hold_what_the_device_has_finished(device: FakeDevice, quiet: GPUStarvationCallback) -> None:
+def test_windows_hold_what_the_device_has_finished(device: SimulatedDevice, quiet: GPUStarvationCallback) -> None:
     class Work(BoringModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             device.launch(20)

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from simulated.device import Event, SimulatedDevice
 from watch.failing_device import FailingDevice
-from watch.fake_device import FakeDevice, FakeEvent
 
 from lightning_feed.watch.clocks import EventRing, events_work, open_ring
 
 
-def _step(device: FakeDevice, ring: EventRing, note: Any, work_ms: float = 5) -> None:
+def _step(device: SimulatedDevice, ring: EventRing, note: Any, work_ms: float = 5) -> None:
     ring.mark(0)
     device.launch(work_ms)
     ring.mark(1)
@@ -19,7 +19,7 @@ def _step(device: FakeDevice, ring: EventRing, note: Any, work_ms: float = 5) ->
 
 
 def test_a_step_is_read_once_the_device_has_passed_it() -> None:
-    device = FakeDevice()
+    device = SimulatedDevice()
     ring = EventRing(device.event, 8)
     ring.begin()
     _step(device, ring, "first")
@@ -34,7 +34,7 @@ def test_a_step_is_read_once_the_device_has_passed_it() -> None:
 
 
 def test_no_event_is_made_after_construction() -> None:
-    device = FakeDevice()
+    device = SimulatedDevice()
     ring = EventRing(device.event, 8)
     ring.begin()
     for number in range(50):
@@ -46,7 +46,7 @@ def test_no_event_is_made_after_construction() -> None:
 
 
 def test_a_full_ring_loses_steps_and_recovers() -> None:
-    device = FakeDevice()
+    device = SimulatedDevice()
     ring = EventRing(device.event, 7)  # the first mark and three steps of two
     ring.begin()
     for number in range(5):
@@ -65,7 +65,7 @@ def test_a_full_ring_loses_steps_and_recovers() -> None:
 
 
 def test_an_abandoned_step_is_not_part_of_the_next() -> None:
-    device = FakeDevice()
+    device = SimulatedDevice()
     ring = EventRing(device.event, 8)
     ring.begin()
     ring.mark(0)
@@ -80,10 +80,10 @@ def test_an_abandoned_step_is_not_part_of_the_next() -> None:
 
 
 def test_events_that_cannot_be_compared_cost_the_step_not_the_training() -> None:
-    device = FakeDevice()
+    device = SimulatedDevice()
 
-    class OtherStream(FakeEvent):
-        def elapsed_time(self, end_event: FakeEvent) -> float:
+    class OtherStream(Event):
+        def elapsed_time(self, end_event: Event) -> float:
             raise RuntimeError("device not ready")
 
     ring = EventRing(lambda: OtherStream(device), 8)
@@ -95,7 +95,7 @@ def test_events_that_cannot_be_compared_cost_the_step_not_the_training() -> None
 
 
 def test_waiting_is_for_the_last_step_only() -> None:
-    device = FakeDevice()
+    device = SimulatedDevice()
     ring = EventRing(device.event, 64)
     ring.begin()
     ring.wait()
@@ -199,7 +199,7 @@ def test_events_are_tried_first(backend: Any, works: bool, monkeypatch: pytest.M
 
 
 def test_fake_events_pass_the_probe() -> None:
-    device = FakeDevice()
+    device = SimulatedDevice()
     assert events_work(device.event)
     device.launch(1e6)
     assert events_work(device.event)

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from watch.fake_device import MS, FakeDevice, FakeEvent
+from simulated.device import MS, Event, SimulatedDevice
 
 from lightning_feed.watch.step_meter import StepMeter, StepTimes
 
@@ -12,7 +12,7 @@ class Loop:
     """Calls the meter as Lightning's training loop would, and moves the clocks."""
 
     def __init__(self, *, on_device: bool = False, size: int = 512) -> None:
-        self.device = FakeDevice()
+        self.device = SimulatedDevice()
         self.steps: list[StepTimes] = []
         keep = self.steps.append
         self.meter = self.device.meter(keep, size=size) if on_device else StepMeter(keep, clock=self.device.clock)
@@ -195,7 +195,7 @@ def test_the_parts_add_up_to_the_time_that_passed(
             loop.look_ahead(fetch, h2d)
     if ahead == "after":
         loop.step(0, 0, 0, 0)
-    ended = max(device.now, device.free_at) if on_device else device.now
+    ended = max(device.now, device.compute.free_at) if on_device else device.now
     loop.meter.end()
     assert len(loop.steps) == len(steps) + (ahead == "after")
     parts = sum(sum(step[:4]) for step in loop.steps)
@@ -285,13 +285,13 @@ def test_a_step_whose_events_cannot_be_compared_is_lost() -> None:
     loop = Loop(on_device=True)
     loop.step(0, 1, 1, 1, work=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeEvent, "query", lambda event: not event.at or event.at > 0)  # passed, says the device ...
-        patch.setattr(FakeEvent, "elapsed_time", _not_ready)  # ... and knows of no time between
+        patch.setattr(Event, "query", lambda event: not event.at or event.at > 0)  # passed, says the device ...
+        patch.setattr(Event, "elapsed_time", _not_ready)  # ... and knows of no time between
         loop.step(0, 1, 1, 1, work=1)
     loop.meter.end()
     assert len(loop.steps) + loop.meter.lost == 2
     assert loop.meter.lost > 0
 
 
-def _not_ready(event: FakeEvent, end_event: FakeEvent) -> float:
+def _not_ready(event: Event, end_event: Event) -> float:
     raise RuntimeError("device not ready")

@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from watch.fake_device import MS
-from watch.timeline import Loader, Step, Timeline
+from simulated.device import MS
+from simulated.training import Production
+from watch.timeline import Step, Timeline
 
 STEPS, SETTLED = 120, 39
 """Steps of a run, and the one after which figures count."""
@@ -85,7 +86,7 @@ def test_where_each_step_synchronises_the_two_agree() -> None:
     ],
 )
 def test_a_loader_of_constant_rate_starves_by_what_it_lacks(period: float, workers: int, idle_ms: float) -> None:
-    timeline = run(Timeline(Loader([period], workers=workers), ahead=2), Step(launch=1, work=20), steps=200)
+    timeline = run(Timeline(Production([period], workers=workers), ahead=2), Step(launch=1, work=20), steps=200)
     last = timeline.stats(99)
     assert last.data_idle_ms == pytest.approx(idle_ms, abs=0.01)
     assert last.step_ms == pytest.approx(max(20, period / workers), abs=0.01)
@@ -93,7 +94,7 @@ def test_a_loader_of_constant_rate_starves_by_what_it_lacks(period: float, worke
 
 def test_a_full_queue_hides_a_slow_loader_until_it_is_empty() -> None:
     """Q / (1 - rho) steps: 16 / (1 - 20 / 24) = 96."""
-    timeline = Timeline(Loader([24], prefetch=16), ahead=1)
+    timeline = Timeline(Production([24], prefetch=16), ahead=1)
     filled = Step(before=2000, work=20, launch=1)
     timeline.run([filled] + [Step(launch=1, work=20)] * 199)
     assert_true(timeline)
@@ -105,8 +106,8 @@ def test_a_full_queue_hides_a_slow_loader_until_it_is_empty() -> None:
 
 def test_jitter_costs_only_what_the_queue_cannot_bridge() -> None:
     periods = [10.0] * 19 + [150.0]
-    shallow = run(Timeline(Loader(periods, prefetch=2), ahead=1), Step(work=20, launch=1), steps=300)
-    deep = run(Timeline(Loader(periods, prefetch=12), ahead=1), Step(work=20, launch=1), steps=300)
+    shallow = run(Timeline(Production(periods, prefetch=2), ahead=1), Step(work=20, launch=1), steps=300)
+    deep = run(Timeline(Production(periods, prefetch=12), ahead=1), Step(work=20, launch=1), steps=300)
     spike = shallow.stats(99).data_idle_ms
     assert spike is not None
     assert spike == pytest.approx((150 - 2 * 20) / 20, abs=1.1)
@@ -114,7 +115,7 @@ def test_jitter_costs_only_what_the_queue_cannot_bridge() -> None:
 
 
 def test_one_slow_batch_holds_up_those_behind_it() -> None:
-    timeline = run(Timeline(Loader([5.0] * 19 + [400.0], workers=4), ahead=1), Step(work=20, launch=1), steps=300)
+    timeline = run(Timeline(Production([5.0] * 19 + [400.0], workers=4), ahead=1), Step(work=20, launch=1), steps=300)
     waits = [step.data_ns / MS for step in timeline.steps[100:]]
     assert sum(wait > 1 for wait in waits) == 10  # one batch in twenty
     assert max(waits) == pytest.approx(400 - 8 * 20, abs=21)  # eight were ready, or nearly
@@ -132,7 +133,7 @@ def test_a_look_ahead_hides_the_wait_and_the_copy() -> None:
 
 
 def test_a_look_ahead_cannot_hide_a_loader_that_is_slower_than_the_device() -> None:
-    timeline = run(Timeline(Loader([30]), look_ahead=True, ahead=1), Step(copy=2, launch=1, work=20))
+    timeline = run(Timeline(Production([30]), look_ahead=True, ahead=1), Step(copy=2, launch=1, work=20))
     stats = timeline.stats(SETTLED)
     # 30 ms a batch: 20 of work, 8 of waiting, and the copy, which begins when the batch is there.
     assert stats.step_ms == pytest.approx(30)
@@ -223,4 +224,8 @@ def test_the_meter_reads_the_truth_of_any_timeline(
 def test_the_meter_reads_the_truth_of_any_loader(
     periods: list[float], workers: int, work: float, look_ahead: bool
 ) -> None:
-    run(Timeline(Loader(periods, workers=workers), look_ahead=look_ahead, ahead=2), Step(work=work, copy=1), steps=40)
+    run(
+        Timeline(Production(periods, workers=workers), look_ahead=look_ahead, ahead=2),
+        Step(work=work, copy=1),
+        steps=40,
+    )

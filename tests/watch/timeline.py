@@ -7,73 +7,12 @@ the device had nothing queued.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from watch.fake_device import MS, FakeDevice
+from simulated.device import MS, Event, SimulatedDevice, Span, outside
+from simulated.training import Production
 
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.step_meter import StepTimes
 from lightning_feed.watch.windows import Sums
-
-Span = tuple[int, int]
-"""From and to, nanoseconds."""
-
-
-class RecordedDevice(FakeDevice):
-    """Keeps when it was at work, or held up by a copy; all else is idle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.busy: list[Span] = []
-        self.side_free_at = 0
-
-    def launch(self, ms: float) -> None:
-        began = max(self.free_at, self.now)
-        super().launch(ms)
-        self.busy.append((began, self.free_at))
-
-    def synchronize(self) -> None:
-        """The host waits until all is done, as ``.item()`` does."""
-        self.now = max(self.now, self.free_at)
-
-    def copy_aside(self, ms: float) -> int:
-        """Copy on a stream of its own; returns when it is done."""
-        self.side_free_at = max(self.side_free_at, self.now) + round(ms * MS)
-        return self.side_free_at
-
-    def wait_for(self, moment: int) -> None:
-        """What is queued from here on begins no earlier than ``moment``; the host goes on."""
-        began = max(self.free_at, self.now)
-        if moment > began:
-            self.free_at = moment
-            self.busy.append((began, moment))
-
-
-class Loader:
-    """Worker processes, batch ``k`` made by worker ``k % workers``, handed out in order, at most ``capacity`` ready.
-
-    Args:
-        periods: milliseconds that a worker takes for a batch, repeated.
-        workers: number of them.
-        prefetch: batches that each holds ready.
-    """
-
-    def __init__(self, periods: Sequence[float], *, workers: int = 1, prefetch: int = 2) -> None:
-        self._periods, self._workers, self._capacity = periods, workers, workers * prefetch
-        self._ready: list[int] = []
-        self._taken: list[int] = []
-        self.began = 0
-
-    def next_ready_at(self, now: int) -> int:
-        """When the next batch can be handed out; it counts as taken then."""
-        number = len(self._taken)
-        while len(self._ready) <= number:
-            made = len(self._ready)
-            asked = self._taken[made - self._capacity] if made >= self._capacity else self.began
-            free = self._ready[made - self._workers] if made >= self._workers else self.began
-            period = self._periods[made % len(self._periods)]
-            self._ready.append(max(asked, free) + round(period * MS))
-        moment = max(now, self._ready[number])
-        self._taken.append(moment)
-        return moment
 
 
 @dataclass(kw_only=True)
@@ -103,14 +42,15 @@ class Timeline:
         ahead: steps that the host may be ahead of the device before queueing blocks; None: no end.
     """
 
-    def __init__(self, loader: Loader | None = None, *, look_ahead: bool = False, ahead: int | None = None) -> None:
-        self.device = RecordedDevice()
+    def __init__(self, loader: Production | None = None, *, look_ahead: bool = False, ahead: int | None = None) -> None:
+        self.device = SimulatedDevice()
+        self._side = self.device.Stream()
         self.steps: list[StepTimes] = []
         self.meter = self.device.meter(self.steps.append, size=1 << 13)
         self._loader, self._look_ahead, self._ahead = loader, look_ahead, ahead
         self._fetches: list[list[Span]] = [[]]
         self._done_at: list[int] = []
-        self._staged_until: int | None = None
+        self._staged: Event | None = None
         self.began = self.ended = self.device.now
         if loader is not None:
             loader.began = self.began
@@ -137,13 +77,14 @@ class Timeline:
 
     def idle_ns(self) -> list[int]:
         """Of each step: the host blocked in the loader, the device with nothing to do."""
-        busy = sorted(self.device.busy)
-        return [sum(_outside(span, busy) for span in spans) for spans in self._fetches[: len(self.steps)]]
+        busy = self.device.compute.busy
+        return [sum(outside(span, busy) for span in spans) for spans in self._fetches[: len(self.steps)]]
 
     def device_idle_pct(self, first: int) -> float:
         """Share of the time in which the device did nothing, or waited for a copy, from the end of step ``first``."""
         began, ended = self._done_at[first], self._done_at[-1]
-        return 100 * (1 - sum(end - start for start, end in self.device.busy if start >= began) / (ended - began))
+        busy = sum(end - start for start, end in self.device.compute.busy if start >= began)
+        return 100 * (1 - busy / (ended - began))
 
     def stats(self, first: int) -> StarvationStats:
         """What a window over the steps after ``first`` would say."""
@@ -159,12 +100,12 @@ class Timeline:
         device, meter = self.device, self.meter
         device.host(step.before)
         meter.fetch_began()
-        if self._staged_until is None:
+        if self._staged is None:
             self._wait_for_batch(step)
         meter.fetch_ended()
-        if self._staged_until is not None:
-            device.wait_for(self._staged_until)
-            self._staged_until = None
+        if self._staged is not None:
+            device.compute.wait_event(self._staged)
+            self._staged = None
         elif step.copy and not step.pinned:
             device.synchronize()
             device.launch(step.copy)
@@ -179,16 +120,17 @@ class Timeline:
         device.host(step.launch)
         if step.synchronize:
             device.synchronize()
-        self._done_at.append(device.free_at)
+        self._done_at.append(device.compute.free_at)
         meter.step_ended()
-        self.ended = max(device.now, device.free_at)
+        self.ended = max(device.now, device.compute.free_at)
         self._fetches.append([])
         if self._look_ahead and following is not None:
             meter.look_ahead_began()
             meter.fetch_began()
             self._wait_for_batch(following)
             meter.fetch_ended()
-            self._staged_until = device.copy_aside(following.copy)
+            self._side.run(round(following.copy * MS))
+            self._staged = self._side.record_event()
             meter.look_ahead_ended()
 
     def _wait_for_batch(self, step: Step) -> None:
@@ -199,8 +141,3 @@ class Timeline:
             assert self._loader is not None
             self.device.now = self._loader.next_ready_at(began)
         self._fetches[-1].append((began, self.device.now))
-
-
-def _outside(span: Span, busy: Sequence[Span]) -> int:
-    start, end = span
-    return (end - start) - sum(max(0, min(end, until) - max(start, since)) for since, until in busy)
