@@ -181,7 +181,7 @@ def cut_out_on_device(wholes: Mapping[int, Tensor], cuts: Mapping[int, Cut], qua
     groups = list(_groups(cuts, height, width))
     rows = [_numbers(place, cuts[place], quality) for group, _, _ in groups for place in group]
     # In one copy, and from pinned memory, so that nothing waits for it.
-    host = torch.tensor(rows, dtype=torch.float32, device="cpu", pin_memory=pixels.is_cuda)
+    host = torch.tensor(rows, dtype=torch.float32, device="cpu", pin_memory=pixels.device.type != "cpu")
     table = host.to(pixels.device, non_blocking=True)
     tables = table.split([len(group) for group, _, _ in groups])  # type: ignore[no-untyped-call]
     for (group, high, wide), numbers in zip(groups, tables, strict=True):

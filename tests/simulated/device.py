@@ -469,6 +469,16 @@ def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
 
         patch(torch, "get_device_module", get_device_module)
         patch(torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream))
+        patch(torch.Tensor, "is_pinned", lambda tensor: device.is_pinned(tensor))
+        make = torch.tensor
+
+        def tensor(
+            data: Any, *, pin_memory: bool = False, **options: Any
+        ) -> Tensor:  # pins before any mode hears of it
+            made = make(data, **options)
+            return device.pin(made) if pin_memory else made
+
+        patch(torch, "tensor", tensor)
         for module in (streams, clocks):
             if hasattr(module, "STREAM_BACKENDS"):
                 patch(module, "STREAM_BACKENDS", (*streams.STREAM_BACKENDS, DEVICE.type))

@@ -1,0 +1,149 @@
+"""Images decoded by the device, and data sets that stay there: through a Trainer on the simulated device."""
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from made_samples import batch_of, dataset, jpegs
+from simulated.device import DEVICE, POOL, SimulatedDevice, simulated
+from simulated.training import Model, SimulatedLoader, fit
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from lightning_feed import GPUStarvationCallback, PrefetchCallback
+from lightning_feed.load.image_recipe import TrainRecipe
+from lightning_feed.transfer.device_decode import decode_batch
+from lightning_feed.transfer.nvjpeg import NvJpeg
+from lightning_feed.transfer.resident import load_resident
+from lightning_feed.transfer.resident_loader import ResidentLoader
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
+]
+DECODE_MS = 4.0
+
+
+class Images(Model):
+    """As with ``backend="nvjpeg"``: files come, and are decoded on the way to the device."""
+
+    def __init__(self, device: SimulatedDevice, compute_ms: float = 10.0) -> None:
+        super().__init__(device, compute_ms)
+        self.files = dataset(jpegs(6), TrainRecipe(size=16), decoder="pillow")
+        self.decoder: Any = None
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        if self.decoder is None:
+            self.decoder = self.open_decoder(device)
+        return decode_batch(batch.to(device), self.files, self.decoder)
+
+    def open_decoder(self, device: torch.device) -> Any:
+        return NvJpeg(device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        self.seen.append(batch_idx)
+        self.sim.launch(self.compute_ms, what="training_step", reads=[images, labels])
+        return self.net(images.flatten().float()[:8]).mean()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    made = SimulatedDevice()
+
+    def decode(files: list[Tensor], mode: int, where: torch.device) -> list[Tensor]:
+        return made.decode([(3, *size_of(file)) for file in files], DECODE_MS)
+
+    monkeypatch.setattr(torch.ops.image, "decode_jpegs_cuda", decode, raising=False)
+    return made
+
+
+def size_of(file: Tensor) -> tuple[int, int]:
+    """(height, width) of a baseline JPEG."""
+    data = bytes(file.tolist())
+    height, width = struct.unpack(">HH", data[data.index(b"\xff\xc0") + 5 :][:4])
+    return height, width
+
+
+def train(model: Images, *callbacks: Any) -> list[str]:
+    def make(index: int) -> Any:
+        batch = batch_of(model.files, index)
+        model.sim.pin(batch.labels)
+        return batch
+
+    loader = SimulatedLoader(model.sim, 8, make=make, pinned=False)
+    fit(model.sim, model, loader, *callbacks)
+    assert model.seen == list(range(8))
+    return model.sim.races
+
+
+def test_decoded_images_are_ordered_with_and_without_prefetching(device: SimulatedDevice) -> None:
+    assert train(Images(device)) == []
+    starvation = GPUStarvationCallback(nvml=False, report=False)
+    assert train(Images(device), PrefetchCallback(), starvation) == []
+
+
+def test_decoding_runs_beside_the_step(device: SimulatedDevice) -> None:
+    """The host waits for the decoder, and the device computes meanwhile."""
+    steps = {}
+    for name, callbacks in (("plain", []), ("ahead", [PrefetchCallback()])):
+        model = Images(device)
+        train(model, *callbacks)
+        steps[name] = (model.ended_at[-2] - model.ended_at[2]) / (len(model.ended_at) - 4) / 1e6
+    assert steps["ahead"] == pytest.approx(10, rel=0.02)
+    assert steps["plain"] == pytest.approx(10, rel=0.02)  # the host is ahead there, too
+
+
+def test_a_stream_that_was_handed_out_twice_is_empty_before_decoding(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shared(Images):
+        """The decoder's stream and the prefetch stream are one."""
+
+        def open_decoder(self, device: torch.device) -> Any:
+            made = NvJpeg(device)
+            others = [self.sim.Stream() for _ in range(POOL)]
+            made._stream = next(stream for stream in others if stream is self.sim.current_stream())
+            return made
+
+    assert train(Shared(device), PrefetchCallback()) == []
+    monkeypatch.setattr("simulated.device.Stream.synchronize", lambda self: None)
+    assert any(race.startswith("decode on decoder") for race in train(Shared(device), PrefetchCallback()))
+
+
+def test_torchvisions_call_alone_writes_to_memory_in_use(device: SimulatedDevice) -> None:
+    class Alone(Images):
+        def open_decoder(self, device: torch.device) -> Any:
+            return lambda files: torch.ops.image.decode_jpegs_cuda(files, 3, device)
+
+    assert any(race.startswith("decode on decoder") for race in train(Alone(device)))
+
+
+# --- resident data ----------------------------------------------------------------------------------------------------
+
+
+class Rows(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch_idx)
+        self.sim.launch(self.compute_ms, what="training_step", reads=batch)
+        return self.net(batch[0]).mean()
+
+
+def test_a_set_on_the_device_is_gathered_there_and_copied_once() -> None:
+    device = SimulatedDevice(copy_bytes_per_ms=1)
+    with simulated(device):
+        data = load_resident(TensorDataset(torch.rand(12, 8), torch.arange(12)), device=DEVICE, limit_bytes=10_000)
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(1))
+        loader: DataLoader[Any] = ResidentLoader(data, batch_size=2, sampler=sampler)
+    copies = device.copies
+    callback, model = PrefetchCallback(), Rows(device)
+    fit(device, model, loader, callback, max_epochs=2)
+    assert not callback.active
+    assert device.races == []
+    assert model.seen == [*range(6), *range(6)]
+    assert device.copies - copies == 2 + 2  # the module's parameters, and the order of each epoch
+    assert len(model.waits) == 2  # for that order: at the start of an epoch, not in a step
