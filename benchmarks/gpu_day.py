@@ -217,13 +217,13 @@ def _run_process(command: Sequence[str], output: IO[bytes], limit_s: float, stop
     Returns:
         What went wrong; empty when nothing did.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # the package need not be installed
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         start_new_session=True,  # a process group of its own, which can be killed as a whole
     )
     ends = time.monotonic() + limit_s

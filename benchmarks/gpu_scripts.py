@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 MARGIN_S = 30.0
 """Before the time limit, so that what was found until then can be written down."""
+LEAST_S = 10.0
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ def device_tests(report: Report, limit_s: float, *, sanitizer: bool = False) -> 
     environment = {**os.environ, "LIGHTNING_FEED_REQUIRE_GPU": "1"}
     if sanitizer:
         environment["TORCH_CUDA_SANITIZER"] = "1"
-    session_s = max(10.0, limit_s - MARGIN_S)
+    session_s = max(LEAST_S, limit_s - MARGIN_S)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         found = Path(scratch) / "tests.xml"
@@ -86,11 +87,18 @@ def read_junit(file: Path) -> dict[str, tuple[str, str]]:
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
 
-def _benchmark(script: str, *options: str) -> dict[str, Any]:
-    """The JSON that a benchmark writes."""
+def _benchmark(limit_s: float, script: str, *options: str) -> dict[str, Any]:
+    """The JSON that a benchmark writes; where it does not end in time, what it had written until then."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out.json"
-        subprocess.run([sys.executable, str(HERE / script), *options, "--json", str(out)], cwd=ROOT, check=True)
+        command = [sys.executable, str(HERE / script), *options, "--json", str(out)]
+        try:
+            code = subprocess.run(command, cwd=ROOT, check=False, timeout=max(LEAST_S, limit_s - MARGIN_S)).returncode
+            ended = f"ended with exit code {code}"
+        except subprocess.TimeoutExpired as error:
+            code, ended = 0, f"was not done after {error.timeout:.0f} s"
+        if code or not out.exists():
+            raise SystemExit(f"{script} {ended}")
         return dict(json.loads(out.read_text()))
 
 
@@ -98,9 +106,9 @@ def _spread(values: list[float]) -> str:
     return f"[{min(values):.3g}, {max(values):.3g}]"
 
 
-def overhead(report: Report, _: float) -> None:
+def overhead(report: Report, limit_s: float) -> None:
     """Host time of the callbacks, on the device with its streams and events."""
-    found = _benchmark("overhead.py", "--device", "cuda", "--rounds", "5", "--steps", "1000")
+    found = _benchmark(limit_s, "overhead.py", "--device", "cuda", "--rounds", "5", "--steps", "1000")
     report.row(callbacks="plain step", us=median(found["plain_us"]), spread=_spread(found["plain_us"]))
     for row in found["rows"]:
         added = median(row["added_us"])
@@ -110,9 +118,9 @@ def overhead(report: Report, _: float) -> None:
             report.add(at_most(f"host time, {row['callbacks']}", added, row["goal_us"], "us a step", detail))
 
 
-def overlap(report: Report, _: float) -> None:
+def overlap(report: Report, limit_s: float) -> None:
     """The step over its slowest part alone."""
-    for row in _benchmark("overlap.py", "--rounds", "2", "--steps", "40")["rows"]:
+    for row in _benchmark(limit_s, "overlap.py", "--rounds", "2", "--steps", "40")["rows"]:
         middle = {key: median(row[key]) for key in ("compute", "loader", "copy", "plain", "ours")}
         floor = max(middle["compute"], middle["loader"], middle["copy"])
         batch = f"{row['batch']} {row['dtype'].removeprefix('torch.')}"
@@ -128,10 +136,10 @@ def overlap(report: Report, _: float) -> None:
         )
 
 
-def small_tensors(report: Report, _: float) -> None:
+def small_tensors(report: Report, limit_s: float) -> None:
     """Copies one by one over one packed copy."""
     cases: dict[tuple[int, int, bool], dict[str, Any]] = {}
-    for row in _benchmark("small_tensors.py", "--rounds", "5")["rows"]:
+    for row in _benchmark(limit_s, "small_tensors.py", "--rounds", "5")["rows"]:
         cases.setdefault((row["tensors"], row["bytes"], row["pinned"]), {})[row["way"]] = row
     for (tensors, size, pinned), ways in cases.items():
         host = {way: median(ways[way]["host_us"]) for way in ("one by one", "packed")}
@@ -155,7 +163,7 @@ def backends(report: Report, limit_s: float) -> None:
     """Two models with the loader's own decoding, and with the device's."""
     stop_s = max(30.0, limit_s - 100.0)
     options = ("--models", "resnet18,resnet50", "--backends", "torch,nvjpeg", "--rounds", "1", "--budget", "40")
-    found = _benchmark("backends.py", *options, "--pictures", "1024", "--stop-after", f"{stop_s:.0f}")
+    found = _benchmark(limit_s, "backends.py", *options, "--pictures", "1024", "--stop-after", f"{stop_s:.0f}")
     rates: dict[tuple[str, str], float] = {}
     for cell in found["cells"]:
         what = f"{cell['model']}, {cell['backend']}"

@@ -567,7 +567,7 @@ CLAIMED = {
 def test_claims_are_made_of_what_benchmarks_write(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 
-    def benchmark(*command: str) -> dict[str, Any]:
+    def benchmark(_: float, *command: str) -> dict[str, Any]:
         asked.append(command)
         return WRITTEN[name]
 
@@ -581,6 +581,29 @@ def test_claims_are_made_of_what_benchmarks_write(name: str, tmp_path: Path, mon
     ((script, *options),) = asked
     source = (BENCHMARKS / script).read_text()
     assert all(f'"{option}"' in source for option in [*options, "--json"] if option.startswith("--"))
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("write(); time.sleep(600)", {"rows": [1]}),
+        ("time.sleep(600)", "slow.py was not done after 1 s"),
+        ("write(); sys.exit(3)", "slow.py ended with exit code 3"),
+        ("pass", "slow.py ended with exit code 0"),
+    ],
+)
+def test_a_benchmark_that_does_not_end_keeps_what_it_wrote(
+    code: str, found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = "def write():\n  with open(sys.argv[-1], 'w') as file: json.dump(dict(rows=[1]), file)\n"
+    (tmp_path / "slow.py").write_text(f"import json, sys, time\n{write}{code}\n")
+    monkeypatch.setattr(gpu_scripts, "HERE", tmp_path)
+    monkeypatch.setattr(gpu_scripts, "LEAST_S", 1.0)
+    if isinstance(found, str):
+        with pytest.raises(SystemExit, match=found):
+            gpu_scripts._benchmark(0, "slow.py")
+    else:
+        assert gpu_scripts._benchmark(0, "slow.py") == found
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
