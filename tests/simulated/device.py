@@ -75,6 +75,8 @@ class Stream:
         """When all work queued so far is over."""
         self.busy: list[Span] = []
         """When it was at work, or held up by an event; all else is idle."""
+        self.held_up: list[Span] = []
+        """When it was held up by an event."""
 
     def wait_event(self, event: Event) -> None:
         join(self.seen, event.seen)
@@ -82,6 +84,7 @@ class Stream:
         began = max(self.free_at, self._device.now)
         if event.at > began:
             self._occupy(began, event.at)
+            self.held_up.append((began, event.at))
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -209,6 +212,8 @@ class SimulatedDevice(TorchDispatchMode):
         self.compute = Stream(self, "compute")
         self.races: list[str] = []
         self.waits: list[Wait] = []
+        self.copied: list[tuple[Stream, Span]] = []
+        """When the copy engine was at work, and for which stream."""
         self.kernels = self.copies = self.events = self.waited = 0
         self._copy_bytes_per_ms, self._launch_ns = copy_bytes_per_ms, launch_ns
         self._numbers = count(1)
@@ -383,8 +388,9 @@ class SimulatedDevice(TorchDispatchMode):
         pageable = not self.is_pinned(source)
         if pageable:
             self.wait_for(stream.record_event(), "a copy from pageable memory")
-        duration = source.nbytes / self._copy_bytes_per_ms * MS
-        self._copying_until = stream.run(round(duration), begin_at=self._copying_until)
+        duration = round(source.nbytes / self._copy_bytes_per_ms * MS)
+        self._copying_until = stream.run(duration, begin_at=self._copying_until)
+        self.copied.append((stream, (self._copying_until - duration, self._copying_until)))
         self.copies += 1
         if pageable or not non_blocking:
             self.wait_for(stream.record_event(), "a copy from pageable memory" if pageable else "a blocking copy")

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from simulated.device import MS, SimulatedDevice
+from simulated.device import MS, SimulatedDevice, outside
 from simulated.training import Model, SimulatedLoader, fit, idle_ns
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
@@ -52,6 +52,8 @@ class Found(NamedTuple):
     starved_pct: float
     """As reported."""
     truly_starved_pct: float
+    copied_under_compute_pct: float
+    """Of the time of copying that in which a kernel ran beside it."""
     races: list[str]
 
 
@@ -74,5 +76,16 @@ def run(case: Case, depth: int | None) -> Found:
         step_ms=(model.ended_at[last] - began) / (stats.steps + last + 1) / MS,
         starved_pct=stats.starved_pct,
         truly_starved_pct=100 * idle_ns(device, loader, began) / (ended - began),
+        copied_under_compute_pct=under_compute_pct(device, began, ended),
         races=device.races,
     )
+
+
+def under_compute_pct(device: SimulatedDevice, began: int, ended: int) -> float:
+    """Share of copying during which a kernel of the compute stream ran, between two moments."""
+    copies = [(stream, span) for stream, span in device.copied if began <= span[0] and span[1] <= ended]
+    of_its_own = {span for stream, span in copies if stream is device.compute}
+    kernels = [span for span in device.compute.busy if span not in {*of_its_own, *device.compute.held_up}]
+    beside = sum(span[1] - span[0] - outside(span, kernels) for _, span in copies)
+    copying = sum(until - since for _, (since, until) in copies)
+    return 100 * beside / copying if copying else 0.0

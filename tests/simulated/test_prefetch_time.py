@@ -46,6 +46,14 @@ def test_theory_allows_the_longest_part_alone_where_it_should() -> None:
         assert Case(compute, copy, load, pinned=False).prefetched_ms(1) == longest
 
 
+@pytest.mark.parametrize("durations", [(11, 5, 2), (11, 11, 2), (5, 2, 2), (5, 11, 2)])
+def test_copies_run_under_kernels_as_far_as_these_reach(durations: tuple[float, float, float]) -> None:
+    case = Case(*durations)
+    reach = 100 * min(1, case.compute / case.copy)
+    assert run(case, 1).copied_under_compute_pct == pytest.approx(reach, abs=2)
+    assert run(case, None).copied_under_compute_pct == 0
+
+
 # --- what costs time, and is found ------------------------------------------------------------------------------------
 
 SHORT = Case(compute=11, copy=5, load=2)
