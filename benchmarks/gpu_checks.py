@@ -9,22 +9,22 @@ import gc
 import logging
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
 import torch
 from backends_pictures import make_picture
-from gpu_claims import Claim, Report, at_least, at_most, run_part
-from gpu_trace import FETCH, Trace, covered, profiled, starved_pct
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from gpu_claims import Claim, Report, at_least, at_most, if_active, run_part
+from gpu_weights import graphs, same
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 from torchvision.io import ImageReadMode
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
@@ -32,6 +32,12 @@ from lightning_feed.image_backends import why_no_nvjpeg
 from lightning_feed.transfer import streams
 from lightning_feed.transfer.nvjpeg import NvJpeg
 from lightning_feed.watch.nvml import NvmlSampler, find_handle
+
+# Behind the folder of this file: both have a module of the name `decode`.
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+import on_cuda
+from gpu_trace import FETCH, Trace, covered_pct, profiled, starved_pct
 
 Batch = dict[str, Tensor]
 IMAGES = (64, 3, 512, 512)
@@ -77,15 +83,7 @@ class CudaDevice:
     """The first CUDA device."""
 
     def __init__(self) -> None:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        cycles = 100_000_000
-        for _ in range(3):
-            torch.cuda._sleep(cycles)  # clocks rise with work
-        first.record()
-        torch.cuda._sleep(cycles)
-        last.record()
-        torch.cuda.synchronize()
-        self._cycles_per_ms = cycles / first.elapsed_time(last)
+        on_cuda.cycles_per_ms()  # measured now, since that waits for the device
 
     def fit(self, model: LightningModule, loader: Any, *callbacks: Callback, **options: Any) -> None:
         """Train for one epoch, and wait for the device."""
@@ -102,9 +100,7 @@ class CudaDevice:
         ).fit(model, loader)
         torch.cuda.synchronize()
 
-    def spin(self, ms: float) -> None:
-        """Keep the current stream busy with one kernel on one multiprocessor."""
-        torch.cuda._sleep(int(ms * self._cycles_per_ms))
+    spin = staticmethod(on_cuda.spin)
 
     def wait(self, ms: float) -> None:
         """Let the host do nothing."""
@@ -228,12 +224,7 @@ def controls(report: Report, device: Device) -> None:
             device.fit(model, HostBatches(device, *parts), callback)
         wrong, unit = device.count_wrong(model.flags), f"of {len(model.flags)} wrong"
         claim = at_most(what, wrong, 0, unit) if patched is as_it_is else at_least(what, wrong, 1, unit)
-        report.add(_if_active(claim, callback))
-
-
-def _if_active(claim: Claim, callback: PrefetchCallback) -> Claim:
-    """A callback that stood aside shows nothing."""
-    return claim if callback.active else replace(claim, passed=False, detail="PrefetchCallback stood aside")
+        report.add(if_active(claim, active=callback.active))
 
 
 # --- share ------------------------------------------------------------------------------------------------------------
@@ -314,10 +305,9 @@ def overlap_trace(report: Report, device: Device) -> None:
         if len(copies) != BATCHES - 2 or len(spins) != BATCHES:
             report.add(Claim(claim=what, detail=f"the profiler saw {len(copies)} copies and {len(spins)} spins"))
             continue
-        copied = sum(end - start for start, end in copies)
-        under = 100 * sum(covered(copy, traces[0].kernels) for copy in copies) / copied
+        under = covered_pct(copies, traces[0].kernels)
         step_ms = (spins[-1][1] - spins[2][1]) / (BATCHES - 3) / 1e3
-        copy_ms = copied / len(copies) / 1e3
+        copy_ms = sum(end - start for start, end in copies) / len(copies) / 1e3
         detail = f"{copy_ms:.2f} ms a copy, {step_ms:.2f} ms a step"
         report.add(
             at_least(what, under, 95, "%", detail) if callbacks else at_most(f"control: {what}", under, 5, "%", detail)
@@ -328,7 +318,6 @@ def overlap_trace(report: Report, device: Device) -> None:
 
 def memory(report: Report, device: Device) -> None:
     """Device memory beyond that of plain Lightning, in batches, with a host that could run far ahead."""
-    unlimited = partial(mock.patch.object, streams.DeviceStream, "limit_run_ahead", lambda _: None)
     plain = _peak_bytes(device)
     size = torch.Size(IMAGES).numel()
     report.row(run="plain", peak_mb=plain / 1e6, batches_beyond_plain=0.0)
@@ -336,9 +325,10 @@ def memory(report: Report, device: Device) -> None:
         callback = PrefetchCallback(depth=depth)
         peak = _peak_bytes(device, callback)
         beyond = (peak - plain) / size
-        report.add(_if_active(at_most(f"memory beyond plain, depth {depth}", beyond, 3, "batches"), callback))
+        claim = at_most(f"memory beyond plain, depth {depth}", beyond, 3, "batches")
+        report.add(if_active(claim, active=callback.active))
         report.row(run=f"depth {depth}", peak_mb=peak / 1e6, batches_beyond_plain=beyond)
-    with unlimited():
+    with mock.patch.object(streams.DeviceStream, "limit_run_ahead"):
         beyond = (_peak_bytes(device, PrefetchCallback()) - plain) / size
     report.add(at_least("control: memory beyond plain, the host does not wait", beyond, 6, "batches"))
 
@@ -347,162 +337,6 @@ def _peak_bytes(device: Device, *callbacks: Callback) -> int:
     device.forget_memory()
     device.fit(Reads(device, after_ms=LATE_MS), SameBatch(device, IMAGES, BATCHES), *callbacks)
     return device.peak_bytes()
-
-
-# --- same weights -----------------------------------------------------------------------------------------------------
-
-
-class Random(LightningModule):
-    """Draws random numbers on the device: dropout in the step, noise in a batch hook, or in the transfer."""
-
-    def __init__(self, *, manual: bool, in_transfer: bool) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.3), nn.Linear(256, 8))
-        self.automatic_optimization = not manual
-        self.in_transfer = in_transfer
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        return _noisy(moved) if self.in_transfer else moved
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch if self.in_transfer else _noisy(batch)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        if self.automatic_optimization:
-            return self.loss(batch)
-        optimizer: Any = self.optimizers()
-        for _ in range(2):
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-        return None
-
-    def loss(self, batch: Any) -> Tensor:
-        values, labels = batch
-        return nn.functional.cross_entropy(self.net(values), labels)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-
-def _noisy(batch: Any) -> Any:
-    values, labels = batch
-    return [values + 0.1 * torch.randn_like(values), labels]
-
-
-class Labelled(Dataset[tuple[Tensor, Tensor]]):
-    """640 samples, the same ones in every run."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.values = torch.randn(640, 64, generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.values[index], torch.tensor(index % 8)
-
-
-def _weights(
-    device: CudaDevice, make: Callable[[], LightningModule], *callbacks: Callback, **options: Any
-) -> list[Tensor]:
-    seed = options.pop("seed", 1)
-    seed_everything(seed, verbose=False)
-    model = make()
-    device.fit(model, DataLoader(Labelled(), batch_size=16, pin_memory=True), *callbacks, max_epochs=2, **options)
-    return [weight.detach().cpu() for weight in model.parameters()]
-
-
-def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def _same_claim(what: str, first: list[Tensor], second: list[Tensor], *, expected: bool = True) -> Claim:
-    found, words = _equal(first, second), {True: "the same", False: "different"}
-    return Claim(claim=what, measured=words[found], goal=words[expected], passed=found is expected)
-
-
-def same(report: Report, device: CudaDevice) -> None:
-    """Weights to the bit, with and without. Noise in the transfer is drawn in the same order at depth 1 only."""
-    torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    first = partial(Random, manual=False, in_transfer=False)
-    plain = _weights(device, first)
-    report.add(
-        _same_claim("control: weights of the same run twice", plain, _weights(device, first)),
-        _same_claim("control: weights with another seed", plain, _weights(device, first, seed=2), expected=False),
-    )
-    for precision in ("32-true", "bf16-mixed", "16-mixed"):
-        for manual in (False, True):
-            for in_transfer, depth in ((False, 1), (False, 3), (True, 1)):
-                make = partial(Random, manual=manual, in_transfer=in_transfer)
-                plain = _weights(device, make, precision=precision)
-                callback = PrefetchCallback(depth=depth)
-                ours = _weights(device, make, callback, precision=precision)
-                optimisation = "manual" if manual else "automatic"
-                hook = "transfer_batch_to_device" if in_transfer else "on_after_batch_transfer"
-                what = f"weights, {precision}, {optimisation} optimisation, depth {depth}, noise in {hook}"
-                report.add(_if_active(_same_claim(what, plain, ours), callback))
-
-
-class Plain(LightningModule):
-    """A step without random numbers, whose network runs as CUDA graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        values, labels = batch
-        return nn.functional.cross_entropy(self.net(values), labels)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-class Compiled(Plain):
-    """torch.compile records the graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.compile(mode="reduce-overhead")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
-        return super().training_step(batch, batch_idx)
-
-
-class Captured(Plain):
-    """Forward and backward are captured by hand."""
-
-    def on_train_start(self) -> None:
-        torch.cuda.make_graphed_callables(self.net, (torch.randn(16, 64, device=self.device),))
-
-
-def graphs(report: Report, device: CudaDevice) -> None:
-    """Weights to the bit where the step is a CUDA graph, so that the host runs ahead."""
-    plain = _weights(device, Plain)
-    for name, make in (("captured graph", Captured), ("torch.compile, reduce-overhead", Compiled)):
-        what = f"weights, {name}"
-        try:
-            graphed = _weights(device, make)
-        except Exception as error:  # noqa: BLE001  # without us: no C compiler, for example. Said, not swallowed
-            report.add(Claim(claim=what, detail=f"plain Lightning fails: {type(error).__name__}: {_first_line(error)}"))
-            continue
-        again = _equal(graphed, _weights(device, make))
-        callback = PrefetchCallback()
-        ours = _weights(device, make, callback, GPUStarvationCallback(nvml=False, report=False))
-        claim = _if_active(_same_claim(what, graphed, ours), callback)
-        near = all(torch.allclose(one, other, rtol=1e-2, atol=1e-3) for one, other in zip(plain, ours, strict=True))
-        report.add(
-            claim if again else Claim(claim=what, measured=claim.measured, detail="plain differs from itself"),
-            Claim(claim=f"{what}: near those without graphs", measured=str(near), goal="True", passed=near),
-        )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
 
 
 # --- nvJPEG -----------------------------------------------------------------------------------------------------------
@@ -583,9 +417,8 @@ def nvml(report: Report, _: CudaDevice) -> None:
     for name in ("util_pct", "sm_pct"):
         when_idle, when_busy = getattr(idle, name, None), getattr(busy, name, None)
         if when_idle is None or when_busy is None:
-            missing = f"no {name} from NVML"
-            supported = name == "util_pct" or _has_sm_activity()
-            report.add(Claim(claim=f"NVML, {name}", passed=False if supported else None, detail=missing))
+            passed = False if _nvml_knows(name) else None
+            report.add(Claim(claim=f"NVML, {name}", passed=passed, detail="the sampler has none"))
             continue
         report.add(
             at_least(f"NVML, {name} under matmul", when_busy, 80, "%"),
@@ -620,13 +453,17 @@ def _multiplier() -> Callable[[], None]:
     return work
 
 
-def _has_sm_activity() -> bool:
+def _nvml_knows(name: str) -> bool:
+    """Whether NVML is there, and has this figure of the device."""
     import pynvml
 
-    pynvml.nvmlInit()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
     try:
         handle = find_handle(pynvml, str(torch.cuda.get_device_properties(0).uuid))
-        return bool(pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice)
+        return name == "util_pct" or bool(pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice)
     except (AttributeError, pynvml.NVMLError):
         return False
     finally:

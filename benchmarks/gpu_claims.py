@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -59,6 +59,11 @@ def at_least(claim: str, measured: float, bound: float, unit: str = "", detail: 
 def _bounded(passed: bool, goal: str, measured: float, **texts: str) -> Claim:  # noqa: FBT001
     told = measured if math.isfinite(measured) else str(measured)
     return Claim(measured=told, goal=goal, passed=bool(passed), **texts)
+
+
+def if_active(claim: Claim, *, active: bool) -> Claim:
+    """A PrefetchCallback that stood aside shows nothing."""
+    return claim if active else replace(claim, passed=False, detail="PrefetchCallback stood aside")
 
 
 def number_text(value: float | str) -> str:

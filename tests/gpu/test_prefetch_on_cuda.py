@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_trace import COPY, SPIN, covered_pct, device_work, intervals, trace
+from gpu_trace import Trace, covered_pct, profiled
 from lightning.pytorch import Callback, LightningModule, Trainer
 from on_cuda import (
     FreshStreams,
@@ -192,12 +192,12 @@ def test_copies_run_beside_the_steps(ours: bool) -> None:
     """By the profiler's trace; without the callback every copy waits for the step before it: the control."""
     warm_up()
     loader = pinned_loader(30, 32)
-    with trace() as events:
+    traces: list[Trace] = []
+    with profiled(traces):
         fitted(Busy(20), loader, *([PrefetchCallback()] if ours else []), max_epochs=1)
-    work = device_work(events)
-    steps = intervals(work, SPIN)
-    copies = [(start, end) for start, end in intervals(work, COPY) if end - start > 200]  # a batch takes longer
-    assert len(steps) == len(copies) == 30, f"the trace has {len(work)} events of the device"
+    steps = traces[0].spins
+    copies = [(start, end) for start, end in traces[0].to_device if end - start > 200]  # a batch takes longer
+    assert len(steps) == len(copies) == 30
     under = covered_pct(copies[1:], steps)  # the first batch has no step before it
     assert under >= 95 if ours else under <= 5
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_trace import LOADER_NEXT, SPIN, device_work, host_ranges, intervals, starved_pct, trace
+from gpu_trace import Trace, profiled, starved_pct
 from lightning.pytorch import Callback, LightningModule
 from on_cuda import NoWaiting, fitted, spin, warm_up
 from torch.utils.data import DataLoader, Dataset
@@ -72,14 +72,13 @@ def watched(data_ms: float, model: LightningModule, *others: Callback) -> Any:
 @pytest.mark.parametrize(("data_ms", "compute_ms"), [(8, 20), (20, 5), (12, 10)])
 def test_the_share_is_that_of_a_trace(data_ms: float, compute_ms: float) -> None:
     """Within 2 points of what the profiler saw of the same run: the host was fetching, and the device did nothing."""
-    with trace() as events:
+    traces: list[Trace] = []
+    with profiled(traces):
         stats = watched(data_ms, Busy(compute_ms))
     assert stats.steps == STEPS - WARM_UP_STEPS
-    work = device_work(events)
-    fetches = host_ranges(events, LOADER_NEXT)
-    steps = intervals(work, SPIN)[-STEPS:]  # those before are of the warm-up of the clock
-    assert len(fetches) == len(steps) == STEPS, f"the trace has {len(work)} events of the device"
-    truth = starved_pct(fetches, intervals(work), (steps[WARM_UP_STEPS - 1][1], steps[-1][1]))
+    assert len(traces[0].fetches) == STEPS
+    assert len(traces[0].spins) > STEPS  # the first is of the warm-up
+    truth = starved_pct(traces[0], stats.steps)
     assert stats.starved_pct == pytest.approx(truth, abs=2)
     # The control: where work is queued, the share of the host's waiting is not the truth, so that it would fail here.
     host_pct = 100 * stats.next_wait_ms / stats.step_ms

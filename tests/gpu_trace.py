@@ -1,4 +1,4 @@
-"""What a profiler saw of a device: when kernels and copies ran there, and when the host was in the loader."""
+"""Traces of torch.profiler: when kernels and copies ran on the device, and when the host was in the loader."""
 
 import json
 import tempfile
@@ -14,7 +14,7 @@ Span = tuple[float, float]
 
 
 class Trace(NamedTuple):
-    """What a profiler saw."""
+    """What a profiler saw. All spans are in order."""
 
     kernels: list[Span]
     other: list[Span]
@@ -27,8 +27,8 @@ class Trace(NamedTuple):
     """When the host was in the loader."""
 
 
-FETCH = "gpu_trace.fetch"
-"""Name of the range around a fetch from the loader."""
+FETCH = "enumerate(DataLoader)"
+"""Beginning of torch's own names for the time that a DataLoader takes for a batch; other loaders use it as a name."""
 
 
 @contextmanager
@@ -60,6 +60,11 @@ def read_trace(file: Path) -> Trace:
         spins=spans("kernel", name="spin_kernel"),
         fetches=spans("user_annotation", name=FETCH),
     )
+
+
+def covered_pct(spans: list[Span], by: list[Span]) -> float:
+    """Share of the time of ``spans`` that lies in the union of others, which are sorted."""
+    return 100 * sum(covered(span, by) for span in spans) / sum(end - start for start, end in spans)
 
 
 def covered(span: Span, by: list[Span]) -> float:
