@@ -72,7 +72,7 @@ def device_tests(report: Report, limit_s: float, *, sanitizer: bool = False) -> 
 
 def read_junit(file: Path) -> dict[str, tuple[str, str]]:
     """Test -> passed, failed or skipped, and the first line of the message. Errors at set-up are failures."""
-    outcomes = {}
+    outcomes: dict[str, tuple[str, str]] = {}
     for case in ElementTree.parse(file).iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
         bad = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
