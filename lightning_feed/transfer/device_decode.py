@@ -185,16 +185,26 @@ def cut_out_on_device(wholes: Mapping[int, Tensor], cuts: Mapping[int, Cut], qua
     table = host.to(pixels.device, non_blocking=True)
     tables = table.split([len(group) for group, _, _ in groups])  # type: ignore[no-untyped-call]
     for (group, high, wide), numbers in zip(groups, tables, strict=True):
-        # The channels lie between lines and columns, so that both products are plain ones.
-        boxes = torch.zeros((len(group), high, 3, wide), dtype=torch.float16, device=pixels.device)
-        for box, place in zip(boxes.unbind(), group, strict=True):
-            _copy_box(wholes[place], cuts[place].region, box)
-        lines = _product(_weights(numbers[:, 1:5], height, high), boxes.flatten(2))
-        columns = _weights(numbers[:, 5:9], width, wide).transpose(1, 2)
-        made = _product(lines.view(len(group), 3 * height, wide), columns)
-        # Clamped, since a GPU may add up parts in float16: what comes to 256 would be black.
-        levels = made.round_().clamp_(max=255).to(torch.uint8).view(len(group), height, 3, width)
-        pixels.index_copy_(0, numbers[:, 0].long(), levels.transpose(2, 3))
+        boxes = {place: (wholes[place], cuts[place].region) for place in group}
+        _resize_group(boxes, (high, wide), numbers, pixels)
+
+
+def _resize_group(
+    group: Mapping[int, tuple[Tensor, Region]], sides: tuple[int, int], numbers: Tensor, pixels: Tensor
+) -> None:
+    """The same for boxes that fit into ``sides``. A function of its own: the memory of one group is free for the next."""
+    _, height, width, _ = pixels.shape
+    high, wide = sides
+    # The channels lie between lines and columns, so that both products are plain ones.
+    boxes = torch.zeros((len(group), high, 3, wide), dtype=torch.float16, device=pixels.device)
+    for box, (whole, region) in zip(boxes.unbind(), group.values(), strict=True):
+        _copy_box(whole, region, box)
+    lines = _product(_weights(numbers[:, 1:5], height, high), boxes.flatten(2))
+    columns = _weights(numbers[:, 5:9], width, wide).transpose(1, 2)
+    made = _product(lines.view(len(group), 3 * height, wide), columns)
+    # Clamped, since a GPU may add up parts in float16: what comes to 256 would be black.
+    levels = made.round_().clamp_(max=255).to(torch.uint8).view(len(group), height, 3, width)
+    pixels.index_copy_(0, numbers[:, 0].long(), levels.transpose(2, 3))
 
 
 def _groups(cuts: Mapping[int, Cut], height: int, width: int) -> Iterator[tuple[list[int], int, int]]:

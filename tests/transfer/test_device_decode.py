@@ -1,7 +1,10 @@
 """The road of a batch on a device, with the CPU as the device: all of it but nvJPEG itself."""
 
+import json
 import logging
 from collections import Counter
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,7 +208,7 @@ def test_an_image_takes_a_copy_and_its_two_views() -> None:
     assert "aten._local_scalar_dense.default" not in many
 
 
-def test_boxes_are_resized_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boxes_are_resized_in_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where one is high and another is wide."""
     shapes = [(2000, 3), (3, 2000), (60, 80), (1, 1), (600, 400)] * 6
     window = Region(0, 0, 16, 16)
@@ -221,6 +224,13 @@ def test_boxes_are_resized_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) ->
         boxes, weights = 6 * high * wide, 6 * 16 * (high + wide)
         assert len(group) * (boxes + weights) <= most
     assert len(groups) < len(cuts) / 2
+    wholes = {place: noise(*shape) for place, shape in enumerate(shapes)}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        cut_out(wholes, cuts, "exact", (16, 16))
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    held = [*accumulate(event["args"]["Bytes"] for event in events if event["name"] == "[memory]")]
+    assert most / 2 < max(held) < most
 
 
 def test_on_the_cpu_it_is_the_batch_of_torch_itself() -> None:
