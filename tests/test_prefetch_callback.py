@@ -49,13 +49,16 @@ def with_validation() -> dict[str, Any]:
 
 
 class CountingStream(NullStream):
-    """Counts the batches that were staged: before each of them the host may have to wait."""
+    """Counts the batches that were staged: all that are handed over, but for those that follow what was queued."""
 
     def __init__(self) -> None:
         self.staged = 0
 
-    def limit_run_ahead(self) -> None:
+    def hand_over(self, batch: Any, mark: Any) -> None:
         self.staged += 1
+
+    def follow_compute(self, batch: Any = None) -> None:
+        self.staged -= 1
 
 
 class CountingPrefetch(PrefetchCallback):

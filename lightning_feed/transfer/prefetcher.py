@@ -56,6 +56,7 @@ class Prefetcher:
         constant for a new shape, a running statistic) is then made, read and freed on one stream.
         """
         self._stream.follow_compute(batch)
+        self._stream.limit_run_ahead()
         return self.take(self._issue(batch, copy))
 
     def take(self, staged: Staged) -> Any:

@@ -104,11 +104,15 @@ def test_a_copy_on_the_compute_stream_is_not_hidden(monkeypatch: pytest.MonkeyPa
 # --- memory under a host that runs ahead ------------------------------------------------------------------------------
 
 
-def side_batches(depth: int) -> float:
-    """Batches for which there is memory on the side stream, after a fit of 30 steps that never waits."""
-    device = fit_short(depth=depth)[0].sim
+def on_side(device: SimulatedDevice) -> float:
+    """Batches for which there is memory on the side stream."""
     [side] = [stream for stream in device._pools if stream is not device.compute]
     return device.memory_bytes(side) / BYTES
+
+
+def side_batches(depth: int) -> float:
+    """After a fit of 30 steps that never waits."""
+    return on_side(fit_short(depth=depth)[0].sim)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -119,3 +123,10 @@ def test_memory_is_bounded_under_a_host_that_runs_ahead(depth: int) -> None:
 def test_without_the_limit_a_host_that_runs_ahead_takes_memory_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceStream, "limit_run_ahead", lambda self: None)
     assert side_batches(1) > 20
+
+
+def test_memory_is_bounded_in_stages_that_are_not_prefetched() -> None:
+    device = SimulatedDevice()
+    train, val = SimulatedLoader(device, 3), SimulatedLoader(device, 30)
+    fit(device, Model(device, compute_ms=10), train, PrefetchCallback(stages=("fit",)), val=val)
+    assert on_side(device) <= 2 + RUN_AHEAD
