@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,20 @@ from lightning_feed.errors import DatasetError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Those of torchvision's ImageFolder; upper or lower case."""
+
+
+class FolderStamp(NamedTuple):
+    """What changes when a file is added to a folder, removed or renamed, or another folder takes its place."""
+
+    mtime_ns: int
+    ctime_ns: int
+    """Set by the kernel alone: programs that unpack archives set the modification time back."""
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "FolderStamp":
+        """The stamp of a folder whose status was read."""
+        return cls(status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +45,8 @@ class FolderIndex:
     """All paths below the root, one after the other, as the bytes that the file system gave."""
     ends: npt.NDArray[np.int64]
     """Shape (n,): where each path ends in ``names``."""
-    folders: tuple[tuple[str, int], ...]
-    """Each folder that was read, with its modification time in ns: as long as these stay, so does the index."""
+    folders: tuple[tuple[str, FolderStamp], ...]
+    """Each folder that was read, with its stamp: as long as these stay, so does the index."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -42,9 +57,9 @@ class FolderIndex:
         return os.fsdecode(self.names[begin : int(self.ends[index])].tobytes())
 
     def is_current(self, root: Path) -> bool:
-        """Whether no file was added, removed or renamed since: a folder's modification time tells."""
+        """Whether no file was added, removed or renamed since."""
         try:
-            return all((root / name).stat().st_mtime_ns == stamp for name, stamp in self.folders)
+            return all(FolderStamp.of((root / name).stat()) == stamp for name, stamp in self.folders)
         except OSError:
             return False
 
@@ -71,7 +86,7 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
     labels: list[int] = []
     lengths: list[int] = []
     names = bytearray()
-    folders: list[tuple[str, int]] = [(".", root.stat().st_mtime_ns)]
+    folders: list[tuple[str, FolderStamp]] = [(".", FolderStamp.of(root.stat()))]
     empty = []
     for label, name in enumerate(classes or found):
         before = len(lengths)
@@ -114,7 +129,7 @@ def _class_folders(root: Path) -> list[str]:
     return found
 
 
-def _images(root: Path, name: str, folders: list[tuple[str, int]]) -> Iterator[str]:
+def _images(root: Path, name: str, folders: list[tuple[str, FolderStamp]]) -> Iterator[str]:
     """Paths below ``root`` of the images of class ``name``, in the order of ImageFolder's ``sorted(os.walk(...))``."""
     found = sorted(_walk(root, name, ()))
     for folder, stamp, files in found:
@@ -122,8 +137,8 @@ def _images(root: Path, name: str, folders: list[tuple[str, int]]) -> Iterator[s
         yield from (f"{folder}/{file}" for file in files)
 
 
-def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, int, list[str]]]:
-    """Each folder from ``name`` down: its path below ``root``, its modification time, and the names of its images."""
+def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, FolderStamp, list[str]]]:
+    """Each folder from ``name`` down: its path below ``root``, its stamp, and the names of its images."""
     try:
         status = (root / name).stat()
         with os.scandir(root / name) as entries:
@@ -137,7 +152,7 @@ def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator
         )
     yield (
         name,
-        status.st_mtime_ns,
+        FolderStamp.of(status),
         [child for child, is_folder in listed if not is_folder and child.lower().endswith(IMAGE_SUFFIXES)],
     )
     for child, is_folder in listed:

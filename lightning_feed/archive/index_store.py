@@ -1,36 +1,35 @@
 """Indexes of folders, remembered between runs: a network folder of a million files takes minutes to list."""
 
 import hashlib
+import io
 import json
 import logging
 import os
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from lightning_feed.archive.folder_index import FolderIndex, scan_classes
-from lightning_feed.archive.whole_file import whole_file
+from lightning_feed.archive.folder_index import FolderIndex, FolderStamp, scan_classes
+from lightning_feed.archive.remembered import cache_folder, read_remembered, write_remembered
+from lightning_feed.archive.stage_room import find_mount
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
+_DIGEST_BYTES = 16
 _SETTLED_NS = 2_000_000_000
 """A folder changed within the last two seconds may change again within one tick of its clock, unseen (FAT has ticks of
 2 s, the coarsest in use)."""
-
-
-def cache_folder() -> Path:
-    """Where this package keeps what it remembers between runs: ``$XDG_CACHE_HOME/lightning_feed``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_feed"
 
 
 def index_of(
     root: Path, classes: tuple[str, ...] | None = None, *, now_ns: Callable[[], int] = time.time_ns
 ) -> FolderIndex:
     """The index of ``root``: the remembered one if no folder in it has changed, or a new one, remembered if possible.
+
+    On FUSE every run lists the folder: mounts of object stores give their folders times that do not change with them.
 
     Args:
         root: a folder of class folders.
@@ -40,12 +39,15 @@ def index_of(
     Raises:
         DatasetError: as :func:`scan_classes`.
     """
+    mount = find_mount(str(root))
+    if mount is not None and mount.kind.startswith("fuse"):
+        return scan_classes(root, classes)
     kept = cache_folder() / "index" / f"{_key(root, classes)}.npz"
     remembered = _load(kept)
     if remembered is not None and remembered.is_current(root):
         return remembered
     index = scan_classes(root, classes)
-    if max(stamp for _, stamp in index.folders) < now_ns() - _SETTLED_NS:
+    if max(stamp.ctime_ns for _, stamp in index.folders) < now_ns() - _SETTLED_NS:
         _save(index, kept)
     return index
 
@@ -57,41 +59,40 @@ def _key(root: Path, classes: tuple[str, ...] | None) -> str:
 
 def _load(kept: Path) -> FolderIndex | None:
     try:
-        with kept.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            about = json.loads(stored["about"].tobytes())
-            return FolderIndex(
-                classes=tuple(about["classes"]),
-                labels=stored["labels"],
-                names=stored["names"],
-                ends=stored["ends"],
-                folders=tuple((name, stamp) for name, stamp in about["folders"]),
-            )
+        content = read_remembered(kept)
     except FileNotFoundError:
         return None
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        EOFError,
-        zipfile.BadZipFile,
-    ) as error:  # cut short, or of something else: scanned anew
-        logger.debug("The remembered index %s cannot be read (%s), so the folder is listed anew.", kept, error)
+    except OSError as error:
+        logger.info("The remembered index %s is not used: %s. The folder is listed anew.", kept, error)
         return None
+    digest, stored = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if digest != _digest(stored):
+        logger.warning("The remembered index %s is damaged. The folder is listed anew, and remembered again.", kept)
+        return None
+    with np.load(io.BytesIO(stored), allow_pickle=False) as arrays:
+        about = json.loads(arrays["about"].tobytes())
+        return FolderIndex(
+            classes=tuple(about["classes"]),
+            labels=arrays["labels"],
+            names=arrays["names"],
+            ends=arrays["ends"],
+            folders=tuple((name, FolderStamp(*stamp)) for name, stamp in about["folders"]),
+        )
 
 
 def _save(index: FolderIndex, kept: Path) -> None:
     about = json.dumps({"classes": index.classes, "folders": index.folders}).encode()
+    stored = io.BytesIO()
+    np.savez(
+        stored, about=np.frombuffer(about, dtype=np.uint8), labels=index.labels, names=index.names, ends=index.ends
+    )
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(kept) as file:
-            np.savez(
-                file,
-                about=np.frombuffer(about, dtype=np.uint8),
-                labels=index.labels,
-                names=index.names,
-                ends=index.ends,
-            )
+        write_remembered(kept, _digest(stored.getvalue()) + stored.getvalue())
     except OSError as error:
         logger.info(
             "The index of the folder could not be remembered in %s: %s. The next run lists it anew.", kept, error
         )
+
+
+def _digest(stored: bytes) -> bytes:
+    return hashlib.blake2b(stored, digest_size=_DIGEST_BYTES).digest()

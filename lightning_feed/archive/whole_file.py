@@ -9,8 +9,12 @@ from typing import BinaryIO
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of ``path`` when the block ends without an error. Readable by all.
+def whole_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of ``path`` when the block ends without an error.
+
+    Args:
+        path: the file.
+        mode: who may read it; by default all.
 
     Raises:
         OSError: when it cannot be written. What was there before is there still.
@@ -19,7 +23,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-        Path(partial).chmod(0o644)  # made for its owner alone
+            os.fchmod(handle, mode)  # made for its owner alone; by name, it could be another file by now
         Path(partial).replace(path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)

@@ -157,7 +157,7 @@ def test_a_changed_folder_is_listed_again(tmp_path: Path, scans: list[Path], cha
 
 def test_a_folder_that_changed_just_now_is_not_remembered(tmp_path: Path, scans: list[Path]) -> None:
     root = put(tmp_path, *AWKWARD)
-    changed = max(stamp for _, stamp in scan_classes(root).folders)
+    changed = max(stamp.ctime_ns for _, stamp in scan_classes(root).folders)
     for _ in range(2):
         index_of(root, now_ns=lambda: changed + 1_000_000_000)
     assert len(scans) == 2

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.archive.index_store import cache_folder
 from lightning_feed.archive.memory import read_text
-from lightning_feed.archive.whole_file import whole_file
+from lightning_feed.archive.remembered import cache_folder, read_remembered, write_remembered
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.tuning.meters import leaves_of
 from lightning_feed.load.tuning.values import Goal, Setting, Trial, Tuned
@@ -48,7 +47,7 @@ class Store:
         """What was saved under ``key``; None where there is nothing that fits."""
         path = self._path(key)
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
+            kept = json.loads(read_remembered(path))
             if kept["version"] != _VERSION or kept["key"] != key:
                 logger.debug(
                     "The remembered result of tuning in %s is of another version, so tuning begins anew.", path
@@ -66,9 +65,7 @@ class Store:
         path = self._path(key)
         text = json.dumps({"version": _VERSION, "key": key, "tuned": asdict(tuned)}, indent=1)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(path) as file:
-                file.write(text.encode())
+            write_remembered(path, text.encode())
         except OSError as error:
             logger.info("The result of tuning could not be remembered in %s: %s. The next run tunes anew.", path, error)
 
