@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lightning_feed import __version__
 from lightning_feed.cli_pipe import nobody_reads
-from lightning_feed.errors import FeedError
+from lightning_feed.errors import FeedError, printable
 
 if TYPE_CHECKING:
     from lightning_feed.watch.reports.report import Report
@@ -252,7 +252,7 @@ def _pack(arguments: argparse.Namespace) -> None:
         print(json.dumps(dataclasses.asdict(done), default=str, indent=2))
         return
     for problem in done.skipped:
-        print(f"left out: {problem}", file=sys.stderr)
+        print(f"left out: {printable(problem)}", file=sys.stderr)
     verified = ", verified" if arguments.verify else ""
     print(f"{done.path}: {done.samples} samples, {done.total_bytes / 1e6:.1f} MB, {done.took_s:.1f} s{verified}")
 

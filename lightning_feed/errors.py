@@ -1,8 +1,34 @@
 """The errors that lightning_feed raises. Every message says what was given, why it is wrong, and what to do."""
 
+import unicodedata
+
+
+def printable(text: str) -> str:
+    """Text from outside, such as a file name, with escapes for what a terminal would obey or cannot encode."""
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def printable_lines(text: str) -> str:
+    """The same for a message, whose line ends stay."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _printable(char: str) -> str:
+    if "\udc80" <= char <= "\udcff":  # Python's stand-in for a byte of a file name that is no UTF-8
+        return f"\\x{ord(char) - 0xDC00:02x}"
+    category = unicodedata.category(char)
+    unsafe = (category[0] == "C" or category in ("Zl", "Zp")) and char != "\t"
+    return char.encode("unicode_escape").decode() if unsafe else char
+
 
 class FeedError(Exception):
-    """Root of every error that lightning_feed raises on purpose."""
+    """Root of every error that lightning_feed raises on purpose.
+
+    Its text is printable, whatever stands in the names of files and classes that it quotes.
+    """
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class SettingsError(FeedError, ValueError):

@@ -3,6 +3,8 @@
 import logging
 from collections import Counter
 
+from lightning_feed.errors import printable
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,7 +33,7 @@ class LeftToCpu:
             logger.warning(
                 "The CPU decodes %s, and others like it, in the training process: %s. Further ones are only counted. "
                 'Where most images are like that, backend="torch" is faster: its workers decode.',
-                name,
+                printable(name),
                 reason,
             )
 

@@ -1,5 +1,6 @@
 """A comparison of two reports as text for the console."""
 
+from lightning_feed.errors import printable_lines
 from lightning_feed.watch.reports.compare import Changed, Comparison, Figure
 from lightning_feed.watch.reports.report import RemedyCheck
 
@@ -25,7 +26,7 @@ def comparison_text(found: Comparison) -> str:
     if found.unchecked:
         lines.append(f"unknown  the reports do not tell whether these are in effect: {'; '.join(found.unchecked)}")
     lines += [f"caution  {one}" for one in found.cautions]
-    return "\n".join(lines)
+    return printable_lines("\n".join(lines))
 
 
 def check_text(check: RemedyCheck) -> str:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 
+from lightning_feed.errors import printable
 from lightning_feed.watch.reports.compare_text import check_text
 from lightning_feed.watch.reports.report import Report, rate
 from lightning_feed.watch.reports.road import in_rate, read_road, road_text
@@ -126,12 +127,12 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def _text(words: str) -> str:
     """Text that stays text in Markdown, also in the cell of a table."""
-    flat = re.sub(r"\s+", " ", words).replace("&", "&amp;").replace("<", "&lt;")
+    flat = printable(re.sub(r"\s+", " ", words)).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", flat)
 
 
 def _code(words: str) -> str:
     """Code that stays one line of code in the cell of a table."""
-    flat = re.sub(r"\s+", " ", words).replace("|", "\\|")
+    flat = printable(re.sub(r"\s+", " ", words)).replace("|", "\\|")
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", flat)), default=0))
     return f"{fence} {flat} {fence}" if len(fence) > 1 else f"`{flat}`"

@@ -1,8 +1,10 @@
 """The report as text for the console."""
 
+import sys
 from collections.abc import Callable
 from typing import Literal
 
+from lightning_feed.errors import printable_lines
 from lightning_feed.watch.reports.road import in_rate, read_road, road_text
 from lightning_feed.watch.reports.tables import disk_text
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
@@ -20,7 +22,7 @@ def as_text(diagnosis: Diagnosis) -> str:
     stats = diagnosis.stats
     if diagnosis.bottleneck == "unknown" or stats.step_ms is None:
         lines = [f"FEED  no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."]
-        return "\n".join(lines + _found(diagnosis))
+        return printable_lines("\n".join(lines + _found(diagnosis)))
     trust = f"confidence {diagnosis.confidence}, {stats.steps} steps"
     known = interval(diagnosis)
     if known is not None:
@@ -42,12 +44,26 @@ def as_text(diagnosis: Diagnosis) -> str:
         predicted = remedy.predicted_step_ms
         then = "" if predicted is None else f" (predicted step {in_ms(predicted, whole)} ms)"
         lines.append(f"{'      ' if number else 'fix   '}{remedy.code}    # {remedy.why}{then}")
-    return "\n".join(lines + _found(diagnosis))
+    return printable_lines("\n".join(lines + _found(diagnosis)))
 
 
 def print_report(diagnosis: Diagnosis, printer: Printer | None) -> None:
-    """Print the report, through ``printer`` where a progress bar would otherwise be drawn over."""
-    (printer or print)(as_text(diagnosis))
+    """Print the report, through ``printer`` where a progress bar would otherwise be drawn over.
+
+    What the output cannot encode is escaped. Nothing is left in a buffer that cannot be written, as on a full disk or
+    into a closed pipe: Python would fail with it once more when it ends, and make the exit code of a good run 120.
+    """
+    out = sys.stdout
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    text = as_text(diagnosis).encode(encoding, "backslashreplace").decode(encoding)
+    if printer is not None:
+        printer(text)
+    elif out is sys.__stdout__ and out is not None and "write" not in vars(out):  # nobody listens in between
+        out.flush()
+        with open(out.fileno(), "w", encoding=encoding, closefd=False) as own:
+            own.write(f"{text}\n")
+    else:
+        print(text, flush=True)
 
 
 def headline(diagnosis: Diagnosis) -> str:

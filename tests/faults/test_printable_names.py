@@ -1,0 +1,49 @@
+"""File names that hold what a terminal obeys: errors, lists and reports show it, and never send it."""
+
+from pathlib import Path
+
+import pytest
+from watch.reports.sample_reports import sample, sample_report
+
+from lightning_feed import cli
+from lightning_feed.errors import ArchiveError, DatasetError, printable
+from lightning_feed.load.left_to_cpu import LeftToCpu
+from lightning_feed.watch.reports.markdown import as_markdown
+from lightning_feed.watch.reports.text import as_text
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202egpj.jpg"
+SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202egpj.jpg"
+
+
+def test_what_is_harmless_stays() -> None:
+    for name in ("crow 1.jpg", "Ünïcödé 日本\u3000.jpg", "C:\\x1b.jpg", "a\tb", "🐦"):
+        assert printable(name) == name
+    assert printable("a\nb \udcff\ud800") == r"a\nb \xff\ud800"
+
+
+@pytest.mark.parametrize("kind", [ArchiveError, DatasetError])
+def test_errors_show_them(kind: type[Exception]) -> None:
+    assert str(kind(f"{EVIL}\nsecond line")) == f"{SHOWN}\nsecond line"
+
+
+def test_logs_show_them(caplog: pytest.LogCaptureFixture) -> None:
+    LeftToCpu().add("a CMYK JPEG", EVIL)
+    assert SHOWN in caplog.text
+    assert "\x1b" not in caplog.text
+
+
+def test_reports_show_them() -> None:
+    diagnosis = sample(evidence=(EVIL,))
+    for text in (as_text(diagnosis), as_markdown(sample_report(diagnosis))):
+        assert not set("\x1b\x07\x9b\r\u202e") & set(text)
+        assert "owned" in text
+
+
+def test_commands_show_them(class_folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (class_folders / "cats" / EVIL).write_bytes(b"no image")
+    command = ["pack", str(class_folders), str(tmp_path / "p.pack"), "--short-side", "16", "--workers", "1"]
+    assert cli.main(command) == 1
+    assert cli.main([*command, "--on-error", "skip"]) == 0
+    printed = capsys.readouterr().err
+    assert printed.count(SHOWN) == 2
+    assert "\x1b" not in printed.replace("\x1b[A", "")  # of the progress bar
