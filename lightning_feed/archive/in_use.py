@@ -7,6 +7,7 @@ parent, and the kernel drops it with the last descriptor. A file on which nobody
 import fcntl
 import logging
 import os
+import stat
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -61,16 +62,22 @@ def open_marked(path: Path) -> Descriptor:
 
 
 def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = ()) -> list[Path]:
-    """Remove the files of a pattern that no process has open, and tell which they were."""
+    """Remove the files of a pattern that no process has open, and tell which they were.
+
+    In a folder that all may write to another user can give a file, a FIFO or a folder such a name: it stays.
+    """
     removed = []
     with process_lock:
         for path in directory.glob(pattern):
             if str(path) in keep:
                 continue
             try:
-                found = Descriptor(os.open(path, os.O_RDWR | os.O_NOFOLLOW))
+                found = Descriptor(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK))
             except OSError:
                 continue  # gone in the meantime, or not ours to open
+            status = os.fstat(found.fd)
+            if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
+                continue
             if give_up(found, path):
                 removed.append(path)
                 logger.info("Removed %s, which a run that has ended left behind.", path)
