@@ -54,7 +54,7 @@ def jpeg_header(data: Encoded) -> JpegHeader:
     """Height, width and components of a JPEG, found by walking its segments.
 
     Raises:
-        DecodeError: when there is no frame header.
+        DecodeError: when there is no frame header, or one of an image without pixels.
     """
     if isinstance(data, memoryview) and data.format != "B":
         data = data.cast("B")
@@ -70,6 +70,8 @@ def jpeg_header(data: Encoded) -> JpegHeader:
             if at + 10 > end:
                 break
             height, width = ((int(data[p]) << 8) | int(data[p + 1]) for p in (at + 5, at + 7))
+            if not height * width:
+                raise DecodeError(f"a JPEG of {width} x {height} pixels: it is cut short or corrupt. Replace the file.")
             return JpegHeader(height, width, int(data[at + 9]))
         at += 2 + ((int(data[at + 2]) << 8) | int(data[at + 3]))
     raise DecodeError(f"a JPEG of {end} bytes without a frame header: it is cut short or corrupt. Replace the file.")

@@ -219,3 +219,15 @@ def test_opencv_opens_no_threads_of_its_own() -> None:
     open_cv2.cache_clear()
     make_decoder("opencv")
     assert cv2.getNumThreads() == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sides", [(0, 0), (0, 8), (8, 0)])
+def test_a_jpeg_without_pixels_is_refused_before_a_crop_is_chosen(name: str, sides: tuple[int, int]) -> None:
+    jpeg = WHOLE["colour"]
+    at = jpeg.index(b"\xff\xc0") + 5  # height and width in the frame header
+    empty = jpeg[:at] + b"".join(side.to_bytes(2, "big") for side in sides) + jpeg[at + 4 :]
+    for read in (make_decoder(name).decoder, _primary(name)):
+        for call in (read.size, read.decode):
+            with pytest.raises(DecodeError):
+                call(empty)
