@@ -1,4 +1,4 @@
-"""Datasets of encoded images that lie in memory, for tests that need no folder."""
+"""Datasets of encoded images that lie in memory, for tests that need no folder, and crops as torchvision makes them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,13 @@ import numpy as np
 import torch
 from decode.made_images import encoded, waves
 from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2.functional import resize_image
 
 from lightning_feed.decode.choose import make_decoder
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.bad_samples import BadSamples
+from lightning_feed.load.cut import Cut
 from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImageDataset, collate_encoded
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.image_recipe import TrainRecipe
@@ -75,3 +78,18 @@ def torn(jpeg: bytes) -> bytes:
     data = bytearray(jpeg)
     data[data.index(b"\xff\xda") + 6] = 0x77
     return bytes(data)
+
+
+def noise(*size: int) -> Tensor:
+    """uint8, shape (3, height, width)."""
+    return torch.randint(0, 256, (3, *size), dtype=torch.uint8)
+
+
+def obvious(whole: Tensor, cut: Cut, *, antialias: bool, exact: bool = False) -> Tensor:
+    """The pixels of a cut as torchvision makes them; ``exact``: not rounded."""
+    top, left, height, width = cut.region
+    box = whole[:, top : top + height, left : left + width]
+    resized = resize_image(box.double() if exact else box, list(cut.resized), antialias=antialias)
+    top, left, height, width = cut.window
+    kept = resized[:, top : top + height, left : left + width]
+    return kept.flip(-1) if cut.flipped else kept

@@ -192,7 +192,7 @@ def cut_out_on_device(wholes: Mapping[int, Tensor], cuts: Mapping[int, Cut], qua
 def _resize_group(
     group: Mapping[int, tuple[Tensor, Region]], sides: tuple[int, int], numbers: Tensor, pixels: Tensor
 ) -> None:
-    """The same for boxes that fit into ``sides``. A function of its own: the memory of one group is free for the next."""
+    """The same for boxes that fit into ``sides``. A function of its own, whose end frees the memory for the next."""
     _, height, width, _ = pixels.shape
     high, wide = sides
     # The channels lie between lines and columns, so that both products are plain ones.

@@ -3,19 +3,21 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from decode.made_images import BROKEN, WHOLE, encoded
-from made_samples import batch_of, dataset, photo, torn
+from made_samples import batch_of, dataset, noise, obvious, photo, torn
 from on_cuda import Seen, fitted, spin, warm_up
 from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback, image_backends
 from lightning_feed.decode.fidelity import psnr_db
 from lightning_feed.errors import DecodeError, MissingExtraError
+from lightning_feed.load.cut import Cut
 from lightning_feed.load.encoded_batch import decode_on_cpu
 from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
-from lightning_feed.transfer.device_decode import decode_batch
+from lightning_feed.transfer.device_decode import MOST_BYTES, cut_out_on_device, decode_batch
 from lightning_feed.transfer.nvjpeg import nvjpeg
 
 pytestmark = pytest.mark.gpu
@@ -135,6 +137,62 @@ def test_device_memory_does_not_grow_over_200_batches() -> None:
     assert after[0] <= before[0] + slack  # torch's pools
     assert after[1] <= before[1] + slack  # and what nvJPEG allocates by itself
 
+
+# --- the resize alone -------------------------------------------------------------------------------------------------
+
+
+def crops() -> tuple[dict[int, Tensor], dict[int, Cut]]:
+    """Random crops of 31 images, and the middle of one of 12 megapixels."""
+    torch.manual_seed(0)
+    wholes = {place: noise(*((375, 500), (500, 333), (480, 640), (1200, 1600))[place % 4]) for place in range(31)}
+    cuts = {place: RECIPES[0].cut(*whole.shape[1:]) for place, whole in wholes.items()}
+    wholes[31] = torch.from_numpy(np.array(photo(3000, 4000))).permute(2, 0, 1).contiguous()
+    cuts[31] = RECIPES[1].cut(3000, 4000)
+    return {place: whole.to(CUDA) for place, whole in wholes.items()}, cuts
+
+
+def resized(wholes: dict[int, Tensor], cuts: dict[int, Cut]) -> Tensor:
+    """uint8, shape (B, 64, 64, 3)."""
+    pixels = torch.empty((len(cuts), 64, 64, 3), dtype=torch.uint8, device=CUDA)
+    cut_out_on_device(wholes, cuts, "exact", pixels)
+    return pixels
+
+
+def test_crops_are_within_a_grey_level_of_torchvisions() -> None:
+    wholes, cuts = crops()
+    found = resized(wholes, cuts).permute(0, 3, 1, 2).int().cpu()
+    for place, cut in cuts.items():
+        true, coarse = (obvious(wholes[place].cpu(), cut, antialias=way).int() for way in (True, False))
+        assert (found[place] - true).abs().max() <= 1, cut
+        assert (found[place] - coarse).abs().max() > 50, cut  # the control
+
+
+def test_resizing_waits_for_nothing() -> None:
+    wholes, cuts = crops()
+    expected = resized(wholes, cuts)  # makes the memory that is used again below
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        found = resized(wholes, cuts)
+        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):  # the control
+            found.sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)
+
+
+def test_resizing_takes_bounded_memory() -> None:
+    """For boxes that take four times as much in all; one image stands for all of them."""
+    wholes = dict.fromkeys(range(16), noise(3000, 4000).to(CUDA))
+    cuts = dict.fromkeys(wholes, RECIPES[1].cut(3000, 4000))
+    resized(wholes, cuts)  # cuBLAS keeps some memory for good
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    resized(wholes, cuts)
+    assert MOST_BYTES / 2 < torch.cuda.max_memory_allocated() - before <= MOST_BYTES
+
+
+# --- beside other streams ---------------------------------------------------------------------------------------------
 
 BYTES = 500 * 375 * 3
 

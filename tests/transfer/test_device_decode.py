@@ -12,10 +12,9 @@ import torch
 from decode.made_images import BROKEN, WHOLE, encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_samples import batch_of, dataset, jpegs, photo, torn
+from made_samples import batch_of, dataset, jpegs, noise, obvious, photo, torn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchvision.transforms.v2.functional import resize_image
 
 from lightning_feed.decode.decoder import Region
 from lightning_feed.decode.fidelity import psnr_db
@@ -92,25 +91,11 @@ def test_fast_pixels_are_no_further_from_exact_ones_than_on_the_cpu(height: int,
 # --- the resize: many boxes at once, against torchvision's of each ----------------------------------------------------
 
 
-def obvious(whole: Tensor, cut: Cut, *, antialias: bool, exact: bool = False) -> Tensor:
-    """The pixels of a cut as torchvision makes them; ``exact``: not rounded."""
-    top, left, height, width = cut.region
-    box = whole[:, top : top + height, left : left + width]
-    resized = resize_image(box.double() if exact else box, list(cut.resized), antialias=antialias)
-    top, left, height, width = cut.window
-    kept = resized[:, top : top + height, left : left + width]
-    return kept.flip(-1) if cut.flipped else kept
-
-
 def cut_out(wholes: dict[int, Tensor], cuts: dict[int, Cut], quality: Any, size: tuple[int, int]) -> Tensor:
     """int, shape (B, 3, height, width)."""
     pixels = torch.empty((len(cuts), *size, 3), dtype=torch.uint8)
     cut_out_on_device(wholes, cuts, quality, pixels)
     return pixels.permute(0, 3, 1, 2).int()
-
-
-def noise(*size: int) -> Tensor:
-    return torch.randint(0, 256, (3, *size), dtype=torch.uint8)
 
 
 @st.composite
