@@ -27,7 +27,7 @@ from on_cuda import (
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_feed import PrefetchCallback
+from lightning_feed import FastDataModule, LoaderSettings, PrefetchCallback
 from lightning_feed.transfer.streams import RUN_AHEAD, DeviceStream
 
 pytestmark = pytest.mark.gpu
@@ -292,3 +292,39 @@ def test_no_synchronisation_is_added() -> None:
     fitted(Busy(5), pinned_loader(20, 1), PrefetchCallback(), NoWaiting(), max_epochs=1)
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         fitted(Waits(5), pinned_loader(20, 1), PrefetchCallback(), NoWaiting(), max_epochs=1)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+class MadeOnTheDevice(Dataset[Tensor]):
+    """After four samples, those that follow are made on the device, which forked workers cannot use."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.made += 1
+        return torch.ones(4, device="cuda" if self.made > 4 else "cpu")
+
+
+class InWorkers(FastDataModule):
+    def make_dataset(self, split: str) -> Any:
+        return MadeOnTheDevice() if split == "train" else None
+
+
+def test_workers_that_use_the_device_fail_with_torchs_own_error() -> None:
+    steps: list[int] = []
+
+    class Counts(Busy):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            steps.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    data = InWorkers(batch_size=2, loader=LoaderSettings(num_workers=1, start_method="fork"))
+    with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA in forked subprocess"):
+        fitted(Counts(0), data, PrefetchCallback(), max_epochs=1)
+    assert steps == [0, 1]
