@@ -19,9 +19,12 @@ from lightning_feed.load.tuning.resettle import resettle, why_fixed, why_no_work
 from lightning_feed.starvation_callback import GPUStarvationCallback
 from lightning_feed.starvation_run import StarvationRun
 from lightning_feed.transfer.resident_loader import ResidentLoader
+from lightning_feed.watch.guard import Guard, guarded, say
 from lightning_feed.watch.verdict.diagnosis import Measurements
 
 logger = logging.getLogger(__name__)
+_FAILED = "its measuring failed on a rank, which has said why"
+_TAKE_OUT = "take out what it had put in"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,11 @@ class AutotuneCallback(Callback):
         self.max_workers = max_workers
         self._moves: list[EpochMove] = []
         self._told: set[str] = set()
+        self._guard = self._new_guard()
         self._forget()
+
+    def _new_guard(self) -> Guard:
+        return Guard("AutotuneCallback", self._give_up)
 
     def _forget(self) -> None:
         self._measure: Callable[[], Measurements] | None = None
@@ -99,6 +106,10 @@ class AutotuneCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure, where there is something to adjust."""
+        self._guard = self._new_guard()
+        self._guard.measure(self._begin, trainer)
+
+    def _begin(self, trainer: Any) -> None:
         self._let_go()
         self._forget()
         self._moves = []
@@ -106,33 +117,46 @@ class AutotuneCallback(Callback):
         if self._aside:
             self._say_once(trainer, f"AutotuneCallback stands aside: {self._aside}.")
             return
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[Any] = trainer.callbacks
         measuring = next((one for one in callbacks if isinstance(one, GPUStarvationCallback)), None)
         if measuring is not None:
             self._measure = lambda: measuring.report().measurements
         else:
-            self._run = StarvationRun(trainer, every=0)
+            self._run = StarvationRun(trainer, every=0, guard=self._guard)
             self._measure = self._run.measurements
         self._log(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Decide, and change the loader before Lightning begins its next pass."""
+        self._guard.measure(self._epoch_began)
+        if not self._epochs:
+            return
+        if not self._over:
+            # Told by a rank that has failed, too: the others wait for it.
+            mine = self._guard.measure(self._tell, trainer) or Told(aside=self._aside or _FAILED)
+            every = self._guard.attempt("ask the other ranks", of_all_ranks, trainer, mine)
+            self._over = every is None or any(one.aside for one in every)
+            self._guard.measure(self._decide, trainer, every or [Told(aside=_FAILED)])
+        self._guard.measure(self._settle, trainer)
+
+    def _epoch_began(self) -> None:
         if self._run is not None:
             self._run.epoch_began()
-        if self._epochs:
-            self._between_epochs(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """The pass has begun."""
-        self._restore()
+        if self._put_back is not None:  # not before: the pass would draw from the loader's own generator
+            self._guard.attempt("put back the generator of the training loader", self._restore)
         if self._run is not None:
-            self._run.batch_came(batch)
+            self._guard.measure(self._run.batch_came, batch)
 
+    @guarded
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Count the step, where this callback measures for itself."""
         if self._run is not None:
             self._run.step_ended()
 
+    @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the training step in which this validation lies."""
         if self._run is not None:
@@ -144,18 +168,23 @@ class AutotuneCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure no more."""
-        self._let_go()
+        self._guard.attempt(_TAKE_OUT, self._let_go)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take out what was put in: teardown is not called after an exception."""
-        self._let_go()
+        self._guard.attempt(_TAKE_OUT, self._let_go)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take out what was put in."""
-        self._let_go()
+        self._guard.attempt(_TAKE_OUT, self._let_go)
 
     def _let_go(self) -> None:
-        self._restore()
+        try:
+            self._restore()
+        finally:
+            self._stop_measuring()
+
+    def _stop_measuring(self) -> None:
         self._measure = None
         run, self._run = self._run, None
         if run is not None:
@@ -166,35 +195,34 @@ class AutotuneCallback(Callback):
         if put_back is not None:
             put_back()
 
+    def _give_up(self) -> None:
+        self._aside = _FAILED
+        self._stop_measuring()
+
     # --- between epochs -----------------------------------------------------------------------------------------------
 
-    def _between_epochs(self, trainer: Any) -> None:
-        if self._over:
-            self._settle(trainer)
-            return
-        mine = self._tell(trainer)
-        every = of_all_ranks(trainer, mine)
+    def _decide(self, trainer: Any, every: list[Told]) -> None:
         aside = next((one.aside for one in every if one.aside), "")
         if aside:
-            self._aside, self._over = aside, True
+            self._aside = aside
             self._say_once(trainer, f"AutotuneCallback stands aside: {aside}.")
         known = [one.figures for one in every if one.figures is not None]
         if aside or len(known) < len(every):
-            self._settle(trainer)
             return
         self._figures.close()
         now = self._online or Online(num_workers=every[0].num_workers, prefetch_factor=every[0].prefetch_factor)
         self._online, move = decide(now, worst(known), narrowest([one.room for one in every]))
+        self._over = bool(self._online.frozen)  # the same on all ranks, whatever fails on one of them below
         self._settle(trainer)
         if move is not None:
             self._moves.append(EpochMove(epoch=trainer.current_epoch, move=move))
             if trainer.is_global_zero:
-                logger.info("AutotuneCallback, epoch %d: %s", trainer.current_epoch, _described(now, move))
+                said = f"AutotuneCallback, epoch {trainer.current_epoch}: {_described(now, move)}"
+                say(logger, logging.INFO, said)
             self._log(trainer)
         elif self._online.held:
             self._say_once(trainer, f"AutotuneCallback changes nothing: {self._online.held}.", of="held")
         if self._online.frozen:
-            self._over = True
             self._say_once(trainer, f"AutotuneCallback is done: {self._online.frozen}.")
 
     def _tell(self, trainer: Any) -> Told:
@@ -253,12 +281,14 @@ class AutotuneCallback(Callback):
         tags = {"feed/num_workers": float(loader.num_workers)}
         if loader.num_workers:
             tags["feed/prefetch_factor"] = float(loader.prefetch_factor)
-        for each in trainer.loggers:
-            each.log_metrics(tags, step=_host.steps_logged(trainer))
+        step = _host.steps_logged(trainer)
+        for number, each in enumerate(trainer.loggers):
+            task = f"log its settings to {type(each).__name__} (trainer.loggers[{number}])"
+            self._guard.attempt(task, each.log_metrics, tags, step=step)
 
     def _say_once(self, trainer: Any, what: str, *, of: str | None = None) -> None:
         if (of or what) not in self._told and trainer.is_global_zero:
-            logger.info(what)
+            say(logger, logging.INFO, what)
         self._told.add(of or what)
 
 

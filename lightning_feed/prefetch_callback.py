@@ -17,6 +17,7 @@ from lightning_feed.transfer.lean import LeanTransfer, PackSmall
 from lightning_feed.transfer.nested import off_host
 from lightning_feed.transfer.prefetcher import Prefetcher, Staged
 from lightning_feed.transfer.streams import SideStream, open_stream
+from lightning_feed.watch.guard import say
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +265,7 @@ class PrefetchCallback(ExactResume):
     def _say(self, trainer: Trainer, level: int, what: str) -> None:
         """Once, and on one rank only."""
         if what not in self._told and trainer.is_global_zero:
-            logger.log(level, "%s", what)
+            say(logger, level, what)
         self._told.add(what)
 
     # --- looking ahead ------------------------------------------------------------------------------------------------

@@ -2,16 +2,18 @@
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed.errors import ReportError, SettingsError
+from lightning_feed.errors import SettingsError
 from lightning_feed.starvation_report import achieved, log_text, run_folder
 from lightning_feed.starvation_run import StarvationRun
 from lightning_feed.tuning.hparams import log_hparams, tuned_hparams
+from lightning_feed.watch.guard import Guard, guarded, say
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.reports.document import make_report
 from lightning_feed.watch.reports.markdown import diagnosis_markdown
@@ -33,7 +35,7 @@ class GPUStarvationCallback(Callback):
     have passed, some steps later. On the CPU they are the host's times. On other devices, too, which is said in one
     INFO line: the host does not see the work that is queued there, so confidence is low. The figures go to every logger
     of the Trainer, to the progress bar (``feed``: share of the step spent waiting for data), and into a report on the
-    console.
+    console. Whatever of this fails is said once as a warning, and training goes on without it.
 
     Args:
         every_n_steps: steps between two logged windows; None: the Trainer's ``log_every_n_steps``.
@@ -70,14 +72,16 @@ class GPUStarvationCallback(Callback):
         self._reported_steps = 0
         self._laid_out: weakref.WeakSet[Any] | None = None
         self._told: set[str] = set()
+        self._guard = self._new_guard()
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
-        measured = self._run.measurements() if self._run is not None else self._measured
+        run = self._run
+        measured = self._guard.attempt("sum up its figures", run.measurements) if run is not None else self._measured
         return {
             **self.__dict__,
             "_run": None,
-            "_measured": measured,
+            "_measured": measured or _NOTHING,
             "_last": self.summary(),
             "_laid_out": None,
         }
@@ -94,10 +98,14 @@ class GPUStarvationCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the clocks up, unless another instance measures already."""
-        self._let_go()
-        self._begin(trainer)
+        self._guard = self._new_guard()
+        self._guard.measure(self._begin, trainer)
+
+    def _new_guard(self) -> Guard:
+        return Guard("GPUStarvationCallback", self._let_go)
 
     def _begin(self, trainer: Any) -> None:
+        self._let_go()
         if next(one for one in trainer.callbacks if isinstance(one, GPUStarvationCallback)) is not self:
             self._say_once(
                 trainer, logging.WARNING, "A second GPUStarvationCallback stands aside: one measures already."
@@ -106,7 +114,7 @@ class GPUStarvationCallback(Callback):
         every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
         self._measured, self._last = _NOTHING, None
         self._epoch_reported, self._reported_steps = False, 0
-        run = self._run = StarvationRun(trainer, every=every)
+        run = self._run = StarvationRun(trainer, every=every, guard=self._guard)
         device = trainer.strategy.root_device
         if not run.sees_device:
             self._say_once(
@@ -115,11 +123,11 @@ class GPUStarvationCallback(Callback):
                 f"GPUStarvationCallback: there are no timing events to use on device '{device}'. The times are the "
                 "host's, which does not see the work that is queued, so confidence is low.",
             )
-        run.nvml = self._start_nvml(trainer, device)
+        run.nvml = self._guard.attempt("read the GPU's figures", self._start_nvml, trainer, device)
         if trainer.progress_bar_callback is not None:
-            run.also_undo(_host.Wrap(trainer.progress_bar_callback, "get_metrics", self._add_to_bar).undo)
+            self._guard.attempt("show its figure in the progress bar", self._join_bar, trainer.progress_bar_callback)
         if trainer.is_global_zero:
-            self._lay_out(trainer)
+            self._for_each_logger(trainer, "lay its figures out in", self._lay_out)
         if not trainer.loggers:
             self._say_once(
                 trainer,
@@ -128,16 +136,19 @@ class GPUStarvationCallback(Callback):
                 "still tell what was measured.",
             )
 
+    @guarded
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an epoch: its first batch has a figure of its own."""
         if self._run is not None:
             self._run.epoch_began()
 
+    @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the training step in which this validation lies."""
         if self._run is not None:
             self._run.validation_began()
 
+    @guarded
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read what is still on the device, and report."""
         run = self._run
@@ -150,16 +161,19 @@ class GPUStarvationCallback(Callback):
             self._publish(trainer)
         self._let_go()
 
+    @guarded
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report after the first epoch of the fit."""
         if self._run is not None and not self._epoch_reported:
             self._epoch_reported = True
             self._print(trainer, self._run)
 
+    @guarded
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take out what was put in: teardown is not called after an exception."""
         self._let_go()
 
+    @guarded
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take out what was put in."""
         self._let_go()
@@ -168,18 +182,19 @@ class GPUStarvationCallback(Callback):
         run, self._run = self._run, None
         if run is None:
             return
-        try:
-            self._measured, self._last = run.measurements(), run.last
-        finally:
-            run.close()
+        self._measured = self._guard.attempt("sum up its figures", run.measurements) or self._measured
+        self._last = run.last
+        run.close()
 
     # --- windows ------------------------------------------------------------------------------------------------------
 
+    @guarded
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look at what a batch is made of, once."""
         if self._run is not None:
             self._run.batch_came(batch)
 
+    @guarded
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Close a window, and log it, where the Trainer logs."""
         run = self._run
@@ -195,49 +210,58 @@ class GPUStarvationCallback(Callback):
     def _log_window(self, trainer: Trainer, run: StarvationRun, step: int) -> None:
         tags = run.close_window()
         if trainer.is_global_zero:
-            for each in trainer.loggers:
-                each.log_metrics(tags, step=step)
+            self._for_each_logger(trainer, "log its figures to", lambda one: one.log_metrics(tags, step=step))
+
+    def _for_each_logger(self, trainer: Any, task: str, give: Callable[[Any], object]) -> None:
+        """Logger by logger: one that fails takes nothing from the others."""
+        for number, each in enumerate(trainer.loggers):
+            self._guard.attempt(f"{task} {type(each).__name__} (trainer.loggers[{number}])", give, each)
 
     # --- what users see -----------------------------------------------------------------------------------------------
 
     def _print(self, trainer: Trainer, run: StarvationRun) -> None:
         self._reported_steps = run.finished
         if self.print_report and trainer.is_global_zero:
-            print_report(self.report(), _host.bar_printer(trainer))
+            self._guard.attempt("print its report", lambda: print_report(self.report(), _host.bar_printer(trainer)))
 
     def _publish(self, trainer: Any) -> None:
         """The report as text in the loggers, and as files in the folder of the run."""
         if not self.print_report or not trainer.is_global_zero:
             return
-        found = self.report()
-        params = tuned_hparams(trainer.datamodule)
-        for each in trainer.loggers:
-            log_hparams(each, params, achieved(found))
-        log_text(trainer.loggers, diagnosis_markdown(found), trainer.global_step)
-        folder = run_folder(trainer)
-        if folder is None:
+        found = self._guard.attempt("make its report", self.report)
+        if found is None:
             return
-        try:
-            write_report(make_report(found), folder)
-        except ReportError as error:  # a full disk must not end a run that is done
-            logger.warning("GPUStarvationCallback: %s", error)
+        params = self._guard.attempt("tell the settings of the loader", tuned_hparams, trainer.datamodule)
+        if params:
+            self._for_each_logger(
+                trainer, "give the settings of the loader to", lambda one: log_hparams(one, params, achieved(found))
+            )
+        step = trainer.global_step
+        self._for_each_logger(trainer, "give its report to", lambda one: log_text(one, diagnosis_markdown(found), step))
+        self._guard.attempt("write its report", _write, trainer, found)
+
+    def _join_bar(self, bar: Any) -> None:
+        wrap = _host.Wrap(bar, "get_metrics", self._add_to_bar)
+        if self._run is not None:
+            self._run.also_undo(wrap.undo)
 
     def _add_to_bar(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         items = original(*args, **kwargs)
-        last = self.summary()
-        if last is not None and last.starved_pct is not None:
-            items = {**items, "feed": f"{last.starved_pct:.0f}%"}
-        return items
+        ours = self._guard.attempt("show its figure in the progress bar", self._bar_item)
+        return {**items, **ours} if ours else items
 
-    def _lay_out(self, trainer: Trainer) -> None:
+    def _bar_item(self) -> dict[str, str]:
+        last = self.summary()
+        return {} if last is None or last.starved_pct is None else {"feed": f"{last.starved_pct:.0f}%"}
+
+    def _lay_out(self, to: Any) -> None:
         """Tell TensorBoard how to draw the tags, once for each of its writers."""
         if self._laid_out is None:
             self._laid_out = weakref.WeakSet()
-        for each in trainer.loggers:
-            experiment: Any = getattr(each, "experiment", None)
-            if callable(getattr(experiment, "add_custom_scalars", None)) and experiment not in self._laid_out:
-                self._laid_out.add(experiment)
-                experiment.add_custom_scalars(custom_scalar_layout())
+        experiment: Any = getattr(to, "experiment", None)
+        if callable(getattr(experiment, "add_custom_scalars", None)) and experiment not in self._laid_out:
+            self._laid_out.add(experiment)
+            experiment.add_custom_scalars(custom_scalar_layout())
 
     def _start_nvml(self, trainer: Trainer, device: torch.device) -> NvmlSampler | None:
         if not self.nvml or not trainer.is_global_zero:
@@ -251,5 +275,11 @@ class GPUStarvationCallback(Callback):
 
     def _say_once(self, trainer: Trainer, level: int, what: str) -> None:
         if what not in self._told and trainer.is_global_zero:
-            logger.log(level, what)
+            say(logger, level, what)
         self._told.add(what)
+
+
+def _write(trainer: Any, found: Diagnosis) -> None:
+    folder = run_folder(trainer)
+    if folder is not None:
+        write_report(make_report(found), folder)

@@ -1,12 +1,10 @@
 """Where a report goes besides the console: the loggers, as text, and the folder of the run."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
-logger = logging.getLogger(__name__)
 TEXT_TAG = "feed/report"
 
 
@@ -42,26 +40,15 @@ def _elsewhere(folder: Any) -> bool:
     return "://" in str(folder)
 
 
-def log_text(loggers: list[Any], markdown: str, step: int) -> None:
-    """Give the report to every logger that takes text: those of TensorBoard, Weights & Biases, MLflow and Comet.
-
-    One that fails is warned of: its server may be gone, or it may mean something else by ``log_text``.
-    """
-    for one in loggers:
-        try:
-            _log_text(one, markdown, step)
-        except Exception as error:  # noqa: BLE001  # any library's; the run is done, its last checkpoint may not be
-            logger.warning("%s did not take the report of GPUStarvationCallback: %s", type(one).__name__, error)
-
-
-def _log_text(one: Any, markdown: str, step: int) -> None:
-    experiment: Any = getattr(one, "experiment", None)
+def log_text(to: Any, markdown: str, step: int) -> None:
+    """Give the report to a logger, if it takes text: those of TensorBoard, Weights & Biases, MLflow and Comet do."""
+    experiment: Any = getattr(to, "experiment", None)
     if callable(getattr(experiment, "add_text", None)):
         experiment.add_text(TEXT_TAG, markdown, step)
-    elif callable(getattr(one, "log_text", None)):
-        one.log_text(key=TEXT_TAG, columns=["report"], data=[[markdown]], step=step)
+    elif callable(getattr(to, "log_text", None)):
+        to.log_text(key=TEXT_TAG, columns=["report"], data=[[markdown]], step=step)
     elif callable(getattr(experiment, "log_text", None)):
-        run_id = getattr(one, "run_id", None)
+        run_id = getattr(to, "run_id", None)
         if run_id is None:
             experiment.log_text(markdown, step=step)
         else:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from lightning_feed.archive.shared_cache import CacheStats
 from lightning_feed.prefetch_callback import LOOK_AHEAD
 from lightning_feed.starvation_facts import facts_of, prefetch_active, queue_of, with_batch
 from lightning_feed.watch.clocks import open_ring
+from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.hook_times import HookTimes
 from lightning_feed.watch.loader_watch import LoaderWatch
 from lightning_feed.watch.nvml import NvmlSampler
@@ -34,9 +36,10 @@ class StarvationRun:
     Args:
         trainer: that fits.
         every: steps between two windows.
+        guard: of the callback, around what the loop calls here by itself.
     """
 
-    def __init__(self, trainer: Any, *, every: int) -> None:
+    def __init__(self, trainer: Any, *, every: int, guard: Guard) -> None:
         device = trainer.strategy.root_device
         ring = open_ring(device)
         self.sees_device = ring is not None or device.type == "cpu"
@@ -46,7 +49,7 @@ class StarvationRun:
         self.last: StarvationStats | None = None
         """The last window that was closed."""
         self.logged_step = -1
-        self._trainer = trainer
+        self._trainer, self._guard = trainer, guard
         self.nvml: NvmlSampler | None = None
         """Reads the GPU beside it, and is stopped with it; None for no GPU figures."""
         self._facts, self._batch_seen = facts_of(trainer), False
@@ -60,14 +63,17 @@ class StarvationRun:
         self._meter = StepMeter(self._ledger.fresh.append, ring=ring)
         self._meter.on_epoch_start = self._ledger.epoch_started
         self._meter.begin(epoch=False)
-        self._hooks = HookTimes(lambda: self._meter.between_steps)
+        self._hooks = HookTimes(lambda: self._meter.between_steps, measure=guard.measure)
         self._loaders = LoaderWatch(partial(_host.train_iterators, trainer), read_every_ns=READ_EVERY_NS)
         self._ranks = open_rank_exchange(warm_up=self._warm_up)
         self._rank_total: RankStats | None = None
         self._final: Measurements | None = None
         self._lost_before = 0
         self._cache_began = self._cache_before = _cache_stats(trainer)
-        self._undo: list[Callable[[], object]] = [self._tap()]
+        self._undo = ExitStack()  # calls each, and the others where one fails
+        self._undo.callback(self._stop_nvml)
+        self._undo.callback(self._loaders.close)
+        self._undo.callback(self._tap())
 
     @property
     def finished(self) -> int:
@@ -99,7 +105,8 @@ class StarvationRun:
         """Look at the first batch."""
         if not self._batch_seen:
             self._batch_seen = True
-            self._facts = with_batch(self._facts, batch)
+            seen = self._guard.attempt("tell what a batch is made of", with_batch, self._facts, batch)
+            self._facts = seen or self._facts
 
     def step_ended(self) -> None:
         """Keep what is held in memory bounded, notice the end of the warm-up, and now and then time the hooks."""
@@ -130,14 +137,15 @@ class StarvationRun:
             loaders.fetch_ended()
 
         fetch, to_device, step = _host.step_actions(self._trainer)
+        tap = self._guard.tap
         return tap_profiler(
             self._trainer.profiler,
-            {fetch: fetch_began, step: meter.step_began, LOOK_AHEAD: meter.look_ahead_began},
+            {fetch: tap(fetch_began), step: tap(meter.step_began), LOOK_AHEAD: tap(meter.look_ahead_began)},
             {
-                fetch: fetch_ended,
-                to_device: meter.arrived,
-                step: meter.step_ended,
-                LOOK_AHEAD: meter.look_ahead_ended,
+                fetch: tap(fetch_ended),
+                to_device: tap(meter.arrived),
+                step: tap(meter.step_ended),
+                LOOK_AHEAD: tap(meter.look_ahead_ended),
             },
             does_nothing=_host.profiler_does_nothing(self._trainer),
             hooks=self._hooks,
@@ -202,13 +210,13 @@ class StarvationRun:
 
     def also_undo(self, undo: Callable[[], object]) -> None:
         """Call this, too, when the run is closed."""
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def close(self) -> None:
         """Take out what was put in. Figures can still be asked for, where they were before."""
-        while self._undo:
-            self._undo.pop()()
-        self._loaders.close()
+        self._undo.close()
+
+    def _stop_nvml(self) -> None:
         if self.nvml is not None:
             self.nvml.stop()
 

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from lightning_feed.watch.clocks import Clock, host_clock
+from lightning_feed.watch.guard import call_plainly
 from lightning_feed.watch.verdict.diagnosis import HookTime
 
 FIRST_LOOK, FIRST_LOOKS = 3, 5
@@ -35,13 +36,21 @@ class HookTimes:
     Args:
         between: whether the loop is between two steps now, neither fetching, nor copying, nor running a step.
         clock: the host's clock.
+        measure: calls what it is given with its arguments, and may keep what fails in it from the loop.
     """
 
-    def __init__(self, between: Callable[[], bool], clock: Clock = host_clock) -> None:
+    def __init__(
+        self,
+        between: Callable[[], bool],
+        clock: Clock = host_clock,
+        *,
+        measure: Callable[..., Any] = call_plainly,
+    ) -> None:
         self.next_look = FIRST_LOOK
         """The number of finished steps at which :meth:`step` wants to be called."""
         self.tap: HookTap | None = None
         """Has every action timed, or none. Set by ``tap_profiler``."""
+        self.measure = measure
         self._between, self._clock = between, clock
         self._looks = self._steps = 0
         self._on = self._left_out = False
@@ -126,11 +135,11 @@ class _Timed:
 
     def __enter__(self) -> Any:
         given = self._action.__enter__()
-        self._hooks.entered(self._name)
+        self._hooks.measure(self._hooks.entered, self._name)
         return given
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        self._hooks.left()
+        self._hooks.measure(self._hooks.left)
         return self._action.__exit__(kind, error, trace)

@@ -131,7 +131,15 @@ class _Tap:
 
     def __init__(self, iterator: Any, clock: Clock) -> None:
         self._iterator, self._clock = weakref.ref(iterator), clock
-        self.head_of_line_ns = 0.0
+        self._head_of_line_ns = 0.0
+        self._failure: Exception | None = None
+
+    @property
+    def head_of_line_ns(self) -> float:
+        """As :meth:`TorchProbe.head_of_line_ns`. What failed in a call of the loader is raised here."""
+        if self._failure is not None:
+            raise self._failure
+        return self._head_of_line_ns
 
     @classmethod
     def put(cls, iterator: Any, clock: Clock) -> "_Tap | None":
@@ -151,12 +159,14 @@ class _Tap:
             idle = _idle_share(iterator)
         except _UNREADABLE:
             idle = 0.0
+        except Exception as error:  # noqa: BLE001  # here it would be an error of the loader, maybe in another thread
+            idle, self._failure = 0.0, error
         began = self._clock()
         try:
             return type(iterator)._try_get_data(iterator, *args, **kwargs)
         finally:
             if idle:
-                self.head_of_line_ns += idle * (self._clock() - began)
+                self._head_of_line_ns += idle * (self._clock() - began)
 
 
 def _kept(iterator: Any) -> int:

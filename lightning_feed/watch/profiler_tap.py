@@ -52,37 +52,27 @@ def tap_profiler(
     taps: dict[str, Any] = {"start": start, "stop": stop}
     if does_nothing and not shadowed:
         taps["profile"] = profile
-    own.update(taps)
-    let_go = _time_hooks(profiler, hooks)
+    hooks = hooks or HookTimes(lambda: False)
+    before, announce = taps.get("profile", own.get("profile")), taps.get("profile", original_profile)
+    timed = hooks.tap = _TimedProfile(own, hooks, before, announce)
+    own.update(taps)  # last: where anything above failed, nothing is left in the profiler
 
     def untap() -> None:
-        let_go()
         starts.clear()
         stops.clear()
+        timed.off()
         _take_out(own, taps, shadowed)
-
-    return untap
-
-
-def _time_hooks(profiler: Any, hooks: HookTimes | None) -> Callable[[], None]:
-    """Let ``hooks`` have actions timed; returns what ends that."""
-    if hooks is None:
-        return lambda: None
-    hooks.tap = _TimedProfile(profiler, hooks)
-
-    def let_go() -> None:
         hooks.stop()
         hooks.tap = None
 
-    return let_go
+    return untap
 
 
 class _TimedProfile:
     """A ``profile`` that times everything, in the place of the one that a profiler has now, and back."""
 
-    def __init__(self, profiler: Any, hooks: HookTimes) -> None:
-        self._own, self._hooks = vars(profiler), hooks
-        self._before, self._announce = self._own.get("profile"), profiler.profile
+    def __init__(self, own: dict[str, Any], hooks: HookTimes, before: Any, announce: Callable[..., Any]) -> None:
+        self._own, self._hooks, self._before, self._announce = own, hooks, before, announce
         self._timed = self._profile  # one object: each look at a method makes another
 
     def on(self) -> bool:
@@ -102,7 +92,8 @@ class _TimedProfile:
             self._own["profile"] = self._before
 
     def _profile(self, action_name: str) -> AbstractContextManager[Any]:
-        return self._hooks.timed(action_name, self._announce(action_name))
+        action: AbstractContextManager[Any] = self._announce(action_name)
+        return self._hooks.measure(self._hooks.timed, action_name, action) or action
 
 
 def _take_out(own: dict[str, Any], taps: dict[str, Any], shadowed: dict[str, Any]) -> None:

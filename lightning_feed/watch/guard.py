@@ -1,0 +1,113 @@
+"""A guard around all that only observes a run: what fails there is said once, and training goes on."""
+
+import contextlib
+import functools
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from lightning_feed.errors import printable_lines
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Guard:
+    """Lets no ``Exception`` of what only observes a run come up in it. KeyboardInterrupt and SystemExit do.
+
+    What failed is said once, as a warning, and is not tried again with this guard; its traceback is logged at DEBUG.
+    An error that several parts meet one after the other is said of the first. Nothing that is the user's may be called
+    within: a failure of it would be taken for ours, and be lost.
+
+    Args:
+        who: name of the callback, for what is said.
+        stop: called once when measuring fails: takes out what was put into the Trainer.
+    """
+
+    def __init__(self, who: str, stop: Callable[[], object]) -> None:
+        self._who, self._stop = who, stop
+        self._failed: set[str] = set()
+        self._said: set[str] = set()
+        self._measures = True
+
+    def measure(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What ``call`` gives; None where it fails, which ends all measuring, and from then on."""
+        if not self._measures:
+            return None
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # the one place for it: nothing of ours may end the user's run
+            self._measuring_failed(error)
+            return None
+
+    def tap(self, call: Callable[[], object]) -> Callable[[], None]:
+        """``call`` as :meth:`measure` calls it, for several calls in each step."""
+
+        def tapped() -> None:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001  # as above
+                self._measuring_failed(error)
+
+        return tapped
+
+    def attempt(self, task: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What ``call`` gives; None where it fails, and whenever ``task`` has failed before. Measuring goes on.
+
+        Args:
+            task: what it does, to follow "could not": ``"print its report"``.
+            call: does it.
+        """
+        if task in self._failed:
+            return None
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # as above
+            self._failed.add(task)
+            self._tell(f"could not {task}", error, "Training goes on without it.")
+            return None
+
+    def _measuring_failed(self, error: Exception) -> None:
+        if self._measures:
+            self._measures = False
+            self._tell("stopped measuring", error, "Training goes on; log at level DEBUG to see where it failed.")
+            self.attempt("take out what it had put into the Trainer", self._stop)
+
+    def _tell(self, what: str, error: Exception, then: str) -> None:
+        reason = traceback.format_exception_only(error)[-1].strip()
+        if reason not in self._said:
+            self._said.add(reason)
+            say(logger, logging.WARNING, printable_lines(f"{self._who} {what} ({reason}). {then}"))
+        with contextlib.suppress(Exception):  # as in say
+            logger.debug("%s %s:", self._who, what, exc_info=error)
+
+
+class _Guarded(Protocol):
+    _guard: Guard
+
+
+Owner = TypeVar("Owner", bound=_Guarded)
+
+
+def guarded(hook: Callable[Concatenate[Owner, P], None]) -> Callable[Concatenate[Owner, P], None]:
+    """A hook of a callback as its ``_guard`` measures."""
+
+    @functools.wraps(hook)
+    def run(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self._guard.measure(hook, self, *args, **kwargs)
+
+    return run
+
+
+def say(to: logging.Logger, level: int, what: str) -> None:
+    """Log a line, unless that fails: a handler of the user's may raise, as Python's do once ``stderr`` was closed."""
+    with contextlib.suppress(Exception):  # there is no other place to say it
+        to.log(level, "%s", what)
+
+
+def call_plainly(call: Callable[..., Any], *args: Any) -> Any:
+    """As :meth:`Guard.measure`, without a guard."""
+    return call(*args)
