@@ -263,7 +263,7 @@ def share(report: Report, device: Device) -> None:
                 report.add(Claim(claim=what, detail=f"the profiler saw {len(traces[0].spins)} of {STEPS} kernels"))
                 continue
             told = math.nan if stats.starved_pct is None else stats.starved_pct
-            true = starved_pct(traces[0], stats.steps)
+            true = starved_pct(traces[0], stats.steps) if stats.steps else math.nan
             detail = f"told {told:.1f} %, in the trace {true:.1f} %"
             report.add(at_most(f"starved_pct against the trace, {what}", abs(told - true), 2, "points", detail))
             report.row(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -415,6 +416,13 @@ def test_a_wrong_share_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     device.fetch_seen = 0.5  # the trace shows half of it
     found = checked(gpu_checks.share, tmp_path, device)
     assert found["starved_pct against the trace, data 20 ms, compute 5 ms"].passed is False
+
+
+def test_a_meter_that_measured_nothing_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = SimpleNamespace(stats=SimpleNamespace(steps=0, starved_pct=None, step_ms=None))
+    monkeypatch.setattr(gpu_checks.GPUStarvationCallback, "report", lambda _: nothing)
+    found = checked(gpu_checks.share, tmp_path, traced(monkeypatch))
+    assert {claim.passed for claim in found.values()} == {False}
 
 
 def test_copies_under_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
