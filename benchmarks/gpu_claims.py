@@ -68,8 +68,8 @@ def if_active(claim: Claim, *, active: bool) -> Claim:
 
 def number_text(value: float | str) -> str:
     """Three significant digits, large numbers whole, with commas."""
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str) or not math.isfinite(value):
+        return str(value)
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 

@@ -423,6 +423,8 @@ def test_a_meter_that_measured_nothing_is_seen(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(gpu_checks.GPUStarvationCallback, "report", lambda _: nothing)
     found = checked(gpu_checks.share, tmp_path, traced(monkeypatch))
     assert {claim.passed for claim in found.values()} == {False}
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert "|  | nan |" in gpu_tables.part_table("share", {"rows": rows})
 
 
 def test_copies_under_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
