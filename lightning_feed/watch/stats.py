@@ -97,7 +97,8 @@ class StarvationStats:
     steps: int
     """Steps in the window that count: not the first of an epoch, nor one after a validation."""
     lost_steps: int = 0
-    """Steps for which the device clock had no event free. High: the host runs very far ahead of the device."""
+    """Steps that were not measured: the host was too far ahead of the device, two events could not be compared, or the
+    device failed."""
     confidence: Confidence
     """How far to trust the figures: by the number of steps, the clock, and whether the warm-up is among them."""
 
