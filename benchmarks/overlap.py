@@ -192,8 +192,8 @@ def main() -> None:
                 flush=True,
             )
             rows.append({"model": name, "batch": size, "dtype": str(dtype), **figures})
-    if options.json is not None:
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+            if options.json is not None:  # after each row: a time limit may end it before the last
+                options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":
