@@ -206,8 +206,8 @@ def test_the_package_is_typed() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=_relative)
-def test_no_file_is_longer_than_400_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+def test_no_file_is_longer_than_500_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 500
 
 
 def test_no_file_is_named_for_nothing() -> None:
