@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed.load.feed_loader import begin_next_epoch, is_feed_state
+from lightning_feed.load.feed_loader import FeedLoader, begin_next_epoch, is_feed_state
 
 
 def attach(trainer: Trainer) -> None:
@@ -41,6 +41,9 @@ class ExactResume(Callback):
             # Our loaders can begin the epoch after the one that ended; others can only begin afresh.
             states = [begin_next_epoch(state) for state in states] if ours else []
             _host.write_loader_states(checkpoint, states)
+        elif len(states) > 1 and ours:
+            states = [{**state, "beside": len(states) - 1} for state in states]
+            _host.write_loader_states(checkpoint, states)
         if states and ours:
             _host.count_the_batch_in_hand(trainer, checkpoint)
         self._loaded = states
@@ -51,6 +54,11 @@ class ExactResume(Callback):
         if tap is not None and tap.track_states and tap.trained_states is None and _host.read_already(trainer):
             tap.trained_states = self._loaded
         self._loaded = []
+        loaders = _host.train_loaders(trainer)
+        if len(loaders) == 1 and isinstance(loaders[0], FeedLoader) and loaders[0].shift:
+            # Lightning ends the epoch by its own count, which comes from the checkpoint.
+            _host.shift_batches(trainer, loaders[0].shift)
+            loaders[0].shift = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reloading the loaders makes a new fetcher."""

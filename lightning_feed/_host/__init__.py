@@ -9,6 +9,7 @@ from lightning_feed._host.checkpoint import (
     checkpoint_loader_states,
     count_the_batch_in_hand,
     resumes_in_a_new_epoch,
+    shift_batches,
     write_loader_states,
 )
 from lightning_feed._host.fetcher import (
@@ -76,6 +77,7 @@ __all__ = [
     "read_already",
     "resumes_in_a_new_epoch",
     "shards_the_model",
+    "shift_batches",
     "stage_now",
     "step_actions",
     "step_to_log",

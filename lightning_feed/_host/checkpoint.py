@@ -60,5 +60,16 @@ def count_the_batch_in_hand(trainer: Any, checkpoint: dict[str, Any]) -> None:
         progress["is_last_batch"] = False
 
 
+def shift_batches(trainer: Any, shift: int) -> None:
+    """Add ``shift`` to the batches of the resumed epoch: its loader makes others of the same samples.
+
+    To be called in ``on_train_start``, before the loop compares them with the loader's length. Read in 2.4.0 and 2.6.6
+    (``loops/training_epoch_loop.py: on_run_start``).
+    """
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, getattr(current, name) + shift)
+
+
 def _counts_the_batch_in_hand(trainer: Any) -> bool:
     return hasattr(trainer.fit_loop.epoch_loop, "restarted_on_train_batch_end")

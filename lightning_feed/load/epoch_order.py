@@ -103,6 +103,13 @@ class MapPass:
         self.batches: int = resume["batches"] if resume is not None else 0
         self.skip = self.batches
         self.pass_start: dict[str, dict[str, Any]] = {}
+        self.facts: dict[str, Any] = {}
+        """The setting of the loader that its state holds: see rest_of_epoch.py."""
+        self.rest: Callable[[], Iterator[Any]] | None = None
+        """Gives the indices of a pass that goes on in another setting than that of the state."""
+        self.given = 0
+        """Indices that were asked for in this pass. Each of them is to give a batch."""
+        self.newest: Any = None
         self._begun = False
 
     def hand_out(self, batch: Any) -> Any:
@@ -112,7 +119,7 @@ class MapPass:
 
     def state(self) -> dict[str, Any]:
         """What a resumed pass needs besides its place: seeds, generator and sampler states at the start."""
-        return {"pass_start": copy.deepcopy(self.pass_start)}
+        return {"pass_start": copy.deepcopy(self.pass_start), **self.facts}
 
     def begin(self, samplers: Mapping[str, Any]) -> None:
         """Seed, restore and record the samplers. Runs once, before the first index is drawn.
@@ -123,6 +130,9 @@ class MapPass:
         if self._begun:
             return
         self._begun = True
+        if self.origin is not None and self.origin.get("rest") == "dealt":
+            self.pass_start = copy.deepcopy(self.origin["pass_start"])  # what its order is drawn from
+            return
         saved: Mapping[str, Mapping[str, Any]] = self.origin["pass_start"] if self.origin is not None else {}
         for name, sampler in samplers.items():
             self.pass_start[name] = self._begin_sampler(name, sampler, saved.get(name, {}))
@@ -200,11 +210,13 @@ class IndexSource:
         now.begin(self.samplers)
         generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())
         device = drawing_device(next(filter(None, generators), None))
-        indices: Iterator[Any] = islice(self.inner, now.skip, None)
+        indices: Iterator[Any] = islice(self.inner, now.skip, None) if now.rest is None else now.rest()
         while True:
             with device:  # for each, since samples of the main process are made between them
                 try:
                     index = next(indices)
                 except StopIteration:
                     return
+            now.given += 1
+            now.newest = index
             yield index

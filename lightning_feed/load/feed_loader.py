@@ -9,6 +9,7 @@ name is ``_iterator``, where torch keeps persistent workers and where Lightning 
 import copy
 import inspect
 import logging
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -32,6 +33,7 @@ from lightning_feed.load.epoch_order import (
 )
 from lightning_feed.load.iterable_state import IterablePass, StampingCollate
 from lightning_feed.load.loader_pass import LoaderPass
+from lightning_feed.load.rest_of_epoch import SIDE_BY_SIDE, facts_of, fitted, ranks_of_run, rest_of
 from lightning_feed.load.thread_crew import ThreadCrew
 from lightning_feed.load.thread_pass import ThreadPass, check_arguments
 
@@ -108,15 +110,21 @@ class FeedLoader(DataLoader[Any]):
         self._live: weakref.ref[LoaderPass] | None = None
         self._position: MapPass | IterablePass | None = None
         self._pending: dict[str, Any] | None = None
+        self.shift = 0
+        """Batches by which a loaded state's count of them changed, because this loader's batches are others."""
 
     def __iter__(self) -> LoaderPass:  # type: ignore[override]
         live = self._live() if self._live is not None else None
         if live is not None and (self.persistent_workers or self.background or self.decode is not None):
             live.close()  # workers and decoders serve one pass at a time, and two threads would share one dataset
-        position = self._begin(self._take_pending())
+        resume = self._take_pending()
+        position = self._begin(resume)
         source = self._start(position)
         if isinstance(position, MapPass):
             position.begin(self._index.samplers)  # if torch has not asked for an index yet
+            position.facts = {**facts_of(self, self._index.samplers), "since": 0, "done": []}
+            if resume is not None:
+                position.facts |= {key: resume[key] for key in ("since", "done", "order", "rest") if key in resume}
         self._position = position
         batches = LoaderPass(source, self.background, position, self.decode)
         self._live = weakref.ref(batches)
@@ -161,11 +169,14 @@ class FeedLoader(DataLoader[Any]):
             state: of ``state_dict()``, or ``{"ranks": [state of rank 0, state of rank 1, ...]}``.
 
         Raises:
-            ResumeError: the state is of another kind of dataset, of an unknown version, or, for an iterable dataset,
-                of another number of workers or ranks.
+            ResumeError: the state is of another kind of dataset, of an unknown version, or, in the middle of an epoch,
+                of a setting from which it cannot be carried over: see rest_of_epoch.py. An iterable dataset needs the
+                workers and the ranks that it had.
         """
         state = copy.deepcopy(_of_this_rank(state) if "ranks" in state else state)
-        self._refuse_misfit(state)
+        before = state.get("batches", 0)
+        state = self._fitted(state)
+        self.shift = state.get("batches", 0) - before
         if not state["exact"]:
             logger.warning(
                 "The loader state in the checkpoint is not exact (workers out of order, a DataPipe, or a dataset state "
@@ -183,7 +194,8 @@ class FeedLoader(DataLoader[Any]):
         if self.workers != "thread":
             super().check_worker_number_rationality()
 
-    def _refuse_misfit(self, state: Mapping[str, Any]) -> None:
+    def _fitted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` as it is for this loader. Raises where it does not fit."""
         # Here, not in iter(): an error there is hidden by one that Lightning's teardown raises on top of it.
         kind = "iterable" if self._iterable else "map"
         if state.get("version") != _VERSION:
@@ -196,20 +208,52 @@ class FeedLoader(DataLoader[Any]):
                 f"The loader state is of a dataset of kind {state['kind']!r}, and this loader's dataset "
                 f"({type(self.dataset).__name__}) is of kind {kind!r}. Resume with the dataset that was trained on."
             )
+        if not state["begun"] or self._is_stale(state):
+            return state
+        if self._iterable:
+            return self._fitted_stream(state)
+        state = fitted(state, self, self._index.samplers)
+        if hasattr(self._index.inner, "__len__") and state["batches"] > len(self):
+            raise ResumeError(
+                f"The checkpoint was saved after {state['batches']} batches of an epoch, and this loader has "
+                f"{len(self)}. Resume with the dataset and the batch size that were trained with."
+            )
+        return state
+
+    def _fitted_stream(self, state: dict[str, Any]) -> dict[str, Any]:
         # One worker process and none at all see the same share of the dataset.
-        if self._iterable and state["begun"] and max(1, state["num_workers"]) != max(1, self.num_workers):
+        if max(1, state["num_workers"]) != max(1, self.num_workers):
             raise ResumeError(
                 f"The checkpoint was saved with num_workers={state['num_workers']} and this loader has "
                 f"num_workers={self.num_workers}. An iterable dataset is divided among its workers, so their places "
                 f"cannot be carried over. Set num_workers={state['num_workers']} to resume."
             )
-        if self._iterable or not state["begun"] or self._is_stale(state) or not hasattr(self._index.inner, "__len__"):
-            return
-        if state["batches"] > len(self):
+        ranks, now = state.get("world", 1), ranks_of_run()
+        if "world" in state and ranks != now:
+            raise ResumeError(_OTHER_RANKS.format(ranks=ranks, now=now))
+        size = state.get("batch_size", self.batch_size)
+        if size == self.batch_size:
+            return state
+        if state.get("beside"):
             raise ResumeError(
-                f"The checkpoint was saved after {state['batches']} batches of an epoch, and this loader has "
-                f"{len(self)}. Resume with the dataset and the batch size that were trained with."
+                f"The checkpoint was saved with batch_size={size}, and this loader has {self.batch_size}. "
+                f"{SIDE_BY_SIDE}. Resume with batch_size={size}."
             )
+        # Places are counted in samples, so only the count of batches is another.
+        state["batch_size"] = self.batch_size
+        try:
+            drawn = sum(worker["drawn"] for worker in state["workers"].values())
+            left = max(0, len(self.dataset) - drawn) / (self.batch_size or 1)  # type: ignore[arg-type]
+            state["batches"] = len(self) - (math.floor(left) if self.drop_last else math.ceil(left))
+        except (TypeError, NotImplementedError):  # no length: nothing is compared with the count
+            pass
+        logger.warning(
+            "The checkpoint was saved with batch_size=%s, and this loader has %s. The epoch goes on after the samples "
+            "that were trained.",
+            size,
+            self.batch_size,
+        )
+        return state
 
     def _is_stale(self, state: Mapping[str, Any]) -> bool:
         """Whether the epoch that ``state`` interrupts was complete: the run is in a later one already."""
@@ -239,8 +283,12 @@ class FeedLoader(DataLoader[Any]):
             if epoch is not None and last is not None and last.epoch == epoch:
                 cycle = last.cycle + (1 if last.batches else 0)
         if self._iterable:
-            return IterablePass(self.num_workers, epoch=epoch, cycle=cycle, resume=resume)
-        return MapPass(self.order, epoch=epoch, cycle=cycle, resume=resume)
+            stream = IterablePass(self.num_workers, epoch=epoch, cycle=cycle, resume=resume)
+            stream.facts = {"world": ranks_of_run(), "batch_size": self.batch_size}
+            return stream
+        position = MapPass(self.order, epoch=epoch, cycle=cycle, resume=resume)
+        position.rest = None if resume is None else rest_of(resume, self)
+        return position
 
     def _start(self, position: MapPass | IterablePass) -> Iterator[Any]:
         """Torch's iterator for the pass, or that of worker threads."""
@@ -249,7 +297,8 @@ class FeedLoader(DataLoader[Any]):
         inner = self._inner(position)
         if inner is None:
             return super().__iter__()
-        inner._iterator = self._iterator
+        # Workers that a failed pass has ended are started anew.
+        inner._iterator = None if getattr(self._iterator, "_shutdown", False) else self._iterator
         device = drawing_device(inner.generator)
         try:
             # Entered only where it changes something: workers that are forked here inherit it, and it slows each call.
@@ -313,30 +362,23 @@ class FeedLoader(DataLoader[Any]):
         return generator
 
 
+_OTHER_RANKS = (
+    "The checkpoint was saved by {ranks} ranks and this run has {now}. An iterable dataset is divided among the ranks, "
+    "so their places cannot be carried over. Resume with {ranks} ranks."
+)
+
+
 def _of_this_rank(state: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's part of a state that was gathered from all ranks."""
-    started = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if started else (0, 1)
+    world = ranks_of_run()
     ranks: list[dict[str, Any]] = state["ranks"]
     if len(ranks) == world:
-        return ranks[rank]
-    if ranks[0]["kind"] == "iterable":
-        raise ResumeError(
-            f"The checkpoint was saved by {len(ranks)} ranks and this run has {world}. An iterable dataset is divided "
-            f"among the ranks, so their places cannot be carried over. Resume with {len(ranks)} ranks."
-        )
-    mine = dict(ranks[min(rank, len(ranks) - 1)])
-    if mine["begun"]:
-        # A distributed sampler deals one common order out to the ranks, so k batches of each of n ranks are the first
-        # k * n batches of the whole.
-        mine["batches"] = mine["batches"] * len(ranks) // world
-    logger.warning(
-        "The checkpoint was saved by %d ranks and this run has %d. The epoch goes on after as many samples as were "
-        "trained, rounded down to whole batches; padding of the shares may repeat a few.",
-        len(ranks),
-        world,
-    )
-    return mine
+        mine = ranks[torch.distributed.get_rank() if world > 1 else 0]
+    elif ranks[0]["kind"] == "iterable":
+        raise ResumeError(_OTHER_RANKS.format(ranks=len(ranks), now=world))
+    else:
+        mine = ranks[0]  # a sampler stands at the same place on all of them
+    return {**mine, "beside": state.get("beside", 0), **({"world": len(ranks)} if "world" in mine else {})}
 
 
 def _unpicklable(loader: FeedLoader) -> str | None:
@@ -369,5 +411,7 @@ def begin_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
     if state["kind"] == "iterable" or not state["begun"]:
         return {**state, "begun": False}
     epoch = None if state["epoch"] is None else state["epoch"] + 1
-    state = {key: value for key, value in state.items() if key != "sample_seed"}
+    state = {key: value for key, value in state.items() if key not in ("sample_seed", "rest")}
+    if "done" in state:
+        state |= {"done": [], "since": 0}
     return {**state, "epoch": epoch, "cycle": 0, "batches": 0, "pass_start": {}}

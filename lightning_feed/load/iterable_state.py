@@ -208,6 +208,8 @@ class IterablePass:
         self._saved: dict[int, Mapping[str, Any]] = dict(resume["workers"]) if resume is not None else {}
         self._stamps: dict[int, Stamped] = {}
         self.exact = True
+        self.facts: dict[str, Any] = {}
+        """The ranks and the batch size that its state holds."""
         self.ended = False  # set when the pass has come to the end of its data
 
     def dataset(self, dataset: Any, batch_size: int | None) -> ResumableDataset:
@@ -243,4 +245,5 @@ class IterablePass:
             "workers": workers,
             "next_worker": self.next_worker,
             "base_state": self.base_state,
+            **self.facts,
         }
