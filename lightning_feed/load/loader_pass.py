@@ -10,6 +10,7 @@ from lightning_feed.load.epoch_order import MapPass
 from lightning_feed.load.iterable_state import IterablePass, Stamped
 from lightning_feed.load.thread_pass import ThreadPass
 from lightning_feed.load.trace import traced
+from lightning_feed.load.worker_end import ended_worker
 
 
 class LoaderPass(Iterator[Any]):
@@ -55,12 +56,15 @@ class LoaderPass(Iterator[Any]):
             raise
         except BaseException as error:
             source = self.source
+            ended = ended_worker(source, error)
             self.close()
-            _end_workers(source)
+            _end_workers(source, all_of_them=ended is not None)
             self._end = LoaderError(
                 f"This pass over the loader ended with {type(error).__name__}: {error}. "
                 "It has no further batches; begin a new pass with iter(loader)."
             )
+            if ended is not None and not isinstance(error, RuntimeError):
+                raise LoaderError(ended) from error
             raise
         self.taken += 1
         return self.position.hand_out(item)
@@ -85,12 +89,13 @@ class LoaderPass(Iterator[Any]):
             self.close()
 
 
-def _end_workers(source: Iterator[Any] | None) -> None:
-    """End a failed pass's worker processes now. Left to the traceback that holds them, torch waits 5 s for each.
+def _end_workers(source: Iterator[Any] | None, *, all_of_them: bool) -> None:
+    """End a failed pass's worker processes now, persistent ones if that is asked for: where one of them is dead, no
+    other pass can use the rest. Left to the traceback that holds them, torch waits 5 s for each.
 
     Seen in torch 2.6 and 2.15: an iterator that dies with its traceback finds its queues gone and can only time out.
     """
-    if not getattr(source, "_persistent_workers", True):
+    if all_of_them or not getattr(source, "_persistent_workers", True):
         shut_down = getattr(source, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()

@@ -1,10 +1,15 @@
 """The worker processes of a pass: which they are, and their end."""
 
 import contextlib
+import signal
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch.utils.data._utils import signal_handling
+
+_LAST_MOMENT_S = 0.5
+"""Between the end of a process' connections and its own."""
 
 
 def worker_processes(batches: Any) -> list[Any]:
@@ -16,6 +21,40 @@ def worker_processes(batches: Any) -> list[Any]:
     for iterator in torch_iterators(batches):
         found += list(getattr(iterator, "_workers", None) or ())
     return [process for process in found if hasattr(process, "pid")]
+
+
+def ended_worker(batches: Any, error: BaseException) -> str | None:
+    """Which worker process of a failed pass ended before its time, and how; None where that is not why it failed.
+
+    Torch says it (RuntimeError), unless a batch was on its way: then the connection to the worker breaks first.
+
+    Args:
+        batches: the iterator that failed.
+        error: what it raised.
+    """
+    broken = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and "Caught" not in str(error)
+    if not broken and not str(error).startswith("DataLoader worker (pid"):
+        return None
+    workers = {one.sentinel: one for one in worker_processes(batches)}
+    ended: list[Any] = []
+    with contextlib.suppress(RuntimeError):  # torch's signal handler may say in this very moment what is found below
+        ended = wait(list(workers), timeout=_LAST_MOMENT_S)
+    for one in [workers[sentinel] for sentinel in ended] or workers.values():
+        one.join(_LAST_MOMENT_S if ended else 0)
+        if one.exitcode:
+            how = f"was killed by {_signal_name(-one.exitcode)}" if one.exitcode < 0 else f"ended with {one.exitcode}"
+            return (
+                f"A worker process of the loader (pid {one.pid}) {how}, so its batches are lost. SIGKILL mostly means "
+                "that memory ran out: see dmesg, and use fewer workers or smaller batches."
+            )
+    return None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def torch_iterators(batches: Any) -> list[Any]:
