@@ -7,9 +7,11 @@ on a full queue once the consumer has gone, which keeps the source and its worke
 import logging
 import os
 import queue
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ PATIENCE_S = 10.0
 LOOK_S = 1.0
 """How often a waiting consumer looks whether the thread still lives."""
 UNBOUNDED = 1 << 60
+_AGAIN_S = 0.05
 
 
 @dataclass
@@ -74,7 +77,7 @@ class BackgroundIterator(Iterator[Any]):
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._thread = BackgroundGenerator(_Guarded(source, stop, device), max_prefetch=depth)
         # The thread knows nothing of this object, so an iterator that is abandoned is collected, and the thread ends.
-        self._finalizer = weakref.finalize(self, _end_thread, self._thread, stop, os.getpid(), threading.get_ident())
+        self._finalizer = weakref.finalize(self, _abandon, self._thread, stop, os.getpid(), threading.get_ident())
 
     def __next__(self) -> Any:
         if self._closed:
@@ -114,7 +117,9 @@ class BackgroundIterator(Iterator[Any]):
     def close(self) -> None:
         """End the thread and let go of the source. A second call does nothing."""
         self._closed = True
-        self._finalizer()
+        left = self._finalizer.detach()
+        if left is not None:
+            _end_thread(*left[2])
 
     def __enter__(self) -> "BackgroundIterator":
         return self
@@ -172,6 +177,22 @@ def _draw(source: Any) -> _Batch | _End | _Failure:
         return _Failure(error)
     finally:
         del source  # the error's traceback holds this frame
+
+
+@contextmanager
+def ctrl_c_again() -> Iterator[None]:
+    """Ctrl-C that comes in here comes again a moment later: Python drops what a finalizer or a ``__del__`` raises."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(RuntimeError):  # there are no new threads while Python ends
+            main = threading.main_thread().ident
+            threading.Timer(_AGAIN_S, signal.pthread_kill, (main, signal.SIGINT)).start()
+
+
+def _abandon(thread: Any, stop: threading.Event, pid: int, consumer: int) -> None:
+    with ctrl_c_again():
+        _end_thread(thread, stop, pid, consumer)
 
 
 def _end_thread(thread: Any, stop: threading.Event, pid: int, consumer: int) -> None:

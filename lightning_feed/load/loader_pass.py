@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.background import BackgroundIterator
+from lightning_feed.load.background import BackgroundIterator, ctrl_c_again
 from lightning_feed.load.batch_decoder import BatchDecoder
 from lightning_feed.load.epoch_order import MapPass
 from lightning_feed.load.iterable_state import IterablePass, Stamped
@@ -86,7 +86,8 @@ class LoaderPass(Iterator[Any]):
     def __del__(self) -> None:
         # __init__ may have failed before they were set
         if getattr(self, "background", None) is not None or getattr(self, "_decoding", None) is not None:
-            self.close()
+            with ctrl_c_again():
+                self.close()
 
 
 def _end_workers(source: Iterator[Any] | None, *, all_of_them: bool) -> None:

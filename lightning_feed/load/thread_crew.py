@@ -25,6 +25,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from lightning_feed.errors import LoaderError
+from lightning_feed.load.background import ctrl_c_again
 from lightning_feed.load.thread_random import SampleRandom, prepare
 from lightning_feed.load.trace import traced
 
@@ -277,8 +278,9 @@ def _do_one(tasks: "SimpleQueue[Task | None]", number: int, random: SampleRandom
 
 
 def _end(tasks: "SimpleQueue[Task | None]", threads: list[threading.Thread], pid: int, owner: int) -> None:
-    _dismiss(tasks, threads, pid)
-    _wait_for(threads, pid, owner, PATIENCE_S)
+    with ctrl_c_again():
+        _dismiss(tasks, threads, pid)
+        _wait_for(threads, pid, owner, PATIENCE_S)
 
 
 def _dismiss(tasks: "SimpleQueue[Task | None]", threads: list[threading.Thread], pid: int) -> None:
