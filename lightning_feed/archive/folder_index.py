@@ -1,5 +1,6 @@
 """The files of a folder of class folders, in a few flat arrays: a million of them cost no Python objects."""
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_feed.errors import DatasetError
+from lightning_feed.errors import DatasetError, printable
+
+logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Those of torchvision's ImageFolder; upper or lower case."""
@@ -66,6 +69,8 @@ class FolderIndex:
 
 def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIndex:
     """Find the images of each class folder in ``root``, and of the folders in it, symbolic links followed.
+
+    What is no file, such as a FIFO or a link to a device, is left out with a warning: reading it might never end.
 
     Args:
         root: the folder of class folders.
@@ -131,33 +136,44 @@ def _class_folders(root: Path) -> list[str]:
 
 def _images(root: Path, name: str, folders: list[tuple[str, FolderStamp]]) -> Iterator[str]:
     """Paths below ``root`` of the images of class ``name``, in the order of ImageFolder's ``sorted(os.walk(...))``."""
-    found = sorted(_walk(root, name, ()))
+    found = sorted(_walk(root, name))
     for folder, stamp, files in found:
         folders.append((folder, stamp))
         yield from (f"{folder}/{file}" for file in files)
 
 
-def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, FolderStamp, list[str]]]:
-    """Each folder from ``name`` down: its path below ``root``, its stamp, and the names of its images."""
-    try:
-        status = (root / name).stat()
-        with os.scandir(root / name) as entries:
-            listed = sorted((entry.name, entry.is_dir()) for entry in entries)
-    except OSError as error:
-        raise DatasetError(f"{root / name} cannot be read: {error.strerror}.") from error
-    identity = (status.st_dev, status.st_ino)
-    if identity in above:
-        raise DatasetError(
-            f"{root / name} is a symbolic link to a folder above it, so there is no end to the files. Remove the link."
-        )
-    yield (
-        name,
-        FolderStamp.of(status),
-        [child for child, is_folder in listed if not is_folder and child.lower().endswith(IMAGE_SUFFIXES)],
-    )
-    for child, is_folder in listed:
-        if is_folder:
-            yield from _walk(root, f"{name}/{child}", (*above, identity))
+def _walk(root: Path, top: str) -> Iterator[tuple[str, FolderStamp, list[str]]]:
+    """Each folder from ``top`` down: its path below ``root``, its stamp, and the names of its images."""
+    # A stack, not recursion: folders may be deeper than Python's stack. Each entry carries the folders above it.
+    waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [(top, ())]
+    while waiting:
+        name, above = waiting.pop()
+        path = f"{root}/{name}"
+        images: list[str] = []
+        try:
+            status = os.stat(path)  # noqa: PTH116
+            identity = (status.st_dev, status.st_ino)
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_dir():
+                        waiting.append((f"{name}/{entry.name}", (*above, identity)))
+                    elif entry.name.lower().endswith(IMAGE_SUFFIXES) and _is_file(entry):
+                        images.append(entry.name)
+        except OSError as error:
+            raise DatasetError(f"{path} cannot be read: {error.strerror}.") from error
+        if identity in above:
+            raise DatasetError(
+                f"{path} is a symbolic link to a folder above it, so there is no end to the files. Remove the link."
+            )
+        yield name, FolderStamp.of(status), sorted(images)
+
+
+def _is_file(entry: "os.DirEntry[str]") -> bool:
+    """Whether it is a file, or a link to nowhere, which reading tells of by its name."""
+    if entry.is_file() or not os.path.exists(entry.path):  # noqa: PTH110
+        return True
+    logger.warning("%s is neither a file nor a folder, and is no sample. Move it away.", printable(entry.path))
+    return False
 
 
 def _some(names: list[str]) -> str:

@@ -1,5 +1,7 @@
 """Samples that are files in class folders."""
 
+import os
+import stat
 from pathlib import Path
 from typing import Protocol
 
@@ -46,14 +48,17 @@ class FolderSource:
         """The bytes of file ``index``.
 
         Raises:
-            DatasetError: when the file cannot be read.
+            DatasetError: when the file cannot be read, or is something else by now, such as a FIFO.
         """
         path = self.name(index)
         try:
-            with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a Path would cost as much as the read
-                return file.readall()
+            # A Path would cost as much as the read.
+            with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    return file.readall()
         except OSError as error:
             raise DatasetError(f"{path} (sample {index}) cannot be read: {error.strerror}.") from error
+        raise DatasetError(f"{path} (sample {index}) is not a file, so reading it might never end. Move it away.")
 
     def name(self, index: int) -> str:
         """The path of file ``index``."""
@@ -63,3 +68,7 @@ class FolderSource:
     def relative_name(self, index: int) -> str:
         """The path of file ``index`` below the root."""
         return self.index.path(index)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # which a FIFO would be waited for without
