@@ -31,7 +31,7 @@ class Guard:
         self._who, self._stop = who, stop
         self._failed: set[str] = set()
         self._said: set[str] = set()
-        self._measures = True
+        self._measures, self._quiet = True, False
 
     def measure(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """What ``call`` gives; None where it fails, which ends all measuring, and from then on."""
@@ -74,11 +74,13 @@ class Guard:
         if self._measures:
             self._measures = False
             self._tell("stopped measuring", error, "Training goes on; log at level DEBUG to see where it failed.")
+            self._quiet = True  # what fails now fails for the same reason
             self.attempt("take out what it had put into the Trainer", self._stop)
+            self._quiet = False
 
     def _tell(self, what: str, error: Exception, then: str) -> None:
         reason = traceback.format_exception_only(error)[-1].strip()
-        if reason not in self._said:
+        if not self._quiet and reason not in self._said:
             self._said.add(reason)
             say(logger, logging.WARNING, printable_lines(f"{self._who} {what} ({reason}). {then}"))
         with contextlib.suppress(Exception):  # as in say

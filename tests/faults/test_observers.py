@@ -1,0 +1,245 @@
+"""Whatever only observes a run may fail: the run ends as it would have, and what failed is said once.
+
+What is made to raise is found by a trace of real fits: every function of the package that is called on behalf of
+GPUStarvationCallback or AutotuneCallback, whoever calls it. None is named here but those that must not fail, because
+they stand between the loop and the user's own code.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.loggers import CSVLogger
+from scripted_starvation import FED, STARVED, Scripted
+from simulated.device import SimulatedDevice
+from torch.utils.data import DataLoader
+from watch.small_fits import CpuPrefetch, Memory, make_trainer
+
+import lightning_feed
+from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, starvation_run
+from lightning_feed.autotune_callback import AutotuneCallback
+from lightning_feed.load.tuning import online
+from lightning_feed.watch import guard, hook_times
+from lightning_feed.watch.clocks import EventRing
+
+pytestmark = [
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="functions are told apart by co_qualname"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+]
+PACKAGE = os.path.dirname(lightning_feed.__file__) + os.sep  # noqa: PTH120  # compared with code objects' names
+OBSERVERS = ("watch/", "starvation_", "autotune_", "tuning/hparams")
+"""Files whose functions observe, whoever calls them; those of others do where they are called under the guard."""
+PASS_ON = {
+    # They call what was there before: a profiler's, a loader's, a progress bar's. What they do besides is guarded.
+    "tap_profiler.<locals>.start",
+    "tap_profiler.<locals>.stop",
+    "tap_profiler.<locals>.profile",
+    "_TimedProfile._profile",
+    "_Timed.__enter__",
+    "_Timed.__exit__",
+    "_Tap.__call__",
+    "GPUStarvationCallback._add_to_bar",
+    # Hooks that make the guard anew, or have to take part in what all ranks do; all else in them is guarded.
+    "GPUStarvationCallback.on_train_start",
+    "AutotuneCallback.on_train_start",
+    "AutotuneCallback.on_train_epoch_start",
+    "AutotuneCallback.on_train_batch_start",
+    "AutotuneCallback.on_train_epoch_end",
+    "AutotuneCallback.on_train_end",
+    "AutotuneCallback.on_exception",
+    "AutotuneCallback.teardown",
+    "GPUStarvationCallback._new_guard",
+    "AutotuneCallback._new_guard",
+}
+Function = tuple[str, str, int]
+"""File, name and line."""
+
+
+class Broken(Exception):
+    """What nothing expects."""
+
+
+class Trace:
+    """Notes the functions that observe, or makes one of them raise whenever it is called."""
+
+    def __init__(self, target: Function | None = None) -> None:
+        self.target = target
+        self.seen: dict[Function, None] = {}
+        self.raised = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(PACKAGE):
+            return
+        here = function(code)
+        if self.target is not None and here != self.target:
+            return
+        if not is_own(code) or not observes(frame):
+            return
+        if self.target is None:
+            self.seen[here] = None
+        else:
+            self.raised += 1
+            raise Broken("on purpose")  # and Python takes the trace away: `Again` puts it back
+
+
+class Again(Callback):
+    """Puts the trace back at every hook."""
+
+    def __init__(self, trace: Trace) -> None:
+        for name in dir(Callback):
+            if name.startswith(("on_", "setup")):
+                setattr(self, name, lambda *_, **__: sys.settrace(trace))
+
+
+def function(code: CodeType) -> Function:
+    return code.co_filename.removeprefix(PACKAGE).replace(os.sep, "/"), code.co_qualname, code.co_firstlineno
+
+
+def is_own(code: CodeType) -> bool:
+    """Not a part of another function, nor the guard itself, nor what only passes on."""
+    file, name, _ = function(code)
+    return code.co_name not in ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>") and not (
+        file == "watch/guard.py" or name in PASS_ON
+    )
+
+
+def observes(frame: FrameType) -> bool:
+    if function(frame.f_code)[0].startswith(OBSERVERS):
+        return True
+    caller = frame.f_back
+    while caller is not None:
+        if caller.f_code.co_filename == guard.__file__:
+            return True
+        caller = caller.f_back
+    return False
+
+
+# --- the fits -----------------------------------------------------------------------------------------------------
+
+
+class Bar(ProgressBar):
+    def disable(self) -> None:
+        pass
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.get_metrics(trainer, pl_module)
+
+
+class Fit(NamedTuple):
+    ours: list[Any]
+    others: list[Any]
+    data: Any
+    options: dict[str, Any]
+
+    def run(self, trace: Trace | None, *, ours: bool = True) -> list[torch.Tensor]:
+        """The weights that training ends with."""
+        model = BoringModel()
+        watched = [] if trace is None else [Again(trace)]
+        trainer = make_trainer(*watched, *self.others, *(self.ours if ours else ()), **self.options)
+        data = {"datamodule" if isinstance(self.data, Data) else "train_dataloaders": self.data}
+        try:
+            trainer.fit(model, **data)
+        finally:
+            sys.settrace(None)
+        assert trainer.state.finished
+        return list(model.parameters())
+
+
+class Data(FastDataModule):
+    def make_dataset(self, split: str) -> Any:
+        return RandomDataset(32, 8) if split in ("train", "val") else None
+
+
+def with_loggers(folder: Path) -> Fit:
+    """Everything is shown and logged, by the host's clock; both callbacks, validation, no workers."""
+    loggers = [Memory(), CSVLogger(folder)]
+    ours = [GPUStarvationCallback(every_n_steps=2, nvml=False), AutotuneCallback()]
+    return Fit(
+        ours,
+        [Bar()],
+        Data(4, loader=LoaderSettings(num_workers=0)),
+        {
+            "logger": loggers,
+            "max_epochs": 2,
+            "enable_progress_bar": True,
+            "limit_val_batches": 1,
+            "num_sanity_val_steps": 0,
+        },
+    )
+
+
+def with_workers(folder: Path) -> Fit:
+    """By events of a device, with a worker process and a prefetcher."""
+    data = DataLoader(RandomDataset(32, 8), 2, shuffle=True, num_workers=1, persistent_workers=True)
+    ours = [GPUStarvationCallback(every_n_steps=2, nvml=False, report=False)]
+    return Fit(ours, [CpuPrefetch()], data, {"logger": Memory(), "max_epochs": 1})
+
+
+def with_moves(folder: Path) -> Fit:
+    """Workers are changed between epochs, by figures that are made up."""
+    data = DataLoader(RandomDataset(32, 4), 2, shuffle=True, num_workers=1)
+    ours = [AutotuneCallback()]
+    return Fit(ours, [Scripted(STARVED, FED)], data, {"logger": Memory(), "max_epochs": 3})
+
+
+def made(make: Callable[[Path], Fit], folder: Path) -> Fit:
+    torch.manual_seed(7)
+    return make(folder)
+
+
+@pytest.fixture(autouse=True)
+def small_fits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is done now and then in a long fit is done in these."""
+    monkeypatch.setattr(starvation_run, "READ_EVERY_NS", 0)
+    monkeypatch.setattr(starvation_run, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(starvation_run, "UNFOLDED_STEPS", 3)
+    monkeypatch.setattr(hook_times, "FIRST_LOOK", 1)
+    monkeypatch.setattr(online, "FEWEST_STEPS", 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_what_fails_in_an_observer_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: set[Function] = set()
+    for make in (with_loggers, with_workers, with_moves):
+        if make is with_workers:
+            monkeypatch.setattr(starvation_run, "open_ring", lambda _: EventRing(SimulatedDevice().event, 512))
+        expected, observers = made(make, tmp_path).run(None, ours=False), Trace()
+        assert_same(made(make, tmp_path).run(observers), expected)
+        assert not _said(caplog)
+        for target in observers.seen.keys() - tried:
+            broken, fit = Trace(target), made(make, tmp_path)
+            try:
+                assert_same(fit.run(broken), expected)
+            except Broken as error:
+                raise AssertionError(f"{target} ends the fit of {make.__name__}") from error
+            assert broken.raised, target
+            who = [line.partition(" ")[0] for line in _said(caplog)]
+            assert len(who) == len(set(who)) in range(1, 1 + len(fit.ours)), (target, who)
+            caplog.clear()
+        tried |= observers.seen.keys()
+    assert len(tried) > 250  # the trace has found something
+
+
+def assert_same(weights: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, weights, expected))
+
+
+def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for record in caplog.records if "Broken" in (line := record.getMessage())]

@@ -1,0 +1,247 @@
+"""A report that cannot be printed, logged or written, and ranks of which one fails: training goes on."""
+
+import io
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader
+from watch.small_fits import Memory, make_trainer, run_fit
+from watch.test_ranks_gloo import in_ranks
+
+from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
+from lightning_feed.autotune_callback import AutotuneCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+]
+
+
+class Data(FastDataModule):
+    def make_dataset(self, split: str) -> Any:
+        return RandomDataset(32, 20) if split == "train" else None
+
+
+class Last(Callback):
+    """A callback after ours."""
+
+    ended = False
+
+    def on_train_end(self, *_: Any) -> None:
+        self.ended = True
+
+
+def fit_with(*loggers: Any, before: tuple[Any, ...] = ()) -> GPUStarvationCallback:
+    """A fit with settings to log, that ends as it should."""
+    starvation, last = GPUStarvationCallback(nvml=False), Last()
+    trainer = make_trainer(*before, starvation, last, logger=list(loggers) or False)
+    trainer.fit(BoringModel(), datamodule=Data(1, loader=LoaderSettings(num_workers=0)))
+    assert trainer.state.finished
+    assert last.ended
+    return starvation
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "lightning_feed.watch.guard"]
+
+
+# --- printing -----------------------------------------------------------------------------------------------------
+
+
+def full() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def closed_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def gone_terminal() -> int:
+    master, terminal = os.openpty()
+    os.close(master)
+    return terminal
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+@pytest.mark.parametrize("unbuffered", [True, False])
+@pytest.mark.parametrize("make", [full, closed_pipe, gone_terminal])
+def test_output_that_cannot_be_written(
+    make: Any, unbuffered: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = io.TextIOWrapper(open(make(), "wb"), write_through=unbuffered)  # noqa: PTH123, SIM115  # of a number
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "__stdout__", out)
+    fit_with()
+    (line,) = said(caplog)
+    assert line.startswith("GPUStarvationCallback could not print its report (")
+    assert line.endswith("Training goes on without it.")
+    out.close()  # as Python does at its end: what is left in the buffer would make the exit code 120
+
+
+def test_output_in_ascii(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Wächter(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            time.sleep(0.002)
+
+    file = (tmp_path / "out").open("w", encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", file)
+    monkeypatch.setattr(sys, "__stdout__", file)
+    run_fit(GPUStarvationCallback(nvml=False), others=(Wächter(),))
+    file.close()
+    assert r"W\xe4chter.on_train_batch_end" in (tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_no_stderr_to_log_to(closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's logging itself raises then, where it would tell of the error."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    stream.close()
+    logging.getLogger("lightning_feed").addHandler(handler)
+    try:
+        monkeypatch.setattr(sys, "stderr", stream if closed else None)
+        starvation = fit_with()  # says that there is no logger
+    finally:
+        logging.getLogger("lightning_feed").removeHandler(handler)
+    assert starvation.report().stats.steps
+
+
+# --- loggers ------------------------------------------------------------------------------------------------------
+
+
+class Refuses(Memory):
+    """As MLflow refuses parameters of a run that has others by these names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.params: dict[str, Any] = {}
+        self.texts = 0
+
+    @property
+    def experiment(self) -> Any:
+        return SimpleNamespace()
+
+    def log_hyperparams(self, params: Any, *_: Any) -> None:
+        if self.params:
+            raise ValueError("Changing param values is not allowed")
+        self.params = dict(params)
+
+    def log_text(self, **_: Any) -> None:
+        self.texts += 1
+
+
+def test_a_logger_that_refuses_changed_parameters(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    logger, other = Refuses(), CSVLogger(tmp_path)
+    fit_with(logger, other)
+    assert not said(caplog)
+    fit_with(logger, other)
+    (line,) = said(caplog)
+    assert "could not give the settings of the loader to Refuses (trainer.loggers[0]) (ValueError: Changing" in line
+    assert other.experiment.hparams["feed/num_workers"] == 0  # the others get theirs
+    assert logger.texts == 2
+
+
+@pytest.fixture
+def few_files(tmp_path: Path) -> Iterator[Path]:
+    """A file system on which few files can be made."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=12,mode=700", "none", tmp_path], check=False)
+    if mount.returncode:
+        pytest.skip("nothing can be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_no_inodes_left(few_files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fill(Callback):
+        def on_train_end(self, *_: Any) -> None:
+            for number in range(12):
+                try:
+                    (few_files / str(number)).touch()
+                except OSError:
+                    return
+
+    logger = TensorBoardLogger(few_files)
+    fit_with(logger, before=(Fill(),))
+    lines = said(caplog)
+    assert "give the settings of the loader to TensorBoardLogger (trainer.loggers[0])" in lines[0]
+    assert "No space left on device" in lines[0]
+    assert "write its report" in lines[-1]
+
+
+@pytest.mark.parametrize("folder", [object(), 7, SimpleNamespace(name="a mock")])
+def test_a_log_dir_that_is_no_path(folder: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Elsewhere(Memory):
+        log_dir = folder
+
+    fit_with(Elsewhere())
+    (line,) = said(caplog)
+    assert line.startswith("GPUStarvationCallback could not write its report (TypeError: ")
+
+
+# --- errors that are not ours -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interruption_goes_through(stop: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise stop
+
+    monkeypatch.setattr("lightning_feed.watch.step_meter.StepMeter.step_ended", interrupted)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run_fit(GPUStarvationCallback(nvml=False, report=False))
+
+
+# --- ranks --------------------------------------------------------------------------------------------------------
+
+
+def fit_with_a_broken_rank(rank: int, broken: int) -> Any:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_feed.watch.guard").addHandler(handler)
+    starvation, autotune = GPUStarvationCallback(every_n_steps=2, nvml=False, report=False), AutotuneCallback()
+
+    class Breaks(Callback):
+        """In the second epoch: measuring, and what the ranks agree on before the third."""
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if rank == broken and trainer.current_epoch == 1 and starvation._run is not None:
+                starvation._run._meter.finished = None  # type: ignore[assignment]
+                autotune._tell = None  # type: ignore[method-assign, assignment]
+
+    torch.manual_seed(0)
+    model = BoringModel()
+    trainer = make_trainer(Breaks(), starvation, autotune, devices=2, strategy="ddp", max_epochs=4, logger=Memory())
+    trainer.fit(model, DataLoader(RandomDataset(32, 16), 2, num_workers=1, shuffle=True))
+    return {"said": lines, "steps": trainer.global_step, "weights": model.layer.bias.tolist()}
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_ranks_do_not_wait_for_one_whose_observers_failed(broken: int, tmp_path: Path) -> None:
+    told = in_ranks(2, fit_with_a_broken_rank, tmp_path, broken)
+    assert [one["steps"] for one in told] == [16, 16]
+    assert told[0]["weights"] == told[1]["weights"]
+    assert not told[1 - broken]["said"]
+    first, second = told[broken]["said"]
+    assert first.startswith("GPUStarvationCallback stopped measuring (TypeError")
+    assert second.startswith("AutotuneCallback stopped measuring (TypeError")
