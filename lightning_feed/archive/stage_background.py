@@ -26,6 +26,7 @@ from lightning_feed.errors import ArchiveError, FeedError
 
 logger = logging.getLogger(__name__)
 
+# What this package needs is imported from where it was found here, and never from the working folder ("").
 _CHILD = (
     "import json, sys; request = json.loads(sys.stdin.readline()); sys.path[:] = request['sys_path']; "
     "from lightning_feed.archive.stage_background import copy_in_child; copy_in_child(request)"
@@ -47,7 +48,7 @@ class BackgroundStage:
         self._pid = os.getpid()
         # A session of its own: Ctrl-C goes to the training, which stops the copy when it ends.
         self._child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD],
+            [sys.executable, "-I", "-c", _CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -57,7 +58,7 @@ class BackgroundStage:
         )
         self._request = json.dumps(
             {
-                "sys_path": sys.path,
+                "sys_path": [*filter(None, sys.path), str(Path(__file__).parents[2])],
                 "parent": self._pid,
                 "origin": origin,
                 "target": str(place.target),
