@@ -22,6 +22,8 @@ from lightning_feed.errors import ArchiveError
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_SAY_AFTER_S = 1.0
+"""A wait that is over sooner, for a process that finds the copy up to date, is not worth a line."""
 _BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
@@ -122,7 +124,7 @@ def claim(
         ArchiveError: when another process still copies after ``wait_s``, or when the folder cannot be written.
     """
     lock = FileLock(place.lock)
-    deadline = None if wait_s is None else clock() + wait_s
+    began = clock()
     said = False
     while True:
         _make_folder(place.folder)
@@ -139,27 +141,30 @@ def claim(
             ) from error
         other = place.read_copying()
         who = other.described() if other else "another process"
-        if deadline is not None and clock() >= deadline:
+        waited_s = clock() - began
+        if wait_s is not None and waited_s >= wait_s:
             raise ArchiveError(
                 f"{shown(place.target)} is being copied by {who}, and is not complete after the {wait_s:g} s that were "
                 "given to wait. Wait longer, or stop that process: what it has copied is kept."
             )
-        if not said:
-            logger.info("Waiting for the copy at %s by %s.", shown(place.target), who)
+        if not said and waited_s >= _SAY_AFTER_S:
+            logger.warning("Waiting for the copy at %s, which is being made by %s.", shown(place.target), who)
             said = True
         sleep(_POLL_S)
 
 
 def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and folder.parent.is_dir():
-            return  # removed between the two calls: the caller comes again
-        raise ArchiveError(
-            f"{shown(folder.parent)} cannot be written to: {error.strerror}. Give a folder of your own as DEST."
-        ) from error
+        todo = "Give SRC a shorter name" if error.errno == errno.ENAMETOOLONG else "Give a folder of your own as DEST"
+        raise ArchiveError(f"{shown(folder)} cannot be made: {error.strerror}. {todo}.") from error
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return  # removed between the two calls: the caller comes again
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise ArchiveError(
             f"{shown(folder)} belongs to another user, or is not a folder. Give a folder of your own as DEST."
