@@ -110,10 +110,13 @@ def _add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "stage",
         help="copy data to memory or a local disk, or bring the copy there up to date",
         description="Copy SRC to DEST/<name of SRC>. Only files that are new or have changed are copied; a copy that "
-        "was broken off is gone on with. No root is needed: /dev/shm, or any folder.",
+        "was broken off is gone on with. Only you can open the copy. No root is needed: /dev/shm/<user>, or any folder "
+        "of yours.",
     )
     stage.add_argument("source", type=Path, metavar="SRC", help="a folder or a file")
-    stage.add_argument("dest", type=Path, metavar="DEST", help="a folder in memory (/dev/shm/me) or on a local disk")
+    stage.add_argument(
+        "dest", type=Path, metavar="DEST", help="a folder in memory (/dev/shm/<user>) or on a local disk"
+    )
     stage.add_argument("--hash", action="store_true", help="compare the contents of all files too, byte by byte")
     stage.add_argument("--force", action="store_true", help="remove what lies there and copy everything")
     stage.add_argument("--wait", type=float, metavar="S", help="seconds to wait for another process that copies")

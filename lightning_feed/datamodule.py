@@ -331,7 +331,7 @@ class FastDataModule(FeedDataModule, LightningDataModule):
         loader: how the loaders are to be built.
         drop_keys: parts of a batch that nobody reads: they are left out in the workers, before they cost a copy.
         data_dir: the folder or file that ``make_dataset`` reads, for ``stage_to``; read it from ``staged_dir``.
-        stage_to: a folder in memory (``"/dev/shm/me"``) or on a local disk: the data are copied there once per node.
+        stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk: data are copied there once per node.
         stage_wait: whether training waits for the copy; if not, it begins with the source and moves over.
         stage_remove: whether the copy is removed when its last user ends.
         cache: ``"bytes"`` or ``"decoded"``, what to keep of each sample in memory shared by all processes of the node,

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -163,7 +164,7 @@ class _Shared(Iterator[str]):
 def _copy_one(job: CopyJob, name: str, add: Callable[[int], None]) -> None:
     stamp, path, part = job.source.files[name], job.source.path(name), job.part(name)
     try:
-        source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        source = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO by now would be waited for
     except FileNotFoundError:
         return
     except OSError as error:
@@ -171,14 +172,15 @@ def _copy_one(job: CopyJob, name: str, add: Callable[[int], None]) -> None:
         return
     try:
         status = os.fstat(source)
-        if stamp != (status.st_size, status.st_mtime_ns):
+        if stamp != (status.st_size, status.st_mtime_ns) or not stat.S_ISREG(status.st_mode):
             return
         if not _write_part(source, part, stamp, stop=job.stop, add=add):
             return
         if stamp != _stamp_of(source):
             Path(part).unlink()  # changed while it was read: this is neither the old file nor the new
             return
-        os.chmod(part, status.st_mode & 0o777)  # noqa: PTH101 - as above in stage_tree
+        # A single file lies among those of others; what is in a folder of ours only we can reach.
+        os.chmod(part, status.st_mode & (0o777 if job.source.is_folder else 0o700))  # noqa: PTH101 - as in stage_tree
         os.utime(part, ns=(stamp.mtime_ns, stamp.mtime_ns))
         os.replace(part, below(job.target, name))  # noqa: PTH105
         job.copied.append(name)

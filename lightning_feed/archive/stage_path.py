@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_feed.archive.stage_record import StagePlace, read_boot_id
+from lightning_feed.archive.stage_record import StagePlace, is_ours, read_boot_id
 from lightning_feed.archive.stage_tree import shown
 
 _LOOK_EVERY_S = 1.0
@@ -60,7 +60,12 @@ class StagedPath:
 
     def _is_complete(self) -> bool:
         found = StagePlace(self.staged).read_complete()
-        if found is None or found.source != str(self.source) or found.boot_id != read_boot_id():
+        if (
+            found is None
+            or found.source != str(self.source)
+            or found.boot_id != read_boot_id()
+            or not is_ours(self.staged)
+        ):
             return False
         return self._since_s is None or found.checked_s >= self._since_s
 

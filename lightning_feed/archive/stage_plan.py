@@ -2,14 +2,13 @@
 
 import heapq
 import os
-import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_feed.archive.stage_copy import THREADS
 from lightning_feed.archive.stage_room import Need
-from lightning_feed.archive.stage_tree import FileStamp, Tree, below
+from lightning_feed.archive.stage_tree import FileStamp, Identity, Tree, below, identities_above, overlap_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +35,13 @@ def plan_copy(source: Tree, target: str, *, afresh: bool = False, block_bytes: i
         target: where the copy is, or will be.
         afresh: everything is removed and copied again.
         block_bytes: each file takes whole blocks of this size.
+
+    Raises:
+        ArchiveError: when the target lies in the source, or a part of the source in the target, by whatever way.
     """
-    there = _scan_copy(target)
+    if identities_above(target) & source.identities:
+        raise overlap_error(source.root, target)
+    there = _scan_copy(source, target)
     stale = list(there) if afresh else [name for name, stamp in there.items() if not _belongs(source, name, stamp)]
     gone = set(stale)
     # A folder that goes takes what is in it along.
@@ -52,13 +56,28 @@ def plan_copy(source: Tree, target: str, *, afresh: bool = False, block_bytes: i
 
 
 def remove_entries(target: str, names: list[str]) -> None:
-    """Remove files and folders of a copy; those that are gone already are gone."""
+    """Remove files and folders of a copy, however deep; those that are gone already are gone."""
     for name in names:
         path = below(target, name)
         if Path(path).is_dir() and not Path(path).is_symlink():
-            shutil.rmtree(path)
+            _remove_folder(path)
         else:
             Path(path).unlink(missing_ok=True)
+
+
+def _remove_folder(path: str) -> None:
+    # shutil.rmtree calls itself for each folder in a folder, and fails where they are more than Python's stack holds.
+    os.chmod(path, 0o700)  # noqa: PTH101 - from here on nobody else puts a link to elsewhere into it
+    folders = [path]
+    for folder in folders:  # which grows meanwhile
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    os.unlink(entry.path)  # noqa: PTH108
+    for folder in reversed(folders):
+        os.rmdir(folder)  # noqa: PTH106
 
 
 def _belongs(source: Tree, name: str, stamp: FileStamp | None) -> bool:
@@ -96,7 +115,7 @@ def _need(
     )
 
 
-def _scan_copy(target: str) -> dict[str, FileStamp | None]:
+def _scan_copy(source: Tree, target: str) -> dict[str, FileStamp | None]:
     """What lies at the copy: files with their stamps, folders with None. A link or a pipe is no file of a copy."""
     try:
         status = os.lstat(target)
@@ -110,12 +129,14 @@ def _scan_copy(target: str) -> dict[str, FileStamp | None]:
         name = waiting.pop()
         with os.scandir(below(target, name)) as entries:
             for entry in entries:
-                child = f"{name}/{entry.name}" if name else entry.name
-                if entry.is_dir(follow_symlinks=False):
+                child, status = f"{name}/{entry.name}" if name else entry.name, entry.stat(follow_symlinks=False)
+                if Identity.of(status) in source.identities:
+                    raise overlap_error(source.root, target)
+                if stat.S_ISDIR(status.st_mode):
                     found[child] = None
                     waiting.append(child)
                 else:
-                    found[child] = _copy_stamp(entry.stat(follow_symlinks=False))
+                    found[child] = _copy_stamp(status)
     return found
 
 

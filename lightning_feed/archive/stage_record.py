@@ -57,6 +57,14 @@ class Complete:
 Record = TypeVar("Record", Copying, Complete)
 
 
+def is_ours(path: str | os.PathLike[str]) -> bool:
+    """Whether this user made what lies there. In a folder that all may write to, another user may have been first."""
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
 class StagePlace:
     """The paths of one staged copy.
 
@@ -79,7 +87,7 @@ class StagePlace:
         return _read(self.copying, Copying)
 
     def read_complete(self) -> Complete | None:
-        """That the copy is complete; None when it is not, or when another version wrote the record."""
+        """That the copy is complete; None when it is not, or when another version or another user wrote the record."""
         return _read(self.complete, Complete)
 
     def write_copying(self, record: Copying) -> None:
@@ -123,7 +131,11 @@ def _write(path: Path, record: Copying | Complete) -> None:
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
     try:
-        found = json.loads(path.read_text())
+        # Neither a link nor a FIFO of another user's is followed or waited for.
+        with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                return None
+            found = json.load(file)
     except (OSError, ValueError):
         return None  # not there, or cut short: then nothing is known, and the files are compared again
     if not isinstance(found, dict) or found.get("version") != VERSION:

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,10 +118,16 @@ def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
         folder: where the copies go; exists.
         root: as in :func:`check_room`.
     """
-    mount = find_mount(folder, root)
+    mount, status, found = find_mount(folder, root), os.stat(folder), []  # noqa: PTH116
+    sticky = status.st_mode & stat.S_ISVTX  # then what lies there can be moved by its owner alone
+    if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o002 and not sticky):
+        found.append(
+            f"Other users may put other data in the place of a copy in {shown(folder)}: it belongs to another user, or "
+            "all may write to it. Give a DEST of your own, for example /dev/shm/<user>."
+        )
     if mount is None or not mount.in_memory:
-        return ()
-    found = [f"{shown(mount.point)} is memory: the copy is gone after a reboot."]
+        return tuple(found)
+    found.append(f"{shown(mount.point)} is memory: the copy is gone after a reboot.")
     if mount.kind == "tmpfs" and "noswap" not in mount.options and _has_swap(root):
         found.append(
             f"{shown(mount.point)} may be moved out to swap when memory is short, and reads are then those of the swap "

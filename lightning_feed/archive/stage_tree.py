@@ -4,9 +4,10 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from lightning_feed.errors import ArchiveError
+from lightning_feed.errors import ArchiveError, printable
 
 
 class FileStamp(NamedTuple):
@@ -16,6 +17,18 @@ class FileStamp(NamedTuple):
     """Bytes."""
     mtime_ns: int
     """Time of the last change, in ns since 1970."""
+
+
+class Identity(NamedTuple):
+    """What tells one file or folder from all others, whatever paths, mounts and links lead to it."""
+
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "Identity":
+        """The identity of what a status was read of."""
+        return cls(status.st_dev, status.st_ino)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +45,8 @@ class Tree:
     """By path below the root; a single file has the path ``""``."""
     folders: dict[str, tuple[int, int]]
     """Mode and mtime_ns of each folder by path below the root, which is itself ``""``; each before what is in it."""
+    identities: frozenset[Identity]
+    """Of all folders, and of the files that symbolic links lead to: what is lost if it lies in a copy that goes."""
 
     @property
     def total_bytes(self) -> int:
@@ -49,8 +64,30 @@ def below(root: str, name: str) -> str:
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """A path as text that can be printed everywhere: bytes that are no UTF-8 are written out."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    """A path as text that can be printed everywhere."""
+    return printable(os.fspath(path))
+
+
+def identities_above(path: str) -> set[Identity]:
+    """The identities of what lies at a path and of the folders above it, as far as they exist."""
+    found = map(identity_of, (path, *map(str, Path(path).parents)))
+    return {identity for identity in found if identity is not None}
+
+
+def identity_of(path: str) -> Identity | None:
+    """The identity of what lies at a path, a link being a link; None where there is nothing, or nothing to be seen."""
+    try:
+        return Identity.of(os.lstat(path))
+    except OSError:
+        return None
+
+
+def overlap_error(source: str | os.PathLike[str], target: str) -> ArchiveError:
+    """The refusal of a copy that would be written into its source, or whose removal would take its source along."""
+    return ArchiveError(
+        f"{shown(source)} cannot be staged to {shown(target)}: one lies in the other, perhaps by another mount or a "
+        "link. Give a DEST elsewhere, in memory (/dev/shm/<user>) or on a local disk."
+    )
 
 
 def scan_tree(root: str) -> Tree:
@@ -67,23 +104,19 @@ def scan_tree(root: str) -> Tree:
     except OSError as error:
         raise ArchiveError(f"{shown(root)} cannot be staged: {error.strerror}. Give a folder or a file.") from error
     if stat.S_ISREG(status.st_mode):
-        return Tree(root, is_folder=False, files={"": _stamp(status)}, folders={})
+        itself = frozenset([Identity.of(status)])
+        return Tree(root, is_folder=False, files={"": _stamp(status)}, folders={}, identities=itself)
     files: dict[str, FileStamp] = {}
     folders: dict[str, tuple[int, int]] = {}
+    identities: set[Identity] = set()
     if not stat.S_ISDIR(status.st_mode):
         _refuse_kind(root, status)
-    _walk(root, "", status, files, folders)
-    return Tree(root, is_folder=True, files=files, folders=folders)
-
-
-def _walk(
-    root: str, top: str, status: os.stat_result, files: dict[str, FileStamp], folders: dict[str, tuple[int, int]]
-) -> None:
     # A stack, not recursion: a tree may be deeper than Python's stack. Each entry carries the folders above it.
-    waiting: list[tuple[str, os.stat_result, frozenset[tuple[int, int]]]] = [(top, status, frozenset())]
+    waiting: list[tuple[str, os.stat_result, frozenset[Identity]]] = [("", status, frozenset())]
     while waiting:
         name, status, above = waiting.pop()
-        path, identity = below(root, name), (status.st_dev, status.st_ino)
+        path, identity = below(root, name), Identity.of(status)
+        identities.add(identity)
         if identity in above:
             raise ArchiveError(
                 f"{shown(path)} is a symbolic link to a folder above it, so there is no end to what would be copied. "
@@ -91,16 +124,19 @@ def _walk(
             )
         folders[name] = (stat.S_IMODE(status.st_mode), status.st_mtime_ns)
         for child, found in _entries(path):
-            child_name = f"{name}/{child}" if name else child
+            child_name = f"{name}/{child.name}" if name else child.name
             if stat.S_ISREG(found.st_mode):
                 files[child_name] = _stamp(found)
+                if child.is_symlink():
+                    identities.add(Identity.of(found))
             elif stat.S_ISDIR(found.st_mode):
                 waiting.append((child_name, found, above | {identity}))
             else:
                 _refuse_kind(below(root, child_name), found)
+    return Tree(root, is_folder=True, files=files, folders=folders, identities=frozenset(identities))
 
 
-def _entries(path: str) -> Iterator[tuple[str, os.stat_result]]:
+def _entries(path: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
     try:
         with os.scandir(path) as entries:
             listed = list(entries)
@@ -112,7 +148,7 @@ def _entries(path: str) -> Iterator[tuple[str, os.stat_result]]:
         ) from error
     for entry in listed:
         try:
-            yield entry.name, entry.stat()
+            yield entry, entry.stat()
         except OSError as error:
             if not os.path.lexists(entry.path):
                 continue

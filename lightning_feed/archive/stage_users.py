@@ -7,8 +7,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from lightning_feed.archive.stage_lock import FileLock, claim
-from lightning_feed.archive.stage_record import StagePlace, copying_now
-from lightning_feed.archive.stage_tree import shown
+from lightning_feed.archive.stage_plan import remove_entries
+from lightning_feed.archive.stage_record import StagePlace, copying_now, is_ours
+from lightning_feed.archive.stage_tree import identities_above, identity_of, shown
 from lightning_feed.errors import ArchiveError
 
 
@@ -74,10 +75,23 @@ def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> boo
         False when there is none.
 
     Raises:
-        ArchiveError: when what lies there is no copy of ``source``, or when a process uses it or copies.
+        ArchiveError: when what lies there is no copy of ``source``, when it cannot be removed, or when a process uses
+            it or copies.
     """
     origin = Path(os.path.abspath(source))  # noqa: PTH100 - not resolved: the copy has the name that was given
     place = StagePlace(Path(os.path.realpath(dest)) / origin.name)
+    try:
+        return _unstage(place, origin)
+    except ArchiveError:
+        raise
+    except OSError as error:
+        raise ArchiveError(
+            f"{shown(place.target)} cannot be removed: {error.strerror}. Give the DEST that it was staged to, as the "
+            "user who staged it."
+        ) from error
+
+
+def _unstage(place: StagePlace, origin: Path) -> bool:
     if not place.folder.is_dir():
         return False
     release(place)
@@ -85,6 +99,11 @@ def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> boo
     try:
         if not is_copy_of(place, str(origin)):
             raise ArchiveError(f"{shown(place.target)} is not a staged copy of {shown(origin)}. Remove it yourself.")
+        if _is_source(place, str(origin)):
+            raise ArchiveError(
+                f"{shown(place.target)} is {shown(origin)} itself by now, by another mount or a link, so nothing was "
+                "removed. Unmount it or remove the link."
+            )
         if is_used(place):
             raise ArchiveError(f"{shown(place.target)} is used by another process. Remove it when that has ended.")
         remove_copy(place, str(origin))
@@ -99,14 +118,16 @@ def is_copy_of(place: StagePlace, source: str) -> bool:
     return any(record is not None and record.source == source for record in records)
 
 
+def _is_source(place: StagePlace, source: str) -> bool:
+    return identity_of(str(place.target)) in identities_above(os.path.realpath(source)) | identities_above(source)
+
+
 def remove_copy(place: StagePlace, source: str) -> None:
     """Remove a copy and what was written beside it. Killed in the middle, it leaves a copy that was broken off."""
     place.write_copying(copying_now(source, remove_at_exit=True))
     place.complete.unlink(missing_ok=True)
-    if place.target.is_dir() and not place.target.is_symlink():
-        shutil.rmtree(place.target)
-    else:
-        place.target.unlink(missing_ok=True)
+    if is_ours(place.target):  # removed by hand, it may have made room for another user's
+        remove_entries(str(place.target), [""])
     shutil.rmtree(place.folder)
 
 
@@ -118,6 +139,8 @@ def remove_if_last(place: StagePlace, source: str) -> bool:
     try:
         record = place.read_complete() or place.read_copying()
         if record is None or record.source != source or not record.remove_at_exit or is_used(place):
+            return False
+        if _is_source(place, source):
             return False
         remove_copy(place, source)
         return True

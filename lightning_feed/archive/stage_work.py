@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_feed.archive.stage_copy import CopyJob, copy_files, differing_files, part_name
 from lightning_feed.archive.stage_plan import CopyPlan, plan_copy, remove_entries
-from lightning_feed.archive.stage_record import Complete, StagePlace, copying_now, now_s, read_boot_id
+from lightning_feed.archive.stage_record import Complete, StagePlace, copying_now, is_ours, now_s, read_boot_id
 from lightning_feed.archive.stage_room import Need, check_room
 from lightning_feed.archive.stage_tree import Tree, below, scan_tree, shown
 from lightning_feed.archive.stage_users import is_copy_of, is_used, release
@@ -58,18 +58,20 @@ class StageWork:
             ArchiveError: as in :func:`~lightning_feed.archive.staging.stage`.
         """
         self._remove_at_exit = self._options.remove_at_exit and self._may_go()
-        self._check_what_is_there()
+        self._check_owner()
         tree = self._scan()
-        afresh = self._options.force
+        block = os.statvfs(self._place.target.parent).f_frsize
+        # First, since it refuses what lies in the other: nobody is to be told to remove that by force.
+        plan = plan_copy(tree, self._target, afresh=self._options.force, block_bytes=block)
+        self._check_what_is_there()
         for _ in range(_PASSES):
-            block = os.statvfs(self._place.target.parent).f_frsize
-            plan = plan_copy(tree, self._target, afresh=afresh, block_bytes=block)
             if not plan:
                 break
             self._apply(tree, plan)
-            tree, afresh = self._scan(), False
+            tree = self._scan()
+            plan = plan_copy(tree, self._target, block_bytes=block)
         else:
-            if plan_copy(tree, self._target):
+            if plan:
                 raise ArchiveError(
                     f"{shown(self._origin)} still changes after it was copied {_PASSES} times. Stage it when nothing "
                     "writes to it any more; what is copied is kept."
@@ -82,6 +84,13 @@ class StageWork:
         """Whether the copy was not there before, or was made to go at the end of a run."""
         record = self._place.read_complete() or self._place.read_copying()
         return record.remove_at_exit if record else not os.path.lexists(self._target)
+
+    def _check_owner(self) -> None:
+        if os.path.lexists(self._target) and not is_ours(self._target):
+            raise ArchiveError(
+                f"{shown(self._target)} belongs to another user. Give a folder of your own as DEST, for example "
+                "/dev/shm/<user>."
+            )
 
     def _check_what_is_there(self) -> None:
         complete, copying = self._place.read_complete(), self._place.read_copying()
@@ -123,8 +132,13 @@ class StageWork:
             self._place.parts.mkdir(mode=0o700, exist_ok=True)
             for name, (mode, _) in tree.folders.items():
                 folder = below(self._target, name)
-                if not os.path.isdir(folder):  # noqa: PTH112
-                    os.mkdir(folder, mode | 0o700)  # noqa: PTH102
+                try:
+                    os.mkdir(folder, mode | 0o700 if name else 0o700)  # noqa: PTH102
+                except FileExistsError:
+                    if not name:
+                        self._check_owner()  # another user may have been first
+        except ArchiveError:
+            raise
         except OSError as error:
             raise ArchiveError(
                 f"{shown(self._target)} cannot be written: {error}. Give a DEST that you may write to."
@@ -177,9 +191,14 @@ class StageWork:
             return differing_files(job, names, report=report)
 
     def _finish(self, tree: Tree) -> Complete:
+        status = os.stat(self._target)  # noqa: PTH116
+        if status.st_mode & 0o077:  # made by a version that did not keep it from other users
+            os.chmod(self._target, status.st_mode & 0o700)  # noqa: PTH101
         # Folders get the time of their source after all that is in them, so that an index of the source fits the copy.
         for name, (_, mtime_ns) in reversed(tree.folders.items()):
-            os.utime(below(self._target, name), ns=(mtime_ns, mtime_ns))
+            folder = below(self._target, name)
+            if os.stat(folder).st_mtime_ns != mtime_ns:  # noqa: PTH116 - or their ctime would change each time
+                os.utime(folder, ns=(mtime_ns, mtime_ns))
         done = Complete(
             source=self._origin,
             files=len(tree.files),

@@ -10,7 +10,7 @@ from lightning_feed.archive.stage_lock import claim
 from lightning_feed.archive.stage_path import StagedPath
 from lightning_feed.archive.stage_record import Complete, StagePlace, now_s, read_boot_id
 from lightning_feed.archive.stage_room import find_caveats, find_mount
-from lightning_feed.archive.stage_tree import shown
+from lightning_feed.archive.stage_tree import identities_above, identity_of, overlap_error, shown
 from lightning_feed.archive.stage_users import hold
 from lightning_feed.archive.stage_work import StageOptions, StageWork
 from lightning_feed.errors import ArchiveError
@@ -64,7 +64,8 @@ def stage(
 
     Args:
         source: a folder or a file. Symbolic links in it are followed.
-        dest: a folder in memory or on a local disk, for example ``/dev/shm/me``; made when only it is missing.
+        dest: a folder in memory or on a local disk, for example ``/dev/shm/<user>``; made when only it is missing.
+            Only this user can open the copy.
         hash: also compare the contents of all files, byte by byte, and copy those again that differ.
         force: remove what lies there, whatever it is, and copy everything.
         remove_at_exit: remove the copy when the last process that uses it ends, unless it was there before. A process
@@ -98,11 +99,10 @@ def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> 
     name = os.path.basename(origin)  # noqa: PTH119
     real = os.path.realpath(origin)
     target = os.path.join(os.path.realpath(dest), name)  # noqa: PTH118
-    if not name or _inside(target, real) or _inside(real, target):
-        raise ArchiveError(
-            f"{shown(source)} cannot be staged to {shown(target)}: one lies in the other. Give a DEST elsewhere, in "
-            "memory (/dev/shm) or on a local disk."
-        )
+    # By identity, since the same folder has other paths where it is mounted twice. What lies deeper the scan finds.
+    above_source = identities_above(real) | identities_above(origin)
+    if identity_of(real) in identities_above(target) or identity_of(target) in above_source:
+        raise overlap_error(source, target)
     folder = Path(target).parent
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -165,7 +165,3 @@ def _made_since(found: Complete, origin: str, began_s: float, *, hash: bool) -> 
     """Whether another process made the copy, or looked at it, while this one waited."""
     current = found.boot_id == read_boot_id() and found.checked_s >= began_s
     return current and found.source == origin and (found.hashed or not hash)
-
-
-def _inside(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip("/") + "/")

@@ -18,7 +18,7 @@ MOST_WAITING = 4
 """Times as many workers, at most, where they only wait."""
 NOT_TRANSFORMS = ("read", "decode", "load")
 """Steps of a sample's way that are no transforms, as experiments name them: see :func:`step_of`."""
-STAGE = 'FastDataModule(data_dir="data", stage_to="/dev/shm")'
+STAGE = 'FastDataModule(data_dir="data", stage_to="/dev/shm/<user>")'
 PACK = "lightning-feed pack data packed"
 
 UNUSED_SHARE = 0.1

@@ -1,0 +1,390 @@
+"""Staging beside other mounts, other users and planted files: the source stays, and what is wrong is said."""
+
+import inspect
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_feed.archive import StagedPath, stage, stage_work, unstage
+from lightning_feed.archive.stage_lock import claim
+from lightning_feed.archive.stage_record import StagePlace
+from lightning_feed.archive.stage_room import find_caveats
+from lightning_feed.archive.stage_users import release
+from lightning_feed.cli import main
+from lightning_feed.errors import ArchiveError
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="files of another user can be made by root alone")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    root = tmp_path / "data" / "birds"
+    for name in ("1.jpg", "val/2.jpg"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(name.encode() * 100)
+    return root
+
+
+@pytest.fixture
+def dest(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "fast"
+    release(StagePlace(tmp_path / "fast/birds"))
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+# --- the source under another name --------------------------------------------------------------------------------
+
+# One process in a mount namespace of its own; it says of each alias what staging over it answered, and what is left.
+ALIASES = """
+import json, subprocess, sys
+from pathlib import Path
+from lightning_feed.archive import stage
+from lightning_feed.errors import ArchiveError
+
+def files(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+answers = []
+root = Path(sys.argv[1])
+for number, (real, alias, source, dest) in enumerate(json.loads(sys.argv[2])):
+    for force in (False, True):
+        top = root / f"{number} {force}"
+        for name in ("data/birds/1.jpg", "data/birds/val/2.jpg", "fast/birds/in/3.jpg"):
+            (top / name).parent.mkdir(parents=True, exist_ok=True)
+            (top / name).touch()
+        for name in ("alias", real, alias):
+            (top / name).mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", "--bind", top / real, top / alias], check=True)
+        before, said = files(top), ""
+        try:
+            stage(top / source, top / dest, force=force)
+        except ArchiveError as error:
+            said = str(error)
+        answers.append([said, files(top) == before])
+print(json.dumps(answers))
+"""
+# What is mounted where, and what is staged to where.
+BINDS = [
+    ("data", "alias", "data/birds", "alias"),
+    ("data", "alias", "alias/birds", "data"),
+    ("data/birds", "alias", "data/birds", "alias"),
+    ("data/birds", "alias", "data/birds", "alias/1"),
+    ("data/birds/val", "alias", "data/birds", "alias"),
+    ("fast/birds/in", "data/birds", "data/birds", "fast"),
+    ("fast/birds/in", "data/birds/val", "data/birds", "fast"),
+]
+
+
+def test_a_source_that_is_mounted_twice_is_not_staged_over_itself(tmp_path: Path) -> None:
+    command = ["unshare", "-m", sys.executable, "-c", ALIASES, str(tmp_path), json.dumps(BINDS)]
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for bind, (said, unchanged) in zip(
+        [bind for bind in BINDS for _ in range(2)], json.loads(done.stdout), strict=True
+    ):
+        assert "one lies in the other" in said, bind
+        assert "force" not in said
+        assert unchanged, bind
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    ("link", "leads_to"),
+    [
+        ("data/birds/more", "fast/birds/in"),
+        ("data/birds/3.jpg", "fast/birds/in/3.jpg"),
+        ("data/birds/up", "fast"),
+        ("fast/birds", "data/birds"),
+    ],
+)
+def test_a_source_that_leads_into_its_copy_by_links_is_refused(
+    source: Path, tmp_path: Path, link: str, leads_to: str, force: bool
+) -> None:
+    (tmp_path / "fast/birds/in").mkdir(parents=True)
+    (tmp_path / "fast/birds/in/3.jpg").write_bytes(b"kept")
+    if link == "fast/birds":
+        shutil.rmtree(tmp_path / link)
+    (tmp_path / link).symlink_to(tmp_path / leads_to)
+    given = tmp_path / link if link == "fast/birds" else source
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ArchiveError, match="one lies in the other") as caught:
+        stage(given, tmp_path / "fast", force=force)
+    assert "force" not in str(caught.value)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "fast/.birds.staging").exists()
+
+
+REMOVED = """
+import subprocess, sys
+from pathlib import Path
+from lightning_feed.archive import stage, unstage
+from lightning_feed.archive.stage_users import remove_if_last, release
+from lightning_feed.archive.stage_record import StagePlace
+from lightning_feed.errors import ArchiveError
+
+source, dest = map(Path, sys.argv[1:])
+place = StagePlace(stage(source, dest, remove_at_exit=True).path)
+release(place)
+subprocess.run(["mount", "--bind", source, place.target], check=True)
+print(remove_if_last(place, str(source)))
+try:
+    unstage(source, dest)
+except ArchiveError as error:
+    print(error)
+"""
+
+
+def test_a_copy_whose_place_the_source_has_taken_is_not_removed(source: Path, dest: Path) -> None:
+    command = ["unshare", "-m", sys.executable, "-c", REMOVED, str(source), str(dest)]
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    before = contents(source)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "False"
+    assert "birds itself by now" in done.stdout.splitlines()[1]
+    assert contents(source) == before
+
+
+# --- other users --------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_public_files_is_its_owners_alone(source: Path, dest: Path) -> None:
+    source.chmod(0o755)
+    (source / "1.jpg").chmod(0o644)
+    copy = stage(source, dest).path
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o700
+    single = stage(source / "1.jpg", dest).path
+    assert stat.S_IMODE(single.stat().st_mode) == 0o600
+    copy.chmod(0o755)  # as an earlier version made it
+    single.chmod(0o644)
+    assert stage(source, dest).copied_files == stage(source / "1.jpg", dest).copied_files == 0
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o700
+    assert stat.S_IMODE(single.stat().st_mode) == 0o600
+    release(StagePlace(single))
+
+
+def plant(folder: Path) -> None:
+    """Another user's folder that all may write to."""
+    folder.mkdir()
+    os.chown(folder, NOBODY, NOBODY)
+    folder.chmod(0o777)
+
+
+@as_root
+def test_a_folder_that_another_user_makes_after_the_check_is_not_written_to(
+    source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = stage_work.StageWork._begin
+
+    def begin(self: stage_work.StageWork) -> None:
+        plant(dest / "birds")
+        real(self)
+
+    monkeypatch.setattr(stage_work.StageWork, "_begin", begin)
+    with pytest.raises(ArchiveError, match=r"birds belongs to another user\. Give .*/dev/shm/<user>\.$"):
+        stage(source, dest)
+    assert contents(dest / "birds") == {}
+
+
+@as_root
+@pytest.mark.parametrize("force", [False, True])
+def test_another_users_folder_in_the_place_of_a_copy_that_was_removed(source: Path, dest: Path, force: bool) -> None:
+    shutil.rmtree(stage(source, dest).path)
+    plant(dest / "birds")
+    (dest / "birds/theirs").write_bytes(b"theirs")
+    assert not StagedPath(source, dest / "birds").is_staged
+    with pytest.raises(ArchiveError, match="belongs to another user"):
+        stage(source, dest, force=force)
+    assert unstage(source, dest) is True
+    assert contents(dest / "birds") == {"theirs": b"theirs"}
+
+
+@as_root
+def test_another_users_record_of_a_copy_is_not_believed(source: Path, dest: Path) -> None:
+    place = StagePlace(stage(source, dest).path)
+    assert StagedPath(source, place.target).is_staged
+    os.chown(place.complete, NOBODY, NOBODY)
+    assert not StagedPath(source, place.target).is_staged
+    place.complete.unlink()
+    os.mkfifo(place.complete)
+    os.chown(place.complete, NOBODY, NOBODY)
+    assert place.read_complete() is None
+
+
+@as_root
+def test_a_dest_in_which_others_can_replace_the_copy_is_told(tmp_path: Path) -> None:
+    assert not any("Other users" in caveat for caveat in find_caveats(str(tmp_path)))
+    tmp_path.chmod(0o777)
+    assert "Other users may put other data" in find_caveats(str(tmp_path))[0]
+    tmp_path.chmod(0o1777)
+    assert not any("Other users" in caveat for caveat in find_caveats(str(tmp_path)))
+    os.chown(tmp_path, NOBODY, NOBODY)
+    assert "/dev/shm/<user>" in find_caveats(str(tmp_path))[0]
+    os.chown(tmp_path, 0, 0)
+
+
+PLANTED = """
+import sys
+from lightning_feed.archive import stage_in_background
+copy = stage_in_background(sys.argv[1], sys.argv[2])
+print(copy.join(60), copy.error)
+"""
+
+
+def test_the_copying_process_imports_nothing_from_the_working_folder(source: Path, dest: Path, tmp_path: Path) -> None:
+    script, planted = tmp_path / "scripts" / "train.py", tmp_path / "planted"
+    script.parent.mkdir()
+    planted.mkdir()
+    script.write_text(PLANTED)
+    for name in ("json", "tqdm", "lightning_feed"):
+        (planted / f"{name}.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    # "" on the path of a parent that imported all it needs before: an interactive one, for example.
+    script.write_text(f"import sys, tqdm, lightning_feed.archive.stage_background; sys.path.insert(0, '')\n{PLANTED}")
+    done = subprocess.run(
+        [sys.executable, str(script), str(source), str(dest)], cwd=planted, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "True None", done.stderr
+    assert not (planted / "ran").exists()
+    assert contents(dest / "birds") == contents(source)
+
+
+# --- waiting ------------------------------------------------------------------------------------------------------
+
+
+def test_a_wait_is_said_once_when_it_lasts(dest: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dest.mkdir()
+    place, now = StagePlace(dest / "birds"), [0.0]
+    held = claim(place)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] < 1:
+            assert not caplog.records
+        if now[0] > 3:
+            held.release()
+
+    claim(place, clock=lambda: now[0], sleep=sleep).release()
+    assert caplog.text.count("Waiting for the copy at") == 1
+    assert caplog.records[0].levelname == "WARNING"  # which is seen where nobody has set up logging
+
+
+def test_the_command_says_what_it_waits_for(source: Path, dest: Path) -> None:
+    dest.mkdir()
+    held = claim(StagePlace(dest / "birds"))
+    command = [sys.executable, "-m", "lightning_feed", "stage", str(source), str(dest)]
+    waiting = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert waiting.stderr is not None
+    assert "Waiting for the copy at" in waiting.stderr.readline()
+    held.release()
+    assert "2 copied" in waiting.communicate()[0]
+    assert waiting.returncode == 0
+
+
+# --- a DEST that cannot be --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [[], ["--force"], ["--remove"]])
+@pytest.mark.parametrize(
+    "bad", ["/proc", "n" * 300, "d/" * 2040, "dangling/deep", "loop", "loop/in", "file", "/dev/null"]
+)
+def test_an_impossible_dest_is_told(
+    source: Path, tmp_path: Path, bad: str, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dangling").symlink_to("nowhere/at/all")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    code = main(["stage", str(source), str(tmp_path / bad), *option])
+    output = capsys.readouterr()
+    if option == ["--remove"] and code == 0:
+        assert output.out == "There is no copy.\n"
+    else:
+        assert code == 1
+        assert output.err.startswith("lightning-feed: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "data", "file", "loop"]
+
+
+def test_a_source_whose_name_leaves_no_room_for_ours_is_told(source: Path, dest: Path) -> None:
+    long = source.rename(source.parent / ("b" * 250))
+    with pytest.raises(ArchiveError, match=r"File name too long\. Give SRC a shorter name"):
+        stage(long, dest)
+    with pytest.raises(ArchiveError, match="cannot be removed: File name too long"):
+        unstage(long, dest)
+
+
+@as_root
+def test_removing_from_a_folder_that_another_user_has_closed_is_told(source: Path, dest: Path, tmp_path: Path) -> None:
+    stage(source, dest)
+    dest.chmod(0o700)
+    as_nobody = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
+    done = subprocess.run(
+        [*as_nobody, sys.executable, "-m", "lightning_feed", "stage", "--remove", str(source), str(dest)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("lightning-feed: ")
+    assert done.stderr.count("\n") == 1
+    assert "cannot be removed: Permission denied. Give the DEST" in done.stderr
+    assert contents(dest / "birds") == contents(source)
+
+
+# --- what is no file, and what is deep ----------------------------------------------------------------------------
+
+
+def test_a_file_that_became_a_fifo_is_not_waited_for(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = stage_work.copy_files
+
+    def copy_files(*args: object, **options: object) -> None:
+        (source / "1.jpg").unlink()
+        os.mkfifo(source / "1.jpg")
+        real(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stage_work, "copy_files", copy_files)
+    with pytest.raises(ArchiveError, match=r"1\.jpg is neither a file nor a folder"):
+        stage(source, dest)
+    assert not (dest / "birds/1.jpg").exists()
+
+
+@pytest.mark.parametrize("special", ["/dev/zero", "fifo"])
+def test_what_is_no_file_is_not_staged(source: Path, dest: Path, tmp_path: Path, special: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (source / "x.jpg").symlink_to(tmp_path / special)
+    with pytest.raises(ArchiveError, match=r"x\.jpg is neither a file nor a folder"):
+        stage(source, dest)
+    with pytest.raises(ArchiveError, match="is neither a file nor a folder"):
+        stage(source / "x.jpg", dest)
+
+
+def test_folders_deeper_than_pythons_stack_are_staged_and_removed(tmp_path: Path) -> None:
+    root, deep = tmp_path / "s", str(tmp_path / "s")
+    root.mkdir()
+    before = sys.getrecursionlimit()  # 1000, and reached by 1,500 folders, which take half a minute here
+    try:
+        for _ in range(400):
+            deep += "/d"
+            os.mkdir(deep)  # noqa: PTH102
+        Path(f"{deep}/1.jpg").write_bytes(b"deep")
+        sys.setrecursionlimit(len(inspect.stack()) + 250)
+        done = stage(root, tmp_path / "f")
+        assert (done.files, done.copied_files) == (1, 1)
+        assert Path(deep.replace("/s/", "/f/s/") + "/1.jpg").read_bytes() == b"deep"
+        assert stage(root, tmp_path / "f", force=True).copied_files == 1
+        assert unstage(root, tmp_path / "f") is True
+        assert list((tmp_path / "f").iterdir()) == []
+    finally:
+        sys.setrecursionlimit(before)
+        subprocess.run(["rm", "-rf", str(root), str(tmp_path / "f")], check=True)  # what pytest could not remove
