@@ -3,8 +3,8 @@
 Files are opened in the process that reads, on the first read: neither LMDB nor HDF5 survives a fork.
 """
 
+import json
 import os
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,7 +118,7 @@ def _open_once(lmdb: Any, folder: Path) -> _Environment:
                 f"{folder} cannot be read: {error}. The pack is damaged: copy it again, or pack the source again."
             ) from error
         page = environment.stat()["psize"]
-        needed, there = environment.info()["last_pgno"] + 1, status.st_size // page
+        needed, there = environment.info()["last_pgno"] + 1, status.st_size // page if page else 0
         if there < needed:  # reading on would end the process with SIGBUS
             environment.close()
             raise ArchiveError(
@@ -169,19 +169,28 @@ class Hdf5Reader:
             with h5py.File(path, "r", locking=False) as file:
                 self._ends: npt.NDArray[np.int64] = file["ends"][:]
                 self._offset: int = file["bytes"].id.get_offset() or 0  # None when all files are empty
+            ends = self._ends
+            if ends.dtype.kind not in "iu" or ends.ndim != 1 or (np.diff(ends, prepend=0) < 0).any():
+                raise ValueError("it does not say where its samples lie")
             self._descriptor = os.open(path, os.O_RDONLY)
-        except (OSError, KeyError) as error:
+        except Exception as error:  # a flipped bit can make the library raise nearly anything
             raise ArchiveError(
-                f"{path} cannot be read: {error}. The pack is damaged: pack the source again."
+                f"{path} cannot be read: {error}. The pack is damaged: copy it again, or pack the source again."
             ) from error
         finalize(self, os.close, self._descriptor)
         self._path = path
 
     def read(self, index: int) -> bytes:
         """The payload of sample ``index``."""
-        begin = int(self._ends[index - 1]) if index else 0
-        size = int(self._ends[index]) - begin
-        payload = os.pread(self._descriptor, size, self._offset + begin)
+        try:
+            begin = int(self._ends[index - 1]) if index else 0
+            size = int(self._ends[index]) - begin
+            left = os.fstat(self._descriptor).st_size - self._offset - begin
+            payload = os.pread(self._descriptor, min(size, max(0, left)), self._offset + begin)
+        except (OSError, ValueError, OverflowError, IndexError) as error:
+            raise ArchiveError(
+                f"{self._path} cannot be read at sample {index}: {error}. Copy or pack it again."
+            ) from error
         if len(payload) < size:
             raise ArchiveError(f"{self._path} is cut short at sample {index}. Copy or pack it again.")
         return payload
@@ -210,21 +219,44 @@ class LitDataReader:
     def __init__(self, folder: Path) -> None:
         litdata = require("litdata", extra="litdata", why="A pack of the format litdata")
         self._folder = folder
+        _check_litdata(folder / "index.json")
         try:
             self._dataset = litdata.StreamingDataset(str(folder))
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:
             raise ArchiveError(
-                f"{folder} cannot be read: {error}. The pack is damaged: pack the source again."
+                f"{folder} cannot be read: {error}. The pack is damaged: copy it again, or pack the source again."
             ) from error
 
     def read(self, index: int) -> bytes:
         """The payload of sample ``index``."""
         try:
             return bytes(self._dataset[index]["data"])
-        except (OSError, ValueError, RuntimeError, struct.error) as error:
+        except Exception as error:
             raise ArchiveError(
                 f"{self._folder} cannot be read at sample {index}: {error}. Copy or pack it again."
             ) from error
+
+
+def _check_litdata(path: Path) -> None:
+    """Refuse an index that names other types than ours: LitData unpickles and imports what its index names."""
+    try:
+        config = json.loads(path.read_bytes())["config"]
+        if config["data_format"] != ["bytes", "int"]:
+            raise ValueError(f"its samples are of the types {config['data_format']!r}, in place of bytes and int")
+        _, shape = json.loads(config["data_spec"])
+        leaves = [(leaf["type"], leaf["children_spec"]) for leaf in shape["children_spec"]]
+        if (shape["type"], json.loads(shape["context"]), leaves) != (
+            "builtins.dict",
+            ["data", "label"],
+            [(None, []), (None, [])],
+        ):
+            raise ValueError("its samples are not dicts of data and label")
+        if config.get("compression") or config.get("encryption"):
+            raise ValueError("its samples are compressed or encrypted")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ArchiveError(
+            f"{path} is not that of a pack of ours, so it is not read: {error}. Pack the source again."
+        ) from error
 
 
 WRITERS: dict[Format, Write] = {"lmdb": write_lmdb, "hdf5": write_hdf5, "litdata": write_litdata}

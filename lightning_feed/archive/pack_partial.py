@@ -1,13 +1,16 @@
 """A pack in the making: alone in its folder, gone on with where it broke off, renamed when it is whole."""
 
+import ctypes
 import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 from lightning_feed.archive.folder_source import FolderSource
 from lightning_feed.archive.pack_manifest import Format, Kind, is_pack
 from lightning_feed.archive.pack_samples import Payloads
+from lightning_feed.archive.pack_spool import records_of
 from lightning_feed.archive.stage_lock import FileLock
 from lightning_feed.errors import ArchiveError
 
@@ -22,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 _PLAN = "plan.json"
 _LOCK = "lock"
+_REPLACED = "replaced"
+"""A pack that was replaced, until it is removed."""
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
 
 
 @contextmanager
@@ -31,9 +39,9 @@ def alone_in(partial: Path) -> Iterator[None]:
     Worker processes do not inherit it: those of a killed process would hold it on.
 
     Raises:
-        ArchiveError: when another process holds it.
+        ArchiveError: when another process holds it, or when another user could change what is packed.
     """
-    partial.mkdir(parents=True, exist_ok=True)
+    mine = _make_private(partial)
     lock = FileLock(partial / _LOCK)
     try:
         held = lock.try_acquire()
@@ -42,6 +50,7 @@ def alone_in(partial: Path) -> Iterator[None]:
     if not held:
         raise ArchiveError(f"Another process is packing to {partial}. Wait for it to end, or give another DEST.")
     try:
+        _refuse_foreign(partial, mine)
         yield
     finally:
         if partial.is_dir() and [entry.name for entry in partial.iterdir()] == [_LOCK]:
@@ -50,11 +59,54 @@ def alone_in(partial: Path) -> Iterator[None]:
         lock.release()
 
 
-def begin_or_go_on(partial: Path, plan: dict[str, Any]) -> int:
-    """Keep what is there if it is of the same plan; else begin anew.
+def _make_private(partial: Path) -> int:
+    """Make the folder, or take it if it is this user's, and let nobody else write to it.
 
     Returns:
-        Since when, in ns since 1970, the samples there are as they are in the source.
+        What the file system calls this user: root is another on some network file systems.
+    """
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            partial.mkdir(mode=0o700)
+        folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            with tempfile.TemporaryFile(dir=partial) as probe:
+                mine = os.fstat(probe.fileno()).st_uid
+            owner = os.fstat(folder).st_uid
+            if owner == mine:
+                with suppress(OSError):  # a file system without modes
+                    os.fchmod(folder, 0o700)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise ArchiveError(
+            f"{partial} cannot be made or written to: {error.strerror}. A pack is made there, so remove it, or give "
+            "another DEST."
+        ) from error
+    if owner != mine:
+        raise ArchiveError(
+            f"{partial} belongs to another user (number {owner}), who could change what is packed. A pack is made "
+            "there, so remove it, or give another DEST."
+        )
+    return mine
+
+
+def _refuse_foreign(partial: Path, mine: int) -> None:
+    """Look for what others left there while they could write: a link would have another file overwritten."""
+    for folder, folders, files in os.walk(partial):
+        for name in (*folders, *files):
+            status = os.lstat(f"{folder}/{name}")
+            single = stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)
+            if status.st_uid != mine or not single:
+                raise ArchiveError(
+                    f"{folder}/{name} is a link, or another user's, and no part of a pack in the making. Look at it, "
+                    f"and remove {partial} to pack anew."
+                )
+
+
+def begin_or_go_on(partial: Path, plan: dict[str, Any]) -> None:
+    """Keep what is there if it is of the same plan; else begin anew.
 
     Raises:
         ArchiveError: when something lies there that is no pack in the making.
@@ -68,46 +120,29 @@ def begin_or_go_on(partial: Path, plan: dict[str, Any]) -> int:
         )
     try:
         same = json.loads(written.read_text()) == json.loads(json.dumps(plan))
-        since_ns = written.stat().st_mtime_ns
     except (OSError, ValueError):
-        same, since_ns = False, 0
+        same = False
     if not same:
         if others:
             logger.info("%s is of another source or other options, so it is begun anew.", partial)
         for entry in others:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         written.write_text(json.dumps(plan))
-        since_ns = written.stat().st_mtime_ns
-    return since_ns
 
 
-def looked_again(partial: Path, plan: dict[str, Any]) -> None:
-    """Remember that what is there was compared with the source now."""
-    temporary = partial / f"{_PLAN}.tmp"
-    temporary.write_text(json.dumps(plan))
-    temporary.replace(partial / _PLAN)
+def unchanged(part: Payloads, folder: Path) -> int:
+    """How many of the samples in the spool in ``folder``, from the first on, are unchanged in their source.
 
-
-def unchanged(part: Payloads, count: int, since_ns: int) -> int:
-    """How many of the first ``count`` samples have not changed in their source since then.
-
-    By the time of the last change of the inode: a copy that keeps the modification time changes that.
+    Of a dataset that is no folder, all: the plan holds the checksums of some samples.
     """
-    if not isinstance(part.source, FolderSource):
-        return count  # the plan holds the checksums of some samples
-    for index in range(count):
-        try:
-            changed_ns = os.stat(part.source.name(index)).st_ctime_ns  # noqa: PTH116 - a million times
-        except OSError:
-            return index
-        if changed_ns > since_ns:
-            return index
-    return count
+    changed_ns = records_of(folder)["changed_ns"].tolist()
+    return next((index for index, then in enumerate(changed_ns) if part.changed_ns(index) != then), len(changed_ns))
 
 
 def plan_of(parts: dict[str, Payloads], kind: Kind, format: Format) -> dict[str, Any]:
     """What a broken-off pack must have in common with this one for it to be gone on with."""
     return {
+        "spool": 2,
         "kind": kind,
         "format": format,
         "parts": {name: [len(part), asdict(part.shrink), _fingerprint(part)] for name, part in parts.items()},
@@ -129,18 +164,65 @@ def _fingerprint(part: Payloads) -> list[Any]:
 
 
 def finish(partial: Path, target: Path) -> None:
-    """Rename a pack that is whole; what lay at ``target`` is removed after that."""
-    for leftover in (*partial.glob("*/spool"), *partial.glob("*/index.tmp"), *partial.glob("*.tmp")):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    old = None
-    if is_pack(target):
-        old = target.with_name(f"{target.name}.old-{os.getpid()}")
-        target.rename(old)
-    partial.rename(target)
-    for name in (_PLAN, _LOCK):  # now: without its plan, a pack in the making could not be gone on with
+    """Put a pack that is whole in its place; what lay at ``target`` is removed after that.
+
+    The two are exchanged, so that there is a pack at every moment. Where the file system cannot do that there is none
+    between two renames; killed there, the next call puts the old one back.
+    """
+    for leftover in (*partial.glob("*/spool/payloads"), *partial.glob("*/index.tmp"), *partial.glob("*.tmp")):
+        leftover.unlink()
+    one_part = next(entry for entry in partial.iterdir() if entry.is_dir())
+    partial.chmod(stat.S_IMODE(one_part.stat().st_mode))  # it was made for this user alone; its parts were not
+    if not is_pack(target):
+        partial.rename(target)
+    elif not _exchanged(partial, target):
+        target.rename(partial / _REPLACED)
+        partial.rename(target)
+    _clear_up(partial, target)
+
+
+def complete_replacement(partial: Path, target: Path) -> None:
+    """Clear up after a process that was killed when its pack was in its place already.
+
+    Raises:
+        ArchiveError: when that process lives.
+    """
+    if not is_pack(target) or not (target / _PLAN).exists() or target.stat().st_uid != os.geteuid():
+        return
+    lock = FileLock(target / _LOCK)
+    if not lock.try_acquire():
+        raise ArchiveError(f"Another process is packing to {target}. Wait for it to end, or give another DEST.")
+    try:
+        _clear_up(partial, target)
+    finally:
+        lock.release()
+
+
+def put_back(partial: Path, target: Path) -> None:
+    """Put back the pack that a process was about to replace when it was killed between two renames."""
+    if (partial / _REPLACED).is_dir() and not os.path.lexists(target):
+        (partial / _REPLACED).rename(target)
+
+
+def _clear_up(partial: Path, target: Path) -> None:
+    if is_pack(partial) and not (partial / _PLAN).exists():  # the old one, after an exchange
+        partial.rename(target / _REPLACED)
+    if (target / _REPLACED).is_symlink():
+        (target / _REPLACED).unlink()
+    for leftover in (target / _REPLACED, *target.glob("*/spool")):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for name in (_PLAN, _LOCK):  # last: they say that there is something to clear up, and who is at it
         (target / name).unlink(missing_ok=True)
-    if old is not None:
-        shutil.rmtree(old)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether the system could exchange two folders in one step."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):  # not Linux, or an old C library
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    return bool(rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
 
 
 @contextmanager
@@ -155,10 +237,13 @@ def full_disk_told(partial: Path) -> Iterator[None]:
     except ArchiveError:
         raise
     except Exception as error:
-        number = getattr(error, "errno", None)
-        if number not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(error):
+        number, text = getattr(error, "errno", None), str(error)
+        # LMDB calls it an input/output error when a write fitted in part.
+        cut_short = text.startswith("mdb_") and "Input/output error" in text
+        if number not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in text and not cut_short:
             raise
         raise ArchiveError(
-            f"The disk of {partial.parent} is full. What is packed so far is kept in {partial}: free some space and "
-            "pack again, which goes on from there."
+            f"The disk of {partial.parent} is full. What is packed so far is kept in {partial}: free some space there "
+            f"and pack to {partial.with_suffix('')} again, which goes on from there. Twice the data must fit until it "
+            "is done. To give up, remove that folder."
         ) from error

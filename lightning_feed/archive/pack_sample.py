@@ -42,7 +42,7 @@ def from_bytes(data: bytes) -> Any:
         at = 8 + int.from_bytes(data[:8], "little")
         tree = json.loads(data[8:at])
         return _Reader(data, at).build(tree)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except Exception as error:  # of JSON, NumPy or torch: a stranger may have written it
         raise ArchiveError(f"{len(data)} bytes that are no packed sample: {error}. Pack the source again.") from error
 
 
@@ -90,6 +90,8 @@ class _Reader:
             return self._take(tree["bytes"])
         if "tensor" in tree:
             dtype = getattr(torch, tree["tensor"])
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{tree['tensor']!r} is no type of a tensor")
             raw = self._take(int(np.prod(tree["shape"], dtype=np.int64)) * dtype.itemsize)
             flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
             return flat.reshape(tree["shape"])

@@ -1,15 +1,17 @@
 """What is packed: each sample of a source as bytes, kept, made smaller, or decoded. Runs in worker processes."""
 
 import io
+import os
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 
+from lightning_feed.archive.folder_source import FolderSource
 from lightning_feed.archive.pack_manifest import Kind
 from lightning_feed.archive.pack_sample import to_bytes
 from lightning_feed.archive.source import Encoded, SampleSource
@@ -35,8 +37,21 @@ class Shrink:
     """Whether pixels are stored, uint8 (H, W, 3), instead of a file."""
 
 
-class Payloads(Dataset[tuple[bytes | None, int, str]]):
-    """A map-style dataset of payloads: ``payloads[i]`` is (bytes or None, CRC-32, why it could not be read).
+class Payload(NamedTuple):
+    """One sample as it is packed."""
+
+    data: bytes | None
+    """None where it could not be read."""
+    checksum: int
+    """CRC-32."""
+    problem: str
+    """Why it could not be read."""
+    changed_ns: int
+    """When its file had last changed before it was read; 0 where it is of no file."""
+
+
+class Payloads(Dataset[Payload]):
+    """A map-style dataset of payloads.
 
     Args:
         source: labelled files, or any map-style dataset.
@@ -50,12 +65,25 @@ class Payloads(Dataset[tuple[bytes | None, int, str]]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> tuple[bytes | None, int, str]:
+    def __getitem__(self, index: int) -> Payload:
+        changed_ns = self.changed_ns(index)  # before it is read: what is written meanwhile changes it
         try:
             payload = self._payload(index)
         except DatasetError as error:
-            return None, 0, str(error)
-        return payload, zlib.crc32(payload), ""
+            return Payload(None, 0, str(error), changed_ns)
+        return Payload(payload, zlib.crc32(payload), "", changed_ns)
+
+    def changed_ns(self, index: int) -> int:
+        """When the file of a sample last changed, in ns since 1970; 0 where there is none.
+
+        That of the inode: a copy that keeps the modification time changes it.
+        """
+        if not isinstance(self.source, FolderSource):
+            return 0
+        try:
+            return os.stat(self.source.name(index)).st_ctime_ns  # noqa: PTH116 - a million times
+        except OSError:
+            return 0
 
     def _payload(self, index: int) -> bytes:
         if self.kind == "samples":

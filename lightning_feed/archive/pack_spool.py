@@ -1,13 +1,16 @@
 """Payloads on their way into a pack: one file that grows, with a record for each, so that a kill loses nothing."""
 
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-RECORD = np.dtype([("source", "<i8"), ("size", "<i8"), ("checksum", "<u4"), ("kept", "<u4")])
-"""For each sample of the source, in its order: its number, and its payload if it was kept."""
+RECORD = np.dtype([("source", "<i8"), ("size", "<i8"), ("changed_ns", "<i8"), ("checksum", "<u4"), ("kept", "<u4")])
+"""For each sample of the source, in its order: its number, its payload, when its file had last changed, and whether it
+was kept (1) or left out (2): a record of zeros, as a crash of the machine may leave, is neither."""
+KEPT, LEFT_OUT = 1, 2
 
 
 class Spool:
@@ -26,9 +29,15 @@ class Spool:
         self._folder = folder
         whole = self._records.tell() // RECORD.itemsize
         found = self.records()[:whole]
-        # A record may have reached the disk before the payload that it speaks of, when the machine itself went down.
-        fits = np.cumsum(found["size"]) <= self._payloads.tell()
-        self.done = int(fits.sum())
+        # When the machine itself went down, a record may have reached the disk before the payload that it speaks of, or
+        # be of zeros.
+        whole_ones = (
+            (found["source"] == np.arange(whole))
+            & np.isin(found["kept"], (KEPT, LEFT_OUT))
+            & (found["size"] >= 0)
+            & (np.cumsum(found["size"]) <= self._payloads.tell())
+        )
+        self.done = int(np.argmin(np.append(whole_ones, False)))
         """Samples of the source that are dealt with."""
         self.total_bytes = int(found["size"][: self.done].sum())
         self._records.truncate(self.done * RECORD.itemsize)
@@ -42,10 +51,18 @@ class Spool:
         self._records.truncate(self.done * RECORD.itemsize)
         self._payloads.truncate(self.total_bytes)
 
-    def append(self, payload: bytes | None, checksum: int) -> None:
+    def undamaged(self) -> int:
+        """How many samples, from the first on, are as they were written, by their checksums."""
+        with (self._folder / "payloads").open("rb") as file:
+            for record in self.records()[: self.done]:
+                if record["kept"] == KEPT and zlib.crc32(file.read(int(record["size"]))) != record["checksum"]:
+                    return int(record["source"])
+        return self.done
+
+    def append(self, payload: bytes | None, checksum: int, changed_ns: int = 0) -> None:
         """Add the payload of the next sample; None for one that is left out."""
         size = 0 if payload is None else len(payload)
-        record = np.array([(self.done, size, checksum, payload is not None)], RECORD)
+        record = np.array([(self.done, size, changed_ns, checksum, LEFT_OUT if payload is None else KEPT)], RECORD)
         if payload is not None:
             self._payloads.write(payload)
         self._records.write(record.tobytes())
@@ -74,12 +91,20 @@ class Spool:
 
     def records(self) -> "np.ndarray[tuple[int], np.dtype[np.void]]":
         """All records, in the order of the source."""
-        raw = (self._folder / "records").read_bytes()
-        return np.frombuffer(raw[: len(raw) // RECORD.itemsize * RECORD.itemsize], RECORD)
+        return records_of(self._folder)
 
     def payloads(self) -> Iterator[bytes]:
         """The payloads that were kept, in order."""
         with (self._folder / "payloads").open("rb") as file:
             for record in self.records():
-                if record["kept"]:
+                if record["kept"] == KEPT:
                     yield file.read(int(record["size"]))
+
+
+def records_of(folder: Path) -> "np.ndarray[tuple[int], np.dtype[np.void]]":
+    """The records of a spool, whose payloads may be gone; none where there is no spool."""
+    try:
+        raw = (folder / "records").read_bytes()
+    except FileNotFoundError:
+        raw = b""
+    return np.frombuffer(raw[: len(raw) // RECORD.itemsize * RECORD.itemsize], RECORD)

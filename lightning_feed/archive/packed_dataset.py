@@ -1,9 +1,11 @@
 """PackedDataset: what was packed, by its number, in any process and from any thread."""
 
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
@@ -14,7 +16,11 @@ from lightning_feed.archive.pack_manifest import ALL, Manifest, PartIndex, check
 from lightning_feed.archive.pack_sample import from_bytes
 from lightning_feed.archive.pack_samples import pixels_of
 from lightning_feed.archive.source import Encoded
-from lightning_feed.errors import ArchiveError, SettingsError
+from lightning_feed.errors import ArchiveError, DatasetError, SettingsError
+
+
+class DamagedSampleError(ArchiveError, DatasetError):
+    """A sample that is not what was packed. As a DatasetError it is a bad sample, which ``on_error`` may leave out."""
 
 
 class PackedDataset(Dataset[Any]):
@@ -22,7 +28,8 @@ class PackedDataset(Dataset[Any]):
 
     ``dataset[i]`` is (bytes of the file, label) of a packed folder, (uint8 pixels (H, W, 3), label) of one that was
     packed decoded, and the sample itself of a packed dataset. Files are opened on the first read in each process, so
-    that it is safe under fork, spawn and forkserver, and in threads. Nothing is unpickled.
+    that it is safe under fork, spawn and forkserver, and in threads. Nothing is unpickled. The checksum of each sample
+    is compared the first time that a process reads it.
 
     Args:
         path: the pack; or a place that says where it lies now, such as a copy that is being staged.
@@ -45,13 +52,19 @@ class PackedDataset(Dataset[Any]):
             raise SettingsError(
                 f"{self.path} has no part {part!r}. It has {', '.join(map(repr, self.manifest.parts))}."
             )
-        self.index = PartIndex.load(self.path / self.part / "index.npz")
+        self.index = PartIndex.load(self.path / self.part / "index.npz", self.manifest.indexes.get(self.part))
         if len(self.index.sizes) != self.manifest.parts[self.part]:
             raise ArchiveError(
                 f"{self.path} should have {self.manifest.parts[self.part]} samples in {self.part!r}, and its index has "
                 f"{len(self.index.sizes)}. Copy or pack it again."
             )
+        labels = self.index.labels
+        many = len(self.classes)
+        if self.manifest.kind != "samples" and labels.size and not 0 <= labels.min() <= labels.max() < many:
+            raise ArchiveError(f"{self.path} has labels that are of none of its classes. Copy or pack it again.")
         check_files(self.path, self.manifest, self.part)
+        self._identity = self.manifest.identity
+        self._checked = np.zeros(len(self), bool)
         self._opened: tuple[int, Path, Reader] | None = None
 
     @staticmethod
@@ -87,11 +100,31 @@ class PackedDataset(Dataset[Any]):
             ArchiveError: when they cannot be read.
         """
         payload = self.payload(index)
-        return pixels_of(payload) if self.manifest.kind == "decoded" else payload
+        if self.manifest.kind != "decoded":
+            return payload
+        try:
+            return pixels_of(payload)
+        except ValueError as error:
+            raise DamagedSampleError(
+                f"{self.name(index)} does not hold pixels: {error}. Pack the source again."
+            ) from error
 
     def payload(self, index: int) -> bytes:
-        """What lies in the pack for sample ``index``, as it lies there."""
-        return self._reader().read(index)
+        """What lies in the pack for sample ``index``, as it lies there.
+
+        Raises:
+            ArchiveError: when it cannot be read, is not what was packed, or another pack has taken the place of this.
+        """
+        payload = self._reader().read(index)
+        # LitData opens its chunks by name at any time, and they may be those of another pack by now.
+        if not self._checked[index] or self.manifest.format == "litdata":
+            if zlib.crc32(payload) != self.index.checksums[index]:
+                raise DamagedSampleError(
+                    f"{self.path}: sample {index} of {self.part!r} ({self.name(index)}) is not what was packed. The "
+                    "disk or a copy has damaged it, or another pack has taken its place: copy or pack it again."
+                )
+            self._checked[index] = True
+        return payload
 
     def name(self, index: int) -> str:
         """What sample ``index`` was called, with the pack in front."""
@@ -105,11 +138,24 @@ class PackedDataset(Dataset[Any]):
         with in_use.process_lock:  # one that a fork renews
             opened = self._opened
             if opened is None or opened[:2] != here:
-                self._opened = opened = (*here, READERS[self.manifest.format](here[1] / self.part / "data"))
+                self._opened = opened = (*here, self._open(here[1]))
             return opened[2]
 
+    def _open(self, path: Path) -> Reader:
+        reader = READERS[self.manifest.format](path / self.part / "data")
+        # After the data were opened: a pack that takes this one's place before that has its manifest there by now.
+        if read_manifest(path).identity != self._identity:
+            raise ArchiveError(
+                f"{path} is another pack than the one that this run began with: its labels would not fit the samples. "
+                "It was replaced in the meantime. Start the run again, and pack to another DEST while a run reads one."
+            )
+        check_files(path, self.manifest, self.part)
+        self._checked[:] = False
+        return reader
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.place, "part": self.part}
+        return {"path": self.place, "part": self.part, "identity": self._identity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"], state["part"])  # type: ignore[misc]  # the index is read again, not sent
+        self._identity = state.get("identity", self._identity)  # compared when the data are opened

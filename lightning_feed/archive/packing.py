@@ -3,10 +3,11 @@
 import multiprocessing
 import os
 import shutil
+import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,19 @@ from tqdm import tqdm
 from lightning_feed.archive.folder_source import FolderSource
 from lightning_feed.archive.index_store import index_of
 from lightning_feed.archive.pack_formats import WRITERS
-from lightning_feed.archive.pack_manifest import ALL, FORMATS, Format, Kind, Manifest, PartIndex, is_pack
+from lightning_feed.archive.pack_manifest import ALL, FORMATS, Format, Kind, Manifest, PartIndex, digest_of, is_pack
 from lightning_feed.archive.pack_partial import (
     alone_in,
     begin_or_go_on,
+    complete_replacement,
     finish,
     full_disk_told,
-    looked_again,
     plan_of,
+    put_back,
     unchanged,
 )
-from lightning_feed.archive.pack_samples import QUALITY, Payloads, Shrink
-from lightning_feed.archive.pack_spool import Spool
+from lightning_feed.archive.pack_samples import QUALITY, Payload, Payloads, Shrink
+from lightning_feed.archive.pack_spool import KEPT, Spool
 from lightning_feed.archive.packed_dataset import PackedDataset
 from lightning_feed.archive.splits import SPLITS, split_folder
 from lightning_feed.errors import ArchiveError, SettingsError
@@ -92,11 +94,13 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     Raises:
         SettingsError: for a value that is impossible.
         DatasetError: when the source cannot be read.
-        ArchiveError: when there is something at ``dest``, when there is no room, when another process packs there,
-            when the disk is full, or when the pack is not what was put in.
+        ArchiveError: when there is something at ``dest`` or it lies in the source, when there is no room, when another
+            process packs there or another user could write there, when the disk is full, when the source changes
+            meanwhile, or when the pack is not what was put in.
     """
     began = time.monotonic()
     target = Path(dest)
+    partial = target.with_name(f"{target.name}.partial")
     _check(format, short_side, quality, on_error)
     _check_workers(workers)
     if quality is not None and decoded:
@@ -104,20 +108,20 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
             f"quality={quality} is of images that are written anew as JPEG, so it would have no effect on decoded "
             "pixels. Leave it or decoded out."
         )
+    complete_replacement(partial, target)
     _check_target(target, force=force)
     shrink = Shrink(short_side=short_side, quality=quality, decoded=decoded)
     parts, kind, classes = _parts_of(source, shrink)
-    partial = target.with_name(f"{target.name}.partial")
+    _check_outside(target, parts)
     skipped: list[str] = []
     resumed_at = 0
     with alone_in(partial), full_disk_told(partial):
+        put_back(partial, target)
         _check_target(target, force=force)  # again: another process may have packed there since
-        plan = plan_of(parts, kind, format)
-        since_ns = begin_or_go_on(partial, plan)
+        begin_or_go_on(partial, plan_of(parts, kind, format))
         _check_room(partial, parts)
         for name, part in parts.items():
-            _drop_outdated(partial / name, part, since_ns)
-        looked_again(partial, plan)
+            _drop_outdated(partial / name, part)
         counts, total_bytes = {}, 0
         for name, part in parts.items():
             folder = partial / name
@@ -130,6 +134,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
             index = _write_part(folder, part, kind, format)
             counts[name] = len(index.sizes)
             total_bytes += int(index.sizes.sum())
+        _check_source(partial, parts)
         Manifest(
             format=format,
             kind=kind,
@@ -145,9 +150,10 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
                 for name in parts
                 for file in sorted((partial / name / "data").iterdir())
             },
+            indexes={name: digest_of((partial / name / "index.npz").read_bytes()) for name in parts},
         ).save(partial)
         if verify:
-            verify_pack(partial)
+            _verify_new(partial)
         finish(partial, target)
     return PackReport(
         path=target,
@@ -173,14 +179,26 @@ def verify_pack(path: str | Path) -> int:
         part = PackedDataset(path, name)
         if len(part) != count:
             raise ArchiveError(f"{path} has {len(part)} samples in {name!r}, and {count} were packed. Pack it again.")
-        for index in tqdm(range(count), desc=f"Verifying {name}", unit=" samples", disable=None, leave=False):
-            payload = part.payload(index)
-            if len(payload) != part.index.sizes[index] or zlib.crc32(payload) != part.index.checksums[index]:
-                raise ArchiveError(
-                    f"{path}: sample {index} of {name!r} ({part.name(index)}) is not what was packed. The disk or a "
-                    "copy has damaged it: copy or pack it again."
-                )
+        with _bar(total=count, desc=f"Verifying {name}", unit=" samples") as bar:
+            for index in range(count):
+                part.payload(index)  # which compares it
+                bar.update()
     return sum(manifest.parts.values())
+
+
+def _verify_new(partial: Path) -> None:
+    try:
+        verify_pack(partial)
+    except ArchiveError:
+        for finished in partial.glob("*/index.npz"):
+            finished.unlink()  # so that the next call does not go on with what is damaged
+        raise
+
+
+def _bar(**options: Any) -> "tqdm[Any]":
+    """A progress bar on a terminal. Without standard error, as in some services, there is none."""
+    closed = sys.stderr is None or getattr(sys.stderr, "closed", False)
+    return tqdm(disable=True if closed else None, leave=False, **options)
 
 
 # --- before anything is written ---------------------------------------------------------------------------------------
@@ -209,6 +227,19 @@ def _check_target(target: Path, *, force: bool) -> None:
         raise ArchiveError(f"{target} exists and is no pack, so it is not replaced. Give another DEST.")
     if not force:
         raise ArchiveError(f"{target} exists. Give another DEST, or --force (force=True) to replace it.")
+
+
+def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
+    """Refuse a pack inside what is packed. By device and inode: a path may lead there by a link or another mount."""
+    for part in parts.values():
+        if not isinstance(part.source, FolderSource):
+            continue
+        root = Path(part.source.name(0)[: -len(part.source.relative_name(0))])
+        if any(folder.exists() and folder.samefile(root) for folder in target.absolute().resolve().parents):
+            raise ArchiveError(
+                f"{target} lies in {root}, which is to be packed: it would be taken for a part of the data. Give a "
+                "DEST outside of it."
+            )
 
 
 def _parts_of(source: Any, shrink: Shrink) -> tuple[dict[str, Payloads], Kind, tuple[str, ...]]:
@@ -252,7 +283,8 @@ def _estimated_bytes(part: Payloads) -> int:
     if count == 0:
         return 0
     step = max(1, count // _LOOKED_AT)
-    sizes = [len(payload) for payload, _, _ in (part[index] for index in range(0, count, step)) if payload is not None]
+    found = (part[index].data for index in range(0, count, step))
+    sizes = [len(data) for data in found if data is not None]
     return int(np.mean(sizes) * count) if sizes else 0
 
 
@@ -265,14 +297,16 @@ def _fill(folder: Path, part: Payloads, name: str, workers: int | None, on_error
     resumed_at = spool.done
     reasons = folder / "skipped.txt"
     # As many as there are records of: a killed process may have written the reason of one more.
-    told = _reasons(folder)[: int((spool.records()["kept"] == 0).sum())]
+    left_out = np.flatnonzero(spool.records()["kept"] != KEPT)
+    told = _reasons(folder)[: len(left_out)]
+    if len(told) < len(left_out):  # lost in a crash: they are found again
+        spool.cut(int(left_out[len(told)]))
+        resumed_at = spool.done
     reasons.write_bytes(b"".join(line.encode("utf-8", "surrogateescape") + b"\n" for line in told))
     skipped += told
     try:
-        with tqdm(
-            total=len(part), initial=resumed_at, desc=f"Packing {name}", unit=" samples", disable=None, leave=False
-        ) as bar:
-            for payload, checksum, problem in _payloads(part, resumed_at, workers):
+        with _bar(total=len(part), initial=resumed_at, desc=f"Packing {name}", unit=" samples") as bar:
+            for payload, checksum, problem, changed_ns in _payloads(part, resumed_at, workers):
                 if payload is None:
                     if on_error == "raise":
                         spool.flush()
@@ -283,7 +317,7 @@ def _fill(folder: Path, part: Payloads, name: str, workers: int | None, on_error
                     skipped.append(problem)
                     with reasons.open("ab") as file:
                         file.write(problem.replace("\n", " ").encode("utf-8", "surrogateescape") + b"\n")
-                spool.append(payload, checksum)
+                spool.append(payload, checksum, changed_ns)
                 if spool.done % _AT_ONCE == 0:
                     spool.flush()
                 bar.update()
@@ -295,7 +329,7 @@ def _fill(folder: Path, part: Payloads, name: str, workers: int | None, on_error
     return resumed_at
 
 
-def _payloads(part: Payloads, first: int, workers: int | None) -> Iterator[tuple[bytes | None, int, str]]:
+def _payloads(part: Payloads, first: int, workers: int | None) -> Iterator[Payload]:
     left = range(first, len(part))
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -310,7 +344,7 @@ def _payloads(part: Payloads, first: int, workers: int | None) -> Iterator[tuple
 
 def _at_once(part: Payloads, first: int) -> int:
     """Samples that a worker hands over together: fewer where they are large."""
-    payload = part[first][0]
+    payload = part[first].data
     return max(1, min(_AT_ONCE, _HANDED_OVER_BYTES // max(1, len(payload or b""))))
 
 
@@ -335,18 +369,33 @@ def _reasons(folder: Path) -> list[str]:
     return [line.decode("utf-8", "surrogateescape") for line in written.split(b"\n")[:-1]]
 
 
-def _drop_outdated(folder: Path, part: Payloads, since_ns: int) -> None:
-    """Cut what is packed of a part at the first sample that has changed in the source since."""
-    finished = folder / "index.npz"
+def _drop_outdated(folder: Path, part: Payloads) -> None:
+    """Cut what is packed of a part at the first sample that is damaged, or has changed in the source since."""
+    finished, spooled = folder / "index.npz", folder / "spool"
     if finished.exists():
-        if unchanged(part, len(part), since_ns) < len(part):
-            finished.unlink()
-        else:
-            return
-    if (folder / "spool").exists():
-        spool = Spool(folder / "spool")
-        spool.cut(unchanged(part, spool.done, since_ns))
+        with suppress(ArchiveError):
+            PartIndex.load(finished)
+            if unchanged(part, spooled) == len(part):
+                return
+        finished.unlink()
+    if spooled.exists():
+        spool = Spool(spooled)
+        spool.cut(min(spool.undamaged(), unchanged(part, spooled)))
         spool.close()
+
+
+def _check_source(partial: Path, parts: dict[str, Payloads]) -> None:
+    """Refuse to go on when a file has changed since it was read: it may have been read while it was written.
+
+    At the end, not after each read: what empties a file and fills it later is seen, too.
+    """
+    for name, part in parts.items():
+        first = unchanged(part, partial / name / "spool")
+        if first < len(part):
+            raise ArchiveError(
+                f"{part.source.name(first)} (sample {first}) changed while it was packed, so the pack may hold a part "
+                "of it. Pack again when nothing writes there: what comes before that file is kept."
+            )
 
 
 def _write_part(folder: Path, part: Payloads, kind: Kind, format: Format) -> PartIndex:
@@ -356,7 +405,7 @@ def _write_part(folder: Path, part: Payloads, kind: Kind, format: Format) -> Par
         return PartIndex.load(finished)
     spool = Spool(folder / "spool")
     spool.close()
-    kept = [record for record in spool.records() if record["kept"]]
+    kept = [record for record in spool.records() if record["kept"] == KEPT]
     rows = np.array([record["source"] for record in kept], dtype=np.int64)
     labels = part.source.labels[rows] if kind != "samples" else np.zeros(len(rows), dtype=np.int64)
     names = [_name_of(part, int(row)).encode("utf-8", "surrogateescape") for row in rows]
@@ -369,9 +418,7 @@ def _write_part(folder: Path, part: Payloads, kind: Kind, format: Format) -> Par
     )
     shutil.rmtree(folder / "data", ignore_errors=True)  # of a call that was broken off while it wrote it
     (folder / "data").mkdir()
-    with tqdm(
-        total=int(index.sizes.sum()), desc=f"Writing {format}", unit="B", unit_scale=True, disable=None, leave=False
-    ) as bar:
+    with _bar(total=int(index.sizes.sum()), desc=f"Writing {format}", unit="B", unit_scale=True) as bar:
         WRITERS[format](folder / "data", spool.payloads(), index, bar.update)
     index.save(folder / "index.tmp")
     (folder / "index.tmp").replace(finished)

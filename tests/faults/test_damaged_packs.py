@@ -1,0 +1,290 @@
+"""Packs that are damaged, cut short, replaced or made by a stranger: an error that names them, never wrong data."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_feed.archive import PackedDataset, pack
+from lightning_feed.archive.folder_index import scan_classes
+from lightning_feed.archive.folder_source import FolderSource
+from lightning_feed.archive.pack_manifest import PartIndex
+from lightning_feed.errors import ArchiveError, DatasetError
+
+FORMATS = ["lmdb", "hdf5", "litdata"]
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:litdata.*")
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of twelve files in two classes, and a pack of it in each format. The last file is a pickle."""
+    root = tmp_path_factory.mktemp("packs")
+    for label, name in enumerate(("cat", "dog")):
+        (root / "files" / name).mkdir(parents=True)
+        for number in range(6):
+            (root / "files" / name / f"{number}.jpg").write_bytes(np.random.default_rng([label, number]).bytes(3000))
+    (root / "files" / "dog" / "5.jpg").write_bytes(pickle.dumps(Touch(str(root / "executed"))))
+    for format in FORMATS:
+        pack(root / "files", root / format, format=format, workers=0)  # type: ignore[arg-type]
+    return root
+
+
+@pytest.fixture
+def packed(packs: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A pack of a format that a test may damage."""
+
+    def copy(format: str) -> Path:
+        shutil.copytree(packs / format, tmp_path / format)
+        return tmp_path / format
+
+    return copy
+
+
+class Touch:
+    """What a hostile pickle does."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def contents(root: Path) -> list[bytes]:
+    source = FolderSource(root, scan_classes(root))
+    return [source.read(index) for index in range(len(source))]
+
+
+def as_earlier_versions_wrote_it(path: Path, **changes: Any) -> None:
+    manifest = json.loads((path / "pack.json").read_text()) | changes
+    for name in ("checksum", "indexes"):
+        manifest.pop(name, None)
+    (path / "pack.json").write_text(json.dumps(manifest))
+
+
+def flipped(path: Path, at: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_flipped_bit_of_a_sample_is_told_when_it_is_read(
+    format: str, earlier: bool, packs: Path, packed: Callable[[str], Path]
+) -> None:
+    path, samples = packed(format), contents(packs / "files")
+    (file,) = [file for file in (path / "all" / "data").iterdir() if samples[7][100:300] in file.read_bytes()]
+    flipped(file, file.read_bytes().index(samples[7][100:300]))
+    if earlier:
+        as_earlier_versions_wrote_it(path)
+    found = PackedDataset(path)
+    assert [found.read(index) for index in range(7)] == samples[:7]
+    with pytest.raises(ArchiveError, match=r"sample 7 of 'all' \(.*dog/1\.jpg\) is not what was packed") as told:
+        found[7]
+    assert isinstance(told.value, DatasetError)  # a bad sample, which on_error="skip" leaves out
+
+
+def test_no_flipped_bit_in_an_index_goes_unseen_or_raises_anything_else(packed: Callable[[str], Path]) -> None:
+    path = packed("lmdb")
+    index = path / "all" / "index.npz"
+    whole, expected = index.read_bytes(), PartIndex.load(index)
+    for at in range(0, len(whole), 7):
+        flipped(index, at, at % 8)
+        with pytest.raises(ArchiveError, match=r"index\.npz cannot be read"):
+            PackedDataset(path)
+        index.write_bytes(whole)
+    as_earlier_versions_wrote_it(path)
+    for at in range(0, len(whole), 7):  # without a digest, what zipfile's checksums let pass
+        flipped(index, at, at % 8)
+        try:
+            found = PackedDataset(path).index
+        except ArchiveError:
+            continue
+        finally:
+            index.write_bytes(whole)
+        assert (found.labels == expected.labels).all()
+        assert (found.checksums == expected.checksums).all()
+
+
+def test_flipped_bits_in_the_places_of_hdf5_are_told(packs: Path, packed: Callable[[str], Path]) -> None:
+    h5py = pytest.importorskip("h5py")
+    path, samples = packed("hdf5"), contents(packs / "files")
+    file = path / "all" / "data" / "data.h5"
+    whole = file.read_bytes()
+    with h5py.File(file, "r") as opened:
+        ends = opened["ends"].id.get_offset()
+    for at in range(ends, ends + 8 * 12):
+        flipped(file, at, at % 8)
+        found = PackedDataset(path)
+        with pytest.raises(ArchiveError):
+            assert [found.read(index) for index in range(12)] == samples
+        file.write_bytes(whole)
+
+
+def test_a_flipped_bit_renames_no_class(packed: Callable[[str], Path]) -> None:
+    path = packed("lmdb")
+    manifest = path / "pack.json"
+    whole, expected = manifest.read_bytes(), PackedDataset(path).manifest
+    for at in range(len(whole)):
+        flipped(manifest, at)
+        try:
+            assert PackedDataset(path).manifest == expected
+        except ArchiveError:
+            pass
+        finally:
+            manifest.write_bytes(whole)
+    flipped(manifest, whole.index(b'"cat"') + 1)
+    with pytest.raises(ArchiveError, match="its checksum does not fit"):
+        PackedDataset(path)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_that_is_cut_short_before_a_process_opens_it_is_told(format: str, packed: Callable[[str], Path]) -> None:
+    path = packed(format)
+    found = PackedDataset(path)
+    largest = max((path / "all" / "data").iterdir(), key=lambda file: file.stat().st_size)
+    os.truncate(largest, largest.stat().st_size - 5000)
+    with pytest.raises(ArchiveError, match=r"cut short|truncated"):
+        found.read(11)
+
+
+# --- of a stranger ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"classes": 3},
+        {"classes": [1, 2]},
+        {"classes": {"cat": 1}},
+        {"classes": ["cat"]},
+        {"parts": ["all"]},
+        {"parts": {}},
+        {"parts": {"../all": 12}},
+        {"parts": {"all": "12"}},
+        {"parts": {"all": -1}},
+        {"files": []},
+        {"files": {"all/data/data.mdb": "long"}},
+        {"kind": "pickles"},
+        {"kind": []},
+        {"format": ["lmdb"]},
+        {"format": {}},
+        {"options": 1},
+        {"total_bytes": "much"},
+    ],
+    ids=str,
+)
+def test_a_hostile_manifest_is_refused(change: dict[str, Any], packed: Callable[[str], Path]) -> None:
+    path = packed("lmdb")
+    as_earlier_versions_wrote_it(path, **change)
+    with pytest.raises(ArchiveError, match=r"is not the manifest of a pack|labels that are of none of its classes"):
+        PackedDataset(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": 1}', "1", "\x00", '{"version": ' + "9" * 5000 + "}"])
+def test_json_that_is_no_manifest_is_refused(text: str, packed: Callable[[str], Path]) -> None:
+    path = packed("lmdb")
+    (path / "pack.json").write_text(text)
+    with pytest.raises(ArchiveError):
+        PackedDataset(path)
+
+
+def hostile_types(config: dict[str, Any]) -> None:
+    config["data_format"][0] = "pickle"
+
+
+def hostile_shape(config: dict[str, Any]) -> None:
+    config["data_spec"] = config["data_spec"].replace("builtins.dict", "collections.defaultdict")
+
+
+@pytest.mark.parametrize("harm", [hostile_types, hostile_shape])
+def test_a_litdata_pack_executes_nothing(
+    harm: Callable[[dict[str, Any]], None], packs: Path, packed: Callable[[str], Path]
+) -> None:
+    path = packed("litdata")
+    index = path / "all" / "data" / "index.json"
+    content = json.loads(index.read_text())
+    harm(content["config"])
+    index.write_text(json.dumps(content))
+    sizes = {f"all/data/{file.name}": file.stat().st_size for file in index.parent.iterdir()}
+    as_earlier_versions_wrote_it(path, files=sizes)
+    with pytest.raises(
+        ArchiveError, match=r"index\.json is not that of a pack of ours, so it is not read: its samples"
+    ):
+        PackedDataset(path).read(11)
+    assert not (packs / "executed").exists()
+
+
+def test_a_packed_sample_that_is_none_is_refused() -> None:
+    from lightning_feed.archive.pack_sample import from_bytes
+
+    for header in (b'{"tensor": "load", "shape": [1]}', b"[" * 50_000, b'{"tensor": "int64", "shape": [-1, 9]}', b"3"):
+        with pytest.raises(ArchiveError, match="no packed sample"):
+            from_bytes(len(header).to_bytes(8, "little") + header + bytes(100))
+
+
+# --- replaced while it is read ----------------------------------------------------------------------------------------
+
+
+def read_one(found: PackedDataset, answers: Any) -> None:
+    try:
+        answers.put(found[0])
+    except Exception as error:  # noqa: BLE001 - what is asked for
+        answers.put(error)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_new_data_never_come_with_old_labels(
+    method: str, format: str, packs: Path, packed: Callable[[str], Path], tmp_path: Path
+) -> None:
+    if method == "spawn" and format != "lmdb":
+        pytest.skip("the same for all formats, and slow")
+    path, samples = packed(format), contents(packs / "files")
+    reading = PackedDataset(path)
+    assert reading[0] == (samples[0], 0)
+    (tmp_path / "other").mkdir()
+    shutil.copytree(packs / "files" / "cat", tmp_path / "other" / "dog")
+    shutil.copytree(packs / "files" / "dog", tmp_path / "other" / "cat")
+    pack(tmp_path / "other", path, format=format, workers=0, force=True)  # type: ignore[arg-type]
+    for index in range(12):
+        with suppress(DatasetError):  # LitData opens its chunks by name
+            assert reading[index] == (samples[index], index // 6)
+    context = multiprocessing.get_context(method)
+    answers = context.Queue()
+    worker = context.Process(target=read_one, args=(reading, answers))
+    worker.start()
+    answer = answers.get(timeout=120)
+    worker.join(60)
+    assert isinstance(answer, ArchiveError)
+    assert "is another pack than the one that this run began with" in str(answer)
+    assert PackedDataset(path)[0] == (contents(tmp_path / "other")[0], 0)
+
+
+def test_the_same_data_packed_again_are_the_same_pack(packs: Path, packed: Callable[[str], Path]) -> None:
+    path = packed("lmdb")
+    reading = PackedDataset(path)
+    pack(packs / "files", path, workers=0, force=True)
+    assert pickle.loads(pickle.dumps(reading))[3] == reading[3]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packs_of_earlier_versions_are_read_as_before(format: str, packs: Path, packed: Callable[[str], Path]) -> None:
+    path = packed(format)
+    as_earlier_versions_wrote_it(path)
+    found = pickle.loads(pickle.dumps(PackedDataset(path)))
+    assert [found.read(index) for index in range(12)] == contents(packs / "files")
+    assert found.labels.tolist() == [0] * 6 + [1] * 6
