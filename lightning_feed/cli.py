@@ -7,6 +7,7 @@ stopped it: 130 Ctrl-C, 143 SIGTERM, 141 nobody reads the output any more.
 import argparse
 import dataclasses
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments without the program's name; None takes those of the process.
     """
     arguments = _parser().parse_args(argv)
+    if sys.stderr is None:  # closed by whoever started this: a file of data must not become its number 2
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
     try:
         code = _run(arguments)
         sys.stdout.flush()  # what is left would be written at the very end, where nothing can be caught
