@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lightning_feed.archive.pack_manifest import is_pack
 from lightning_feed.errors import DatasetError, printable
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,12 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
 def _class_folders(root: Path) -> list[str]:
     try:
         with os.scandir(root) as entries:
-            found = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+            # A pack in the folder that it was made of is no class.
+            found = sorted(
+                entry.name
+                for entry in entries
+                if entry.is_dir() and not entry.name.startswith(".") and not is_pack(entry.path)
+            )
     except OSError as error:
         raise DatasetError(
             f"{root} cannot be read: {error.strerror}. Give a folder that has one folder of images for each class."
