@@ -30,6 +30,7 @@ _REPLACED = "replaced"
 """A pack that was replaced, until it is removed."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -73,21 +74,23 @@ def _make_private(partial: Path) -> int:
         try:
             with tempfile.TemporaryFile(dir=partial) as probe:
                 mine = os.fstat(probe.fileno()).st_uid
-            owner = os.fstat(folder).st_uid
-            if owner == mine:
+            found = os.fstat(folder)
+            if found.st_uid == mine:
                 with suppress(OSError):  # a file system without modes
-                    os.fchmod(folder, 0o700)
+                    os.fchmod(folder, found.st_mode & stat.S_ISGID | 0o700)  # the pack is of the folder's group
         finally:
             os.close(folder)
     except OSError as error:
+        if error.errno in _FULL:
+            raise
         raise ArchiveError(
             f"{partial} cannot be made or written to: {error.strerror}. A pack is made there, so remove it, or give "
             "another DEST."
         ) from error
-    if owner != mine:
+    if found.st_uid != mine:
         raise ArchiveError(
-            f"{partial} belongs to another user (number {owner}), who could change what is packed. A pack is made "
-            "there, so remove it, or give another DEST."
+            f"{partial} belongs to another user (number {found.st_uid}), who could change what is packed. A pack is "
+            "made there, so remove it, or give another DEST."
         )
     return mine
 
@@ -240,7 +243,7 @@ def full_disk_told(partial: Path) -> Iterator[None]:
         number, text = getattr(error, "errno", None), str(error)
         # LMDB calls it an input/output error when a write fitted in part.
         cut_short = text.startswith("mdb_") and "Input/output error" in text
-        if number not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in text and not cut_short:
+        if number not in _FULL and "No space left" not in text and not cut_short:
             raise
         raise ArchiveError(
             f"The disk of {partial.parent} is full. What is packed so far is kept in {partial}: free some space there "

@@ -115,7 +115,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     _check_outside(target, parts)
     skipped: list[str] = []
     resumed_at = 0
-    with alone_in(partial), full_disk_told(partial):
+    with full_disk_told(partial), alone_in(partial):
         put_back(partial, target)
         _check_target(target, force=force)  # again: another process may have packed there since
         begin_or_go_on(partial, plan_of(parts, kind, format))

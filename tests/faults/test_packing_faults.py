@@ -127,6 +127,17 @@ def test_nobody_else_reads_or_writes_a_pack_in_the_making(
     assert (tmp_path / "x.pack").stat().st_mode == files.stat().st_mode  # as the umask has it
 
 
+@as_root
+def test_a_pack_in_a_folder_of_a_group_is_of_that_group(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "team").mkdir()
+    os.chown(tmp_path / "team", 0, NOBODY)
+    (tmp_path / "team").chmod(0o2775)
+    pack(files, tmp_path / "team" / "x.pack", workers=0)
+    made = [tmp_path / "team" / "x.pack", *(tmp_path / "team" / "x.pack").rglob("*")]
+    assert {path.stat().st_gid for path in made} == {NOBODY}
+    assert made[0].stat().st_mode & stat.S_ISGID
+
+
 @pytest.mark.parametrize("dest", ["a file/x.pack", "x" * 300, "/proc/x.pack"])
 def test_a_dest_that_cannot_be_written_is_told(dest: str, files: Path, tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
