@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
+from lightning_feed.equal_ranks import check_equal_ranks
 from lightning_feed.load.feed_loader import FeedLoader, begin_next_epoch, is_feed_state
 
 
@@ -49,7 +50,12 @@ class ExactResume(Callback):
         self._loaded = states
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Follow the fetcher from its first batch on."""
+        """Follow the fetcher from its first batch on.
+
+        Raises:
+            LoaderError: the ranks have different numbers of batches, and would hang.
+        """
+        check_equal_ranks(trainer)
         tap = self._adopt(trainer)
         if tap is not None and tap.track_states and tap.trained_states is None and _host.read_already(trainer):
             tap.trained_states = self._loaded
