@@ -31,16 +31,16 @@ class Guard:
         self._who, self._stop = who, stop
         self._failed: set[str] = set()
         self._said: set[str] = set()
-        self._measures, self._quiet = True, False
+        self.measures, self._quiet = True, False
 
     def measure(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """What ``call`` gives; None where it fails, which ends all measuring, and from then on."""
-        if not self._measures:
+        if not self.measures:
             return None
         try:
             return call(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # the one place for it: nothing of ours may end the user's run
-            self._measuring_failed(error)
+            self.measuring_failed(error)
             return None
 
     def tap(self, call: Callable[[], object]) -> Callable[[], None]:
@@ -50,7 +50,7 @@ class Guard:
             try:
                 call()
             except Exception as error:  # noqa: BLE001  # as above
-                self._measuring_failed(error)
+                self.measuring_failed(error)
 
         return tapped
 
@@ -70,9 +70,10 @@ class Guard:
             self._tell(f"could not {task}", error, "Training goes on without it.")
             return None
 
-    def _measuring_failed(self, error: Exception) -> None:
-        if self._measures:
-            self._measures = False
+    def measuring_failed(self, error: Exception) -> None:
+        """Say it, and end all measuring."""
+        if self.measures:
+            self.measures = False
             self._tell("stopped measuring", error, "Training goes on; log at level DEBUG to see where it failed.")
             self._quiet = True  # what fails now fails for the same reason
             self.attempt("take out what it had put into the Trainer", self._stop)
@@ -95,11 +96,16 @@ Owner = TypeVar("Owner", bound=_Guarded)
 
 
 def guarded(hook: Callable[Concatenate[Owner, P], None]) -> Callable[Concatenate[Owner, P], None]:
-    """A hook of a callback as its ``_guard`` measures."""
+    """A hook of a callback, called as :meth:`Guard.measure` of its ``_guard`` calls: there are some in each step."""
 
     @functools.wraps(hook)
     def run(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        self._guard.measure(hook, self, *args, **kwargs)
+        guard = self._guard
+        if guard.measures:
+            try:
+                hook(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # as above
+                guard.measuring_failed(error)
 
     return run
 

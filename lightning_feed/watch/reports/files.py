@@ -17,6 +17,17 @@ def find_report(path: Path) -> Path:
     Raises:
         ReportError: when there is none.
     """
+    try:
+        return _find(path)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror or error}. Give a feed_report.json.") from error
+    except RecursionError as error:
+        raise ReportError(
+            f"folders in {path} lie too deep to be searched. Give the feed_report.json itself."
+        ) from error
+
+
+def _find(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
@@ -63,8 +74,8 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         ReportError: when it cannot be written. What was there is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("wb") as file:
@@ -75,5 +86,5 @@ def write_whole(path: Path, text: str) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise ReportError(f"{path} could not be written: {error.strerror or error}.") from error
+    except (OSError, ValueError) as error:  # ValueError: of a name that no file can have
+        raise ReportError(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.") from error

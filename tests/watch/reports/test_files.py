@@ -1,13 +1,15 @@
 """Whether reports can be written into a folder is known before, and asking leaves nothing."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_feed.errors import ReportError
-from lightning_feed.watch.reports.files import check_writable
+from lightning_feed.watch.reports.files import check_writable, find_report, write_whole
 
 
 @pytest.mark.parametrize("folder", ["", "here", "new", "new/below/it"])
@@ -52,3 +54,23 @@ def test_what_others_put_there_meanwhile_stays(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ReportError, match="No space left on device"):
         check_writable(tmp_path / "new")
     assert (tmp_path / "new" / "theirs").exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "", "\ud800"])
+def test_names_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(ReportError):
+        find_report(Path(name))
+    with pytest.raises(ReportError, match="could not be written"):
+        write_whole(Path(name), "text")
+
+
+def test_folders_too_deep_to_be_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(1500):
+        os.mkdir("d")  # noqa: PTH102  # as long as its path is, no path object could name it
+        os.chdir("d")
+    monkeypatch.chdir(tmp_path)
+    if sys.version_info < (3, 13):  # from then on folders are walked without recursion
+        with pytest.raises(ReportError, match=r"too deep to be searched. Give the feed_report.json itself"):
+            find_report(Path())
+    subprocess.run(["rm", "-r", tmp_path / "d"], check=True)  # pytest's own way is recursive, too
