@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
 """How long closing waits for the source to give the batch that it is at. It can only be waited for, not stopped."""
+SOON_S = 0.5
+"""And how long Ctrl-C waits for it."""
 LOOK_S = 1.0
 """How often a waiting consumer looks whether the thread still lives."""
 UNBOUNDED = 1 << 60
@@ -43,7 +45,8 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _End:
-    pass
+    told: tuple[Any, ...]
+    """What StopIteration came with: a worker's traceback, where a data set raised it."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +92,15 @@ class BackgroundIterator(Iterator[Any]):
         try:
             with traced("background_wait"):
                 item = self._take()
-        except BaseException:  # Ctrl-C while waiting
-            self.close()
+        except BaseException as error:
+            self.close(SOON_S if isinstance(error, KeyboardInterrupt) else None)
             raise
         if isinstance(item, _Batch):
             return item.empty()
         self.close()
         if isinstance(item, _End):
             self._ended = True
-            raise StopIteration
+            raise StopIteration(*item.told)
         try:
             raise item.error
         finally:
@@ -114,12 +117,14 @@ class BackgroundIterator(Iterator[Any]):
         ident: int | None = self._thread.native_id
         return ident
 
-    def close(self) -> None:
-        """End the thread and let go of the source. A second call does nothing."""
+    def close(self, patience_s: float | None = None) -> None:
+        """End the thread and let go of the source; wait so long for the batch that it is at, PATIENCE_S if not given.
+        A second call does nothing."""
         self._closed = True
         left = self._finalizer.detach()
         if left is not None:
-            _end_thread(*left[2])
+            thread, stop, pid, consumer = left[2]
+            _end_thread(thread, stop, pid, consumer, patience_s)
 
     def __enter__(self) -> "BackgroundIterator":
         return self
@@ -171,8 +176,8 @@ def _draw(source: Any) -> _Batch | _End | _Failure:
     try:
         with traced("background_load"):
             return _Batch(next(source))
-    except StopIteration:
-        return _End()
+    except StopIteration as end:
+        return _End(end.args)
     except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer
         return _Failure(error)
     finally:
@@ -195,7 +200,7 @@ def _abandon(thread: Any, stop: threading.Event, pid: int, consumer: int) -> Non
         _end_thread(thread, stop, pid, consumer)
 
 
-def _end_thread(thread: Any, stop: threading.Event, pid: int, consumer: int) -> None:
+def _end_thread(thread: Any, stop: threading.Event, pid: int, consumer: int, patience_s: float | None = None) -> None:
     """Tell the thread to end, let it past a full queue, and wait for it."""
     stop.set()
     if os.getpid() != pid:
@@ -207,12 +212,13 @@ def _end_thread(thread: Any, stop: threading.Event, pid: int, consumer: int) -> 
     _let_through(thread.queue)
     if threading.get_ident() != consumer:
         return  # garbage was collected in a thread that the source may depend on: it must not be kept waiting
-    thread.join(PATIENCE_S)
+    patience_s = PATIENCE_S if patience_s is None else patience_s
+    thread.join(patience_s)
     if thread.is_alive():
         logger.warning(
-            "The background thread is still waiting for a batch after %.0f s and was left behind. It ends when the "
+            "The background thread is still waiting for a batch after %g s and was left behind. It ends when the "
             "batch comes. A dataset that never returns needs a timeout of its own, or LoaderSettings(timeout_s=...).",
-            PATIENCE_S,
+            patience_s,
         )
 
 

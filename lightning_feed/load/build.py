@@ -12,6 +12,7 @@ from lightning_feed.load.batch_decoder import BatchDecoder
 from lightning_feed.load.datasets import size_of
 from lightning_feed.load.epoch_order import EpochOrder
 from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.late_batch import Watch
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.picklable import why_not_picklable
 from lightning_feed.load.recommend import Recommendation, Workload, recommend
@@ -107,6 +108,7 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
         order=part.order,
         workers=found.workers,
         decode=part.decode,
+        watch=Watch(part.name, settings.warn_after_s) if settings.warn_after_s else None,
     )
     return loader, found
 

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -109,13 +110,31 @@ class MapPass:
         """Gives the indices of a pass that goes on in another setting than that of the state."""
         self.given = 0
         """Indices that were asked for in this pass. Each of them is to give a batch."""
-        self.newest: Any = None
+        self._recent: deque[Any] = deque(maxlen=1)
         self._begun = False
 
     def hand_out(self, batch: Any) -> Any:
         """Count a batch that leaves the loader."""
         self.batches += 1
         return batch
+
+    def remember(self, batches: int) -> None:
+        """Keep the indices of so many batches, for :meth:`index_of`."""
+        self._recent = deque(self._recent, maxlen=max(1, batches))
+
+    def note(self, index: Any) -> None:
+        """Count an index that was asked for."""
+        self.given += 1
+        self._recent.append(index)
+
+    def index_of(self, number: int) -> Any:
+        """The index that was asked for as the ``number``-th of this pass, from 0; None where it is forgotten."""
+        back = self.given - number
+        return self._recent[-back] if 0 < back <= len(self._recent) else None
+
+    def newest(self) -> Any:
+        """The index that was asked for last; None before the first."""
+        return self.index_of(self.given - 1)
 
     def state(self) -> dict[str, Any]:
         """What a resumed pass needs besides its place: seeds, generator and sampler states at the start."""
@@ -217,6 +236,5 @@ class IndexSource:
                     index = next(indices)
                 except StopIteration:
                     return
-            now.given += 1
-            now.newest = index
+            now.note(index)
             yield index

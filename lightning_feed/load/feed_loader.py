@@ -32,6 +32,7 @@ from lightning_feed.load.epoch_order import (
     mix_seed,
 )
 from lightning_feed.load.iterable_state import IterablePass, StampingCollate
+from lightning_feed.load.late_batch import Watch
 from lightning_feed.load.loader_pass import LoaderPass
 from lightning_feed.load.rest_of_epoch import SIDE_BY_SIDE, facts_of, fitted, ranks_of_run, rest_of
 from lightning_feed.load.thread_crew import ThreadCrew
@@ -64,6 +65,7 @@ class FeedLoader(DataLoader[Any]):
         workers: what ``num_workers`` counts, ``"process"`` or ``"thread"``. Threads serve map-style datasets, in the
             training process: ``get_worker_info()`` is None in them, and ``worker_init_fn`` is not called. Torch's
             random numbers come from a stream for each sample, of (seed, epoch, cycle, place in the epoch, rank).
+        watch: when to warn of a batch that does not come; None: never.
         decode: decodes whole batches after they have left the workers, some of them ahead; None: they stay as they are.
         **options: DataLoader's own. They are passed through by name, because Lightning makes a copy of the loader
             with another sampler by the names that DataLoader has.
@@ -91,9 +93,10 @@ class FeedLoader(DataLoader[Any]):
         order: EpochOrder | None = None,
         workers: Literal["process", "thread"] = "process",
         decode: BatchDecoder | None = None,
+        watch: Watch | None = None,
         **options: Any,
     ) -> None:
-        self.workers, self.decode = workers, decode
+        self.workers, self.decode, self.watch = workers, decode, watch
         super().__init__(dataset, **options)
         self.background = background
         self.order = order
@@ -126,7 +129,7 @@ class FeedLoader(DataLoader[Any]):
             if resume is not None:
                 position.facts |= {key: resume[key] for key in ("since", "done", "order", "rest") if key in resume}
         self._position = position
-        batches = LoaderPass(source, self.background, position, self.decode)
+        batches = LoaderPass(source, self.background, position, self.decode, self.watch)
         self._live = weakref.ref(batches)
         return batches
 
@@ -287,6 +290,7 @@ class FeedLoader(DataLoader[Any]):
             stream.facts = {"world": ranks_of_run(), "batch_size": self.batch_size}
             return stream
         position = MapPass(self.order, epoch=epoch, cycle=cycle, resume=resume)
+        position.remember(self.num_workers * (self.prefetch_factor or 1))
         position.rest = None if resume is None else rest_of(resume, self)
         return position
 

@@ -48,6 +48,8 @@ class LoaderSettings:
     """Whether training samples are shuffled (map-style datasets). Evaluation never is."""
     timeout_s: float = 0
     """Seconds to wait for a batch from the workers before giving up; 0 waits for ever."""
+    warn_after_s: float = 60
+    """Seconds without a batch after which a warning says which worker hangs, and where; 0: never. The run goes on."""
     start_method: Literal["fork", "spawn", "forkserver"] | None = None
     """How worker processes start; None for Python's default."""
     seed: int | None = None
@@ -73,7 +75,8 @@ class LoaderSettings:
             if not isinstance(value, bool) and not (may_be_auto and value == "auto"):
                 choices = 'True, False or "auto"' if may_be_auto else "True or False"
                 raise SettingsError(f"{name}={value!r} is not a choice. Give {choices}.")
-        self._check_timeout()
+        self._check_seconds("timeout_s", "to wait for ever")
+        self._check_seconds("warn_after_s", "to say nothing")
         methods = multiprocessing.get_all_start_methods()
         if self.start_method is not None and self.start_method not in methods:
             raise SettingsError(
@@ -129,7 +132,7 @@ class LoaderSettings:
                 f"{name}={value!r} is not possible. Give a whole number from {lowest} to {highest}{hint}."
             )
 
-    def _check_timeout(self) -> None:
-        value = self.timeout_s
+    def _check_seconds(self, name: str, zero: str) -> None:
+        value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise SettingsError(f"timeout_s={value!r} is not possible. Give seconds, or 0 to wait for ever.")
+            raise SettingsError(f"{name}={value!r} is not possible. Give seconds, or 0 {zero}.")

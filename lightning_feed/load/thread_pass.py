@@ -108,6 +108,10 @@ class ThreadPass(Iterator[Any]):
         if not self._persistent:
             self.crew.close()
 
+    def hurry(self, patience_s: float) -> None:
+        """Let :meth:`close` end the threads, persistent ones too, and wait no longer for them."""
+        self._persistent, self.crew.patience_s = False, patience_s
+
     def _ask(self, *, probe: bool = False) -> None:
         """Ask the threads for one batch more, if there is one."""
         index = next(self._indices, _END)

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any
@@ -90,12 +91,33 @@ def kill_workers(batches: Iterator[Any]) -> bool:
     """
     killed = False
     for iterator in torch_iterators(batches):
-        forget = getattr(signal_handling, "_remove_worker_pids", None)
-        if forget is not None and getattr(iterator, "_worker_pids_set", False):
-            # Else torch would take their end for an accident, and raise it in the main thread wherever that is.
-            forget(id(iterator))
-            iterator._worker_pids_set = False
+        _expect_their_end(iterator)
         for process in getattr(iterator, "_workers", None) or ():
             process.kill()
             killed = True
     return killed
+
+
+def stop_workers(batches: Iterator[Any]) -> None:
+    """End the worker processes of a pass now, persistent ones too: Ctrl-C does not wait for a sample that hangs.
+
+    Those that got Ctrl-C themselves are on their way out; torch would wait 5 s for each of the others.
+    """
+    processes = worker_processes(batches)
+    for iterator in torch_iterators(batches):
+        _expect_their_end(iterator)
+    for end in ("terminate", "kill"):
+        until = time.monotonic() + _LAST_MOMENT_S
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+        for process in processes:
+            if process.is_alive():
+                getattr(process, end)()
+
+
+def _expect_their_end(iterator: Any) -> None:
+    forget = getattr(signal_handling, "_remove_worker_pids", None)
+    if forget is not None and getattr(iterator, "_worker_pids_set", False):
+        # Else torch would take their end for an accident, and raise it in the main thread wherever that is.
+        forget(id(iterator))
+        iterator._worker_pids_set = False

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_feed.load import worker_stack
+
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 """Read by libraries when they are loaded, so these count for what the dataset imports later."""
 
@@ -27,6 +29,7 @@ class WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         """Prepare the worker process that this runs in."""
+        worker_stack.answer()
         torch.set_num_threads(1)
         for variable in ONE_THREAD:
             os.environ.setdefault(variable, "1")

@@ -276,6 +276,7 @@ def test_epochs_and_seeds_have_numbers_of_their_own():
 def test_ranks_have_numbers_of_their_own(monkeypatch):
     def on_rank(rank):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
         return epochs(threaded(Noisy(), batch_size=4, order=order()))
 

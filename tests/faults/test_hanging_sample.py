@@ -1,0 +1,214 @@
+"""A sample that hangs: one warning that says where, and Ctrl-C that does not wait for it."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.build import Job, Part, build_loader
+from lightning_feed.load.epoch_order import EpochOrder
+from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.late_batch import LateBatch, Watch
+from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.worker_init import WorkerInit
+from lightning_feed.load.worker_stack import stack_of
+
+
+class Clock:
+    """Seconds that go by when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Hangs(Dataset[int]):
+    """Hangs at sample 6 until it is let go, whatever is raised in it."""
+
+    def __init__(self, context: Any = multiprocessing) -> None:
+        self.reached, self.go_on = context.Event(), context.Event()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == 6:
+            self.reached.set()
+            while not self.go_on.is_set():
+                try:
+                    self.waits_for_a_server()
+                except KeyboardInterrupt:
+                    continue
+        return index
+
+    def waits_for_a_server(self) -> None:
+        self.go_on.wait(0.2)
+
+
+class HangingStream(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.inner = Hangs()
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.inner[index] for index in range(12))
+
+
+class Loop:
+    """A training loop in a thread of its own, which hangs at sample 6."""
+
+    def __init__(self, loader: FeedLoader, data: Hangs) -> None:
+        self.batches, self.data, self.came = iter(loader), data, list[list[int]]()
+        self.clock = Clock()
+        self.late = self.batches._late = LateBatch(self.batches, Watch("train", 60.0), self.clock)
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        for batch in self.batches:
+            self.came.append(batch.tolist())
+
+    def __enter__(self) -> "Loop":
+        self.thread.start()
+        assert self.data.reached.wait(60)
+        while self.late._since is None or len(self.came) < 3:  # the last batch before it is trained
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.data.go_on.set()
+        self.thread.join(60)
+        assert sorted(sample for batch in self.came for sample in batch) == list(range(12))
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "main process": {},
+    "background": {"background": 1},
+    "processes": {"num_workers": 2, "prefetch_factor": 1},
+    "spawned": {"num_workers": 1, "multiprocessing_context": "spawn"},
+    "persistent": {"num_workers": 2, "persistent_workers": True, "background": 1},
+    "threads": {"num_workers": 2, "workers": "thread"},
+}
+
+
+def loader_of(mode: str) -> tuple[FeedLoader, Hangs]:
+    options = MODES[mode]
+    data = Hangs(multiprocessing.get_context(options.get("multiprocessing_context")))
+    init = WorkerInit() if "num_workers" in options and "workers" not in options else None
+    return FeedLoader(data, batch_size=2, worker_init_fn=init, **options), data
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_is_said_once_where_it_hangs(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    loader, data = loader_of(mode)
+    with Loop(loader, data) as loop:
+        loop.late.look()
+        assert not caplog.records
+        loop.clock.now += 61
+        loop.late.look()
+        loop.late.look()
+        (record,) = [one for one in caplog.records if one.name.endswith("late_batch")]
+        said = record.getMessage()
+        assert record.levelno == logging.WARNING
+        assert "No batch of train has come for 61 s" in said
+        assert "[6, 7]" in said or "index 6" in said
+        assert "waits_for_a_server" in said
+        if mode in ("processes", "spawned", "persistent"):
+            assert f"process {multiprocessing.active_children()[-1].pid}" in said or "Worker 1 (process" in said
+        elif mode == "threads":
+            assert "Thread worker" in said
+        loop.clock.now += 500
+        loop.late.look()
+        assert len(caplog.records) == 1
+        loop.clock.now += 200
+        loop.late.look()
+        assert len(caplog.records) == 2
+
+
+def test_a_stream_has_a_task_in_place_of_samples(caplog: pytest.LogCaptureFixture) -> None:
+    stream = HangingStream()
+    with Loop(FeedLoader(stream, batch_size=2, num_workers=1, worker_init_fn=WorkerInit()), stream.inner) as loop:
+        loop.clock.now += 61
+        loop.late.look()
+    assert "Worker 0" in caplog.text
+    assert "task 3 of this pass" in caplog.text
+    assert "waits_for_a_server" in caplog.text
+
+
+def test_the_thread_looks_by_itself_and_ends_with_the_pass(caplog: pytest.LogCaptureFixture) -> None:
+    data = Hangs()
+    batches = iter(FeedLoader(data, batch_size=2, watch=Watch("train", 0.05)))
+    loop = threading.Thread(target=lambda: list(batches))
+    loop.start()
+    while "No batch of train" not in caplog.text:
+        time.sleep(0.01)
+    data.go_on.set()
+    loop.join()
+    watching = batches._late._thread
+    watching.join(10)
+    assert not watching.is_alive()
+
+
+def test_signals_of_the_users_and_processes_without_an_answer_are_left_alone() -> None:
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    WorkerInit()(0)  # not in a worker
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+    asleep = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    asleep.start()
+    try:
+        assert "cannot be had; the kernel says of the process: " in stack_of(asleep.pid)
+        assert asleep.is_alive()
+    finally:
+        asleep.kill()
+        asleep.join()
+    assert "cannot be had" in stack_of(asleep.pid)
+
+
+def test_the_setting_reaches_the_loader() -> None:
+    part = Part(
+        name="train", split="train", batch_size=2, together=1, sampler=lambda _: None, collate_fn=None,
+        order=EpochOrder(seed=0, epoch=lambda: 0),
+    )  # fmt: skip
+    for given, watch in ((LoaderSettings(num_workers=0), Watch("train", 60)),
+                         (LoaderSettings(num_workers=0, warn_after_s=0), None)):  # fmt: skip
+        assert build_loader(range(4), part, given, Job())[0].watch == watch
+    for wrong in (-1, True, "60", float("inf")):
+        with pytest.raises(SettingsError, match="warn_after_s="):
+            LoaderSettings(warn_after_s=wrong)
+
+
+@pytest.mark.parametrize("mode", ["processes", "spawned", "persistent", "threads", "background"])
+def test_ctrl_c_does_not_wait_for_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.data import _utils
+
+    loader, data = loader_of(mode)
+    batches = iter(loader)
+    workers = list(getattr(batches.source, "_workers", ()))
+    # Whoever waits for the sample would do so for longer than the test may take.
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 1000)
+    monkeypatch.setattr("lightning_feed.load.background.PATIENCE_S", 1000)
+    monkeypatch.setattr("lightning_feed.load.thread_crew.PATIENCE_S", 1000)
+
+    def press() -> None:
+        data.reached.wait(60)
+        time.sleep(0.2)  # until the loop waits
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(batches)
+        for worker in workers:
+            worker.join(10)
+            assert not worker.is_alive()
+    finally:
+        if not workers:  # an Event would wait for those that were waiting for it
+            data.go_on.set()
