@@ -6,6 +6,7 @@ stopped it: 130 Ctrl-C, 143 SIGTERM, 141 nobody reads the output any more.
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if sys.stderr is None:  # closed by whoever started this: a file of data must not become its number 2
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the output cannot encode
     try:
         code = _run(arguments)
         sys.stdout.flush()  # what is left would be written at the very end, where nothing can be caught

@@ -1,5 +1,6 @@
 """``lightning-feed report`` and ``compare``: output, exit codes, and a gate that does not pass on nothing."""
 
+import io
 import json
 import os
 import subprocess
@@ -191,3 +192,16 @@ def test_reports_are_read_without_torch(tmp_path: Path) -> None:
         "sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, run], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("form", ["--json", "--markdown", None])
+def test_names_that_the_output_cannot_encode(form: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_report(sample_report(), tmp_path)
+    file = tmp_path / "feed_report.json"
+    document = json.loads(file.read_text())
+    document["remedies"][0]["code"] = document["verdict"]["evidence"][0] = "W\u00e4chter \ud800"
+    file.write_text(json.dumps(document))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["report", str(tmp_path), *([form] if form else [])]) == 0
+    assert b"chter" in out.buffer.getvalue()  # type: ignore[attr-defined]
