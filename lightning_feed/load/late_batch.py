@@ -67,7 +67,7 @@ class LateBatch:
             self._consumer = threading.get_ident()
             every = self._watch.after_s / _LOOKS
             self._thread = threading.Thread(
-                target=_run, args=(weakref.ref(self), self._wake, every), name="feed-late-batch", daemon=True
+                target=_run, args=(weakref.ref(self), self._wake, every), name="late-batch", daemon=True
             )
             self._thread.start()
 
