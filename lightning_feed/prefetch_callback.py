@@ -28,10 +28,11 @@ _AFTER_BACKWARD_BEGAN = (
     "on_after_backward",
     "on_before_optimizer_step",
     "configure_gradient_clipping",
+    "clip_gradients",
     "optimizer_step",
     "lr_scheduler_step",
 )
-"""Hooks that run between ``on_before_backward`` and the end of the batch, with automatic optimisation."""
+"""Methods that run between ``on_before_backward`` and the end of the batch, with automatic optimisation."""
 LOOK_AHEAD = "[PrefetchCallback].look_ahead"
 """The profiler action around fetching and staging the next batch."""
 _TRANSFER = "transfer_batch_to_device"
@@ -45,8 +46,11 @@ class PrefetchCallback(ExactResume):
     and so does ``FastDataModule.device_transform``. The copy overlaps with computing only from pinned host memory
     (``pin_memory=True``). Checkpoints do not count batches that were only fetched: it is an :class:`ExactResume`.
 
-    The device holds at most ``depth + 3`` batches: those that are ready, the one in use, and those before it that the
-    device has not finished. A host that is further ahead of the device waits before it copies the next.
+    The device holds at most ``depth + 3`` batches, or 64 MiB of smaller ones: those that are ready, the one in use, and
+    those before it that the device has not finished. A host that is further ahead waits before it copies the next.
+
+    A transfer of your own may read, apart from the batch, only what it alone makes, changes and replaces: the step may
+    be changing anything else at that time (see docs/how-to/device-transform.md).
 
     It stands aside, and says so in one INFO line, where it could not help: on devices other than CUDA and XPU, with
     loaders that yield device tensors already, and in loops whose ``training_step`` takes ``dataloader_iter``.
@@ -243,6 +247,7 @@ class PrefetchCallback(ExactResume):
                 or getattr(trainer.precision_plugin, "scaler", None) is None
                 or own_code(["on_before_backward"], later)
                 or own_code(_AFTER_BACKWARD_BEGAN, [each for each in trainer.callbacks if each is not self])
+                or not _host.optimizes_by_the_book(trainer)
             )
         if noticed:
 
@@ -315,8 +320,12 @@ class PrefetchCallback(ExactResume):
             with traced("look_ahead"):
                 while len(tap.ahead) < depth and _host.more_to_draw(fetcher):
                     item = tap.look_ahead()
-                    if item.error is None:
-                        item.staged = self._stage(trainer, item.value)
+                    if item.error is not None:
+                        break
+                    self._look_at_first(trainer, *item.value[::2])
+                    if tap.closed:
+                        break  # it stays as it is until the loop takes it: no other is drawn before
+                    item.staged = self._stage(trainer, item.value)
         finally:
             trainer.profiler.stop(LOOK_AHEAD)
 
@@ -354,7 +363,7 @@ class PrefetchCallback(ExactResume):
         if self._in_hand is not None and name == "on_before_batch_transfer":
             return batch
         if name == "on_before_batch_transfer":
-            self._look_at_first(trainer, batch)
+            self._look_at_first(trainer, batch, args[0] if args else 0)
         if name != _TRANSFER:
             return original(name, batch, *args)
         if self._in_hand is not None:
@@ -380,17 +389,17 @@ class PrefetchCallback(ExactResume):
         with traced("transfer"):
             return send(batch)
 
-    def _look_at_first(self, trainer: Trainer, batch: Any) -> None:
+    def _look_at_first(self, trainer: Trainer, batch: Any, dataloader_idx: int) -> None:
         """A loader that yields device tensors (DALI, static buffers) may overwrite a batch in use when drawn ahead.
 
-        Asked before ``on_before_batch_transfer``, which may put tensors on the device itself.
+        Asked of each loader's first batch, before ``on_before_batch_transfer``, which may put tensors on the device.
         """
         tap = _tap_of(trainer)
-        if tap is None or tap.owner is not self or tap.checked:
+        if tap is None or tap.owner is not self or dataloader_idx in tap.checked:
             return
-        tap.checked = True
+        tap.checked.add(dataloader_idx)
         if off_host(batch):
-            tap.closed, tap.owner, tap.on_hand_out = True, None, None
+            tap.closed, tap.owner = True, None  # what is staged already is still received
             self._active = False
             self._stand_aside(trainer, "the loader yields tensors that are on the device already")
 

@@ -117,3 +117,56 @@ def test_weights_casts_and_draws_are_those_without_it(
         **options,
     )
     assert callback.active
+
+
+# --- classes of the user's own in the optimizer step ------------------------------------------------------------------
+
+
+class DrawingOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad += 0.01 * torch.rand(parameter.shape)
+        return super().step(closure)
+
+
+class DrawingScheduler(torch.optim.lr_scheduler.LambdaLR):
+    def step(self, epoch: int | None = None) -> None:
+        torch.rand(1)
+        super().step(epoch)
+
+
+class DrawingPrecision(MixedPrecision):
+    def post_backward(self, tensor: Tensor, module: Any) -> Any:
+        torch.rand(1)
+        return super().post_backward(tensor, module)
+
+
+class OwnOptimizer(Casts):
+    def configure_optimizers(self) -> Any:
+        return DrawingOptimizer(self.parameters(), lr=0.1)
+
+
+class OwnScheduler(Casts):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = DrawingScheduler(optimizer, lambda step: 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class OwnClipping(Casts):
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        torch.rand(1)
+        super().clip_gradients(*args, **kwargs)
+
+
+@pytest.mark.parametrize("module", [OwnOptimizer, OwnScheduler, OwnClipping, Casts])
+def test_with_a_scaler_what_the_users_classes_draw_in_the_step_comes_first(module: type[Casts]) -> None:
+    plugin = DrawingPrecision if module is Casts else MixedPrecision
+    callback = assert_same_run(
+        lambda: {"train_dataloaders": DataLoader(Numbers(12, noise=True), batch_size=2)},
+        module,
+        plugins=[plugin("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))],
+        max_epochs=1,
+    )
+    assert callback.active

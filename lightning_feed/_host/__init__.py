@@ -22,6 +22,7 @@ from lightning_feed._host.hooks import (
     Wrap,
     defined_by_lightning,
     is_overridden,
+    optimizes_by_the_book,
     wrap_transfer,
 )
 from lightning_feed._host.loops import (
@@ -72,6 +73,7 @@ __all__ = [
     "known_syncs",
     "live_fetcher",
     "more_to_draw",
+    "optimizes_by_the_book",
     "profiler_does_nothing",
     "ranks_that_share_samples",
     "read_already",

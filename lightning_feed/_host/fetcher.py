@@ -31,8 +31,10 @@ class FetcherTap:
         self.ahead: deque[Fetched] = deque()
         self.owner: Any = None
         """The prefetcher that draws ahead, if there is one."""
-        self.checked = self.closed = False
-        """Whether the prefetcher has looked at a first batch, and whether it will not touch this fetcher any more."""
+        self.checked: set[int] = set()
+        """The loaders, by ``dataloader_idx``, whose first batch the prefetcher has looked at."""
+        self.closed = False
+        """Whether the prefetcher will not touch this fetcher any more."""
         self.on_hand_out: Callable[[Fetched], None] | None = None
         self.track_states = any(_is_stateful(loader) for loader in fetcher.combined_loader.flattened)
         self.trained_states: list[dict[str, Any]] | None = None

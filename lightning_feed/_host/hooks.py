@@ -65,3 +65,14 @@ def defined_by_lightning(thing: Any) -> bool:
     """Whether a class, object or function comes from Lightning or from this package."""
     module = getattr(thing, "__module__", None) or type(thing).__module__
     return module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_feed")
+
+
+def optimizes_by_the_book(trainer: Any) -> bool:
+    """Whether no class of the user's has a part in the backward pass and the optimizer step.
+
+    Strategy and precision plugin come from Lightning, optimizers and schedulers from torch. Read in 2.4.0 and 2.6.6
+    (``strategies/strategy.py``).
+    """
+    schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+    of_torch = all(type(one).__module__.startswith("torch.") for one in [*trainer.optimizers, *schedulers])
+    return of_torch and all(defined_by_lightning(type(one)) for one in (trainer.strategy, trainer.precision_plugin))

@@ -79,6 +79,10 @@ def train_batches_to_follow(trainer: Any, *, at_most: int, step_pending: bool) -
         at_most = min(at_most, trainer.max_steps - trainer.global_step - step_pending)
     if at_most <= 0 or loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
         return 0
+    every = trainer.val_check_batch
+    if every not in (None, float("inf")) and loop._should_check_val_epoch():
+        done = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
+        at_most = min(at_most, int(every - (done + 1) % every))
     return at_most
 
 

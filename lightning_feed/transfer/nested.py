@@ -41,6 +41,11 @@ def off_host(batch: Any) -> bool:
     return any(tensor.device.type != "cpu" for tensor in tensors(batch))
 
 
+def bytes_off_host(batch: Any) -> int:
+    """Memory that the tensors of ``batch`` take outside of the host."""
+    return sum(tensor.nbytes for tensor in tensors(batch) if tensor.device.type != "cpu")
+
+
 class _Held:
     """Hides a value from whatever moves batches: it is no container, and it has no ``.to``."""
 

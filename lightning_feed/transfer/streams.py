@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from lightning_feed.transfer.nested import off_host, record_stream
+from lightning_feed.transfer.nested import bytes_off_host, off_host, record_stream
 
 STREAM_BACKENDS: Final = ("cuda", "xpu")
 """Device types whose streams, events and allocator were read (torch 2.6 and 2.15) and order work as this file needs it.
@@ -17,10 +17,15 @@ modules of other backends (HPU, XLA) come from packages of their own.
 
 
 RUN_AHEAD: Final = 2
-"""Batches handed over that the device need not have come to when the next one is staged.
+RUN_AHEAD_BYTES: Final = 64 * 2**20
+MOST_AHEAD: Final = 60
+"""How far the host may be ahead of the device when it copies the next batch: 2 batches that the device has not come to,
+or as many more as fit into these bytes, up to 60.
 
-``record_stream`` gives memory back only once the device is past it, so a host that runs M steps ahead would hold M
-batches. The host waits where it is further ahead than this: the device then has more than two steps in its queue.
+``record_stream`` gives memory back only once the device is past it, so a host that runs M steps ahead holds M batches.
+Running ahead is worth something, too: while the loader stalls, the device works off what is queued. Steps of large
+batches are long, and two of them are enough; small batches cost little memory. 60 steps are about what the ring of
+``watch.clocks`` can measure.
 """
 
 
@@ -44,7 +49,7 @@ class SideStream(Protocol):
         ...
 
     def limit_run_ahead(self) -> None:
-        """Wait while the device is more than ``RUN_AHEAD`` batches behind the one that was handed over last."""
+        """Wait while the device is too far behind the batch that was handed over last: see ``RUN_AHEAD``."""
         ...
 
     def is_capturing(self) -> bool:
@@ -67,7 +72,8 @@ class DeviceStream:
         self._device = device
         self._backend: Any = torch.get_device_module(device)
         self._stream = self._backend.Stream(device=device)
-        self._handed_over: deque[Any] = deque(maxlen=RUN_AHEAD + 1)
+        self._handed_over: deque[tuple[Any, int]] = deque()
+        """An event before the step on each batch, and the batch's bytes."""
 
     def issue(self) -> AbstractContextManager[Any]:
         """While entered, work goes to the side stream."""
@@ -90,7 +96,7 @@ class DeviceStream:
         # An event that lets the host sleep: torch's default would spin on a CPU that the loader's workers need.
         reached = self._backend.Event(blocking=True) if self._device.type == "cuda" else self._backend.Event()
         reached.record(compute)
-        self._handed_over.append(reached)
+        self._handed_over.append((reached, bytes_off_host(batch)))
 
     def follow_compute(self, batch: Any = None) -> None:
         """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
@@ -99,9 +105,12 @@ class DeviceStream:
             record_stream(batch, self._stream)
 
     def limit_run_ahead(self) -> None:
-        """Wait while the device is more than ``RUN_AHEAD`` batches behind the one that was handed over last."""
-        if len(self._handed_over) > RUN_AHEAD:
-            self._handed_over[0].synchronize()
+        """Wait while the device is too far behind the batch that was handed over last: see ``RUN_AHEAD``."""
+        ahead = self._handed_over
+        while ahead and ahead[0][0].query():
+            ahead.popleft()
+        while len(ahead) > MOST_AHEAD or (len(ahead) > RUN_AHEAD and sum(size for _, size in ahead) > RUN_AHEAD_BYTES):
+            ahead.popleft()[0].synchronize()
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured on the compute stream: nothing else may be issued then."""

@@ -17,7 +17,8 @@ a copy from pageable memory makes the host wait for its stream and for itself. S
 (asynchronous concurrent execution) and the CUDA runtime's "API synchronization behavior".
 
 What it does not know: values (but those copied from the host, :meth:`SimulatedDevice.content`), how kernels slow each
-other down, and what drivers do beyond their documentation.
+other down, pinned memory that the host writes to while it is copied, and what drivers do beyond their documentation.
+Writes to different parts of one storage are taken for writes to the same.
 """
 
 from __future__ import annotations  # the device has a method of the name `Stream`, as torch.cuda has
@@ -45,6 +46,8 @@ POOL = 32
 """Streams of one priority that torch has for a device; ``Stream()`` hands them out in turn (c10/cuda/CUDAStream.h)."""
 LAUNCH_QUEUE = 1024
 """Kernels that may be queued before a launch makes the host wait, as seen with CUDA."""
+WRITES_UNMARKED = {"aten.native_batch_norm.default": (3, 4)}
+"""Arguments that an operation writes to without its schema saying so: the running statistics."""
 READS_VALUES = ("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.masked_select", "aten._unique2")
 """Operations whose results the host needs before it can go on."""
 ALLOCATES = ("aten.empty", "aten.new_empty")
@@ -340,17 +343,17 @@ class SimulatedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # under inference mode operations come here that are made of others
+                done = func.decompose(*args, **kwargs)
+            if done is not NotImplemented:
+                return done
         pin = kwargs.pop("pin_memory", None)
         name = str(func)
         ins = _on_device((args, kwargs))
-        if name.startswith(READS_VALUES) and ins:
-            return self._read_values(name, func, args, ins)
-        target = kwargs.get("device")
-        if name.startswith("aten._to_copy") and ins and target is not None and torch.device(target).type == "cpu":
-            return self._to_host(args[0], kwargs)
-        if name.startswith("aten.copy_") and ins and args[0].device.type == "cpu":
-            self._wait_on_current("a copy to the host", ins)
-            return args[0]
+        looked = self._look(name, func, args, kwargs, ins) if ins else NotImplemented
+        if looked is not NotImplemented:
+            return looked
         if name.startswith(SCALES_GRADIENTS):
             out = args[0] if func._schema.returns else None
         else:
@@ -365,6 +368,7 @@ class SimulatedDevice(TorchDispatchMode):
             self._allocate(name, outs)
             return out
         written = _on_device([value for value, to_write in _arguments(func, args, kwargs) if to_write])
+        written += _on_device([args[place] for place in WRITES_UNMARKED.get(name, ()) if len(args) > place])
         self._allocate(name, outs)
         source = args[1] if name.startswith("aten.copy_") else args[0] if args else None
         if (
@@ -381,23 +385,35 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _from_host(self, name: str, source: Tensor, outs: list[Tensor], non_blocking: bool) -> None:
         stream = self._current
+        pageable = not self.is_pinned(source)
+        if pageable:
+            self.wait_for(stream.record_event(), "a copy from pageable memory")
         self._touch(name, stream, [], outs)
         for each in outs:
             whole = each.numel() * each.element_size() == each.untyped_storage().nbytes()
             self._block(each).content = source.detach().to(each.dtype).clone() if whole else None
-        pageable = not self.is_pinned(source)
-        if pageable:
-            self.wait_for(stream.record_event(), "a copy from pageable memory")
         duration = round(source.nbytes / self._copy_bytes_per_ms * MS)
         self._copying_until = stream.run(duration, begin_at=self._copying_until)
         self.copied.append((stream, (self._copying_until - duration, self._copying_until)))
         self.copies += 1
-        if pageable or not non_blocking:
-            self.wait_for(stream.record_event(), "a copy from pageable memory" if pageable else "a blocking copy")
+        if not non_blocking:
+            self.wait_for(stream.record_event(), "a blocking copy")
+        elif pageable:
+            # The host is busy as long, but nothing promises that the copy is over then: it is not ordered by that.
+            self.now = max(self.now, stream.free_at)
 
-    def _to_host(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        self._wait_on_current("a copy to the host", [tensor])
-        return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype, device="cpu")
+    def _look(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], ins: list[Tensor]) -> Any:
+        """What the host gets of an operation that brings values to it; NotImplemented for all others."""
+        if name.startswith(READS_VALUES):
+            return self._read_values(name, func, args, ins)
+        target = kwargs.get("device")
+        if name.startswith("aten._to_copy") and target is not None and torch.device(target).type == "cpu":
+            self._wait_on_current("a copy to the host", ins)
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="cpu")
+        if name.startswith("aten.copy_") and args[0].device.type == "cpu":
+            self._wait_on_current("a copy to the host", ins)
+            return args[0]
+        return NotImplemented
 
     def _read_values(self, name: str, func: Any, args: Any, ins: list[Tensor]) -> Any:
         self._wait_on_current(name, ins)

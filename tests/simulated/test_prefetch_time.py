@@ -7,15 +7,17 @@ import pytest
 import torch
 from simulated.device import MS, SimulatedDevice
 from simulated.grid import BYTES, Case, run
-from simulated.training import Model, SimulatedLoader, fit
+from simulated.training import Model, SimulatedLoader, evaluate, fit
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.transfer.streams import RUN_AHEAD, DeviceStream
+from lightning_feed.transfer import streams
+from lightning_feed.transfer.streams import MOST_AHEAD, RUN_AHEAD, DeviceStream
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:predict returned None"),
 ]
 DURATIONS = [(11, 5, 2), (5, 11, 2), (2, 5, 11), (5, 5, 5), (11, 11, 2), (10, 9, 10)]
 """(compute, copy, load) in milliseconds: each the longest in turn, and ties."""
@@ -115,18 +117,73 @@ def side_batches(depth: int) -> float:
     return on_side(fit_short(depth=depth)[0].sim)
 
 
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch counts as a large one."""
+    monkeypatch.setattr(streams, "RUN_AHEAD_BYTES", 0)
+
+
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_memory_is_bounded_under_a_host_that_runs_ahead(depth: int) -> None:
     assert side_batches(depth) <= depth + 1 + RUN_AHEAD
 
 
+def test_small_batches_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "RUN_AHEAD_BYTES", 8 * BYTES)
+    assert side_batches(1) == 8 + 2
+    monkeypatch.setattr(streams, "RUN_AHEAD_BYTES", 1 << 30)
+    monkeypatch.setattr(streams, "MOST_AHEAD", 12)
+    assert side_batches(1) == 12 + 2
+    assert MOST_AHEAD == 60
+
+
+@pytest.mark.usefixtures("large")
 def test_without_the_limit_a_host_that_runs_ahead_takes_memory_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceStream, "limit_run_ahead", lambda self: None)
     assert side_batches(1) > 20
 
 
-def test_memory_is_bounded_in_stages_that_are_not_prefetched() -> None:
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("stages", [("fit",), ("validate",), ("fit", "validate")])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_memory_is_bounded_where_validation_comes_between(stages: Any, depth: int, every: int) -> None:
     device = SimulatedDevice()
-    train, val = SimulatedLoader(device, 3), SimulatedLoader(device, 30)
-    fit(device, Model(device, compute_ms=10), train, PrefetchCallback(stages=("fit",)), val=val)
-    assert on_side(device) <= 2 + RUN_AHEAD
+    train, val = SimulatedLoader(device, 16), SimulatedLoader(device, 12)
+    callback = PrefetchCallback(depth=depth, stages=stages)
+    fit(device, Model(device, compute_ms=10), train, callback, val=val, val_check_interval=every)
+    assert on_side(device) <= depth + 1 + RUN_AHEAD
+    assert device.races == []
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_evaluation_is_ordered_bounded_and_hides_the_copy(entry: Any, depth: int) -> None:
+    steps = {}
+    for callbacks in ([], [PrefetchCallback(depth=depth)]):
+        device = SimulatedDevice(copy_bytes_per_ms=BYTES / 5)
+        began = device.now
+        evaluate(device, entry, Model(device, compute_ms=11), SimulatedLoader(device, 30), *callbacks)
+        steps[len(callbacks)] = (device.compute.free_at - began) / 30 / MS
+        assert device.races == []
+    assert on_side(device) <= depth + 1 + RUN_AHEAD
+    assert steps[0] == pytest.approx(16, rel=0.02)
+    assert steps[1] == pytest.approx(11, rel=0.02)
+
+
+# --- a loader that stalls ---------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_runs_ahead_on_small_batches_hides_the_stalls_of_a_loader() -> None:
+    """100 ms in every 20 batches, steps of 10 ms: as long as the device has work queued, a stall costs nothing."""
+
+    def step_ms(*callbacks: Any) -> float:
+        device = SimulatedDevice(copy_bytes_per_ms=BYTES)
+        model = Model(device, compute_ms=10)
+        fit(device, model, SimulatedLoader(device, 200, periods_ms=[2.0] * 19 + [100.0]), *callbacks)
+        return (model.ended_at[-1] - model.ended_at[39]) / 160 / MS
+
+    assert step_ms() == pytest.approx(11, rel=0.02)  # its copies are in the way
+    assert step_ms(PrefetchCallback()) == pytest.approx(10, rel=0.02)

@@ -1,7 +1,7 @@
 """Training on the simulated device: a loader in simulated time, a module whose step takes a given time, a Trainer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -52,6 +52,7 @@ class SimulatedLoader:
         device: whose host waits.
         batches: in an epoch.
         period_ms: the time between two batches, made beside the training.
+        periods_ms: one time after the other in its place, repeated.
         pinned: whether they lie in page-locked memory.
         make: the batch of an index.
         in_main_process: the host makes them itself, as with ``num_workers=0``.
@@ -63,11 +64,13 @@ class SimulatedLoader:
         batches: int,
         *,
         period_ms: float = 0.0,
+        periods_ms: Sequence[float] | None = None,
         pinned: bool = True,
         make: Callable[[int], Any] = numbers,
         in_main_process: bool = False,
     ) -> None:
         self.device, self.batches, self.period_ms = device, batches, period_ms
+        self.periods_ms = [period_ms] if periods_ms is None else periods_ms
         self.pinned, self.make, self.in_main_process = pinned, make, in_main_process
         self.waits: list[Span] = []
         """When the host was in the loader, one span for each batch."""
@@ -76,7 +79,7 @@ class SimulatedLoader:
         return self.batches
 
     def __iter__(self) -> Iterator[Any]:
-        production = Production([self.period_ms])
+        production = Production(self.periods_ms)
         production.began = self.device.now
         for index in range(self.batches):
             began = self.device.now
@@ -131,8 +134,10 @@ class Model(LightningModule):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.ended_at.append(self.sim.compute.free_at)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.sim.launch(self.compute_ms, what="validation_step", reads=batch)
+
+    test_step = predict_step = validation_step
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -143,10 +148,7 @@ class _Accelerator(CPUAccelerator):
         """Whatever it is."""
 
 
-def fit(
-    device: SimulatedDevice, model: LightningModule, loader: Any, *callbacks: Callback, val: Any = None, **options: Any
-) -> Trainer:
-    """A fit on the device; errors come through."""
+def _trainer(callbacks: Sequence[Callback], **options: Any) -> Trainer:
     given: dict[str, Any] = {
         "logger": False,
         "enable_checkpointing": False,
@@ -156,11 +158,30 @@ def fit(
         "num_sanity_val_steps": 0,
         **options,
     }
+    strategy = SingleDeviceStrategy(device=DEVICE, accelerator=_Accelerator())
+    return Trainer(strategy=strategy, callbacks=list(callbacks), **given)
+
+
+def fit(
+    device: SimulatedDevice, model: LightningModule, loader: Any, *callbacks: Callback, val: Any = None, **options: Any
+) -> Trainer:
+    """A fit on the device; errors come through."""
     with simulated(device):
-        strategy = SingleDeviceStrategy(device=DEVICE, accelerator=_Accelerator())
-        trainer = Trainer(strategy=strategy, callbacks=list(callbacks), **given)
+        trainer = _trainer(callbacks, **options)
         trainer.fit(model, loader, val)
     return trainer
+
+
+def evaluate(
+    device: SimulatedDevice,
+    entry: Literal["validate", "test", "predict"],
+    model: LightningModule,
+    loaders: Any,
+    *callbacks: Callback,
+) -> None:
+    """One of the other entries of a Trainer on the device."""
+    with simulated(device):
+        getattr(_trainer(callbacks), entry)(model, loaders)
 
 
 def first_tensor(batch: Any) -> Tensor:

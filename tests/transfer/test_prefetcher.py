@@ -7,6 +7,7 @@ import pytest
 import torch
 from simulated.device import DEVICE, MS, SimulatedDevice, simulated
 
+from lightning_feed.transfer import streams
 from lightning_feed.transfer.prefetcher import Prefetcher, Staged
 from lightning_feed.transfer.streams import RUN_AHEAD, DeviceStream, NullStream, open_stream
 
@@ -55,7 +56,8 @@ def test_one_stream_for_all_batches(device: SimulatedDevice) -> None:
     assert device.compute not in used
 
 
-def test_the_host_is_never_further_ahead_than_said(device: SimulatedDevice) -> None:
+def test_the_host_is_never_further_ahead_than_said(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "RUN_AHEAD_BYTES", 0)
     prefetcher = Prefetcher(DeviceStream(DEVICE))
     behind = []
     for _ in range(12):
