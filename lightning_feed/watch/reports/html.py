@@ -85,6 +85,9 @@ def _sections(report: Report) -> Iterator[str]:
     if diagnosis.remedies:
         fixes = "".join(_fix(one, diagnosis) for one in diagnosis.remedies)
         yield _section("What to change, the most promising first", f'<ol class="fixes">{fixes}</ol>')
+    besides = (*diagnosis.why_not, *diagnosis.notes)
+    if besides:
+        yield _section("Notes", _list(besides))
     if report.report_card:
         yield _section("What an earlier report predicted for this run", _list(map(check_text, report.report_card)))
     yield road_section(diagnosis)
@@ -140,7 +143,7 @@ def _fix(remedy: Remedy, diagnosis: Diagnosis) -> str:
         gain += "" if per_s is None else f"<br/><span class='soft'>{in_rate(per_s)} samples/s</span>"
     return (
         f'<li><code>{escape(remedy.code)}</code><span class="gain">{gain}</span>'
-        f'<span class="why">{escape(remedy.why)}</span></li>'
+        f'<span class="why">{escape(f"{remedy.where}: {remedy.why}" if remedy.where else remedy.why)}</span></li>'
     )
 
 

@@ -47,6 +47,9 @@ def diagnosis_markdown(diagnosis: Diagnosis) -> str:
     if diagnosis.remedies:
         header = ("", "change", "why", "predicted step", "predicted rate")
         blocks.append("## What to change\n\n" + _table(header, _remedy_rows(diagnosis)))
+    besides = (*diagnosis.why_not, *diagnosis.notes)
+    if besides:
+        blocks.append("## Notes\n\n" + "\n".join(f"- {_text(one)}" for one in besides))
     return "\n\n".join(blocks)
 
 
@@ -65,7 +68,7 @@ def _remedy_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, ...]]:
         yield (
             str(number),
             _code(one.code),
-            _text(one.why),
+            _text(f"{one.where}: {one.why}" if one.where else one.why),
             "" if predicted is None else f"{in_ms(predicted, diagnosis.stats.step_ms or predicted)} ms",
             "" if per_s is None else f"{in_rate(per_s)} samples/s",
         )

@@ -1,6 +1,6 @@
 """A verdict with where and when it was found: what the files hold, and what is read from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lightning_feed.watch.experiments.results import ExperimentResults
@@ -63,6 +63,8 @@ class Verdict:
     grade: Grade
     confidence: Confidence
     evidence: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    why_not: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,8 @@ def to_parts(report: Report) -> Parts:
             grade=found.grade,
             confidence=found.confidence,
             evidence=found.evidence,
+            notes=found.notes,
+            why_not=found.why_not,
         ),
         step=measured.stats,
         throughput=Throughput(
@@ -121,13 +125,7 @@ def to_parts(report: Report) -> Parts:
         hooks=measured.hooks,
         experiments=measured.experiments,
         remedies=tuple(
-            ReportedRemedy(
-                code=one.code,
-                why=one.why,
-                predicted_step_ms=one.predicted_step_ms,
-                changes=one.changes,
-                predicted_samples_per_s=rate(one.predicted_step_ms, batch_size),
-            )
+            ReportedRemedy(**vars(one), predicted_samples_per_s=rate(one.predicted_step_ms, batch_size))
             for one in found.remedies
         ),
         report_card=report.report_card,
@@ -143,9 +141,10 @@ def from_parts(parts: Parts, *, written_at: str, path: Path | None) -> Report:
         grade=verdict.grade,
         confidence=verdict.confidence,
         evidence=verdict.evidence,
+        notes=verdict.notes,
+        why_not=verdict.why_not,
         remedies=tuple(
-            Remedy(code=one.code, why=one.why, predicted_step_ms=one.predicted_step_ms, changes=one.changes)
-            for one in parts.remedies
+            Remedy(**{each.name: getattr(one, each.name) for each in fields(Remedy)}) for one in parts.remedies
         ),
         measurements=Measurements(
             stats=parts.step,

@@ -43,7 +43,12 @@ def as_text(diagnosis: Diagnosis) -> str:
     for number, remedy in enumerate(diagnosis.remedies):
         predicted = remedy.predicted_step_ms
         then = "" if predicted is None else f" (predicted step {in_ms(predicted, whole)} ms)"
-        lines.append(f"{'      ' if number else 'fix   '}{remedy.code}    # {remedy.why}{then}")
+        lead = "      " if number else "fix   "
+        if remedy.where:
+            lines.append(f"{lead}{remedy.where}")
+            lead = "        "
+        lines.append(f"{lead}{remedy.code}    # {remedy.why}{then}")
+    lines += [f"not   {said}" for said in diagnosis.why_not] + [f"note  {said}" for said in diagnosis.notes]
     return printable_lines("\n".join(lines + _found(diagnosis)))
 
 

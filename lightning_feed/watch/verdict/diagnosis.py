@@ -161,16 +161,33 @@ class Measurements:
     experiments: ExperimentResults | None = None
 
 
+Form = Literal["arguments", "settings", "datamodule", "override", "method", "trainer", "callback", "line"]
+"""What kind of text a remedy's ``code`` is, so that a program can apply it, too.
+
+``arguments``: keyword arguments for the call that makes the training loader; one that is there already gets the new
+value. ``settings``: the same for LoaderSettings, which a FastDataModule takes as ``loader=`` and ``wrap`` as its second
+argument. ``datamodule``: the same for the call that makes the data module. ``trainer``: the same for the Trainer.
+``override``: what LightningCLI or Hydra takes on the command line. ``callback``: a callback to add to the Trainer's;
+one of its class that is there already gets these arguments. ``method``: a method for the class that ``where`` names.
+``line``: a line to run before the loaders are made.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One change to try."""
+    """One change to make."""
 
     code: str
-    """One line of code."""
+    """What to paste, and nothing else: see :data:`Form`."""
+    form: Form | None = None
+    """What kind of text ``code`` is. None: of a report that was written before there were forms."""
+    where: str = ""
+    """What changes and where, in words: ``num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader,
+    data.py:41)``."""
     why: str
     """What it does about it."""
     predicted_step_ms: float | None = None
-    """Step time to expect at best; None: cannot be computed from what was measured."""
+    """Step time to expect; None: cannot be computed from what was measured."""
     changes: str = ""
     """Name of what it changes, the same in every report, by which a later run is compared: ``num_workers=8``."""
 
@@ -190,7 +207,11 @@ class Diagnosis:
     evidence: tuple[str, ...]
     """The figures it rests on, one sentence each."""
     remedies: tuple[Remedy, ...]
-    """What to change, the most promising first."""
+    """What to change, the largest predicted gain first; at most three, and none that gains nothing."""
+    notes: tuple[str, ...] = ()
+    """What else is worth knowing or trying, a sentence each, where no gain can be predicted."""
+    why_not: tuple[str, ...] = ()
+    """What one would try first and need not, with the figures that speak against it, a sentence each."""
     measurements: Measurements
     """All that was measured."""
 
