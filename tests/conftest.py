@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,14 @@ import pytest
 def _no_callbacks_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's LIGHTNING_FEED=1 must not add callbacks to the Trainers of the tests."""
     monkeypatch.delenv("LIGHTNING_FEED", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning leaves the port of a fit with several ranks in the environment, for all such fits of this process: one
+    that hangs on to it, or another program that takes it meanwhile, would hang those that follow."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
     marks = str(config.getoption("markexpr"))
     if os.environ.get("LIGHTNING_FEED_REQUIRE_GPU") != "1" and ("gpu" not in marks or "not gpu" in marks):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # A shell's background job ignores Ctrl-C, and all that it starts does: tests send it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # cuBLAS is deterministic with this only, and reads it once.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
