@@ -25,6 +25,8 @@ from lightning_feed.watch.experiments.transform_sites import Site, Spent, StepTi
 
 _ENOUGH = 200
 """Samples."""
+_OWN_SHARE = 0.05
+"""Of a sample's time, from which what a container does beside calling its steps is named."""
 
 
 class Given:
@@ -88,7 +90,8 @@ def measure_costs(
                     "waits: for a lock, a connection, or a file system that does not answer."
                 ),
             )
-    met = [step for step in timer.steps if step.wall_ns]
+    least_ns = _OWN_SHARE * sum(step.wall_ns for step in timer.steps)
+    met = [step for step in timer.steps if step.wall_ns > (least_ns if step.container else 0)]
     return tuple(
         NamedCost(name=step.name, cpu_ms=step.cpu_ns / count / 1e6, wall_ms=step.wall_ns / count / 1e6) for step in met
     )
@@ -194,8 +197,7 @@ def _in_stream(part: Part, timer: StepTimer, max_s: float, samples: int) -> Call
         beat.beat()
         while done < samples and time.monotonic() - began < max_s and not beat.stopped:
             timer.on = True
-            with _without_inner_steps(load, timer):
-                timer.call(load, next, stream, None)
+            timer.call(load, next, stream, None)
             beat.beat()
             done += 1
         return max(1, done)
@@ -205,8 +207,7 @@ def _in_stream(part: Part, timer: StepTimer, max_s: float, samples: int) -> Call
 
 def _whole(timer: StepTimer, stages: list[Spent], dataset: Any, index: Any) -> None:
     """A sample as it is made; what no step of a transform took is the stage's."""
-    with _without_inner_steps(stages[0], timer):
-        timer.call(stages[0], dataset.__getitem__, index)
+    timer.call(stages[0], dataset.__getitem__, index)
 
 
 def _folder(timer: StepTimer, stages: list[Spent], dataset: Any, index: Any) -> None:
@@ -216,8 +217,7 @@ def _folder(timer: StepTimer, stages: list[Spent], dataset: Any, index: Any) -> 
     path = base.samples[inner][0]
     cpu, wall = read.cpu_ns, read.wall_ns
     timer.call(read, _read_file, path)
-    with _without_inner_steps(decode, timer):
-        timer.call(decode, dataset.__getitem__, index)
+    timer.call(decode, dataset.__getitem__, index)
     decode.cpu_ns -= read.cpu_ns - cpu
     decode.wall_ns -= read.wall_ns - wall
 
@@ -230,18 +230,7 @@ def _stages(timer: StepTimer, stages: list[Spent], dataset: Any, index: Any) -> 
     decoded = timer.call(decode, base.decode, data, inner)
     if not getattr(getattr(decoded, "flags", None), "writeable", True):
         decoded = decoded.copy()
-    with _without_inner_steps(augment, timer):
-        timer.call(augment, base.augment, decoded, inner)
-
-
-@contextmanager
-def _without_inner_steps(stage: Spent, timer: StepTimer) -> Iterator[None]:
-    """Within it, what other steps take is not the stage's."""
-    others = [step for step in timer.steps if step is not stage]
-    cpu, wall = sum(step.cpu_ns for step in others), sum(step.wall_ns for step in others)
-    yield
-    stage.cpu_ns -= sum(step.cpu_ns for step in others) - cpu
-    stage.wall_ns -= sum(step.wall_ns for step in others) - wall
+    timer.call(augment, base.augment, decoded, inner)
 
 
 def _read_file(path: Any) -> int:

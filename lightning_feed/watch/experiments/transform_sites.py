@@ -2,9 +2,10 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -90,9 +91,11 @@ def _attributes(dataset: Any) -> Iterator[tuple[Any, str]]:
 
 @dataclass
 class Spent:
-    """What a step took so far, in nanoseconds."""
+    """What a step took so far, in nanoseconds, without the steps in it."""
 
     name: str
+    container: bool = False
+    """Whether it is there to call other steps."""
     cpu_ns: int = 0
     wall_ns: int = 0
 
@@ -111,45 +114,63 @@ class StepTimer:
     cpu: Callable[[], int] = time.process_time_ns
     wall: Callable[[], int] = time.perf_counter_ns
     steps: list[Spent] = field(default_factory=list)
+    _inner: tuple[int, int] = (0, 0)
+    """CPU and wall time of the steps in the present one."""
 
-    def step(self, name: str) -> Spent:
+    def step(self, name: str, *, container: bool = False) -> Spent:
         """A new step; a name that is taken gets a number."""
         same = sum(one.name == name or one.name.startswith(f"{name} (") for one in self.steps)
-        self.steps.append(Spent(f"{name} ({same + 1})" if same else name))
+        self.steps.append(Spent(f"{name} ({same + 1})" if same else name, container))
         return self.steps[-1]
 
     def call(self, spent: Spent, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Call, and add the time to the step."""
+        """Call, and add the time to the step, but for that of the steps in it."""
         if not self.on:
             return function(*args, **named)
+        outer, self._inner = self._inner, (0, 0)
         cpu, wall = self.cpu(), self.wall()
         made = function(*args, **named)
-        spent.wall_ns += self.wall() - wall
-        spent.cpu_ns += self.cpu() - cpu
+        wall, cpu = self.wall() - wall, self.cpu() - cpu
+        spent.wall_ns += wall - self._inner[1]
+        spent.cpu_ns += cpu - self._inner[0]
+        self._inner = outer[0] + cpu, outer[1] + wall
         return made
 
 
 def timed(transform: Any, timer: StepTimer) -> Any:
     """A copy of a transform that does the same and times its steps; the transform itself is not written to.
 
-    ``Compose`` and its like are entered: what has a list ``transforms``, as of torchvision, albumentations and MONAI,
-    and ``nn.Sequential``. Steps keep their class and attributes, and are called as the container calls them, with
-    positional arguments or keywords.
+    ``Compose`` and its like are entered: what has a list ``transforms`` of other steps, as of torchvision,
+    albumentations and MONAI, and ``nn.Sequential``. Steps keep their class and attributes, and are called as the
+    container calls them, with positional arguments or keywords. What a container does beside calling them is its own.
     """
     if isinstance(transform, GivenTransform):
         return GivenTransform(timed(transform.transform, timer), kind="pil" if transform.takes_pil else "tensor")
+    twin = _with_timed_steps(transform, timer)
+    return _timed_step(transform, timer) if twin is None else _timed_step(twin, timer, container=True)
+
+
+def _with_timed_steps(transform: Any, timer: StepTimer) -> Any:
+    """A copy whose steps are timed; None for what is no container."""
     steps = getattr(transform, "transforms", None)
-    by_chance = type(transform).__name__ in _BY_CHANCE
+    if type(transform).__name__ in _BY_CHANCE:
+        return None
     if isinstance(transform, nn.Sequential):
         return _with_modules(transform, {name: timed(step, timer) for name, step in transform._modules.items()})
-    if isinstance(steps, nn.ModuleList) and not by_chance:
+    if isinstance(steps, nn.ModuleList):
         inner = _with_modules(steps, {name: timed(step, timer) for name, step in steps._modules.items()})
         return _with_modules(transform, {**transform._modules, "transforms": inner})
-    if isinstance(steps, (list, tuple)) and steps and not by_chance and all(map(callable, steps)):
+    if isinstance(steps, (list, tuple)) and steps and all(map(callable, steps)) and _calls(transform, steps):
         twin = copy.copy(transform)
         twin.__dict__["transforms"] = type(steps)(timed(step, timer) for step in steps)
         return twin
-    return _timed_step(transform, timer)
+    return None
+
+
+def _calls(transform: Any, steps: Sequence[Any]) -> bool:
+    """Whether they are steps, and not the functions that a single step is made of, as albumentations' ColorJitter."""
+    named = any("Compose" in kind.__name__ for kind in type(transform).__mro__)
+    return named or not all(isinstance(step, (FunctionType, BuiltinFunctionType)) for step in steps)
 
 
 def _with_modules(module: Any, modules: dict[str, Any]) -> Any:
@@ -158,19 +179,19 @@ def _with_modules(module: Any, modules: dict[str, Any]) -> Any:
     return twin
 
 
-def _timed_step(step: Any, timer: StepTimer) -> Any:
+def _timed_step(step: Any, timer: StepTimer, *, container: bool = False) -> Any:
     kind = type(step)
-    spent = timer.step(name_of(step))
-    # type(kind): a class of its own kind may note every class that is made of it, as albumentations does.
-    if type(kind) is type and hasattr(step, "__dict__") and callable(getattr(kind, "__call__", None)):  # noqa: B004
+    spent = timer.step(name_of(step), container=container)
+    if hasattr(step, "__dict__") and callable(getattr(kind, "__call__", None)):  # noqa: B004
 
         def call(self: Any, *args: Any, **named: Any) -> Any:
             return timer.call(spent, lambda *a, **n: kind.__call__(self, *a, **n), *args, **named)
 
         try:
             twin = copy.copy(step)
-            made = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-            object.__setattr__(twin, "__class__", made)  # a frozen dataclass refuses it
+            # type.__new__: a class of classes may note every one that it makes, as that of albumentations does.
+            members = {"__call__": call, "__module__": kind.__module__}
+            object.__setattr__(twin, "__class__", type.__new__(type(kind), kind.__name__, (kind,), members))
         except TypeError:
             return _Timed(step, spent, timer)  # functions, and classes that are laid out otherwise
         else:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import albumentations
 import numpy as np
 import pytest
 import torch
@@ -306,7 +307,57 @@ def test_a_clock_of_ones_own() -> None:
     assert [(step.name, step.wall_ns, step.cpu_ns) for step in timer.steps] == [
         ("Resize", 1000, 0),
         ("slow_function", 1000, 0),
+        ("Compose", 3000, 0),  # of five ticks in it, two are its steps'
     ]
+
+
+def _albumentations() -> Any:
+    inner = [albumentations.GaussianBlur(p=1.0), albumentations.HorizontalFlip(p=0.5)]
+    return albumentations.Compose(
+        [
+            albumentations.RandomResizedCrop((16, 16)),
+            albumentations.ColorJitter(p=1.0),  # keeps its four functions under the name `transforms`
+            albumentations.Sequential(inner, p=1.0),
+            albumentations.OneOf([albumentations.Blur(p=1.0), albumentations.MedianBlur(p=1.0)], p=1.0),
+            albumentations.Normalize(),
+        ],
+        seed=3,
+    )
+
+
+class Photos(Images):
+    def __getitem__(self, index: int) -> Any:
+        assert self.transform is not None
+        photo = np.full((32, 32, 3), index, np.uint8)
+        return self.transform(image=photo)["image"]  # type: ignore[call-arg]
+
+
+def test_every_step_of_albumentations_has_its_own_name() -> None:
+    names = ["RandomResizedCrop", "ColorJitter", "GaussianBlur", "HorizontalFlip", "OneOf", "Normalize"]
+    costs = _costs(Photos(_albumentations()))
+    assert [name for name in costs if name not in ("load", "Compose", "Sequential")] == names
+    assert all(costs[name].wall_ms > 0 for name in names)
+
+
+def test_timed_steps_of_albumentations_draw_and_give_what_they_did_and_are_not_registered() -> None:
+    photo = np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)
+    registry = dict(albumentations.core.serialization.SERIALIZABLE_REGISTRY)
+    plain, twin = _albumentations(), timed(_albumentations(), StepTimer(on=True))
+    for _ in range(5):
+        assert np.array_equal(plain(image=photo)["image"], twin(image=photo)["image"])
+    assert isinstance(twin, albumentations.Compose)
+    assert isinstance(twin[2], albumentations.Sequential)
+    assert registry == albumentations.core.serialization.SERIALIZABLE_REGISTRY
+
+
+def test_what_a_container_does_itself_is_named_where_it_is_dear() -> None:
+    class SlowCompose(v1.Compose):
+        def __call__(self, image: Any) -> Any:
+            burn(SLOW_S)
+            return super().__call__(image)
+
+    assert "SlowCompose" in _costs(Images(SlowCompose([Slow(SLOW_S)])))
+    assert "Compose" not in _costs(Images(v1.Compose([Slow(SLOW_S)])))
 
 
 def test_names_and_sites() -> None:
