@@ -35,6 +35,8 @@ _AFTER_BACKWARD_BEGAN = (
 """Methods that run between ``on_before_backward`` and the end of the batch, with automatic optimisation."""
 LOOK_AHEAD = "[PrefetchCallback].look_ahead"
 """The profiler action around fetching and staging the next batch."""
+HAND_OUT = "[PrefetchCallback].hand_out"
+"""The profiler action in which the loop takes a batch that was fetched before: its fetch was announced then."""
 _TRANSFER = "transfer_batch_to_device"
 
 
@@ -194,7 +196,7 @@ class PrefetchCallback(ExactResume):
             return
         if tap.closed:
             return  # its loader yields device tensors, which was said
-        tap.owner, tap.on_hand_out = self, self._receive
+        tap.owner, tap.on_hand_out = self, partial(self._receive, trainer)
         self._active = True
         self._prefetcher = self._prefetcher or Prefetcher(stream)
         self._wrap(trainer)
@@ -352,8 +354,11 @@ class PrefetchCallback(ExactResume):
 
     # --- what the loop sees -------------------------------------------------------------------------------------------
 
-    def _receive(self, item: _host.Fetched) -> None:
+    def _receive(self, trainer: Any, item: _host.Fetched) -> None:
         self._in_hand = item.staged
+        if item.ahead:
+            with trainer.profiler.profile(HAND_OUT):
+                pass
 
     def _convert_input(self, original: Any, batch: Any) -> Any:
         return original(batch) if self._in_hand is None else batch

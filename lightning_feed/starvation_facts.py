@@ -1,61 +1,31 @@
 """What is known of a run besides its times: settings of the loaders, the batch, what makes the host wait."""
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset
+from typing import Any
 
 from lightning_feed import _host
-from lightning_feed.load.dali.reader_loader import ReaderLoader
-from lightning_feed.load.feed_loader import FeedLoader
 from lightning_feed.load.machine import read_machine
-from lightning_feed.prefetch_callback import PrefetchCallback
-from lightning_feed.transfer.nested import tensors
-from lightning_feed.watch.verdict.diagnosis import Container, LoopFacts, Picture
+from lightning_feed.prefetch_callback import PrefetchCallback, Stage
+from lightning_feed.watch.facts import batches_ahead, with_loaders
+from lightning_feed.watch.seen_through import loaders_in
+from lightning_feed.watch.verdict.diagnosis import LoopFacts
 
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_PICTURE_DIMS = 3
-"""Of a batch of pictures at least: grey ones may have no dimension for their channel."""
-_MOST_PICTURES = 8
 
 
-def facts_of(trainer: Any) -> LoopFacts:
-    """All that can be told before the first batch. Of several loaders, the one with the fewest workers counts.
-
-    With a loader among them that has no workers to tell of, it may be that one which is waited for: then those of the
-    others are not told.
-    """
-    every = _host.train_loaders(trainer)
-    loaders = [loader for loader in every if isinstance(getattr(loader, "num_workers", None), int)]
-    known: dict[str, Any] = {}
-    if loaders:
-        slowest = min(loaders, key=lambda loader: loader.num_workers)
-        all_known = len(loaders) == len(every)
-        for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order"):
-            known[name] = getattr(slowest, name, None) if all_known else None
-        known["batch_size"] = getattr(slowest, "batch_size", None) or getattr(
-            getattr(slowest, "batch_sampler", None), "batch_size", None
-        )
-        known["workers"] = _kind_of_workers(slowest) if all_known else None
-        known["ours"] = all(isinstance(loader, FeedLoader) for loader in every)
-        # Loaders that are not torch's need have no dataset at all.
-        known["map_style"] = not any(
-            isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders
-        )
-    for loader in every:
-        if isinstance(loader, ReaderLoader):
-            known |= loader.facts()
-    batches = trainer.num_training_batches
-    return LoopFacts(
+def facts_of(trainer: Any, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
+    """All that can be told of a stage's loop before its first batch, and what its batches have told ``before``."""
+    between = trainer.val_check_batch if stage == "fit" else None  # those of an epoch, where one validation ends it
+    facts = LoopFacts(
+        stage=stage,
         device_type=trainer.strategy.root_device.type,
         usable_cpus=max(1, read_machine().usable_cpus // trainer.num_devices),
         world_size=trainer.world_size,
-        batches_per_epoch=int(batches) if batches != float("inf") else None,
+        batches_per_epoch=_host.batches_of(trainer, stage),
         log_every_n_steps=trainer.log_every_n_steps,
+        check_val_every_n_epoch=trainer.check_val_every_n_epoch,
+        val_check_batches=None if between in (None, float("inf"), trainer.num_training_batches) else int(between),
         batch_hooks=any(
             _host.is_overridden(owner, hook)
             for owner in (trainer.lightning_module, trainer.datamodule)
@@ -63,26 +33,21 @@ def facts_of(trainer: Any) -> LoopFacts:
         ),
         **(tell() if (tell := getattr(trainer.datamodule, "_feed_facts", None)) is not None else {}),
         lightning=_version(trainer),
-        **known,
     )
+    if before is not None:
+        kept = {name: getattr(before, name) for name in ("batch_bytes", "batch_tensors", "pictures", "syncs")}
+        facts = replace(facts, **kept)
+    return with_loaders(facts, _loaders(trainer, stage))
 
 
-def with_batch(facts: LoopFacts, batch: Any) -> LoopFacts:
-    """The facts, and what a batch tells."""
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors(batch)]
-    hidden = facts.batch_hooks or facts.device_transform  # they have made of it what they would
-    pictures = None if hidden else _pictures(batch)
-    return replace(facts, batch_bytes=sum(sizes), batch_tensors=len(sizes), pictures=pictures)
+def queue_of(trainer: Any, stage: Stage = "fit") -> int:
+    """Batches that the loaders of a stage may hold ready."""
+    return batches_ahead(_loaders(trainer, stage))
 
 
-def queue_of(trainer: Any) -> int:
-    """Batches that the training loaders may hold ready: workers x prefetch_factor, and the background queue."""
-    ready = [
-        (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)
-        + (getattr(loader, "background", 0) or 0)
-        for loader in _host.train_loaders(trainer)
-    ]
-    return max(ready, default=0)
+def _loaders(trainer: Any, stage: str) -> list[Any]:
+    """The loaders of a stage; in the place of a wrapper what is in it."""
+    return [inner for loader in _host.loop_loaders(trainer, stage) for inner in loaders_in(loader)]
 
 
 def prefetch_active(trainer: Any) -> bool | None:
@@ -91,66 +56,8 @@ def prefetch_active(trainer: Any) -> bool | None:
     return any(found) if found else None
 
 
-def _pictures(batch: Any) -> tuple[Picture, ...] | None:
-    """As ``LoopFacts.pictures`` says; None where part of the batch lies in what cannot be rebuilt in a line."""
-    leaves = list(_leaves(batch, ()))
-    found = {id(leaf): leaf for leaf, _ in leaves if isinstance(leaf, Tensor)}
-    if any(id(tensor) not in found for tensor in tensors(batch)):
-        return None
-    some = [one for one in found.values() if one.dim() >= _PICTURE_DIMS and _may_be_pictures(one.dtype)]
-    if not some:
-        return ()
-    largest = max(some, key=Tensor.numel)
-    alike = tuple(
-        Picture(dtype=str(leaf.dtype).removeprefix("torch."), inside=inside)
-        for leaf, inside in leaves
-        if isinstance(leaf, Tensor) and _kind(leaf) == _kind(largest)
-    )
-    return alike if len(alike) <= _MOST_PICTURES else None
-
-
-def _kind(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    """What crops of different sizes have in common, and pictures and their masks have not."""
-    return tensor.dtype, tuple(tensor.shape[:-2])
-
-
-def _may_be_pictures(dtype: torch.dtype) -> bool:
-    return dtype == torch.uint8 or dtype.is_floating_point
-
-
-def _leaves(value: Any, inside: tuple[Container, ...]) -> Iterator[tuple[Any, tuple[Container, ...]]]:
-    """What the plain containers of a batch hold, each with the way there."""
-    if type(value) is dict:
-        kind: Literal["dict", "list", "tuple", "named tuple"] = "dict"
-        parts = [(_as_code(key), part) for key, part in value.items()]
-    elif type(value) in (list, tuple):
-        kind = "list" if type(value) is list else "tuple"
-        parts = [(str(place), part) for place, part in enumerate(value)]
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        kind, parts = "named tuple", list(zip(value._fields, value, strict=True))
-    else:
-        yield value, inside
-        return
-    for key, part in parts:
-        if key is not None:
-            yield from _leaves(part, (*inside, Container(kind=kind, key=key, parts=len(parts))))
-
-
-def _as_code(key: Any) -> str | None:
-    """A key of a dict as code; None for one that is neither text nor a number."""
-    if type(key) is str and key.isprintable() and not set(key) & set('"\\'):
-        return f'"{key}"'
-    return repr(key) if type(key) in (str, int) else None
-
-
 def _version(trainer: Any) -> str | None:
     """Of the package that trains: a user's subclass of Trainer lives elsewhere."""
     modules = (kind.__module__.partition(".")[0] for kind in type(trainer).__mro__)
     found = next((name for name in modules if name in ("lightning", "pytorch_lightning")), None)
     return None if found is None else str(sys.modules[found].__version__)
-
-
-def _kind_of_workers(loader: Any) -> Literal["process", "thread"] | None:
-    if not loader.num_workers:
-        return None
-    return "thread" if getattr(loader, "workers", None) == "thread" else "process"

@@ -1,152 +1,187 @@
-"""What measures one fit, from its start to its end."""
+"""What measures one run of a Trainer, from its start to its end."""
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lightning_feed import _host
 from lightning_feed.archive.shared_cache import CacheStats
-from lightning_feed.prefetch_callback import LOOK_AHEAD
-from lightning_feed.starvation_facts import facts_of, prefetch_active, queue_of, with_batch
-from lightning_feed.watch.clocks import open_ring
+from lightning_feed.prefetch_callback import HAND_OUT, LOOK_AHEAD, Stage
+from lightning_feed.starvation_facts import prefetch_active
+from lightning_feed.starvation_loop import MeasuredLoop
+from lightning_feed.watch.clocks import host_clock, open_ring
+from lightning_feed.watch.cpu_share import CpuShare
+from lightning_feed.watch.facts import with_batch
 from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.hook_times import HookTimes
-from lightning_feed.watch.loader_watch import LoaderWatch
 from lightning_feed.watch.nvml import NvmlSampler
-from lightning_feed.watch.profiler_tap import tap_profiler
+from lightning_feed.watch.profiler_tap import Calls, tap_profiler
 from lightning_feed.watch.rank_exchange import open_rank_exchange
 from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
-from lightning_feed.watch.step_meter import StepMeter
-from lightning_feed.watch.tags import to_tags
+from lightning_feed.watch.tags import loop_tags, to_tags
 from lightning_feed.watch.verdict.diagnosis import Measurements
-from lightning_feed.watch.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger
+from lightning_feed.watch.wall import Part, WallClock
+from lightning_feed.watch.windows import UNFOLDED_STEPS
 
-READ_EVERY_NS = 250_000_000
-"""The kernel's counters of the workers are read four times a second at most, however often windows are logged."""
-
-thread_clock = time.thread_time_ns  # bound here: programs, and Lightning's tests, patch `time`
+_PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "test": "test", "predict": "predict"}
+"""What of the wall time the loop of a stage begins with."""
 
 
 class StarvationRun:
-    """The clocks and taps of one fit, and what they have given so far.
+    """The clocks and taps of one run, and what they have given so far.
 
     Args:
-        trainer: that fits.
+        trainer: that fits, validates, tests or predicts.
         every: steps between two windows.
         guard: of the callback, around what the loop calls here by itself.
+        wall: the clock of the whole run, which may have begun before.
+        stage: whose loop is measured. A fit has that of its validation beside it.
     """
 
-    def __init__(self, trainer: Any, *, every: int, guard: Guard) -> None:
-        device = trainer.strategy.root_device
-        ring = open_ring(device)
-        self.sees_device = ring is not None or device.type == "cpu"
-        """Whether the clock is that of what computes; else it is the host's beside a device."""
-        queue = queue_of(trainer)
+    def __init__(
+        self, trainer: Any, *, every: int, guard: Guard, wall: WallClock | None = None, stage: Stage = "fit"
+    ) -> None:
         self.every = every
         self.last: StarvationStats | None = None
         """The last window that was closed."""
         self.logged_step = -1
-        self._trainer, self._guard = trainer, guard
+        self._trainer, self._guard, self.stage = trainer, guard, stage
         self.nvml: NvmlSampler | None = None
         """Reads the GPU beside it, and is stopped with it; None for no GPU figures."""
-        self._facts, self._batch_seen = facts_of(trainer), False
-        self._ledger = Ledger(
-            queue=queue,
-            trusted_clock=self.sees_device,
-            period=max(1, self._facts.num_workers or 0),
-        )
-        self._warm_up, self._settled = WARM_UP_STEPS + queue, False
-        self._host_began = (0, thread_clock())
-        self._meter = StepMeter(self._ledger.fresh.append, ring=ring)
-        self._meter.on_epoch_start = self._ledger.epoch_started
-        self._meter.begin(epoch=False)
-        self._hooks = HookTimes(lambda: self._meter.between_steps, measure=guard.measure)
-        self._loaders = LoaderWatch(partial(_host.train_iterators, trainer), read_every_ns=READ_EVERY_NS)
-        self._ranks = open_rank_exchange(warm_up=self._warm_up)
+        self._wall = wall or WallClock()
+        self._main = self._now = self._make_loop(stage)
+        self._validation: MeasuredLoop | None = None
+        self._validation_since: int | None = None
+        self._hooks = HookTimes(lambda: self._now.meter.between_steps, measure=guard.measure)
+        self._ranks = open_rank_exchange(warm_up=self._main.warm_up) if stage == "fit" else None
         self._rank_total: RankStats | None = None
+        self._cpus = CpuShare() if trainer.world_size == 1 else None
         self._final: Measurements | None = None
         self._lost_before = 0
         self._cache_began = self._cache_before = _cache_stats(trainer)
         self._undo = ExitStack()  # calls each, and the others where one fails
         self._undo.callback(self._stop_nvml)
-        self._undo.callback(self._loaders.close)
+        self._undo.callback(self._main.loaders.close)
         self._undo.callback(self._tap())
+        self._undo.callback(_host.Wrap(trainer, "save_checkpoint", self._save_checkpoint).undo)
+        self._wall.go_on(_PART[stage])
+        if stage != "fit":
+            self._main.begins()
+
+    def _make_loop(self, stage: Stage) -> MeasuredLoop:
+        device = self._trainer.strategy.root_device
+        ring = open_ring(device)
+        self.sees_device = ring is not None or device.type == "cpu"
+        """Whether the clock is that of what computes; else it is the host's beside a device."""
+        return MeasuredLoop(self._trainer, stage, ring=ring, trusted_clock=self.sees_device)
 
     @property
     def finished(self) -> int:
         """Steps that ended."""
-        return self._meter.finished
+        return self._main.meter.finished
 
     # --- what the loop does -------------------------------------------------------------------------------------------
 
     def epoch_began(self) -> None:
-        """The first batch of an epoch has a figure of its own. Loaders may have got other settings between two."""
-        seen = self._facts
-        self._facts = replace(
-            facts_of(self._trainer),
-            batch_bytes=seen.batch_bytes,
-            batch_tensors=seen.batch_tensors,
-            pictures=seen.pictures,
-            syncs=seen.syncs,
-        )
-        self._meter.begin(epoch=True)
+        """The first batch of an epoch has a figure of its own."""
+        self._wall.go_on("epoch starts")
+        self._main.begins()
         self._hooks.leave_out_step()
-        self._loaders.epoch_began()
+
+    def leave_out_step(self) -> None:
+        """Do not count the present training step: something that is not training lies in it."""
+        self._main.meter.leave_out_step()
+        self._hooks.leave_out_step()
+
+    def _validation_comes(self) -> None:
+        """Its loaders are iterated next."""
+        if self._now is self._main:
+            self._wall.enter("validation")
+            self._validation_since = host_clock()
 
     def validation_began(self) -> None:
-        """Leave out the step in which a validation lies."""
-        self._meter.leave_out_step()
-        self._hooks.leave_out_step()
+        """A validation within a fit: leave out the training step in which it lies, and measure its own."""
+        if self._validation_since is None:
+            self._validation_comes()
+        self.leave_out_step()
+        if self._validation is None:
+            self._validation = self._make_loop("validate")
+            self._undo.callback(self._validation.loaders.close)
+        self._now = self._validation
+        self._now.begins(self._validation_since)
 
-    def batch_came(self, batch: Any) -> None:
-        """Look at the first batch."""
-        if not self._batch_seen:
-            self._batch_seen = True
-            seen = self._guard.attempt("tell what a batch is made of", with_batch, self._facts, batch)
-            self._facts = seen or self._facts
+    def _validation_ended(self) -> None:
+        if self._now is not self._main:
+            self._wall.leave()
+            self._now, self._validation_since = self._main, None
+
+    def batch_came(self, batch: Any, dataloader_idx: int = 0) -> None:
+        """Note whose batch it is, and look at the first."""
+        loop = self._now
+        loop.meter.source = dataloader_idx
+        if not loop.batch_seen:
+            loop.batch_seen = True
+            seen = self._guard.attempt("tell what a batch is made of", with_batch, loop.facts, batch)
+            loop.facts = seen or loop.facts
 
     def step_ended(self) -> None:
         """Keep what is held in memory bounded, notice the end of the warm-up, and now and then time the hooks."""
-        if self._meter.finished >= self._hooks.next_look:
-            self._hooks.step(self._meter.finished)
-        if not self._settled and self._meter.finished >= self._warm_up:
-            self._settled = True
-            self._host_began = (self._meter.finished, thread_clock())
-            self._loaders.settle()
-        if len(self._ledger.fresh) >= UNFOLDED_STEPS:
-            self._fold()
+        loop = self._now
+        if loop is self._main and loop.meter.finished >= self._hooks.next_look:
+            self._hooks.step(loop.meter.finished)
+        loop.step_ended()
+        if len(loop.ledger.fresh) >= UNFOLDED_STEPS:
+            self._fold(loop)
 
-    def _fold(self) -> None:
-        """Sum up the steps held one by one; the other ranks are still to be told of them."""
-        if self._ranks is not None:
-            self._ranks.add(self._ledger.fresh)
-        self._ledger.fold()
+    def _fold(self, loop: MeasuredLoop) -> None:
+        """Sum up the steps held one by one; the other ranks are still to be told of those of training."""
+        if self._ranks is not None and loop is self._main:
+            self._ranks.add(loop.ledger.fresh)
+        loop.ledger.fold()
+
+    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._wall.enter("checkpoints")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._wall.leave()
 
     def _tap(self) -> Callable[[], None]:
-        meter, loaders = self._meter, self._loaders
-
-        def fetch_began() -> None:
-            loaders.fetch_began()  # before the clock of the fetch starts
-            meter.fetch_began()
-
         def fetch_ended() -> None:
-            meter.fetch_ended()
-            loaders.fetch_ended()
+            self._now.fetch_ended()
+            if self._wall.part == "epoch starts":
+                self._wall.go_on("train")
 
-        fetch, to_device, step = _host.step_actions(self._trainer)
+        on_start: Calls = {LOOK_AHEAD: lambda: self._now.meter.look_ahead_began()}
+        on_stop: Calls = {
+            LOOK_AHEAD: lambda: self._now.meter.look_ahead_ended(),
+            HAND_OUT: lambda: self._now.handed_out(),
+        }
+        for stage in (self.stage, "validate"):
+            actions = _host.step_actions(self._trainer, stage)
+            on_start |= {
+                actions.fetch: lambda: self._now.fetch_began(),
+                actions.step: lambda: self._now.meter.step_began(),
+            }
+            on_stop |= {
+                actions.fetch: fetch_ended,
+                actions.to_device: lambda: self._now.meter.arrived(),
+                actions.step: lambda: self._now.meter.step_ended(),
+            }
+        if self.stage == "fit":
+            began, ended = self._main.parts()
+            around = _host.run_actions(self._trainer)
+            on_start |= began | {around.validation_begins: self._validation_comes}
+            on_stop |= ended | {
+                around.validation_ends: self._validation_ended,
+                around.epoch: lambda: self._wall.go_on("rest"),
+            }
         tap = self._guard.tap
         return tap_profiler(
             self._trainer.profiler,
-            {fetch: tap(fetch_began), step: tap(meter.step_began), LOOK_AHEAD: tap(meter.look_ahead_began)},
-            {
-                fetch: tap(fetch_ended),
-                to_device: tap(meter.arrived),
-                step: tap(meter.step_ended),
-                LOOK_AHEAD: tap(meter.look_ahead_ended),
-            },
+            {name: tap(call) for name, call in on_start.items()},
+            {name: tap(call) for name, call in on_stop.items()},
             does_nothing=_host.profiler_does_nothing(self._trainer),
             hooks=self._hooks,
         )
@@ -157,52 +192,68 @@ class StarvationRun:
         """The figures since the last window by their tags, then a new window begins. All ranks do so together."""
         ranks = None
         if self._ranks is not None:
-            self._ranks.send(self._ledger.fresh)
+            self._ranks.send(self._main.ledger.fresh)
             ranks = self._ranks.take()
-        lost = self._meter.lost
-        self.last = self._ledger.close_window(
+        loop = self._main
+        lost = loop.meter.lost
+        self.last = loop.ledger.close_window(
             lost=lost - self._lost_before, prefetch_active=prefetch_active(self._trainer)
         )
         self._lost_before = lost
-        self._facts = replace(self._facts, syncs=self._syncs())
+        loop.facts = replace(loop.facts, syncs=self._syncs())
         cache, self._cache_before = self._cache_before, _cache_stats(self._trainer)
-        loaders = replace(self._loaders.take(), cache_hit_pct=_hit_pct(cache, self._cache_before))
+        loaders = replace(loop.loaders.take(), cache_hit_pct=_hit_pct(cache, self._cache_before))
         return to_tags(self.last, self.nvml.take() if self.nvml is not None else None, loaders, ranks)
 
+    def loop_tags(self) -> dict[str, float]:
+        """The figures of the validation, test or prediction so far, by their tags."""
+        loop = self._validation if self.stage == "fit" else self._main
+        if loop is None:
+            return {}
+        stats = loop.ledger.total(prefetch_active=None, lost=loop.meter.lost)
+        return loop_tags(loop.stage, stats, loop.by_loader())
+
     def measurements(self) -> Measurements:
-        """All that was measured so far, without the warm-up; once training is over, always the same."""
+        """All that was measured so far, without the warm-up; once the run is over, always the same."""
         if self._final is not None:
             return self._final
-        self._fold()
+        main, validation = self._main, self._validation
+        self._fold(main)
+        found = main.measurements(prefetch_active=prefetch_active(self._trainer))
         loaders: LoaderStats = replace(
-            self._loaders.total(), cache_hit_pct=_hit_pct(self._cache_began, _cache_stats(self._trainer))
+            found.loaders, cache_hit_pct=_hit_pct(self._cache_began, _cache_stats(self._trainer))
         )
         return Measurements(
-            stats=self._ledger.total(prefetch_active=prefetch_active(self._trainer), lost=self._meter.lost),
-            facts=replace(self._facts, syncs=self._syncs(), host_cpu_ms=self._host_cpu_ms()),
+            stats=found.stats,
+            facts=replace(
+                found.facts,
+                syncs=self._syncs(),
+                host_cpu_ms=main.host_cpu_ms(),
+                others_cpu_pct=self._cpus.others_pct(found.facts.usable_cpus) if self._cpus is not None else None,
+            ),
             loaders=loaders,
             hooks=self._hooks.result(),
             ranks=self._rank_total or (self._ranks.total() if self._ranks is not None else None),
+            by_loader=found.by_loader,
+            wall=self._wall.stats(),
+            validation=validation.measurements(prefetch_active=None) if validation is not None else None,
         )
 
     def _syncs(self) -> tuple[str, ...]:
         """Those that were seen at any time: a metric in the progress bar shows only once it was logged."""
-        return tuple(sorted({*self._facts.syncs, *_host.known_syncs(self._trainer)}))
-
-    def _host_cpu_ms(self) -> float | None:
-        steps, began = self._host_began
-        steps = self._meter.finished - steps
-        return (thread_clock() - began) * 1e-6 / steps if steps else None
+        return tuple(sorted({*self._main.facts.syncs, *_host.known_syncs(self._trainer)}))
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Training is over: read what the device and the other ranks have not told yet."""
-        self._meter.end()
+        """The loop is over: read what the device and the other ranks have not told yet."""
+        self._main.meter.end()
+        if self._validation is not None:
+            self._validation.meter.end()
         if self.last is None:
             self.close_window()
         elif self._ranks is not None:
-            self._ranks.add(self._ledger.fresh)
+            self._ranks.add(self._main.ledger.fresh)
         if self._ranks is not None:
             self._rank_total = self._ranks.finish()
             self._ranks = None

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
-from lightning_feed import GPUStarvationCallback, PrefetchCallback, starvation_run
+from lightning_feed import GPUStarvationCallback, PrefetchCallback, starvation_loop, starvation_run
 from lightning_feed.starvation_facts import queue_of
 
 pytestmark = [
@@ -51,7 +51,7 @@ def test_every_n_steps_goes_before_the_trainer(quiet: GPUStarvationCallback) -> 
 
 
 def test_tags_of_a_fit(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starvation_run, "READ_EVERY_NS", 0)  # of every window, however short
+    monkeypatch.setattr(starvation_loop, "READ_EVERY_NS", 0)  # of every window, however short
     logger = Memory()
     run_fit(quiet, batches=10, logger=logger)
     (_, first), (_, second) = logger.rows
@@ -150,7 +150,7 @@ def test_a_long_run_without_windows_stays_small(quiet: GPUStarvationCallback, mo
 
     class Watch(lightning.pytorch.Callback):
         def on_train_batch_end(self, *args: Any) -> None:
-            held.append(len(quiet._run._ledger.fresh))
+            held.append(len(quiet._run._main.ledger.fresh))
 
     quiet.every_n_steps = None
     run_fit(quiet, batches=40, others=(Watch(),), log_every_n_steps=0)

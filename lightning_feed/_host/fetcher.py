@@ -18,6 +18,8 @@ class Fetched:
     done: bool = False
     states: list[dict[str, Any]] | None = None
     """States of the stateful loaders with which a run goes on after this batch was trained. None: as they stand."""
+    ahead: bool = False
+    """Whether it was drawn before the loop asked for it."""
     staged: Any = None
     """What the prefetcher made of the batch."""
 
@@ -84,6 +86,7 @@ class FetcherTap:
             fetcher.fetched, fetcher.done = seen_by_loop
         if item.states is None:
             item.states = self.present_states()
+        item.ahead = True
         self.ahead.append(item)
         return item
 
@@ -101,10 +104,7 @@ def _adopted(kind: type[Any]) -> type[Any]:
             tap: FetcherTap = self._feed_tap
             before = tap.trained_states
             if tap.ahead:
-                # The loop's own fetch is profiled as always; it just does not have to wait.
-                self._start_profiler()
-                item = tap.ahead.popleft()
-                self._stop_profiler()
+                item = tap.ahead.popleft()  # its fetch was profiled when it took place
                 self.fetched, self.done = item.fetched, item.done
             else:
                 before = tap.present_states() if before is None else before

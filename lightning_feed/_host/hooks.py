@@ -1,6 +1,7 @@
 """Wraps methods of live objects, and tells the user's code from Lightning's."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,30 @@ class Wrap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._owner, self._name)
+
+
+def replace_in_class(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """``around(original, self, *args)`` in the place of a method, for all objects of a class and its heirs.
+
+    Keeps the signature: LightningCLI makes arguments of it. Returns what puts the method back.
+    """
+    original = vars(owner)[name]
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)
+    return functools.partial(setattr, owner, name, original)
+
+
+def arguments_of(method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What a method is called with, by name.
+
+    Raises:
+        TypeError: when it does not take that, as the call itself would.
+    """
+    return inspect.signature(method).bind(owner, *args, **kwargs).arguments
 
 
 def wrap_transfer(trainer: Any, convert_input: Callable[..., Any], batch_hook: Callable[..., Any]) -> list[Wrap]:

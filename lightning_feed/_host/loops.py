@@ -24,16 +24,8 @@ def ranks_that_share_samples(trainer: Any) -> int:
 
 def live_fetcher(trainer: Any) -> Any:
     """The fetcher of the loop that runs now, or None before it exists. Read in 2.4.0, 2.5.6 and 2.6.6."""
-    if trainer.training:
-        return train_fetcher(trainer)
-    if trainer.sanity_checking or trainer.validating:
-        fitting = trainer.state.fn == "fit"
-        return (trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop)._data_fetcher
-    if trainer.testing:
-        return trainer.test_loop._data_fetcher
-    if trainer.predicting:
-        return trainer.predict_loop._data_fetcher
-    return None
+    known = trainer.training or trainer.sanity_checking or trainer.validating or trainer.testing or trainer.predicting
+    return _loop_of(trainer, stage_now(trainer))._data_fetcher if known else None
 
 
 def stage_now(trainer: Any) -> str:
@@ -43,6 +35,57 @@ def stage_now(trainer: Any) -> str:
     if trainer.sanity_checking or trainer.validating:
         return "validate"
     return "test" if trainer.testing else "predict"
+
+
+def _loop_of(trainer: Any, stage: str) -> Any:
+    """The loop of a stage, as :func:`stage_now` names them. Read in 2.4.0, 2.5.6 and 2.6.6 (``trainer/trainer.py``)."""
+    if stage == "validate" and trainer.state.fn == "fit":
+        return trainer.fit_loop.epoch_loop.val_loop
+    return getattr(trainer, f"{stage}_loop")
+
+
+def loop_loaders(trainer: Any, stage: str) -> list[Any]:
+    """The loaders of a stage, flattened. Read in 2.4.0 and 2.6.6 (``setup_data`` of each loop)."""
+    combined = _loop_of(trainer, stage)._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def train_loaders(trainer: Any) -> list[Any]:
+    """The training loaders, flattened."""
+    return loop_loaders(trainer, "fit")
+
+
+def loader_names(trainer: Any, stage: str) -> list[str]:
+    """What to call the loaders of a stage: keys of a dict, else as Lightning names them in metrics.
+
+    Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
+    """
+    loaders = loop_loaders(trainer, stage)
+    given = getattr(_loop_of(trainer, stage)._combined_loader, "iterables", None)
+    if isinstance(given, dict) and [*map(id, given.values())] == [*map(id, loaders)]:
+        return [str(key) for key in given]
+    return [f"dataloader_idx_{index}" for index in range(len(loaders))]
+
+
+def loop_iterators(trainer: Any, stage: str) -> list[Any]:
+    """The iterators that the batches of a stage come from now, one for each loader of the mode; empty outside of it.
+
+    A mode may make others within an epoch: ``max_size_cycle`` makes a new one when a loader is at its end, and
+    ``sequential`` goes on to the next loader. The class of the fetcher does not matter, so it may be one that
+    PrefetchCallback has adopted. Read in 2.4.0 and 2.6.6 (``loops/fetchers.py: _DataFetcher``,
+    ``utilities/combined_loader.py: _ModeIterator``).
+    """
+    combined = getattr(_loop_of(trainer, stage)._data_fetcher, "_combined_loader", None)
+    return list(getattr(getattr(combined, "_iterator", None), "iterators", None) or ())
+
+
+def batches_of(trainer: Any, stage: str) -> int | None:
+    """Batches of an epoch of a stage, those of all loaders; None for an endless one.
+
+    Read in 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: max_batches``).
+    """
+    every = trainer.num_training_batches if stage == "fit" else sum(_loop_of(trainer, stage).max_batches)
+    return None if every == float("inf") else int(every)
 
 
 def train_fetcher(trainer: Any) -> Any:
@@ -84,12 +127,6 @@ def train_batches_to_follow(trainer: Any, *, at_most: int, step_pending: bool) -
         done = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
         at_most = min(at_most, int(every - (done + 1) % every))
     return at_most
-
-
-def train_loaders(trainer: Any) -> list[Any]:
-    """The training loaders, flattened. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: setup_data``)."""
-    combined = trainer.fit_loop._combined_loader
-    return [] if combined is None else list(combined.flattened)
 
 
 def change_saved_arguments(loader: Any, changed: dict[str, Any], *, always: tuple[str, ...]) -> None:

@@ -1,6 +1,7 @@
 """A short fit beside the user's own: how long it goes on, and what its step is given."""
 
 import inspect
+import sys
 from typing import Any
 
 
@@ -22,6 +23,16 @@ def stop_schedulers(trainer: Any) -> None:
     """
     for config in trainer.strategy.lr_scheduler_configs:
         config.scheduler.step = _nothing
+
+
+def keep_plateaus(trainer: Any) -> None:
+    """Leave the learning rates that follow a metric as they are: without validation there may be no such metric.
+
+    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
+    """
+    for config in trainer.strategy.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            config.frequency = sys.maxsize
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -47,3 +58,8 @@ def shards_the_model(trainer: Any) -> bool:
 def detects_anomalies(trainer: Any) -> bool:
     """Whether ``Trainer(detect_anomaly=True)``. Read in 2.4.0 and 2.6.6 (``trainer/trainer.py``)."""
     return bool(getattr(trainer, "_detect_anomaly", False))
+
+
+def steps_between_checkpoints(callback: Any) -> int:
+    """Of a ModelCheckpoint; 0: it goes by epochs. Read in 2.4.0 and 2.6.6 (``callbacks/model_checkpoint.py``)."""
+    return int(getattr(callback, "_every_n_train_steps", 0) or 0)

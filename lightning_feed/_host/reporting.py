@@ -1,35 +1,84 @@
 """What measuring, logging and printing beside a loop need to know of it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_feed._host.hooks import defined_by_lightning
 
 
-def step_actions(trainer: Any) -> tuple[str, str, str]:
-    """What the profiler calls fetching a training batch, taking it to the device, and running the step on it.
+class StepActions(NamedTuple):
+    """What the profiler calls the parts of a step in one of the loops."""
 
-    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``, ``trainer/call.py: _call_strategy_hook``).
+    fetch: str
+    to_device: str
+    step: str
+    parts: tuple[str, ...]
+    """Forward, backward and optimizer, the last by one of two names; empty outside of training."""
+
+
+def step_actions(trainer: Any, stage: str = "fit") -> StepActions:
+    """The names for a stage, as ``stage_now`` names it. Of a training step the parts with manual optimisation, too.
+
+    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``, ``loops/evaluation_loop.py``,
+    ``loops/prediction_loop.py``, ``loops/optimization``, ``trainer/call.py``).
     """
-    fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
-    return fetch, f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device", "run_training_batch"
+    strategy = f"[Strategy]{type(trainer.strategy).__name__}"
+    to_device = f"{strategy}.batch_to_device"
+    if stage == "fit":
+        fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
+        module = f"[LightningModule]{type(trainer.lightning_module).__name__}"
+        parts = (f"{strategy}.training_step", f"{strategy}.backward", f"{module}.optimizer_step", "optimizer_step")
+        return StepActions(fetch, to_device, "run_training_batch", parts)
+    loop = "_PredictionLoop" if stage == "predict" else "_EvaluationLoop"
+    prefix, step = ("val", "validation_step") if stage == "validate" else (stage, f"{stage}_step")
+    return StepActions(f"[{loop}].{prefix}_next", to_device, f"{strategy}.{step}", ())
+
+
+class RunActions(NamedTuple):
+    """What the profiler calls what lies around the steps of a fit."""
+
+    validation_begins: str
+    """Starts before the loaders of a validation are iterated, unless gradients are being accumulated."""
+    validation_ends: str
+    """Stops when nothing but printing follows."""
+    epoch: str
+
+
+def run_actions(trainer: Any) -> RunActions:
+    """The names of this Trainer. Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``, ``loops/fit_loop.py``)."""
+    return RunActions(
+        validation_begins=f"[LightningModule]{type(trainer.lightning_module).__name__}.on_validation_model_zero_grad",
+        validation_ends=f"[Strategy]{type(trainer.strategy).__name__}.on_validation_end",
+        epoch="run_training_epoch",
+    )
+
+
+class RunBegins:
+    """In the place of a callback's ``log``, which Lightning gives it before anything else of a run: notes that.
+
+    Then calls the method of the callback that ``tell`` names, before ``prepare_data`` and ``setup``. Read in 2.4.0 and
+    2.6.6 (``connectors/callback_connector.py: _attach_model_logging_functions``); a hook at the beginning of
+    ``Trainer.fit`` would replace it.
+    """
+
+    def __init__(self, tell: str) -> None:
+        self._tell = tell
+
+    def __get__(self, callback: Any, owner: Any = None) -> Any:
+        try:
+            return vars(callback)["log"] if callback is not None else self
+        except KeyError:
+            raise AttributeError("log is set when a Trainer runs") from None
+
+    def __set__(self, callback: Any, log: Any) -> None:
+        vars(callback)["log"] = log
+        getattr(callback, self._tell)()
 
 
 def profiler_does_nothing(trainer: Any) -> bool:
     """Whether the profiler is Lightning's empty one. Read in 2.4.0 and 2.6.6 (``profilers/base.py``)."""
     kind = type(trainer.profiler)
     return kind.__name__ == "PassThroughProfiler" and defined_by_lightning(kind)
-
-
-def train_iterators(trainer: Any) -> list[Any]:
-    """The iterators that training batches come from now, one for each loader of the mode; empty outside of a fit.
-
-    A mode may make others within an epoch: ``max_size_cycle`` makes a new one when a loader is at its end. The class of
-    the fetcher does not matter, so it may be one that PrefetchCallback has adopted. Read in 2.4.0 and 2.6.6
-    (``loops/fetchers.py: _DataFetcher``, ``utilities/combined_loader.py: _ModeIterator``).
-    """
-    combined = getattr(trainer.fit_loop._data_fetcher, "_combined_loader", None)
-    return list(getattr(getattr(combined, "_iterator", None), "iterators", None) or ())
 
 
 def step_to_log(trainer: Any, every: int) -> int | None:

@@ -119,6 +119,12 @@ class StarvationStats:
     """Mean step, from the end of one to the end of the next. Low is fast."""
     compute_ms: float | None = tagged("feed_step/compute_ms")
     """Mean time from the batch being on the device to the end of the step. Near step_ms: compute-bound."""
+    forward_ms: float | None = tagged("feed_step/forward_ms")
+    """Of compute_ms: ``training_step`` (mean). Absent: not told apart, as with manual optimisation on a device."""
+    backward_ms: float | None = tagged("feed_step/backward_ms")
+    """Of compute_ms: the backward pass, where the gradients of several ranks are exchanged, too."""
+    optimizer_ms: float | None = tagged("feed_step/optimizer_ms")
+    """Of compute_ms: clipping gradients, the optimizer's step, and setting gradients to zero."""
     h2d_ms: float | None = tagged("feed_step/h2d_ms")
     """Mean time on the way to the device, as far as it is exposed, hooks included. High: pin, prefetch, shrink. With
     ``backend="nvjpeg"`` it is first of all decoding."""
@@ -134,6 +140,19 @@ class StarvationStats:
     """The part of next_wait_ms during which the device still had work. 0 on the CPU, where nothing is queued ahead."""
     epoch_start_s: float | None = tagged("feed_epoch/start_s")
     """Mean time from the start of an epoch to its first batch. High: workers are started anew each epoch."""
+
+
+@dataclass(frozen=True)
+class LoaderSteps:
+    """The steps on the batches of one of several loaders that are drawn from one after the other."""
+
+    name: str
+    """Its key in the dict of loaders, else ``dataloader_idx_0`` and so on, as Lightning has it in names of metrics."""
+    steps: int
+    step_ms: float
+    """Mean step."""
+    data_idle_ms: float
+    """Mean time the device had nothing to do because the host was blocked in this loader."""
 
 
 def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: bool) -> Confidence:

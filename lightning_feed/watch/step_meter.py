@@ -1,11 +1,12 @@
 """Divides the time of a training step: every mark closes an interval and books it under what was going on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lightning_feed.watch.clocks import Clock, EventRing, host_clock
 
-OTHER, DATA, H2D, COMPUTE = range(4)
+OTHER, DATA, H2D, COMPUTE, FORWARD, BACKWARD, OPTIMIZER = range(7)
+"""The last three are parts of computing, where they are marked."""
 READS_PER_STEP = 4
 """Finished steps read from the device at the end of one step: enough to catch up, few enough not to be felt."""
 
@@ -26,14 +27,20 @@ class StepTimes(NamedTuple):
     """Whether windows count the step: not the first of an epoch, nor one after a validation."""
     number: int = 0
     """Of the step in its fit, from 1. Steps of several ranks are matched by it, since some may not be measured."""
+    source: int = 0
+    """Which of several loaders, drawn from one after the other, the batch came from."""
+    forward_ns: float = 0.0
+    """Of ``compute_ns``: ``training_step``. All three are 0 where they were not marked."""
+    backward_ns: float = 0.0
+    optimizer_ns: float = 0.0
 
 
 class StepMeter:
     """Switches between categories at each mark, so that nothing is counted twice and nothing is left out.
 
     A step is ``other`` until its fetch, ``data`` during the fetch, ``h2d`` until the batch is on the device, and
-    ``compute`` until it ends. A fetch inside another category (a look-ahead, or a ``training_step`` that fetches for
-    itself) returns to that category afterwards.
+    ``compute`` until it ends, with ``forward``, ``backward`` and ``optimizer`` inside it. What lies inside another
+    category (a look-ahead, or a ``training_step`` that fetches for itself) returns to that category afterwards.
 
     Args:
         keep: takes each measured step, in order; on a device some steps after it was queued.
@@ -45,16 +52,18 @@ class StepMeter:
         self, keep: Callable[[StepTimes], object], *, clock: Clock = host_clock, ring: EventRing | None = None
     ) -> None:
         self._keep, self._clock, self._ring = keep, clock, ring
-        self._spent = [0, 0, 0, 0]
+        self._spent = [0] * 7
         self._category = OTHER
         self._last = clock()
         self._stack: list[int] = []
-        """Categories to return to, outermost first: those that a fetch or a look-ahead interrupted."""
+        """Categories to return to, outermost first."""
         self._looking_ahead = self._running = False
         self._counted = False
         self._epoch_began: int | None = None
         self.finished = 0
         """Steps that ended, measured or not yet."""
+        self.source = 0
+        """As in :class:`StepTimes`, of the batch in hand. Set it before the step ends."""
         self.on_epoch_start: Callable[[float], object] | None = None
         """Takes the seconds from the start of an epoch to its first batch."""
 
@@ -70,14 +79,19 @@ class StepMeter:
 
     # --- the run around the steps -------------------------------------------------------------------------------------
 
-    def begin(self, *, epoch: bool) -> None:
-        """Start over: an epoch begins, or training (``epoch=False``). An unfinished step is dropped."""
+    def begin(self, *, epoch: bool, since: int | None = None) -> None:
+        """Start over: an epoch begins, or training (``epoch=False``). An unfinished step is dropped.
+
+        Args:
+            epoch: the time to the first batch is told.
+            since: when the epoch began, by the host's clock; None: now.
+        """
         self._last = self._clock()
-        self._spent = [0, 0, 0, 0]
+        self._spent = [0] * 7
         self._category = OTHER
         self._stack.clear()
         self._looking_ahead = self._running = self._counted = False
-        self._epoch_began = self._last if epoch else None
+        self._epoch_began = (self._last if since is None else since) if epoch else None
         if self._ring is not None:
             self._ring.begin()
 
@@ -119,18 +133,29 @@ class StepMeter:
         if self._category != COMPUTE:
             self._switch(COMPUTE)
 
+    def part_began(self, category: int) -> None:
+        """``FORWARD``, ``BACKWARD`` or ``OPTIMIZER`` begins: inside the step, or inside each other."""
+        if self._running:
+            self._stack.append(self._category)
+            self._switch(category)
+
+    def part_ended(self) -> None:
+        """Back to what it lay in."""
+        if self._running and self._stack:
+            self._switch(self._stack.pop())
+
     def step_ended(self) -> None:
         """E3."""
         self._switch(OTHER)
         self._running = False
-        spent, self._spent = self._spent, [0, 0, 0, 0]
+        spent, self._spent = self._spent, [0] * 7
         counted, self._counted = self._counted, True
         self.finished += 1
+        note = (spent[DATA], counted, self.finished, self.source)
         if self._ring is None:
-            other, data, h2d, compute = spent
-            self._keep(StepTimes(other, data, h2d, compute, data, counted, self.finished))
+            self._keep(_times(spent, *note))
         else:
-            self._ring.end_step((spent[DATA], counted, self.finished))
+            self._ring.end_step(note)
             self._read(READS_PER_STEP)
 
     def look_ahead_began(self) -> None:
@@ -161,9 +186,13 @@ class StepMeter:
                 return
             if step.intervals is None:
                 continue
-            parts = [0.0, 0.0, 0.0, 0.0]
+            parts = [0.0] * 7
             for category, ns in step.intervals:
                 parts[category] += ns
-            other, data, h2d, compute = parts
-            host_wait_ns, counted, number = step.note
-            self._keep(StepTimes(other, data, h2d, compute, host_wait_ns, counted, number))
+            self._keep(_times(parts, *step.note))
+
+
+def _times(parts: Sequence[float], host_wait_ns: int, counted: bool, number: int, source: int) -> StepTimes:  # noqa: FBT001  # as the meter notes it
+    other, data, h2d, compute, forward, backward, optimizer = parts
+    whole = compute + forward + backward + optimizer
+    return StepTimes(other, data, h2d, whole, host_wait_ns, counted, number, source, forward, backward, optimizer)

@@ -1,10 +1,11 @@
 """Names under which figures are logged, and how TensorBoard lays them out. The table comes from the dataclasses."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from lightning_feed.watch.nvml import GpuStats
-from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
+from lightning_feed.watch.stats import LoaderStats, LoaderSteps, RankStats, StarvationStats
 
 STACK = {
     "feed_stack/1_compute_ms": ("compute_ms",),
@@ -42,6 +43,22 @@ def to_tags(
         parts = [getattr(stats, name) for name in names]
         if None not in parts:
             tags[tag] = float(sum(parts))
+    return tags
+
+
+LOOPS = {"validate": "feed_val", "test": "feed_test", "predict": "feed_predict"}
+"""Stage -> the section of its tags."""
+LOOP_FIELDS = ("starved_pct", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms", "other_ms", "epoch_start_s")
+"""Fields of StarvationStats that are logged of a validation, test or prediction: ``feed_val/step_ms`` and so on."""
+
+
+def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderSteps] = ()) -> dict[str, float]:
+    """The measured figures of a validation, test or prediction by tag; of several loaders also each by its name."""
+    section = LOOPS[stage]
+    found = {name: getattr(stats, name) for name in LOOP_FIELDS}
+    tags = {f"{section}/{name}": float(value) for name, value in found.items() if value is not None}
+    for one in by_loader:
+        tags |= {f"{section}/{one.name}/step_ms": one.step_ms, f"{section}/{one.name}/data_idle_ms": one.data_idle_ms}
     return tags
 
 

@@ -24,6 +24,9 @@ class Sums:
     data_ns: float = 0
     h2d_ns: float = 0
     compute_ns: float = 0
+    forward_ns: float = 0
+    backward_ns: float = 0
+    optimizer_ns: float = 0
     host_wait_ns: int = 0
     lost: int = 0
     epoch_starts: int = 0
@@ -36,6 +39,9 @@ class Sums:
         self.data_ns += step.data_ns
         self.h2d_ns += step.h2d_ns
         self.compute_ns += step.compute_ns
+        self.forward_ns += step.forward_ns
+        self.backward_ns += step.backward_ns
+        self.optimizer_ns += step.optimizer_ns
         self.host_wait_ns += step.host_wait_ns
 
     def merge(self, others: "Sums") -> None:
@@ -67,6 +73,12 @@ class Sums:
                 # Two clocks that read the same wait differ by microseconds.
                 "hidden_wait_ms": max(0.0, (self.host_wait_ns - self.data_ns) * to_ms),
             }
+            if self.forward_ns:
+                measured |= {
+                    "forward_ms": self.forward_ns * to_ms,
+                    "backward_ms": self.backward_ns * to_ms,
+                    "optimizer_ms": self.optimizer_ns * to_ms,
+                }
         if step_ns > 0:
             measured["starved_pct"] = 100 * self.data_ns / step_ns
             measured["input_pct"] = 100 * (self.data_ns + self.h2d_ns) / step_ns

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from watch.small_fits import CpuPrefetch, Memory, make_trainer
 
 import lightning_feed
-from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, starvation_run
+from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, starvation_loop, starvation_run
 from lightning_feed.autotune_callback import AutotuneCallback
 from lightning_feed.load.tuning import online
 from lightning_feed.watch import guard, hook_times
@@ -202,8 +202,8 @@ def made(make: Callable[[Path], Fit], folder: Path) -> Fit:
 @pytest.fixture(autouse=True)
 def small_fits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is done now and then in a long fit is done in these."""
-    monkeypatch.setattr(starvation_run, "READ_EVERY_NS", 0)
-    monkeypatch.setattr(starvation_run, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(starvation_loop, "READ_EVERY_NS", 0)
+    monkeypatch.setattr(starvation_loop, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(starvation_run, "UNFOLDED_STEPS", 3)
     monkeypatch.setattr(hook_times, "FIRST_LOOK", 1)
     monkeypatch.setattr(online, "FEWEST_STEPS", 1)

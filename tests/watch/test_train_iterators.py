@@ -79,7 +79,7 @@ def fit(package: Any, loaders: Any, *others: Any, **options: Any) -> Any:
 
     class Look(package.Callback):  # type: ignore[misc]
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            found.append(_host.train_iterators(trainer))
+            found.append(_host.loop_iterators(trainer, "fit"))
 
     trainer = package.Trainer(
         callbacks=[*others, Look()],
@@ -91,9 +91,9 @@ def fit(package: Any, loaders: Any, *others: Any, **options: Any) -> Any:
         enable_model_summary=False,
         **options,
     )
-    assert _host.train_iterators(trainer) == []
+    assert _host.loop_iterators(trainer, "fit") == []
     trainer.fit(make_model(package), loaders)
-    assert _host.train_iterators(trainer) == []
+    assert _host.loop_iterators(trainer, "fit") == []
     return found
 
 
@@ -152,8 +152,8 @@ def test_a_fit_is_watched(package: Any, prefetch: bool) -> None:
 
     class Watching(package.Callback):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.watch = LoaderWatch(lambda: _host.train_iterators(trainer))
-            fetch, _, _ = _host.step_actions(trainer)
+            self.watch = LoaderWatch(lambda: _host.loop_iterators(trainer, "fit"))
+            fetch = _host.step_actions(trainer).fetch
             self.undo = tap_profiler(
                 trainer.profiler,
                 {fetch: self.watch.fetch_began},

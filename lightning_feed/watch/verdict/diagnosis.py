@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_feed.watch.experiments.results import ExperimentResults
-from lightning_feed.watch.stats import Confidence, LoaderStats, RankStats, StarvationStats
+from lightning_feed.watch.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats
+from lightning_feed.watch.wall import WallStats
 
 Bottleneck = Literal["data", "copy", "framework", "compute", "unknown"]
 Grade = Literal["fed", "fed, some jitter", "moderately data-bound", "highly data-bound", "not measured"]
@@ -25,6 +26,7 @@ Cause = Literal[
     "cpu",
     "cold reads",
     "waiting",
+    "hand-over",
     "jitter",
     "one rank",
     "compute",
@@ -38,8 +40,8 @@ copy: ``unpinned``, ``not overlapped`` (pinned, on the compute stream), ``link``
 ``transfer hooks`` (the user's, or no copy at all), ``decoding on the GPU`` (nvJPEG's, for which the host waits there).
 data: ``epoch start`` (workers are started anew), ``no workers``, ``head of line`` (one slow batch holds finished ones
 up), ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
-``cold reads`` (from the disk or network), ``waiting`` (reads are cached: locks, IPC, sleeping), ``jitter`` (fast enough
-in the mean, not always), ``one rank``.
+``cold reads`` (from the disk or network), ``waiting`` (reads are cached: locks, sleeping), ``hand-over`` (batches are
+ready; handing them over takes the time), ``jitter`` (fast enough on average, not always), ``one rank``.
 compute: ``compute``, or ``launch`` (the host can hardly issue the work as fast as the device does it). Where the model
 alone is much faster than the step: ``oversubscribed`` (tasks wait for a CPU), or ``unknown``.
 """
@@ -67,9 +69,29 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the user's program sets up the training loader that counts."""
+
+    words: str
+    """What to change there: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
+    form: Literal["arguments", "settings"] = "arguments"
+    """Whether it takes a loader's keyword arguments, or those of LoaderSettings."""
+    inner: str = ""
+    """Of a wrapped data module: the loader inside it, which takes what ``wrap`` leaves alone."""
+    names: tuple[tuple[str, str], ...] = ()
+    """(setting, what it is called there), where a function of another package makes the loader."""
+    overrides: tuple[tuple[str, str], ...] = ()
+    """(setting, its key on the command line), where LightningCLI or Hydra gave the value."""
+    datamodule: str = ""
+    """The class of the data module. Empty: there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopFacts:
     """What is known of the run besides its times. None: not known."""
 
+    stage: Literal["fit", "validate", "test", "predict"] = "fit"
+    """Whose loop this is: the loaders, the batches and the steps are those of this stage."""
     device_type: str = "cpu"
     """``cpu``, ``cuda``, ...: where the steps run."""
     num_workers: int | None = None
@@ -117,6 +139,13 @@ class LoopFacts:
     """The same: batches that DALI makes ahead."""
     log_every_n_steps: int | None = None
     """Of the Trainer."""
+    check_val_every_n_epoch: int | None = None
+    """The same. None: validation goes by steps, and not by epochs."""
+    val_check_batches: int | None = None
+    """Training batches between two validations, where there are several in an epoch or they go by steps."""
+    others_cpu_pct: float | None = None
+    """Share of the CPUs that this run may use which other programs took meanwhile, 0 to 100. From 20 the figures are
+    theirs as much as this run's. Linux, one process training; elsewhere None."""
     usable_cpus: int | None = None
     """CPUs that this rank may use."""
     world_size: int = 1
@@ -124,6 +153,20 @@ class LoopFacts:
     """Version of the Lightning package that trains."""
     host_cpu_ms: float | None = None
     """CPU time of the training thread per step (``time.thread_time``), over all steps that were measured."""
+    process_cpu_ms: float | None = None
+    """CPU time of the training process per step, of all of its threads but without its workers."""
+    load_cpu_ms: float | None = None
+    """CPU time of the training thread in ``next(loader)`` per step. Without workers it is what loading takes."""
+    shards_by_worker: bool | None = None
+    """Of an iterable data set: whether it was seen to divide its samples among workers."""
+    may_persist: bool | None = None
+    """Whether workers may live on between epochs: no ``set_epoch`` of the data set has to reach them anew."""
+    free_shm_bytes: int | None = None
+    """Free space of /dev/shm before training. None: there is no limit."""
+    bar_refresh_rate: int | None = None
+    """Batches between two drawings of the progress bar; 0: it is off."""
+    place: Place | None = None
+    """Where the training loader is made."""
     syncs: tuple[str, ...] = ()
     """What is set up that makes the host wait for the device in each step: of :data:`SYNCS`."""
 
@@ -148,6 +191,21 @@ class HookTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoopMeasurements:
+    """What was measured of the validation within a fit."""
+
+    stats: StarvationStats
+    """How its steps divide: those of ``validation_step``."""
+    facts: LoopFacts
+    """Of its loaders."""
+    loaders: LoaderStats = field(default_factory=LoaderStats)
+    by_loader: tuple[LoaderSteps, ...] = ()
+    """Each of several loaders; empty for a single one."""
+    waited_s: float
+    """Seconds of waiting for data, with that for the first batch of each validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurements:
     """All that a verdict rests on."""
 
@@ -158,6 +216,12 @@ class Measurements:
     ranks: RankStats | None = None
     hooks: tuple[HookTime, ...] = ()
     """The dearest between the steps first."""
+    by_loader: tuple[LoaderSteps, ...] = ()
+    """Of a validation, test or prediction: each of several loaders."""
+    wall: WallStats | None = None
+    """Where the time of the whole run goes. None: not measured."""
+    validation: LoopMeasurements | None = None
+    """The validation within a fit."""
     experiments: ExperimentResults | None = None
 
 
@@ -187,7 +251,9 @@ class Remedy:
     why: str
     """What it does about it."""
     predicted_step_ms: float | None = None
-    """Step time to expect; None: cannot be computed from what was measured."""
+    """Step time to expect. None: cannot be computed from what was measured, or steps stay as they are."""
+    predicted_gain_pct: float | None = None
+    """Share of an epoch's time, first batch included, that it is to save, 0 to 100. By this they are sorted."""
     changes: str = ""
     """Name of what it changes, the same in every report, by which a later run is compared: ``num_workers=8``."""
 

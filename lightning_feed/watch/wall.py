@@ -1,0 +1,111 @@
+"""Where the wall time of a run goes: each moment belongs to one part, so that the parts add up to the whole."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_feed.watch.clocks import Clock, host_clock
+
+Part = Literal[
+    "train", "validation", "test", "predict", "checkpoints", "epoch starts", "sanity check", "set-up", "rest"
+]
+PARTS: tuple[Part, ...] = (
+    "train",
+    "validation",
+    "test",
+    "predict",
+    "checkpoints",
+    "epoch starts",
+    "sanity check",
+    "set-up",
+    "rest",
+)
+"""In the order in which they are told.
+
+train: from the first batch of each epoch to the end of its last step, with what hooks and loggers do between the steps.
+validation, test, predict: from the loop's start, with that of its workers, to its end. checkpoints: saving them,
+wherever that takes place. epoch starts: until the first batch of each training epoch is there. set-up: from the
+beginning of ``trainer.fit`` (or its like) to the loop, but for the sanity check. rest: between and after the epochs.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WallPart:
+    """One part of a run."""
+
+    name: Part
+    """See :data:`PARTS`."""
+    seconds: float
+    """Wall time of it, all times together."""
+    times: int
+    """How often it took place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WallStats:
+    """The wall time of a run from its beginning until now."""
+
+    wall_s: float
+    """All of it, in seconds: the sum of the parts."""
+    parts: tuple[WallPart, ...]
+    """Those that took place, in the order of :data:`PARTS`."""
+
+    def seconds(self, *names: Part) -> float:
+        """What these parts took together; 0.0 for what did not take place."""
+        return sum(part.seconds for part in self.parts if part.name in names)
+
+    def times(self, name: Part) -> int:
+        """How often this part took place."""
+        return sum(part.times for part in self.parts if part.name == name)
+
+
+class WallClock:
+    """Books the time since the last change under the part that was on.
+
+    Args:
+        clock: the host's clock.
+    """
+
+    def __init__(self, clock: Clock = host_clock) -> None:
+        self._clock, self._last = clock, clock()
+        self._part: Part = "set-up"
+        self._around: list[Part] = []
+        self._spent: Counter[Part] = Counter()
+        self._times: Counter[Part] = Counter({"set-up": 1})
+
+    @property
+    def part(self) -> Part:
+        """What is on now."""
+        return self._part
+
+    def go_on(self, part: Part) -> None:
+        """From now on it is ``part``, and nothing around it."""
+        self._around.clear()
+        self._times[part] += part != self._part
+        self._switch(part)
+
+    def enter(self, part: Part) -> None:
+        """It is ``part`` until :meth:`leave`."""
+        self._around.append(self._part)
+        self._times[part] += 1
+        self._switch(part)
+
+    def leave(self) -> None:
+        """Back to what the last part that was entered lies in. Without one, nothing changes."""
+        if self._around:
+            self._switch(self._around.pop())
+
+    def stats(self) -> WallStats:
+        """How the time until now divides."""
+        self._switch(self._part)
+        told = [
+            WallPart(name=part, seconds=self._spent[part] * 1e-9, times=self._times[part])
+            for part in PARTS
+            if self._spent[part]
+        ]
+        return WallStats(wall_s=self._spent.total() * 1e-9, parts=tuple(told))
+
+    def _switch(self, part: Part) -> None:
+        now = self._clock()
+        self._spent[self._part] += now - self._last
+        self._last, self._part = now, part
