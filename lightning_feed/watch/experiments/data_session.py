@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from lightning_feed.watch.experiments.cold import measure_cold, why_not_cold
 from lightning_feed.watch.experiments.copies import measure_copies, why_no_copies
 from lightning_feed.watch.experiments.device_decode import measure_device_decode
 from lightning_feed.watch.experiments.disk import disk_facts
+from lightning_feed.watch.experiments.functions import MOST_FUNCTIONS, Making, measure_making
+from lightning_feed.watch.experiments.hand_over import measure_hand_over
 from lightning_feed.watch.experiments.keys import key_bytes, size_of_leaf
 from lightning_feed.watch.experiments.loader_alone import Alone, measure_alone, measure_scaling
 from lightning_feed.watch.experiments.null_dataset import measure_ceiling
@@ -36,6 +39,8 @@ and spawned workers may import for long."""
 _FILES_SHARE = 0.25
 """Of free memory, for the files of a subset."""
 _SAMPLES_OPENED = 16
+_LONG_S = 3.0
+"""With less time, handing over is measured once with each sharing strategy."""
 
 
 class DataSession:
@@ -182,7 +187,20 @@ class DataSession:
         if reason is None:
             ceiling = measure_ceiling(self._parts, self._samples, self._limits(share_s))
             self.results = replace(self.results, ceiling_per_s=ceiling.batches_per_s)
+            self._hand_over(share_s)
         return reason
+
+    def _hand_over(self, share_s: float) -> None:
+        found = measure_hand_over(self._parts, self._samples, passes=1 if share_s < _LONG_S else 2)
+        if isinstance(found, str):
+            self._leave_out("handing batches over", found)
+            return
+        self.results = replace(
+            self.results,
+            hand_over_ms=found.ms,
+            hand_over_file_system_ms=found.file_system_ms,
+            sharing_strategy=found.strategy,
+        )
 
     def _x5(self, share_s: float) -> str | None:
         costs: list[NamedCost] = []
@@ -190,16 +208,34 @@ class DataSession:
             for cost in measure_costs(part, share_s / 3 / len(self._parts)):
                 costs.append(replace(cost, name=f"{part.name}: {cost.name}") if part.name else cost)
         self.results = replace(self.results, costs=tuple(costs))
+        self._making(share_s / 6)
         reason = self._too_large()
         if reason is not None:
             return reason
-        free = measure_without_transforms(self._parts, self._limits(share_s / 3))
+        free = measure_without_transforms(self._parts, self._limits(share_s / 4))
         if free is not None:
             self.results = replace(self.results, no_transform_per_s=free.batches_per_s)
-            small = measure_as_uint8(self._parts, self._limits(share_s / 3))
+            small = measure_as_uint8(self._parts, self._limits(share_s / 4))
             self.results = replace(self.results, as_uint8_per_s=None if small is None else small.batches_per_s)
         self._on_the_device(share_s / 6)
         return None
+
+    def _making(self, share_s: float) -> None:
+        """Samples and collating, and the user's functions in them."""
+        made: list[Making] = []
+        for part in self._parts:
+            try:
+                made.append(measure_making(part, share_s / len(self._parts)))
+            except FeedError as error:
+                self._leave_out("functions", str(error))
+                return
+        functions = sorted((one for each in made for one in each.functions), key=lambda one: -one.ms_per_batch)
+        self.results = replace(
+            self.results,
+            samples_ms=sum(each.samples_ms for each in made),
+            collate_ms=sum(each.collate_ms for each in made),
+            functions=tuple(functions[:MOST_FUNCTIONS]),
+        )
 
     def _on_the_device(self, share_s: float) -> None:
         """What the device itself would decode, where it is one that can."""
@@ -232,18 +268,23 @@ class DataSession:
 
     def _scaling(self, share_s: float) -> str | None:
         deadline = self.clock() + share_s
+        rates: dict[int, list[float]] = {now: [rate] for now, rate in self.results.worker_scaling}
         reasons = []
         sizes = [size_of_leaf(sample) for sample in self._samples]
-        one = self._limits(max(LEAST_S, share_s / 4))
+        one = self._limits(max(LEAST_S, share_s / 8))
         for found in measure_scaling(
             self._parts, sizes, self._machine, one, go_on=lambda: self.clock() < deadline - one.min_s
         ):
             if isinstance(found, str):
                 reasons.append(found)
-            else:
-                self.results = replace(
-                    self.results, worker_scaling=tuple(sorted({*self.results.worker_scaling, found}))
-                )
+                continue
+            number, rate = found
+            rates.setdefault(number, []).append(rate)
+            self.results = replace(
+                self.results,
+                worker_scaling=tuple((each, median(rates[each])) for each in sorted(rates)),
+                worker_spread=tuple((each, min(of), max(of)) for each, of in sorted(rates.items()) if len(of) > 1),
+            )
         return "; ".join(reasons) or None
 
     def _x8(self, share_s: float) -> str | None:

@@ -4,11 +4,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_feed.errors import FeedError
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.rounds import LoaderRate, RoundLimits
 from lightning_feed.load.variant import Changes, burst_of
 from lightning_feed.watch.experiments.reads import ReadMarks, Reads
 from lightning_feed.watch.experiments.subject import Part, rate_of, too_large
+
+_TIMES = 3
+"""Each number of workers is tried at most so often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +40,11 @@ def measure_alone(parts: tuple[Part, ...], limits: RoundLimits) -> Alone:
 
 
 def workers_to_try(parts: tuple[Part, ...], machine: Machine) -> list[int]:
-    """Numbers of workers around the configured one and the number of CPUs, the most telling first.
-
-    Numbers below 1 are left out: without workers other things change as well.
-    """
+    """Numbers of workers around the configured one and the number of CPUs, the most telling first; none is 0."""
     now = max(part.loader.num_workers for part in parts)
     cpus = max(1, machine.usable_cpus // len(parts))
-    wanted = [cpus, 1, 2 * now, now // 2, max(1, cpus // 2), now + 1]
-    return [number for number in dict.fromkeys(wanted) if 1 <= number <= max(2 * cpus, now) and number != now]
+    wanted = [cpus, 0, 1, 2 * now, now // 2, max(1, cpus // 2), now + 1]
+    return [number for number in dict.fromkeys(wanted) if number <= max(2 * cpus, now) and number != now]
 
 
 def measure_scaling(
@@ -56,6 +57,9 @@ def measure_scaling(
 ) -> Iterator[tuple[int, float] | str]:
     """(num_workers, batches per second), one after the other, or why a number was not tried.
 
+    All come again, the configured number among them, while there is time: rates of the same loader differ, and by how
+    much tells what a difference between two numbers is worth.
+
     Args:
         parts: the loaders.
         sample_bytes: of a sample of each.
@@ -63,15 +67,23 @@ def measure_scaling(
         limits: for each number.
         go_on: asked before each.
     """
-    for number in workers_to_try(parts, machine):
-        if not go_on():
-            return
-        reason = too_large(parts, sample_bytes, machine, number)
-        if reason is not None:
-            yield f"{number} workers: {reason}"
-            continue
-        rate, _ = rate_of(parts, _with_workers(number), limits)
-        yield number, rate.batches_per_s
+    numbers = workers_to_try(parts, machine)
+    numbers.insert(min(2, len(numbers)), max(part.loader.num_workers for part in parts))
+    for _ in range(_TIMES):
+        for number in tuple(numbers):
+            if not go_on():
+                return
+            reason = too_large(parts, sample_bytes, machine, number)
+            try:
+                if reason is None:
+                    yield number, rate_of(parts, _with_workers(number), limits)[0].batches_per_s
+            except FeedError as error:
+                if number:  # without workers: a data set may ask which worker it is in
+                    raise
+                reason = str(error)
+            if reason is not None:
+                numbers.remove(number)
+                yield f"{number} workers: {reason}"
 
 
 def _with_workers(number: int) -> Callable[[Part], Changes]:

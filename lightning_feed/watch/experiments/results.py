@@ -1,6 +1,7 @@
 """What the experiments gave: a frozen value, None for what was not run or could not be measured."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +14,23 @@ class NamedCost:
     """CPU time per sample."""
     wall_ms: float
     """Wall time per sample, alone in one process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionCost:
+    """A function of the user's, and what it calls in libraries, as far as that makes batches."""
+
+    name: str
+    """``Birds.__getitem__``."""
+    file: str
+    line: int
+    """In which most of the time goes by."""
+    calls: str | None
+    """The class or function of a library that is called there, such as ``ColorJitter``; None: its own work."""
+    stage: Literal["samples", "collate"]
+    """Whether it is part of making samples, or of collating them."""
+    ms_per_batch: float
+    """Wall time, without that of other functions of the user's which it calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +86,23 @@ class ExperimentResults:
     """[X5] What the device decodes, crops and resizes of an image folder, with nothing beside it."""
     costs: tuple[NamedCost, ...] = ()
     """[X5] Per sample: reading, decoding, and every transform by name."""
+    samples_ms: float | None = None
+    """[X5] Wall time to make the samples of one batch, one after the other in one process."""
+    collate_ms: float | None = None
+    """[X5] The same for what makes a batch of them: ``collate_fn``."""
+    functions: tuple[FunctionCost, ...] = ()
+    """[X5] Where that time goes in the user's own code, the dearest first."""
     cold_per_s: float | None = None
     """[X6] The loader with none of its files in the page cache."""
     ceiling_per_s: float | None = None
     """[X7] A data set of constant samples of the same shapes, same workers: what IPC, collating, pinning allow."""
+    hand_over_ms: float | None = None
+    """[X7] Median wall time to take a batch that is ready from a worker process, without pinning. A training loop pays
+    it in each step, or the pin thread does. Without workers: what one would cost."""
+    hand_over_file_system_ms: float | None = None
+    """[X7] The same with the sharing strategy ``file_system``. None: it is in force already, or cannot be tried."""
+    sharing_strategy: str | None = None
+    """[X7] That in force: ``torch.multiprocessing.get_sharing_strategy()``."""
     pinned_gb_per_s: float | None = None
     """[X8] Host to device."""
     pageable_gb_per_s: float | None = None
@@ -79,8 +110,19 @@ class ExperimentResults:
     copy_ms: float | None = None
     """[X8] One batch to the device, from the memory that the loader gives."""
     worker_scaling: tuple[tuple[int, float], ...] = ()
-    """[X3] (num_workers, batches per second) of the settings that were tried."""
+    """[X3] (num_workers, batches per second) of the settings that were tried; the median where several times. With 0
+    workers the process that trains makes the batches itself."""
+    worker_spread: tuple[tuple[int, float, float], ...] = ()
+    """[X3] (num_workers, lowest rate, highest rate) of those that were tried more than once."""
     keys: tuple[KeyUse, ...] = ()
     disk: DiskFacts | None = None
     left_out: tuple[tuple[str, str], ...] = ()
     """(experiment, why it was not run)."""
+
+    @property
+    def noise_pct(self) -> float | None:
+        """How far rates of the same setting lay apart: of each the highest less the lowest over the median, 0 to 100
+        and more; the largest of them. Differences within it tell nothing. None: nothing was tried twice."""
+        median = dict(self.worker_scaling)
+        apart = [100 * (high - low) / median[one] for one, low, high in self.worker_spread if median.get(one)]
+        return max(apart, default=None)

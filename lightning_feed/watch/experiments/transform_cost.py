@@ -26,7 +26,7 @@ from lightning_feed.watch.experiments.transform_sites import Site, Spent, StepTi
 _ENOUGH = 200
 """Samples."""
 _OWN_SHARE = 0.05
-"""Of a sample's time, from which what a container does beside calling its steps is named."""
+"""Of a sample's CPU time, from which what a container does beside calling its steps is named."""
 
 
 class Given:
@@ -76,7 +76,7 @@ def measure_costs(
     """
     timer = timer or StepTimer()
     indices = [] if part.stream else part.first_samples(samples)
-    with untouched(part.loader), _threads_of_a_worker(part):
+    with untouched(part.loader), threads_of_a_worker(part):
         sites = find_sites(part.loader.dataset)
         with replaced(sites, lambda site: timed(site.transform, timer)):
             work = _in_stream(part, timer, max_s, samples) if part.stream else _by_index(part, timer, max_s, indices)
@@ -90,8 +90,8 @@ def measure_costs(
                     "waits: for a lock, a connection, or a file system that does not answer."
                 ),
             )
-    least_ns = _OWN_SHARE * sum(step.wall_ns for step in timer.steps)
-    met = [step for step in timer.steps if step.wall_ns > (least_ns if step.container else 0)]
+    least_ns = _OWN_SHARE * sum(step.cpu_ns for step in timer.steps)
+    met = [step for step in timer.steps if step.wall_ns and (step.cpu_ns > least_ns or not step.container)]
     return tuple(
         NamedCost(name=step.name, cpu_ms=step.cpu_ns / count / 1e6, wall_ms=step.wall_ns / count / 1e6) for step in met
     )
@@ -238,7 +238,8 @@ def _read_file(path: Any) -> int:
 
 
 @contextmanager
-def _threads_of_a_worker(part: Part) -> Iterator[None]:
+def threads_of_a_worker(part: Part) -> Iterator[None]:
+    """Within it, torch has one thread where the loader has workers."""
     threads = torch.get_num_threads()
     try:
         if part.loader.num_workers:

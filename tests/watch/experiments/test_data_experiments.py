@@ -48,8 +48,13 @@ def test_all_of_them_on_a_slow_data_set(workers: int, tmp_path: Path) -> None:
         ("0", 4 * 3 * 16 * 16 * 4, None),
         ("1", 4 * 8, None),
     ]
-    assert (workers, results.loader_per_s) in results.worker_scaling
-    assert len(results.worker_scaling) > 1
+    spread = {number: (low, high) for number, low, high in results.worker_spread}
+    assert spread[workers][0] <= results.loader_per_s <= spread[workers][1]
+    assert {0, 1} <= dict(results.worker_scaling).keys() == spread.keys()
+    assert all(low <= dict(results.worker_scaling)[number] <= high for number, (low, high) in spread.items())
+    assert results.noise_pct is not None
+    assert None not in (results.samples_ms, results.collate_ms, results.hand_over_ms, results.sharing_strategy)
+    assert (results.functions[0].name, results.functions[0].stage) == ("burn", "samples")
     assert {name for name, _ in results.left_out} == {"disk", "X6", "X8"}
     assert results.cached_bytes_per_s is not None
     assert [name for name, _ in told] == [*DATA_EXPERIMENTS, ""]

@@ -1,6 +1,7 @@
 """X3 with other numbers of workers: which are tried, and which are not."""
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 from watch.experiments.made_data import Images
 
@@ -28,7 +29,7 @@ def _part(workers: int = 0, **options: object) -> Part:
 
 @pytest.mark.parametrize(
     ("workers", "cpus", "expected"),
-    [(0, 8, [8, 1, 4]), (2, 8, [8, 1, 4, 3]), (2, 1, [1]), (0, 1, [1]), (1, 2, [2])],
+    [(0, 8, [8, 1, 4]), (2, 8, [8, 0, 1, 4, 3]), (2, 1, [1, 0]), (0, 1, [1]), (1, 2, [2, 0])],
 )
 def test_the_numbers_that_are_tried(workers: int, cpus: int, expected: list[int]) -> None:
     assert workers_to_try((_part(workers),), _machine(cpus)) == expected
@@ -38,13 +39,32 @@ def test_several_loaders_share_the_cpus() -> None:
     assert workers_to_try((_part(), _part()), _machine(8)) == [4, 1, 2]
 
 
-def test_what_does_not_fit_is_not_run() -> None:
-    machine = _machine(2, shm=5 * 4 * 1000)
-    found = list(measure_scaling((_part(),), [1000], machine, FAST, go_on=lambda: True))
-    assert isinstance(found[0], str)
-    assert found[0].startswith("2 workers: its queue would take")
-    assert isinstance(found[1], tuple)
-    assert found[1][0] == 1
+def _numbers(part: Part, machine: Machine, sample_bytes: int = 1) -> list[int | str]:
+    tried = measure_scaling((part,), [sample_bytes], machine, FAST, go_on=lambda: True)
+    return [one if isinstance(one, str) else one[0] for one in tried]
+
+
+def test_what_does_not_fit_is_not_run_and_told_once() -> None:
+    told, *tried = _numbers(_part(), _machine(2, shm=5 * 4 * 1000), 1000)
+    assert str(told).startswith("2 workers: its queue would take")
+    assert tried == [1, 0] * 3
+
+
+def test_each_number_is_tried_again_and_the_configured_one_too() -> None:
+    assert _numbers(_part(1), _machine(2)) == [2, 0, 1] * 3
+
+
+class NeedsWorkers(Images):
+    def __getitem__(self, index: int) -> object:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None, "no worker"
+        return super().__getitem__(index)
+
+
+def test_a_data_set_that_needs_workers_is_not_tried_without_again() -> None:
+    told = _numbers(Part("", DataLoader(NeedsWorkers(), batch_size=4, num_workers=1)), _machine(1))
+    assert "no worker" in str(told.pop(0))
+    assert told == [2, 1] * 3
 
 
 def test_it_ends_when_time_is_over() -> None:

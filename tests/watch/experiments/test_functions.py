@@ -1,0 +1,155 @@
+"""X5: the user's own functions, by file and line, in samples and in collating."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torchvision.transforms import v2
+from watch.experiments.made_data import Images, Slow, Stream, burn
+
+from lightning_feed.errors import LoaderError
+from lightning_feed.watch.experiments.functions import StackTally, is_users, measure_making
+from lightning_feed.watch.experiments.subject import Part
+
+HERE = __file__
+
+
+class Jitter(torch.nn.Module):
+    """Stands for a transform of a library."""
+
+    def forward(self, image: Any) -> Any:
+        return image
+
+
+def line_of(text: str) -> int:
+    lines = Path(HERE).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if text in line and "line_of" not in line)
+
+
+class Listed(Images):
+    """Its transforms are a list, gone through in ``__getitem__``: no attribute leads to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [v2.Resize(8), v2.GaussianBlur(63), v2.RandomHorizontalFlip()]
+
+    def __getitem__(self, index: int) -> Any:
+        image = torch.rand(3, 600, 600)
+        image = self.steps[1](image)  # the blur
+        return self.steps[0](image), index
+
+
+def slow_collate(samples: list[Any]) -> Any:
+    burn(0.03)  # while it collates
+    return default_collate(samples)
+
+
+def test_a_step_of_a_list_in_getitem_is_named_with_its_line() -> None:
+    made = measure_making(Part("", DataLoader(Listed(), batch_size=4)), 1.0)
+    dearest = made.functions[0]
+    assert (dearest.name, dearest.file, dearest.calls, dearest.stage) == (
+        "Listed.__getitem__",
+        HERE,
+        "GaussianBlur",
+        "samples",
+    )
+    assert dearest.line == line_of("# the blur")
+    assert 0 < dearest.ms_per_batch <= made.samples_ms
+    assert made.samples_ms > made.collate_ms
+
+
+def test_collating_that_takes_the_time_is_told_as_that() -> None:
+    made = measure_making(Part("", DataLoader(Images(), batch_size=4, collate_fn=slow_collate)), 0.3)
+    assert made.collate_ms > made.samples_ms
+    assert {one.stage for one in made.functions} == {"collate"}
+    assert made.functions[0].name == "burn"  # of the user's too, and further in
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 3}, {"batch_size": None}, {"batch_size": 4, "num_workers": 1}])
+@pytest.mark.parametrize("kind", [Images, Stream])
+def test_kinds_of_loaders(kind: Callable[..., Dataset[Any]], options: dict[str, Any]) -> None:
+    dataset: Any = kind(Slow(0.005))
+    random, interval = torch.get_rng_state(), sys.getswitchinterval()
+    made = measure_making(Part("", DataLoader(dataset, **options)), 0.2)
+    assert made.samples_ms >= 5.0
+    assert made.functions[0].name == "burn"
+    assert dataset.transform.calls == 0  # put back
+    assert torch.equal(random, torch.get_rng_state())
+    assert sys.getswitchinterval() == interval
+
+
+class Together(Images):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        burn(0.002)
+        return [torch.ones(2)] * len(indices)
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("samples come together")
+
+
+def test_samples_that_come_together() -> None:
+    assert measure_making(Part("", DataLoader(Together(), batch_size=4)), 0.05).samples_ms >= 2.0
+
+
+class Empty(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class Failing(Images):
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError("label")
+
+
+@pytest.mark.parametrize(("dataset", "said"), [(Empty(), "gives no batch"), (Failing(), "KeyError: 'label'")])
+def test_what_cannot_be_made_here_is_said(dataset: Any, said: str) -> None:
+    with pytest.raises(LoaderError, match=said):
+        measure_making(Part("", DataLoader(dataset, batch_size=2)), 1.0)
+
+
+def frames_of(call: Callable[[Callable[..., Any]], Any]) -> Any:
+    """The stack at the place where ``call`` calls what it is given."""
+    found = []
+    call(lambda *given: found.append(sys._getframe(1)))
+    return found[0]
+
+
+def test_time_goes_to_the_innermost_function_of_the_users_and_names_what_it_calls() -> None:
+    class Aug:
+        def run(self, note: Callable[..., Any]) -> None:
+            note()
+
+    class Library(dict):  # type: ignore[type-arg]
+        def __missing__(self, key: str) -> Any:
+            return key
+
+    def in_a_library(note: Callable[..., Any]) -> None:
+        note_module = torch.nn.Module()
+        note_module.forward = lambda: note(0)  # type: ignore[method-assign]
+        note_module()
+
+    tally = StackTally()
+    tally.enter("samples", 10.0)
+    tally.add(frames_of(Aug().run), 13.0)
+    tally.add(None, 14.0)  # the thread is gone
+    tally.enter("collate", 20.0)
+    tally.add(frames_of(in_a_library), 22.0)
+    found = tally.result({"samples": 8.0, "collate": 2.0})
+    assert [(one.name, one.calls, one.stage, one.ms_per_batch) for one in found] == [
+        ("Aug.run", None, "samples", 6.0),  # 3 of 4 ticks of 8 ms
+        ("<lambda>", None, "collate", 2.0),
+    ]
+    assert tally.result({"samples": 8.0, "collate": 0.1})[0].name == "Aug.run"
+    assert len(tally.result({"samples": 8.0, "collate": 0.1})) == 1  # the other takes too little
+
+
+def test_what_is_the_users() -> None:
+    assert is_users(HERE)
+    assert is_users("<ipython-input-3-ab>")
+    for library in (torch.nn.modules.module.__file__, sys.modules["threading"].__file__, "<frozen importlib>"):
+        assert not is_users(str(library))
+    assert not is_users(str(sys.modules["lightning_feed.watch.experiments.functions"].__file__))
