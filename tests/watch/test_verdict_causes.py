@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, KeyUse, NamedCost
 from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Diagnosis, HookTime, LoopFacts, Measurements
+from lightning_feed.watch.verdict.remedies import LEAST_PCT
 from lightning_feed.watch.verdict.tree import diagnose
 
 DATA: dict[str, Any] = {"data": 40, "compute": 60}
@@ -90,8 +91,8 @@ RANKS = RankStats(
         ({"num_workers": 3, "usable_cpus": 2}, _of(90, 5, cpu_pressure_pct=90.0), "cpu"),
         # batches are ready, and training has no CPU to take them with
         ({"num_workers": 8, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=90.0, handover_pct=95.0), "oversubscribed"),
-        ({"num_workers": 8, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=20.0, handover_pct=95.0), "waiting"),
-        ({"num_workers": 2, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=90.0, handover_pct=95.0), "waiting"),
+        ({"num_workers": 8, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=20.0, handover_pct=95.0), "hand-over"),
+        ({"num_workers": 2, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=90.0, handover_pct=95.0), "hand-over"),
         # --- pin thread
         (TWO, _of(90, 5, pin_lag_ms=20.0), "pin thread"),
         (TWO, _of(90, 5, pin_lag_ms=19.9), "cpu"),
@@ -103,7 +104,7 @@ RANKS = RankStats(
         (TWO, _of(69, 0.9, head_of_line_pct=25.0), "head of line"),
         (TWO, _of(69, 1, head_of_line_pct=90.0), "cpu"),  # never idle: nothing is lost to the order
         # --- handed over
-        (TWO, _of(2, 2, handover_pct=80.0, queue_ready=3.9, queue_capacity=4.0), "waiting"),
+        (TWO, _of(2, 2, handover_pct=80.0, queue_ready=3.9, queue_capacity=4.0), "hand-over"),
         (TWO, _of(2, 2, handover_pct=79.9, queue_ready=3.9, queue_capacity=4.0), "jitter"),
         (TWO, _of(87, 2, handover_pct=90.0, queue_ready=3.9, queue_capacity=4.0), "cpu"),
         (TWO, _of(2, 2, handover_pct=90.0, head_of_line_pct=30.0), "head of line"),
@@ -158,7 +159,7 @@ def test_one_rank_makes_all_wait() -> None:
     assert (found.bottleneck, found.cause, found.grade) == ("data", "one rank", "highly data-bound")
     assert "rank 2 of 3 waits longest" in " ".join(found.evidence)
     assert "30.0 of 100.0 ms (30 %) waiting for data, the slowest rank of each step" in found.evidence
-    assert found.remedies[0].predicted_step_ms == pytest.approx(100 - 28)  # the median rank waits 2 ms
+    assert (found.remedies, found.notes) == ((), ("rank 2 alone is slow: compare the nodes' disks and CPUs",))
     balanced = replace(RANKS, slow_rank=None)
     assert _cause(DATA, TWO, _of(90, 5), ranks=balanced) == ("data", "cpu")
     assert _cause(FED, TWO, ranks=replace(RANKS, starved_pct=4.9)) == ("compute", "compute")
@@ -199,19 +200,27 @@ def test_experiments_tell_what_the_running_figures_cannot(
 
 
 def test_a_model_that_takes_all_of_the_step_acquits_the_data() -> None:
-    found = diagnose(_measured(DATA, TWO, _of(90, 5), {"model_per_s": 1000 / 95}))
+    gpu = TWO | CUDA
+    found = diagnose(_measured(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / 95}))
     assert (found.bottleneck, found.cause, found.grade) == ("compute", "compute", "fed")
-    assert "not the data, whatever the wait says" in " ".join(found.evidence)
-    assert _cause(DATA, TWO, _of(90, 5), {"model_per_s": 1000 / 94.9}) == ("data", "cpu")
-    assert _cause(DATA, TWO, _of(90, 5), {"model_per_s": 0.0}) == ("data", "cpu")
-    several = diagnose(_measured({"data": 40, "other": 20, "compute": 40}, TWO, {}, {"model_per_s": 10.0}))
+    assert "faster loading would not help here" in " ".join(found.evidence)
+    assert _cause(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / 94.9}) == ("data", "cpu")
+    assert _cause(DATA, gpu, _of(90, 5), {"model_per_s": 0.0}) == ("data", "cpu")
+    several = diagnose(_measured({"data": 40, "other": 20, "compute": 40}, gpu, {}, {"model_per_s": 10.0}))
     assert (several.bottleneck, several.grade) == ("framework", "fed")
-    assert "not the data" in " ".join(several.evidence)
+    assert "faster loading would not help here" in " ".join(several.evidence)
+
+
+def test_on_a_cpu_waiting_is_no_part_of_what_the_model_takes() -> None:
+    """Batches sorted by length: one of them, again and again, took as long as a step with 16 % of waiting in it."""
+    sixteen = {"data": 16, "compute": 84}
+    assert _cause(sixteen, {"num_workers": 0}, {}, {"model_per_s": 1000 / 96}) == ("data", "no workers")
 
 
 @pytest.mark.parametrize(("alone_ms", "acquits"), [(110.0, True), (110.1, False), (400.0, False)])
 def test_a_model_alone_that_is_slower_than_its_steps_acquits_nothing(alone_ms: float, acquits: bool) -> None:
-    measured = _measured(DATA, TWO, _of(90, 5), {"model_per_s": 1000 / alone_ms, "loader_per_s": 10.0})
+    gpu = TWO | CUDA
+    measured = _measured(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / alone_ms, "loader_per_s": 10.0})
     found = diagnose(measured)
     assert found.bottleneck == ("compute" if acquits else "data")
     assert found.measurements == measured
@@ -219,7 +228,7 @@ def test_a_model_alone_that_is_slower_than_its_steps_acquits_nothing(alone_ms: f
         return
     assert (found.cause, found.grade, found.confidence) == ("cpu", "highly data-bound", "medium")
     assert f"the model alone took {alone_ms:.1f} ms, more than the 100.0 ms of a step" in found.evidence[-1]
-    without = diagnose(_measured(DATA, TWO, _of(90, 5), {"loader_per_s": 10.0}))
+    without = diagnose(_measured(DATA, gpu, _of(90, 5), {"loader_per_s": 10.0}))
     assert found.remedies == without.remedies
 
 
@@ -309,7 +318,8 @@ def test_why_time_goes_by_between_the_steps(facts: dict[str, Any], hooks: Any, c
 def test_what_waits_for_the_device_is_named_with_its_way_out() -> None:
     found = diagnose(_measured(OTHER, CUDA | {"syncs": tuple(SYNCS)}))
     assert all(any(what in line for line in found.evidence) for what in SYNCS.values())
-    assert {remedy.changes for remedy in found.remedies} >= {f"{name}=False" for name in SYNCS}
+    assert found.remedies == ()
+    assert "precision" in " ".join(found.notes)
     fed = diagnose(_measured(FED, CUDA | {"syncs": tuple(SYNCS)}))
     assert not any(what in line for line in fed.evidence for what in SYNCS.values())
 
@@ -319,7 +329,7 @@ def test_the_dearest_hooks_are_named() -> None:
     found = diagnose(_measured(OTHER, hooks=hooks))
     assert "[Callback]Slow.on_train_batch_end takes 20.0 ms a step" in found.evidence
     assert not any("takes 1.0 ms" in line for line in found.evidence)
-    assert found.remedies[0].predicted_step_ms == pytest.approx(100 - 20 * 0.98)
+    assert "done rarely, a step takes 80.0 ms" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -391,6 +401,13 @@ _FACTS = st.builds(
     batches_per_epoch=_COUNT,
     decoder=st.sampled_from([None, "turbo"]),
     usable_cpus=st.none() | st.integers(1, 64),
+    map_style=st.none() | st.booleans(),
+    may_persist=st.none() | st.booleans(),
+    bar_refresh_rate=_COUNT,
+    log_every_n_steps=_COUNT,
+    free_shm_bytes=st.none() | st.integers(0, 1 << 34),
+    load_cpu_ms=st.none() | _MS,
+    process_cpu_ms=st.none() | _MS,
     syncs=st.sets(st.sampled_from([*SYNCS, "unheard of"])).map(tuple),
     host_cpu_ms=st.none() | _MS,
 )
@@ -400,11 +417,17 @@ _EXPERIMENTS = st.none() | _frozen(
     **dict.fromkeys(
         ["model_per_s", "loader_per_s", "cached_bytes_per_s", "no_transform_per_s", "ceiling_per_s", "copy_ms"], _RATE
     ),
+    **dict.fromkeys(
+        ["samples_ms", "collate_ms", "hand_over_ms", "hand_over_file_system_ms", "taking_ms"], st.none() | _MS
+    ),
     costs=st.lists(st.builds(NamedCost, name=st.just("x"), cpu_ms=_MS, wall_ms=_MS), max_size=2).map(tuple),
     worker_scaling=st.lists(st.tuples(st.integers(0, 64), st.floats(0, 1e4)), max_size=4).map(tuple),
     keys=st.lists(st.builds(KeyUse, name=st.just("k"), bytes_per_batch=st.just(1), used=st.none() | st.booleans())).map(
         tuple
     ),
+    worker_spread=st.just(()),
+    functions=st.just(()),
+    sharing_strategy=st.sampled_from([None, "file_descriptor", "file_system"]),
     disk=st.none() | st.builds(DiskFacts, mean_file_bytes=_RATE),
     left_out=st.just(()),
 )
@@ -434,7 +457,12 @@ _STATS = st.fixed_dictionaries(
         "step_ms": st.none() | st.just(0.0),
     },
 )
-_HOOKS = st.lists(st.builds(HookTime, name=st.sampled_from(["a", "ProgressBar.b"]), ms_per_step=_MS), max_size=3)
+_HOOKS = st.lists(
+    st.builds(
+        HookTime, name=st.sampled_from(["a", "[Callback]TQDMProgressBar.b", "[Logger]A.log_metrics"]), ms_per_step=_MS
+    ),
+    max_size=3,
+)
 
 
 @st.composite
@@ -467,12 +495,16 @@ def _is_sound(found: Diagnosis) -> None:
     order = ["low", "medium", "high"]
     assert order.index(found.confidence) <= order.index(found.stats.confidence)
     assert len({remedy.code for remedy in found.remedies}) == len(found.remedies)
+    gains = [remedy.predicted_gain_pct for remedy in found.remedies]
+    assert len(gains) <= 3
+    assert gains == sorted(gains, key=lambda gain: -(gain or 0.0))
     for remedy in found.remedies:
-        assert (
-            remedy.changes
-            or "Trainer(profiler" in remedy.code
-            or "class Data" in remedy.code
-            or "threads" in remedy.code
-        )
+        assert remedy.form is not None
+        assert remedy.changes
+        assert remedy.where
         assert "\n" not in remedy.code + remedy.why
+        assert remedy.predicted_gain_pct is not None
+        assert LEAST_PCT <= remedy.predicted_gain_pct <= 100 * (1 + 1e-9)
         assert remedy.predicted_step_ms is None or 0 <= remedy.predicted_step_ms <= step * (1 + 1e-9), remedy
+    assert len(found.notes) <= 3
+    assert not any("\n" in line for line in (*found.notes, *found.why_not))

@@ -8,7 +8,7 @@ from typing import TypeGuard
 from lightning_feed.watch.experiments.results import ExperimentResults, NamedCost
 from lightning_feed.watch.reports.report import rate
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
-from lightning_feed.watch.verdict.remedies_data import NOT_TRANSFORMS, step_of
+from lightning_feed.watch.verdict.predict import NOT_TRANSFORMS, step_of
 from lightning_feed.watch.verdict.shares import model_disturbed
 
 BAR = 32

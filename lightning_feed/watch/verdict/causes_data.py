@@ -21,7 +21,7 @@ CPU_PRESSURE_PCT = 30.0
 BUSY_PCT, BLOCKED_PCT = 70.0, 50.0
 """Shares of the workers' time on a CPU or ready for one, and neither."""
 READY_SHARE = 0.5
-"""Share of the queue that is full in the mean. Workers in step with each other, who finish all at once, leave it less
+"""Share of the queue that is full on average. Workers in step with each other, who finish all at once, leave it less
 than half full: (workers - 1) / 2 of at least ``workers`` batches."""
 HANDOVER_PCT = 80.0
 """Share of the waiting that began with batches ready from which handing them over is the cause. Where a queue runs dry
@@ -97,7 +97,7 @@ def _one_rank(measured: Measurements, shares: Shares) -> Finding | None:
 def _no_workers(measured: Measurements) -> Finding | None:
     if measured.facts.num_workers != 0:
         return None
-    return Finding(cause="no workers", because=("batches are made in the training process, between its steps",))
+    return Finding(cause="no workers", because=("num_workers=0, so loading and training take turns",))
 
 
 def _oversubscribed(measured: Measurements) -> Finding | None:
@@ -141,15 +141,15 @@ def _handover(measured: Measurements) -> Finding | None:
     if share is None or share < HANDOVER_PCT or (_busy_pct(measured) or 0.0) >= BUSY_PCT:
         return None
     said = f"batches were ready in {share:.0f} % of the waiting: handing one over takes most of {wait or 0.0:.1f} ms"
-    return Finding(cause="waiting", because=(said,))
+    return Finding(cause="hand-over", because=(said,))
 
 
 def _jitter(measured: Measurements) -> Finding | None:
     ready, capacity = measured.loaders.queue_ready, measured.loaders.queue_capacity
     if (_busy_pct(measured) or 0.0) >= BUSY_PCT:
-        return None  # workers that never rest are not fast enough in the mean
+        return None  # workers that never rest are not fast enough on average
     if ready is not None and capacity and ready >= READY_SHARE * capacity:
-        said = f"{ready:.1f} of {capacity:.0f} batches are ready in the mean, yet not always one"
+        said = f"{ready:.1f} of {capacity:.0f} batches are ready on average, yet not always one"
         return Finding(cause="jitter", because=(said,))
     return None
 

@@ -81,7 +81,7 @@ def compute_cause(measured: Measurements, shares: Shares) -> Finding:
     if shares.acquitted and alone is not None:
         because.append(
             f"the model alone takes {in_ms(alone, shares.step_ms)} ms a step with one batch again and again: "
-            "not the data, whatever the wait says"
+            "faster loading would not help here"
         )
     # A thread that waits for the device spins, and so looks busy: with a known synchronisation nothing can be told.
     host = facts.host_cpu_ms if facts.device_type != "cpu" and not facts.syncs else None

@@ -7,7 +7,7 @@ from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats
 from lightning_feed.watch.wall import WallStats
 
-Bottleneck = Literal["data", "copy", "framework", "compute", "unknown"]
+Bottleneck = Literal["data", "copy", "framework", "compute", "validation", "checkpoints", "unknown"]
 Grade = Literal["fed", "fed, some jitter", "moderately data-bound", "highly data-bound", "not measured"]
 Cause = Literal[
     "hooks",
@@ -143,6 +143,8 @@ class LoopFacts:
     """The same. None: validation goes by steps, and not by epochs."""
     val_check_batches: int | None = None
     """Training batches between two validations, where there are several in an epoch or they go by steps."""
+    checkpoint_steps: int | None = None
+    """Training steps between two checkpoints. None: not one ModelCheckpoint saves by steps."""
     others_cpu_pct: float | None = None
     """Share of the CPUs that this run may use which other programs took meanwhile, 0 to 100. From 20 the figures are
     theirs as much as this run's. Linux, one process training; elsewhere None."""
@@ -253,7 +255,8 @@ class Remedy:
     predicted_step_ms: float | None = None
     """Step time to expect. None: cannot be computed from what was measured, or steps stay as they are."""
     predicted_gain_pct: float | None = None
-    """Share of an epoch's time, first batch included, that it is to save, 0 to 100. By this they are sorted."""
+    """Share of an epoch's time, first batch included, that it is to save, 0 to 100. By this they are sorted. Where
+    validation or checkpoints limit the run: the share of the run."""
     changes: str = ""
     """Name of what it changes, the same in every report, by which a later run is compared: ``num_workers=8``."""
 
@@ -263,7 +266,8 @@ class Diagnosis:
     """What limits training, why we think so, and what to change first."""
 
     bottleneck: Bottleneck
-    """``data``, ``copy``, ``framework`` (between the steps), ``compute`` (the GPU is fed), or ``unknown``."""
+    """``data``, ``copy``, ``framework`` (between the steps), ``compute`` (the GPU is fed), or ``unknown``. Where they
+    take more of the run than training does: ``validation`` or ``checkpoints``."""
     cause: Cause = "unknown"
     """Why, as far as the measurements tell: see :data:`Cause`."""
     grade: Grade

@@ -1,12 +1,16 @@
 """The figures that a verdict rests on, a sentence each."""
 
 from lightning_feed.watch.verdict.diagnosis import Measurements
-from lightning_feed.watch.verdict.remedies_data import SLOW_START_S
 from lightning_feed.watch.verdict.shares import Part, Shares
-from lightning_feed.watch.verdict.units import in_ms
+from lightning_feed.watch.verdict.units import in_ms, plural
 
+SLOW_START_S = 1.0
+"""Time to the first batch of an epoch that is worth telling."""
 SLACK_SHARE = 0.01
 """Share of a step from which a hidden wait is worth telling."""
+
+OTHERS_PCT = 20.0
+"""Share of the CPUs that other programs take, from which the figures are theirs as much as this run's."""
 
 
 def evidence_of(measured: Measurements, shares: Shares, because: tuple[str, ...]) -> tuple[str, ...]:
@@ -15,19 +19,19 @@ def evidence_of(measured: Measurements, shares: Shares, because: tuple[str, ...]
     whole = shares.step_ms
     said = [_part(measured, shares, part) for part in shares.over]
     if not shares.over:
-        said.append(f"{in_ms(stats.compute_ms, whole)} of {in_ms(whole, whole)} ms are the step itself")
+        pct = 100 * (stats.compute_ms or 0.0) / whole
+        said.append(f"{pct:.0f} % of each step is forward, backward and optimizer")
     said += because
     if stats.hidden_wait_ms is not None and stats.hidden_wait_ms >= SLACK_SHARE * whole:
         hidden, wait = in_ms(stats.hidden_wait_ms, whole), in_ms(stats.next_wait_ms, whole)
         said.append(f"{hidden} of {wait} ms in next(loader) cost nothing")
     if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
         said.append(f"the first batch of an epoch comes after {stats.epoch_start_s:.1f} s")
-    if "data" in shares.over and facts.num_workers is not None:
-        cpus = f" on {facts.usable_cpus} CPUs" if facts.usable_cpus is not None else ""
-        some = (
-            f"{facts.num_workers} worker{'' if facts.num_workers == 1 else 's'}" if facts.num_workers else "no workers"
-        )
-        said.append(f"the loader has {some}{cpus}")
+    if "data" in shares.over and facts.num_workers:  # without workers the cause says so
+        cpus = f" on {plural(facts.usable_cpus, 'CPU')}" if facts.usable_cpus is not None else ""
+        said.append(f"the loader has {plural(facts.num_workers, 'worker')}{cpus}")
+    if facts.others_cpu_pct is not None and facts.others_cpu_pct >= OTHERS_PCT:
+        said.append(f"{facts.others_cpu_pct:.0f} % of the CPUs were taken by other programs: low confidence")
     if stats.lost_steps:
         said.append(f"{stats.lost_steps} steps could not be measured on the device")
     return tuple(said)

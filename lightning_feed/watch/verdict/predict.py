@@ -1,31 +1,44 @@
-"""Step time to expect of a remedy: ``max(1/G, h2d, 1/min(F, P, I))`` where experiments gave the rates, else what the
-running figures give.
+"""Step time to expect of a remedy, from experiments where they gave the rates, else from the running figures.
 
-Each figure is a lower bound, "at best": a remedy can uncover the next limit, which was not measured.
+- Without workers loading and training take turns: what a remedy saves of loading comes off the step, and nothing else.
+- With workers a step takes as long as the slower of both: training with taking a batch from them, or a worker's batch.
+- Workers take CPUs. What does not fit beside training makes the step longer: :func:`crowding_ms`.
+- No prediction is below the rest of the step, or the model alone.
 """
 
-from lightning_feed.watch.verdict.diagnosis import Measurements
-from lightning_feed.watch.verdict.shares import Shares
+from lightning_feed.watch.verdict.diagnosis import LoopFacts, Measurements
+from lightning_feed.watch.verdict.shares import Shares, model_alone_ms
 
-NO_GAIN = 0.98
-"""A remedy that leaves more of the step than this is not worth naming for its speed."""
 SAME = 1.1
 """By as much do two measurements of the same differ: of 67 fits that were measured twice within a minute, 58 agreed
 within a tenth (``benchmarks/predictions.py`` on a virtual machine with 2 CPUs)."""
+NOT_TRANSFORMS = ("read", "decode", "load")
+"""Steps of a sample's way that are no transforms, as experiments name them: see :func:`step_of`."""
+
+_TAKE = (0.5, 0.1, 0.5)
+"""What taking a batch from a worker process costs the training process: ms, ms a tensor, ms a megabyte. Of lists of 1
+to 64 tensors of 100 B to 40 MB on a virtual machine with 2 CPUs, torch 2.15."""
+_SEND = (0.3, 0.25, 0.75)
+"""The same for the worker, that moves it into shared memory and answers for each tensor."""
+_TENSORS = 32
+"""Tensors of a batch in which none, or an unknown number, was found: a class of the user's may hide many."""
+_START_MS = 60.0
+"""To start a worker process: 90 ms for 4 up to 910 ms for 16 of them."""
 
 
-def without(shares: Shares, part_ms: float | None) -> float | None:
+def step_of(name: str) -> str:
+    """The name of a cost without that of its loader, which several loaders put before it: ``load`` of ``"a: load"``."""
+    return name.rpartition(": ")[2]
+
+
+def without(shares: Shares, part_ms: float) -> float:
     """Step time without so much of it."""
-    return None if part_ms is None else shares.step_ms - min(max(0.0, part_ms), shares.step_ms)
+    return shares.step_ms - min(max(0.0, part_ms), shares.step_ms)
 
 
-def floor_ms(measured: Measurements, shares: Shares) -> float:
-    """Step time when no batch is waited for: the rest of the step, or the model alone where that takes longer; and the
-    time to take a batch that is ready, which counts as waiting while none is."""
-    found = measured.experiments
-    alone = 1e3 / found.model_per_s if found is not None and found.model_per_s else 0.0
-    taking = (found.taking_ms or 0.0) if found is not None else 0.0
-    return min(shares.step_ms, taking + max(shares.floor_ms, alone))
+def serial(facts: LoopFacts) -> bool:
+    """Whether the training process itself loads, so that loading and training take turns."""
+    return facts.num_workers == 0
 
 
 def period_ms(measured: Measurements, shares: Shares) -> float | None:
@@ -33,105 +46,105 @@ def period_ms(measured: Measurements, shares: Shares) -> float | None:
 
     With workers that is a step; without, what ``next(loader)`` takes. None: not known.
     """
-    if measured.facts.num_workers == 0:
-        return measured.stats.next_wait_ms
-    return shares.step_ms
+    return measured.stats.next_wait_ms if serial(measured.facts) else shares.step_ms
 
 
-def with_rate(
-    measured: Measurements, shares: Shares, rate: float | None, now: float | None = None, workers: int | None = None
-) -> float | None:
+def floor_ms(measured: Measurements, shares: Shares) -> float:
+    """Step time when no batch is waited for: the rest of the step, or the model alone where that takes longer; and the
+    time to take a batch that is ready, which counts as waiting while none is."""
+    found = measured.experiments
+    taking = (found.taking_ms or 0.0) if found is not None else 0.0
+    return min(shares.step_ms, taking + max(shares.floor_ms, model_alone_ms(measured) or 0.0))
+
+
+def with_batch_in(measured: Measurements, shares: Shares, after_ms: float) -> float | None:
+    """Step time with the same workers, or none, when a batch is made in so many milliseconds. None: not known."""
+    running = period_ms(measured, shares)
+    if running is None:
+        return None
+    floor = floor_ms(measured, shares)
+    if serial(measured.facts):
+        return max(floor, without(shares, running - after_ms))
+    loading = _loading_cpu_ms(measured, shares) * min(1.0, after_ms / running) if running else 0.0
+    return min(shares.step_ms, max(floor + crowding_ms(measured, shares, loading), after_ms))
+
+
+def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: float | None) -> float | None:
     """Step time with a loader that gives ``rate`` batches per second where it gave ``now``, both alone.
 
     Beside training a loader is slower than alone. Where it is by more than :data:`SAME`, it is taken to be with the
-    remedy too; else the rate counts as it is. Alone a loader has the CPUs that training takes for itself, too: see
-    :func:`cpu_floor_ms`.
-
-    Args:
-        measured: all figures.
-        shares: how a step divides.
-        rate: batches per second with the remedy.
-        now: the same without it.
-        workers: with the remedy; None: as many as now.
+    remedy too; else the rate counts as it is.
     """
-    if not rate:
-        return None
-    running = period_ms(measured, shares)
-    after = 1e3 / rate
-    if now and running is not None and running * now > 1e3 * SAME:
-        after = running * now / rate
-    cpus = cpu_floor_ms(measured, shares, workers or measured.facts.num_workers or 0, after)
-    return min(shares.step_ms, max(floor_ms(measured, shares), after, cpus))
+    return with_batch_in(measured, shares, _beside(measured, shares, rate, now)) if rate else None
 
 
-def cpu_floor_ms(measured: Measurements, shares: Shares, workers: int, after: float) -> float:
-    """Step time in which the CPUs can do all there is to do: ``(workers + host) / cpus``, CPU time of each per step.
+def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float) -> float:
+    """By how much steps get longer when workers take ``loading_ms`` of CPU time for each of them. 0.0: not known.
 
-    That of the workers is what they take now, or less where so many of them would have less time. 0.0: not known.
-
-    Args:
-        measured: all figures.
-        shares: how a step divides.
-        workers: with the remedy.
-        after: milliseconds in which they make a batch with it, if they have a CPU each.
+    What training leaves of the CPUs costs nothing. The rest is taken from training: from a single thread its share, and
+    from threads that compute on all CPUs together all of it, since each of them waits for the one that was disturbed.
     """
-    facts, on_cpu = measured.facts, measured.loaders.workers_on_cpu_pct
-    running = period_ms(measured, shares)
-    if on_cpu is None or running is None or not facts.usable_cpus or not facts.num_workers:
+    facts, rest = measured.facts, shares.floor_ms
+    training = _training_cpu_ms(measured, shares)
+    if not facts.usable_cpus or training is None or rest <= 0:
         return 0.0
-    spent = min(facts.num_workers * running * on_cpu / 100, workers * after)
-    return (spent + _host_ms(measured, shares)) / facts.usable_cpus
+    cpus = facts.usable_cpus
+    width = min(cpus, max(1.0, training / rest))
+    return max(0.0, loading_ms - max(0.0, cpus * rest - training)) * width / cpus
 
 
-def with_workers(measured: Measurements, shares: Shares, more: int) -> float | None:
-    """Step time with ``more`` workers.
+def with_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
+    """Step time with so many worker processes, 1 or more, where there are fewer now, or none.
 
-    By the rates that were tried, where both numbers were. Else each worker adds its rate, until the CPU time of a batch
-    takes all CPUs: ``T >= (workers x period x on_cpu + host) / cpus``, with the CPU time of the training process in a
-    step. On a CPU that computes the steps it is all of the step that does not wait, where it was not measured. The same
-    bound holds for the rates that were tried: those are of the loader alone.
+    By the rates that were tried, where both numbers were. Else each worker adds its rate, as far as there are CPUs.
+    None: cannot be told.
     """
-    running, workers = period_ms(measured, shares), measured.facts.num_workers
-    if running is None or workers is None:
+    facts = measured.facts
+    running, now = period_ms(measured, shares), facts.num_workers
+    if running is None or now is None:
         return None
-    tried = by_trial(measured, shares, more)
-    if tried is not None:
-        return tried
-    after = running * max(workers, 1) / more
-    return min(shares.step_ms, max(floor_ms(measured, shares), after, cpu_floor_ms(measured, shares, more, after)))
+    loading, taking = _loading_cpu_ms(measured, shares), 0.0
+    if now == 0:
+        sending = handing_ms(facts, _SEND)
+        taking = _taking_ms(measured) + _restarting_ms(facts, number)
+        after, loading = (running + sending) / number, loading + sending
+    else:
+        after = running * now / number
+    tried = tried_rates(measured)
+    if number in tried and now in tried:
+        after = _beside(measured, shares, tried[number], tried[now])
+    step = max(floor_ms(measured, shares) + taking + crowding_ms(measured, shares, loading), after)
+    return step if now == 0 else min(shares.step_ms, step)
 
 
-def by_trial(measured: Measurements, shares: Shares, workers: int) -> float | None:
+def without_workers(measured: Measurements, shares: Shares) -> float | None:
+    """Step time without workers, where loading a batch in one process was timed; else None."""
+    found, alone = measured.experiments, tried_rates(measured).get(0)
+    if alone:
+        return shares.floor_ms + 1e3 / alone
+    if found is None or found.samples_ms is None or found.collate_ms is None:
+        return None
+    return shares.floor_ms + found.samples_ms + found.collate_ms
+
+
+def by_trial(measured: Measurements, shares: Shares, number: int) -> float | None:
     """Step time with so many workers, where that number and the present one were both tried; else None."""
-    found, now = measured.experiments, measured.facts.num_workers
-    tried = dict(found.worker_scaling) if found is not None else {}
-    if workers not in tried or now not in tried:
+    tried, now = tried_rates(measured), measured.facts.num_workers
+    if now is None or number not in tried or now not in tried:
         return None
-    return with_rate(measured, shares, tried[workers], tried[now], workers)
+    return with_rate(measured, shares, tried[number], tried[now])
 
 
-def with_bytes_cached(measured: Measurements, shares: Shares) -> float | None:
-    """Step time with all files in memory: by experiment, else with workers that are never blocked."""
-    found, loaders = measured.experiments, measured.loaders
-    if found is not None and found.cached_bytes_per_s:
-        return with_rate(measured, shares, found.cached_bytes_per_s, found.loader_per_s)
-    running = period_ms(measured, shares)
-    if loaders.workers_blocked_pct is None or running is None:
-        return None
-    after = running * (100 - loaders.workers_blocked_pct) / 100
-    return min(shares.step_ms, max(floor_ms(measured, shares), after))
-
-
-def without_transforms(measured: Measurements, shares: Shares) -> float | None:
-    """Step time with the data set's transforms left out."""
+def tried_rates(measured: Measurements) -> dict[int, float]:
+    """Batches per second by number of workers, of the loader alone. Empty: none was tried."""
     found = measured.experiments
-    return None if found is None else with_rate(measured, shares, found.no_transform_per_s, found.loader_per_s)
+    return {number: rate for number, rate in found.worker_scaling if rate > 0} if found is not None else {}
 
 
-def as_uint8(measured: Measurements, shares: Shares) -> float | None:
-    """Step time with uint8 batches of the final size, the device doing the rest of the transforms in no time."""
-    found = measured.experiments
-    return None if found is None else with_rate(measured, shares, found.as_uint8_per_s, found.loader_per_s)
+def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> float:
+    """What handing a batch over between processes costs one of them, by its tensors and bytes."""
+    once, each, megabyte = cost
+    return once + each * (facts.batch_tensors or _TENSORS) + megabyte * (facts.batch_bytes or 0) * 1e-6
 
 
 def read_share(measured: Measurements) -> float | None:
@@ -141,13 +154,13 @@ def read_share(measured: Measurements) -> float | None:
     return costs["read"] / whole if "read" in costs and whole > 0 else None
 
 
-def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: float | None) -> float | None:
+def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: float) -> float | None:
     """Step time when workers only read files, and the device decodes them beside the step.
 
     Args:
         measured: all figures.
         shares: how a step divides.
-        device_per_s: batches per second that the device decodes alone; None: not known, so it takes no time here.
+        device_per_s: batches per second that the device decodes alone.
     """
     running, left = period_ms(measured, shares), read_share(measured)
     if running is None or left is None:
@@ -156,9 +169,9 @@ def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: floa
     now = max(1, facts.num_workers or 1)
     threads = max(now, facts.usable_cpus or 1)  # as many as there are by default, and they start at once
     after = running * left * now / threads
-    decoding = 1e3 / device_per_s if device_per_s else 0.0
-    cpus = cpu_floor_ms(measured, shares, now, running * left)
-    return min(shares.step_ms, max(floor_ms(measured, shares), after, decoding, cpus))
+    loading = _loading_cpu_ms(measured, shares) * left
+    floor = floor_ms(measured, shares) + crowding_ms(measured, shares, loading)
+    return min(shares.step_ms, max(floor, after, 1e3 / device_per_s))
 
 
 def with_pinned(measured: Measurements, shares: Shares) -> float | None:
@@ -177,13 +190,40 @@ def in_any_order(measured: Measurements, shares: Shares) -> float | None:
     return max(floor_ms(measured, shares), shares.step_ms - shares.data_ms * held / 100)
 
 
-def worth_it(predicted: float | None, shares: Shares) -> bool:
-    """Whether a remedy is expected to gain, or nothing is known against it."""
-    return predicted is None or predicted < NO_GAIN * shares.step_ms
+def _beside(measured: Measurements, shares: Shares, rate: float, now: float | None) -> float:
+    """Milliseconds for a batch beside training, of a loader that gives so many alone, where it gave ``now``."""
+    running = period_ms(measured, shares)
+    if now and running is not None and running * now > 1e3 * SAME:
+        return running * now / rate
+    return 1e3 / rate
 
 
-def _host_ms(measured: Measurements, shares: Shares) -> float:
+def _loading_cpu_ms(measured: Measurements, shares: Shares) -> float:
+    """CPU time that goes into loading a batch: what was seen, or all the time that it takes without workers."""
+    facts, on_cpu = measured.facts, measured.loaders.workers_on_cpu_pct
+    if serial(facts):
+        wait = measured.stats.next_wait_ms or 0.0
+        return wait if facts.load_cpu_ms is None else min(wait, facts.load_cpu_ms)
+    return (facts.num_workers or 0) * shares.step_ms * (on_cpu or 0.0) / 100
+
+
+def _training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
+    """CPU time of the training process per step without what it loads itself; None: not known."""
     facts = measured.facts
-    if facts.host_cpu_ms is not None:
-        return facts.host_cpu_ms
-    return shares.floor_ms if facts.device_type == "cpu" else 0.0
+    spent = facts.process_cpu_ms if facts.process_cpu_ms is not None else facts.host_cpu_ms
+    if spent is None:
+        return shares.floor_ms if facts.device_type == "cpu" else None
+    if serial(facts):
+        spent -= _loading_cpu_ms(measured, shares)
+    return max(0.0, spent)
+
+
+def _taking_ms(measured: Measurements) -> float:
+    """What taking a batch from a worker would cost training: as it was timed, else by its tensors and bytes."""
+    timed = measured.experiments.hand_over_ms if measured.experiments is not None else None
+    return handing_ms(measured.facts) if timed is None else timed
+
+
+def _restarting_ms(facts: LoopFacts, number: int) -> float:
+    """What starting workers anew for each epoch costs a step; 0.0 where they live on."""
+    return 0.0 if facts.may_persist or not facts.batches_per_epoch else number * _START_MS / facts.batches_per_epoch

@@ -35,7 +35,7 @@ class Shares:
     by_ranks: bool
     """Waiting is that of the slowest rank in each step, and more than this rank's own."""
     over: tuple[Part, ...]
-    """The parts over their limits, the dearest first."""
+    """The parts over their limits, the largest first."""
     acquitted: bool
     """Waiting is over its limit, but the model alone takes as long as a step."""
 
@@ -114,6 +114,6 @@ def model_disturbed(measured: Measurements) -> bool:
 
 def _model_takes_all(measured: Measurements) -> bool:
     alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
-    if alone is None or not step_ms:
-        return False
+    if alone is None or not step_ms or measured.facts.device_type == "cpu":
+        return False  # on a CPU nothing is queued ahead: what is waited for is no part of the step itself
     return MODEL_SHARE * step_ms <= alone <= MODEL_MOST * step_ms

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_feed.watch.stats import Confidence
+from lightning_feed.watch.verdict.case import Case
 from lightning_feed.watch.verdict.causes_data import data_cause
 from lightning_feed.watch.verdict.causes_other import compute_cause, copy_cause, framework_cause
-from lightning_feed.watch.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Measurements, Remedy
-from lightning_feed.watch.verdict.evidence import evidence_of
+from lightning_feed.watch.verdict.diagnosis import Bottleneck, Diagnosis, Measurements
+from lightning_feed.watch.verdict.evidence import OTHERS_PCT, evidence_of
 from lightning_feed.watch.verdict.finding import Finding
-from lightning_feed.watch.verdict.remedies_data import data_remedies
-from lightning_feed.watch.verdict.remedies_other import compute_remedies, copy_remedies, framework_remedies
+from lightning_feed.watch.verdict.notes import notes_for, why_not
+from lightning_feed.watch.verdict.remedies import remedies_for
 from lightning_feed.watch.verdict.shares import (
     DATA_PCT,
     HIGH_PCT,
@@ -22,6 +23,7 @@ from lightning_feed.watch.verdict.shares import (
     shares_of,
 )
 from lightning_feed.watch.verdict.units import in_ms
+from lightning_feed.watch.verdict.whole_run import limit_of, of_the_run, validation_of
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Finding]] = {
     "framework": framework_cause,
@@ -29,20 +31,23 @@ _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Finding]] = {
     "data": data_cause,
     "compute": compute_cause,
 }
-_TREAT: dict[Bottleneck, Callable[[Measurements, Shares, Cause], list[Remedy]]] = {
-    "framework": framework_remedies,
-    "copy": copy_remedies,
-    "data": data_remedies,
-    "compute": compute_remedies,
-}
 _LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low": "low"}
 
 
 def diagnose(measured: Measurements) -> Diagnosis:
-    """Find what limits training, and why.
+    """Find what limits a run, and why: its training steps, or validation and checkpoints where they take more time."""
+    steps, limit = _of_steps(measured), limit_of(measured)
+    if limit is None:
+        return steps
+    validation = validation_of(measured)
+    return of_the_run(limit, steps, None if validation is None else _of_steps(validation))
+
+
+def _of_steps(measured: Measurements) -> Diagnosis:
+    """Find what limits the steps, and why.
 
     The parts of a step are held against their limits in the order framework (10 %), copy (5 %), data (5 %). Of those
-    over their limit the dearest is the bottleneck, the earlier on a tie; the others are named and treated too. With
+    over their limit the largest is the bottleneck, the earlier on a tie; the others are named and treated too. With
     none, training is limited by what it computes. Waiting for data is the longest over the ranks, where that is known,
     and does not count where the model alone, fed the same batch again and again, takes as long as a step. A model alone
     that took longer than that was disturbed: the verdict is then that of the other figures, and less sure.
@@ -69,16 +74,21 @@ def diagnose(measured: Measurements) -> Diagnosis:
     because = tuple(line for one in found for line in one.because)
     if shares.acquitted and shares.over:
         because += compute_cause(measured, shares).because
-    remedies = [
-        remedy for part, one in zip(parts, found, strict=True) for remedy in _TREAT[part](measured, shares, one.cause)
-    ]
+    case = Case(
+        measured=measured,
+        shares=shares,
+        causes={part: one.cause for part, one in zip(parts, found, strict=True)},
+    )
+    remedies = remedies_for(case)
     return Diagnosis(
         bottleneck=parts[0],
         cause=found[0].cause,
         grade="fed" if shares.acquitted else grade_of(shares.data_pct),
         confidence=_confidence(measured, shares, found[0]),
         evidence=evidence_of(measured, shares, because),
-        remedies=tuple(_once(remedies)),
+        remedies=remedies,
+        notes=notes_for(case, remedies),
+        why_not=why_not(case, remedies),
         measurements=measured,
     )
 
@@ -87,7 +97,7 @@ def _without_model(measured: Measurements) -> Diagnosis:
     """The verdict without what the model took alone, which is impossible."""
     alone, step_ms = model_alone_ms(measured) or 0.0, measured.stats.step_ms or 0.0
     assert measured.experiments is not None
-    found = diagnose(replace(measured, experiments=replace(measured.experiments, model_per_s=None)))
+    found = _of_steps(replace(measured, experiments=replace(measured.experiments, model_per_s=None)))
     said = (
         f"the model alone took {in_ms(alone, step_ms)} ms, more than the {in_ms(step_ms, step_ms)} ms of a step: "
         "something disturbed that experiment, and it does not count"
@@ -102,11 +112,6 @@ def _confidence(measured: Measurements, shares: Shares, found: Finding) -> Confi
     wide = low is not None and high is not None and any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
     if wide and not shares.acquitted:
         confidence = _LOWER[confidence]
-    if found.contradicted:
+    if found.contradicted or (measured.facts.others_cpu_pct or 0.0) >= OTHERS_PCT:
         return "low"
     return confidence if found.sure else _LOWER[confidence]
-
-
-def _once(remedies: list[Remedy]) -> list[Remedy]:
-    """Without those that another part already asks for."""
-    return list({remedy.code: remedy for remedy in reversed(remedies)}.values())[::-1]

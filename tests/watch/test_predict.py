@@ -1,0 +1,214 @@
+"""What a remedy is predicted to give follows from what was measured, and from nothing else."""
+
+from typing import Any
+
+import pytest
+from watch.cases import ASLEEP, BUSY, measured
+
+from lightning_feed.watch.experiments.results import NamedCost
+from lightning_feed.watch.verdict import predict
+from lightning_feed.watch.verdict.diagnosis import Measurements
+from lightning_feed.watch.verdict.shares import Shares, shares_of
+from lightning_feed.watch.verdict.tree import diagnose
+
+
+def _shares(run: Measurements) -> Shares:
+    shares = shares_of(run)
+    assert shares is not None
+    return shares
+
+
+def _with_workers(number: int, **run: Any) -> float | None:
+    made = measured(**run)
+    return predict.with_workers(made, _shares(made), number)
+
+
+# --- loading and training take turns without workers --------------------------------------------------------------
+
+
+def test_files_that_are_in_memory_already_are_not_staged() -> None:
+    """A GAN whose files were in the page cache: staging them was said to take 119 ms to 61, and left it at 123."""
+    run = measured(
+        step=119.0,
+        data=61.0,
+        num_workers=0,
+        usable_cpus=2,
+        prefetch_factor=None,
+        load_cpu_ms=60.0,
+        process_cpu_ms=176.0,
+        found={"loader_per_s": 15.6, "cached_bytes_per_s": 16.6},
+    )
+    assert predict.with_rate(run, _shares(run), 16.6, 15.6) == pytest.approx(118.2, abs=0.1)  # 61 - 1000 / 16.6 saved
+    found = diagnose(run)
+    assert found.remedies == ()
+    assert not any("stage" in note for note in found.notes)
+
+
+def test_what_is_saved_of_loading_is_saved_of_the_step() -> None:
+    run = measured(num_workers=0)
+    assert [predict.with_batch_in(run, _shares(run), ms) for ms in (40.0, 30.0, 10.0, 0.0)] == [100.0, 90.0, 70.0, 60.0]
+
+
+def test_workers_find_no_cpu_beside_a_model_that_computes_on_all() -> None:
+    """The GAN on two CPUs: 50.7 ms were predicted, and 114 to 119 achieved of 119."""
+    run: dict[str, Any] = {"step": 119.0, "data": 61.0, "num_workers": 0, "usable_cpus": 2, "load_cpu_ms": 60.0}
+    predicted = _with_workers(2, **run, process_cpu_ms=60.0 + 2 * 58.0)
+    assert predicted is not None
+    assert 0.85 * 114 <= predicted <= 1.15 * 119
+    assert diagnose(measured(**run, process_cpu_ms=176.0)).remedies == ()
+
+
+def test_a_rank_with_one_cpu_gains_nothing_by_a_worker() -> None:
+    """Two ranks on two CPUs: 145.8 ms were predicted, and 246.8 achieved."""
+    run: dict[str, Any] = {"step": 246.0, "data": 100.2, "num_workers": 0, "usable_cpus": 1, "world_size": 2}
+    for known in ({"process_cpu_ms": 244.0, "load_cpu_ms": 99.0}, {"host_cpu_ms": 244.0}, {}):
+        predicted = _with_workers(1, **run, **known)
+        assert predicted == pytest.approx(246.8, rel=0.02)
+        assert diagnose(measured(**run, **known)).remedies == ()
+
+
+def test_a_worker_that_loads_in_place_of_a_single_thread_that_trains() -> None:
+    # Two CPUs: training takes one of them, so loading 40 ms beside 60 costs nothing but taking the batch.
+    assert _with_workers(1, num_workers=0, usable_cpus=2, load_cpu_ms=40.0, process_cpu_ms=100.0) == pytest.approx(60.7)
+
+
+def test_small_samples_are_sooner_made_than_handed_over() -> None:
+    """Graphs: steps of 6.5 ms without workers took 10.6 to 11.5 with the two that were advised."""
+    graphs: dict[str, Any] = {"step": 6.5, "data": 2.6, "num_workers": 0, "usable_cpus": 2, "batch_bytes": 40_000}
+    run = graphs | {"batch_tensors": 9, "load_cpu_ms": 2.6, "process_cpu_ms": 8.0}
+    predicted = _with_workers(1, **run)
+    assert predicted is not None
+    assert predicted > 6.5
+    found = diagnose(measured(**run))
+    assert found.remedies == ()
+    assert found.why_not[0].startswith("more workers: step 6.50 -> ")
+    hidden = measured(**graphs | {"batch_tensors": 0, "load_cpu_ms": 2.6})  # in a class of the user's
+    assert diagnose(hidden).remedies == ()
+
+
+def test_the_time_to_hand_over_counts_as_it_was_timed() -> None:
+    run: dict[str, Any] = {"num_workers": 0, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0}
+    assert _with_workers(1, **run, found={"hand_over_ms": 12.0}) == pytest.approx(72.0)
+
+
+def test_new_workers_in_every_epoch_cost_their_start() -> None:
+    run: dict[str, Any] = {"num_workers": 0, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0, "batches_per_epoch": 10}
+    assert _with_workers(1, **run, may_persist=True) == pytest.approx(60.7)
+    assert _with_workers(1, **run, may_persist=False) == pytest.approx(66.7)
+
+
+def test_loading_that_waits_takes_no_cpu() -> None:
+    waits = measured(data=80.0, num_workers=0, usable_cpus=1, load_cpu_ms=1.0, process_cpu_ms=20.0)
+    (remedy,) = diagnose(waits).remedies
+    assert remedy.changes == "num_workers=4"
+    assert "workers that wait need no CPU each" in remedy.why
+    assert remedy.predicted_step_ms == pytest.approx(20.7 + 1.8 - 1e-9, rel=0.1)
+
+
+# --- more workers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "loaders", "found", "predicted"),
+    [
+        # 2 workers, 90 % of 100 ms each, and 60 ms of the step, on 3 CPUs
+        ({"usable_cpus": 3}, BUSY, None, {"num_workers=3": 80}),
+        ({"usable_cpus": 3, "host_cpu_ms": 3.0}, BUSY, None, {"num_workers=3": 200 / 3}),
+        ({"usable_cpus": 3, "device_type": "cuda"}, BUSY, None, {"num_workers=3": 200 / 3}),
+        ({"num_workers": 6, "usable_cpus": 9}, BUSY, None, {"num_workers=9": 200 / 3}),
+        ({"num_workers": 7}, BUSY | {"workers_on_cpu_pct": 100.0}, None, {"num_workers=8": 95}),
+        ({"num_workers": 15, "usable_cpus": 16}, BUSY, None, {"num_workers=16": 93.75}),
+        ({"num_workers": 31, "usable_cpus": 32}, BUSY, None, {}),  # 97 ms: not worth it
+        ({"usable_cpus": 3, "process_cpu_ms": 170.0}, BUSY, None, {}),  # training itself takes the CPUs
+        ({}, {}, {"worker_scaling": ((2, 20.0), (4, 25.0))}, {"num_workers=4": 80}),
+        ({}, {}, {"worker_scaling": ((2, 20.0), (4, 60.0), (8, 60.5))}, {"num_workers=4": 60}),
+        ({}, {}, {"worker_scaling": ((2, 20.0), (4, 20.3))}, {}),  # tried: no gain
+        # tried alone, where training took no CPU: 180 ms of the workers and 60 of the step, on 3 CPUs
+        ({"usable_cpus": 3}, BUSY, {"worker_scaling": ((2, 20.0), (3, 30.0))}, {"num_workers=3": 80}),
+        ({}, BUSY, {"model_per_s": 1000 / 70}, {"num_workers=3": 70}),  # the model alone takes 70 ms
+        ({}, BUSY, {"taking_ms": 5.0}, {"num_workers=4": 65}),  # 60 ms of the step, and 5 to open a batch
+        ({}, BUSY, {"taking_ms": 50.0}, {}),
+        ({"usable_cpus": 2}, ASLEEP, None, {"num_workers=4": 60}),  # those that wait need no CPU each
+    ],
+)
+def test_more_workers(facts: Any, loaders: Any, found: Any, predicted: dict[str, float]) -> None:
+    made = {
+        one.changes: one.predicted_step_ms for one in diagnose(measured(loaders=loaders, found=found, **facts)).remedies
+    }
+    assert {name: ms for name, ms in made.items() if name.startswith("num_workers")} == pytest.approx(
+        predicted, rel=0.02
+    )
+
+
+def test_waiting_workers_are_not_multiplied_without_end() -> None:
+    (remedy,) = diagnose(measured(data=90.0, loaders=ASLEEP, usable_cpus=2)).remedies
+    assert (remedy.changes, remedy.predicted_step_ms) == ("num_workers=8", pytest.approx(25))
+
+
+# --- other remedies -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "after"),
+    [
+        ({"loader_per_s": 20.0, "cached_bytes_per_s": 25.0}, 80),
+        ({"cached_bytes_per_s": 12.5}, 80),
+        ({"loader_per_s": 12.0, "cached_bytes_per_s": 15.0}, 80),  # training slows the loader: the ratio of both
+        ({"loader_per_s": 10.8, "cached_bytes_per_s": 12.5}, 80),  # or noise: the rate as it is
+        ({"loader_per_s": 20.0, "cached_bytes_per_s": 1000.0}, 60),
+        ({"loader_per_s": 20.0, "cached_bytes_per_s": 10.0}, 100),  # never slower than now
+    ],
+)
+def test_another_rate(found: dict[str, float], after: float) -> None:
+    run = measured(found=found)
+    assert predict.with_rate(
+        run, _shares(run), found["cached_bytes_per_s"], found.get("loader_per_s")
+    ) == pytest.approx(after)
+
+
+COSTS = (
+    NamedCost(name="read", cpu_ms=0.5, wall_ms=1.0),
+    NamedCost(name="decode", cpu_ms=8.0, wall_ms=8.0),
+    NamedCost(name="TrainRecipe", cpu_ms=1.0, wall_ms=1.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "facts", "expected"),
+    [
+        ({}, {}, 60.0),
+        ({"model_per_s": 1000 / 70}, {}, 70.0),  # the model alone takes 70 ms
+        ({"device_decode_per_s": 12.5}, {}, 80.0),  # decoding on the device takes 80 ms
+        ({"device_decode_per_s": 5.0}, {}, 100.0),  # never slower than now
+        ({"costs": (COSTS[0],)}, {"num_workers": 8}, 100.0),  # all of it is reading
+        ({"costs": (COSTS[0],)}, {"num_workers": 4}, 60.0),  # with a thread for each of 8 CPUs
+    ],
+)
+def test_decoding_on_the_device(found: Any, facts: Any, expected: float) -> None:
+    given = {"costs": COSTS, "device_decode_per_s": 1000.0} | found
+    run = measured(found=given, device_type="cuda", **facts)
+    assert predict.decoded_on_device(run, _shares(run), given["device_decode_per_s"]) == pytest.approx(expected)
+
+
+def test_slow_transforms_are_named_with_the_most_that_faster_ones_give() -> None:
+    costs = tuple(
+        NamedCost(name=name, cpu_ms=ms, wall_ms=ms)
+        for name, ms in [("a: read", 9.0), ("a: decode", 9.0), ("Flip", 0.5), ("Blur", 4.0), ("Jitter", 3.5)]
+    )
+    found = {"loader_per_s": 20.0, "no_transform_per_s": 25.0, "costs": costs}
+    said = "the slowest transforms of a sample are Blur (4.0 ms) and Jitter (3.5 ms); "
+    said += "without any of them a step takes 80.0 ms"
+    assert diagnose(measured(found=found, loaders=BUSY, usable_cpus=2, host_cpu_ms=0.0)).notes == (said,)
+    for changed in ({"no_transform_per_s": 20.1}, {"costs": costs[:2]}, {"costs": ()}):  # nothing to gain, or to name
+        assert diagnose(measured(found=found | changed, loaders=BUSY, usable_cpus=2, host_cpu_ms=0.0)).notes == ()
+
+
+def test_pictures_that_stay_uint8_are_a_note_where_that_was_timed() -> None:
+    def noted(**facts: Any) -> bool:
+        found = {"loader_per_s": 20.0, "as_uint8_per_s": 30.0}
+        return any("uint8" in one for one in diagnose(measured(found=found, loaders=BUSY, **facts)).notes)
+
+    assert noted()
+    assert not noted(device_transform=True)
+    assert not noted(decoder="turbo", own_transforms=False)  # they are uint8 already
+    assert "uint8" not in str(diagnose(measured(loaders=BUSY)))
