@@ -16,7 +16,6 @@ _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_afte
 
 def facts_of(trainer: Any, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
     """All that can be told of a stage's loop before its first batch, and what its batches have told ``before``."""
-    between = trainer.val_check_batch if stage == "fit" else None  # those of an epoch, where one validation ends it
     facts = LoopFacts(
         stage=stage,
         device_type=trainer.strategy.root_device.type,
@@ -24,8 +23,7 @@ def facts_of(trainer: Any, stage: Stage = "fit", *, before: LoopFacts | None = N
         world_size=trainer.world_size,
         batches_per_epoch=_host.batches_of(trainer, stage),
         log_every_n_steps=trainer.log_every_n_steps,
-        check_val_every_n_epoch=trainer.check_val_every_n_epoch,
-        val_check_batches=None if between in (None, float("inf"), trainer.num_training_batches) else int(between),
+        **(_beside_training(trainer) if stage == "fit" else {}),
         batch_hooks=any(
             _host.is_overridden(owner, hook)
             for owner in (trainer.lightning_module, trainer.datamodule)
@@ -43,6 +41,21 @@ def facts_of(trainer: Any, stage: Stage = "fit", *, before: LoopFacts | None = N
 def queue_of(trainer: Any, stage: Stage = "fit") -> int:
     """Batches that the loaders of a stage may hold ready."""
     return batches_ahead(_loaders(trainer, stage))
+
+
+def _beside_training(trainer: Any) -> dict[str, Any]:
+    """How often there is a validation, and a checkpoint."""
+    every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    if between in (float("inf"), trainer.num_training_batches) and every is not None:
+        between = None  # at the end of an epoch
+    elif between is None:
+        every = None  # by time
+    savers = [_host.steps_between_checkpoints(one) for one in trainer.checkpoint_callbacks]
+    return {
+        "check_val_every_n_epoch": every,
+        "val_check_batches": between,
+        "checkpoint_steps": savers[0] or None if len(savers) == 1 else None,
+    }
 
 
 def _loaders(trainer: Any, stage: str) -> list[Any]:
