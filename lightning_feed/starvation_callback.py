@@ -1,8 +1,10 @@
 """GPUStarvationCallback: how long each step waits for data, for the copy, and for its own computing."""
 
 import logging
+import math
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,19 +12,21 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
 from lightning_feed.errors import SettingsError
-from lightning_feed.starvation_report import achieved, log_text, run_folder
+from lightning_feed.prefetch_callback import Stage
+from lightning_feed.starvation_report import Schedule, achieved, give_report, run_folder, tells_nothing
 from lightning_feed.starvation_run import StarvationRun
 from lightning_feed.tuning.hparams import log_hparams, tuned_hparams
 from lightning_feed.watch.guard import Guard, guarded, say
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.reports.document import make_report
-from lightning_feed.watch.reports.markdown import diagnosis_markdown
-from lightning_feed.watch.reports.text import print_report
+from lightning_feed.watch.reports.report import Report
+from lightning_feed.watch.reports.showing import show_report
 from lightning_feed.watch.reports.writing import write_report
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.tags import custom_scalar_layout
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Measurements
 from lightning_feed.watch.verdict.tree import diagnose
+from lightning_feed.watch.wall import WallClock
 
 logger = logging.getLogger(__name__)
 _NOTHING = Measurements(stats=StarvationStats(steps=0, confidence="low"))
@@ -66,10 +70,10 @@ class GPUStarvationCallback(Callback):
         self.nvml = nvml
         self.print_report = report
         self._run: StarvationRun | None = None
-        self._measured = _NOTHING
+        self._wall = WallClock()
+        self._measured: dict[Stage, Measurements] = {}
         self._last: StarvationStats | None = None
-        self._epoch_reported = False
-        self._reported_steps = 0
+        self._schedule, self._reported_steps = Schedule(), 0
         self._laid_out: weakref.WeakSet[Any] | None = None
         self._told: set[str] = set()
         self._guard = self._new_guard()
@@ -77,34 +81,56 @@ class GPUStarvationCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
         run = self._run
-        measured = self._guard.attempt("sum up its figures", run.measurements) if run is not None else self._measured
+        now = self._guard.attempt("sum up its figures", run.measurements) if run is not None else None
         return {
             **self.__dict__,
             "_run": None,
-            "_measured": measured or _NOTHING,
+            "_measured": {**self._measured, run.stage: now} if run is not None and now is not None else self._measured,
             "_last": self.summary(),
             "_laid_out": None,
         }
 
     def summary(self) -> StarvationStats | None:
         """The last window that was closed, of this fit or the one before; None before the first."""
-        return self._run.last if self._run is not None else self._last
+        return self._run.last if self._run is not None and self._run.stage == "fit" else self._last
 
-    def report(self) -> Diagnosis:
-        """What limits training, from all steps measured in this fit or the last one."""
-        return diagnose(self._run.measurements() if self._run is not None else self._measured)
+    def report(self, stage: Stage = "fit") -> Diagnosis:
+        """What limits training, from all steps measured in this fit or the last one.
+
+        Args:
+            stage: ``"validate"``, ``"test"`` or ``"predict"`` for the last run of that method of the Trainer.
+        """
+        run = self._run
+        running = run is not None and run.stage == stage
+        return diagnose(run.measurements() if run is not None and running else self._measured.get(stage, _NOTHING))
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 
+    log = _host.RunBegins("_run_begins")
+
+    def _run_begins(self) -> None:
+        self._wall = WallClock()
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Its time is told by itself."""
+        self._wall.enter("sanity check")
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The rest is set-up."""
+        self._wall.leave()
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the clocks up, unless another instance measures already."""
+        self._start(trainer, "fit")
+
+    def _start(self, trainer: Trainer, stage: Stage) -> None:
         self._guard = self._new_guard()
-        self._guard.measure(self._begin, trainer)
+        self._guard.measure(self._begin, trainer, stage)
 
     def _new_guard(self) -> Guard:
         return Guard("GPUStarvationCallback", self._let_go)
 
-    def _begin(self, trainer: Any) -> None:
+    def _begin(self, trainer: Any, stage: Stage) -> None:
         self._let_go()
         if next(one for one in trainer.callbacks if isinstance(one, GPUStarvationCallback)) is not self:
             self._say_once(
@@ -112,9 +138,10 @@ class GPUStarvationCallback(Callback):
             )
             return
         every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
-        self._measured, self._last = _NOTHING, None
-        self._epoch_reported, self._reported_steps = False, 0
-        run = self._run = StarvationRun(trainer, every=every, guard=self._guard)
+        self._measured.pop(stage, None)
+        self._last = None if stage == "fit" else self._last
+        self._schedule, self._reported_steps = Schedule(), 0
+        run = self._run = StarvationRun(trainer, every=every, guard=self._guard, wall=self._wall, stage=stage)
         device = trainer.strategy.root_device
         if not run.sees_device:
             self._say_once(
@@ -128,7 +155,7 @@ class GPUStarvationCallback(Callback):
             self._guard.attempt("show its figure in the progress bar", self._join_bar, trainer.progress_bar_callback)
         if trainer.is_global_zero:
             self._for_each_logger(trainer, "lay its figures out in", self._lay_out)
-        if not trainer.loggers:
+        if not trainer.loggers and stage == "fit":
             self._say_once(
                 trainer,
                 logging.WARNING,
@@ -142,11 +169,48 @@ class GPUStarvationCallback(Callback):
         if self._run is not None:
             self._run.epoch_began()
 
-    @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out the training step in which this validation lies."""
+        """Leave out the training step in which this validation lies, and measure it by itself."""
         if self._run is not None:
-            self._run.validation_began()
+            self._guard.measure(self._run.validation_began)
+        elif trainer.state.fn == "validate":
+            self._start(trainer, "validate")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the clocks up."""
+        self._start(trainer, "test")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the clocks up."""
+        self._start(trainer, "predict")
+
+    @guarded
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what the validation took; where it is no part of a fit, report."""
+        self._loop_ended(trainer)
+
+    @guarded
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what the test took, and report."""
+        self._loop_ended(trainer)
+
+    @guarded
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what the prediction took, and report."""
+        self._loop_ended(trainer)
+
+    def _loop_ended(self, trainer: Trainer) -> None:
+        run = self._run
+        if run is None:
+            return
+        if run.stage != "fit":
+            run.end()
+        tags, step = run.loop_tags(), _host.steps_logged(trainer)
+        if tags and trainer.is_global_zero:
+            self._for_each_logger(trainer, "log its figures to", lambda one: one.log_metrics(tags, step=step))
+        if run.stage != "fit":
+            self._publish(trainer, run, ended=True, to_loggers=False)
+            self._let_go()
 
     @guarded
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -155,22 +219,17 @@ class GPUStarvationCallback(Callback):
         if run is None:
             return
         run.end()
-        if run.finished > self._reported_steps:
-            self._print(trainer, run)
-        if run.finished:
-            self._publish(trainer)
+        self._publish(trainer, run, ended=True)
         self._let_go()
 
     @guarded
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report after the first epoch of the fit."""
-        if self._run is not None and not self._epoch_reported:
-            self._epoch_reported = True
-            self._print(trainer, self._run)
-
-    @guarded
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take out what was put in: teardown is not called after an exception."""
+        """Report what was measured, and take out what was put in: teardown is not called after an exception.
+
+        Ctrl-C and SIGTERM come here, too. Nothing waits for the device, other ranks, or a server of a logger.
+        """
+        if self._run is not None:
+            self._publish(trainer, self._run, ended=True, to_loggers=False)
         self._let_go()
 
     @guarded
@@ -182,8 +241,10 @@ class GPUStarvationCallback(Callback):
         run, self._run = self._run, None
         if run is None:
             return
-        self._measured = self._guard.attempt("sum up its figures", run.measurements) or self._measured
-        self._last = run.last
+        found = self._guard.attempt("sum up its figures", run.measurements)
+        if found is not None:
+            self._measured[run.stage] = found
+        self._last = run.last if run.stage == "fit" else self._last
         run.close()
 
     # --- windows ------------------------------------------------------------------------------------------------------
@@ -193,6 +254,17 @@ class GPUStarvationCallback(Callback):
         """Look at what a batch is made of, once."""
         if self._run is not None:
             self._run.batch_came(batch)
+
+    @guarded
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """The same, and note which of several loaders it is from."""
+        if self._run is not None:
+            self._run.batch_came(batch, dataloader_idx)
+            self._run.step_ended()
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     @guarded
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -206,6 +278,9 @@ class GPUStarvationCallback(Callback):
                 run.logged_step = step
                 self._log_window(trainer, run, step)
         run.step_ended()
+        if self._schedule.due(run.finished):
+            run.leave_out_step()  # what a report takes is no part of it
+            self._publish(trainer, run)
 
     def _log_window(self, trainer: Trainer, run: StarvationRun, step: int) -> None:
         tags = run.close_window()
@@ -219,26 +294,31 @@ class GPUStarvationCallback(Callback):
 
     # --- what users see -----------------------------------------------------------------------------------------------
 
-    def _print(self, trainer: Trainer, run: StarvationRun) -> None:
-        self._reported_steps = run.finished
-        if self.print_report and trainer.is_global_zero:
-            self._guard.attempt("print its report", lambda: print_report(self.report(), _host.bar_printer(trainer)))
-
-    def _publish(self, trainer: Any) -> None:
-        """The report as text in the loggers, and as files in the folder of the run."""
-        if not self.print_report or not trainer.is_global_zero:
+    def _publish(self, trainer: Any, run: StarvationRun, *, ended: bool = False, to_loggers: bool = True) -> None:
+        """Write the report into the folder of the run, show it, and give it to the loggers."""
+        if not self.print_report or not trainer.is_global_zero or run.finished == self._reported_steps:
             return
-        found = self._guard.attempt("make its report", self.report)
-        if found is None:
+        self._reported_steps = run.finished
+        found = self._guard.attempt("make its report", lambda: self.report(run.stage))
+        silent = found is None or tells_nothing(found, run.finished)
+        shown = ended or self._schedule.first or trainer.num_training_batches == math.inf
+        self._schedule.came(early=silent)
+        if found is None or silent:
+            return
+        report = make_report(found)
+        written = self._guard.attempt("write its report", _write, trainer, report) or ()
+        if shown:
+            printer = _host.bar_printer(trainer)
+            self._guard.attempt("print its report", show_report, report, printer, written)
+        if not to_loggers:
             return
         params = self._guard.attempt("tell the settings of the loader", tuned_hparams, trainer.datamodule)
-        if params:
+        if params and ended:
             self._for_each_logger(
                 trainer, "give the settings of the loader to", lambda one: log_hparams(one, params, achieved(found))
             )
         step = trainer.global_step
-        self._for_each_logger(trainer, "give its report to", lambda one: log_text(one, diagnosis_markdown(found), step))
-        self._guard.attempt("write its report", _write, trainer, found)
+        self._for_each_logger(trainer, "give its report to", lambda one: give_report(one, report, step))
 
     def _join_bar(self, bar: Any) -> None:
         wrap = _host.Wrap(bar, "get_metrics", self._add_to_bar)
@@ -279,7 +359,8 @@ class GPUStarvationCallback(Callback):
         self._told.add(what)
 
 
-def _write(trainer: Any, found: Diagnosis) -> None:
-    folder = run_folder(trainer)
-    if folder is not None:
-        write_report(make_report(found), folder)
+def _write(trainer: Any, report: Report) -> list[Path]:
+    folder, stage = run_folder(trainer), report.diagnosis.measurements.facts.stage
+    if folder is None:
+        return []
+    return write_report(report, folder if stage == "fit" else folder / stage)  # that of the fit stays

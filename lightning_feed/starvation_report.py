@@ -1,27 +1,74 @@
-"""Where a report goes besides the console: the loggers, as text, and the folder of the run."""
+"""When a report of a fit comes, and where it goes besides the screen: the loggers, and the folder of the run."""
 
-from pathlib import Path
+import io
+import math
+import time
+from pathlib import Path, PurePath
 from typing import Any
 
+from lightning_feed.watch.reports.document import as_json
+from lightning_feed.watch.reports.html import as_html
+from lightning_feed.watch.reports.markdown import diagnosis_markdown
+from lightning_feed.watch.reports.report import Report
+from lightning_feed.watch.reports.text import headline
+from lightning_feed.watch.stats import SOME_STEPS
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
 TEXT_TAG = "feed/report"
+FIRST_STEPS, FIRST_S = 200, 60.0
+"""The first report of a fit comes after so many steps or seconds, whichever is sooner."""
+EVERY_S = 600.0
+"""Seconds from one report to the next."""
+clock = time.monotonic
+
+
+class Schedule:
+    """When the next report of a fit is due."""
+
+    def __init__(self) -> None:
+        self._next_step: float = FIRST_STEPS
+        self._next_s = clock() + FIRST_S
+        self.first = True
+        """Whether none has come yet."""
+
+    def due(self, steps: int) -> bool:
+        """Whether one is due after so many steps."""
+        return steps >= self._next_step or clock() >= self._next_s
+
+    def came(self, *, early: bool = False) -> None:
+        """A report came; ``early``: there was nothing to tell yet, so the next is due soon."""
+        self._next_step = math.inf
+        self._next_s = clock() + (FIRST_S if early else EVERY_S)
+        self.first &= early
+
+
+def tells_nothing(found: Diagnosis, steps: int) -> bool:
+    """Whether a fit was so short, with ``steps`` steps, that nobody expects a verdict."""
+    return found.bottleneck == "unknown" and steps < SOME_STEPS
 
 
 def run_folder(trainer: Any) -> Path | None:
-    """The folder that the first logger keeps this run in; None where no logger keeps anything on this machine.
+    """The folder of this run: of the first logger that has one on this machine, else that of the checkpoints.
 
-    Not ``trainer.log_dir``: that is a broadcast, which all ranks have to take part in.
+    Not ``trainer.log_dir``: that is a broadcast, which all ranks have to take part in. Loggers may give anything.
     """
     if not trainer.loggers or trainer.fast_dev_run:
         return None
-    first = trainer.loggers[0]
-    if getattr(first, "log_dir", None) is not None:
-        return None if _elsewhere(first.log_dir) else Path(first.log_dir)
-    if first.save_dir is None or _elsewhere(first.save_dir):
+    for one in trainer.loggers:
+        found = _path(getattr(one, "log_dir", None))
+        if found is None and (saved := _path(getattr(one, "save_dir", None))) is not None:
+            version = one.version if isinstance(one.version, str) else f"version_{one.version}"
+            found = saved / str(one.name) / version  # where ModelCheckpoint puts its checkpoints
+        if found is not None:
+            return found
+    return _path(getattr(trainer.checkpoint_callback, "dirpath", None))
+
+
+def _path(folder: Any) -> Path | None:
+    """None too for an address (``s3://bucket/runs``), of which a path would make a folder here."""
+    if not isinstance(folder, (str, PurePath)) or "://" in str(folder):
         return None
-    version = first.version if isinstance(first.version, str) else f"version_{first.version}"
-    return Path(first.save_dir, str(first.name), version)  # where ModelCheckpoint puts its checkpoints
+    return Path(folder)
 
 
 def achieved(found: Diagnosis) -> dict[str, float]:
@@ -35,21 +82,27 @@ def achieved(found: Diagnosis) -> dict[str, float]:
     return figures
 
 
-def _elsewhere(folder: Any) -> bool:
-    """Whether it is an address (``s3://bucket/runs``), of which a path would make a folder here."""
-    return "://" in str(folder)
+def give_report(to: Any, report: Report, step: int) -> None:
+    """Give a report to a logger in the form that it shows best; nothing to one that takes neither pages nor text.
 
-
-def log_text(to: Any, markdown: str, step: int) -> None:
-    """Give the report to a logger, if it takes text: those of TensorBoard, Weights & Biases, MLflow and Comet do."""
+    Weights & Biases gets the page, and in the run's summary the verdict with the share of the whole run; TensorBoard
+    and Comet get Markdown; MLflow the files ``feed_report.md`` and ``feed_report.json`` as artifacts.
+    """
+    found = report.diagnosis
     experiment: Any = getattr(to, "experiment", None)
-    if callable(getattr(experiment, "add_text", None)):
-        experiment.add_text(TEXT_TAG, markdown, step)
-    elif callable(getattr(to, "log_text", None)):
-        to.log_text(key=TEXT_TAG, columns=["report"], data=[[markdown]], step=step)
+    if any(kind.__name__ == "WandbLogger" for kind in type(to).__mro__):
+        import wandb
+
+        experiment.log({TEXT_TAG: wandb.Html(io.StringIO(as_html(report))), "trainer/global_step": step})
+        experiment.summary["feed/verdict"] = headline(found)
+        if found.stats.starved_pct is not None:
+            experiment.summary["feed/starved_pct"] = found.stats.starved_pct
+    elif callable(getattr(experiment, "add_text", None)):
+        experiment.add_text(TEXT_TAG, diagnosis_markdown(found), step)
     elif callable(getattr(experiment, "log_text", None)):
         run_id = getattr(to, "run_id", None)
         if run_id is None:
-            experiment.log_text(markdown, step=step)
+            experiment.log_text(diagnosis_markdown(found), step=step)
         else:
-            experiment.log_text(run_id, markdown, "feed_report.md")
+            experiment.log_text(run_id, diagnosis_markdown(found), "feed_report.md")
+            experiment.log_text(run_id, as_json(report), "feed_report.json")

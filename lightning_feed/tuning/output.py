@@ -9,7 +9,7 @@ SCHEMA = "lightning_feed.tuning/1"
 
 
 def tuned_text(tuned: Tuned) -> str:
-    """A table of the trials, what was chosen and why, what it promises, and the line to paste."""
+    """A table of the trials, what was chosen and why, what it predicts, and the line to paste."""
     per, unit = _unit(tuned)
     lines = [f"workers  ahead  {unit:>11}  start  note"]
     lines += [_row(trial, tuned, per) for trial in tuned.trials]

@@ -20,9 +20,9 @@ def comparison_text(found: Comparison) -> str:
     if found.starved_within_noise is not None:
         said = "overlap: within noise" if found.starved_within_noise else "do not overlap: more than noise"
         lines.append(f"noise    the 95 % intervals of starved_pct {said}")
-    lines += [f"promise  {check_text(one)}" for one in found.predictions]
+    lines += [f"check    {check_text(one)}" for one in found.predictions]
     if not found.predictions:
-        lines.append("promise  none of the earlier report's remedies is in effect in the later run")
+        lines.append("check    none of the earlier report's remedies is in effect in the later run")
     if found.unchecked:
         lines.append(f"unknown  the reports do not tell whether these are in effect: {'; '.join(found.unchecked)}")
     lines += [f"caution  {one}" for one in found.cautions]

@@ -10,23 +10,31 @@ from lightning_feed.watch.reports.markdown import MEANING, run_rows
 from lightning_feed.watch.reports.report import Report, rate
 from lightning_feed.watch.reports.road import in_rate
 from lightning_feed.watch.reports.tables import tables
-from lightning_feed.watch.reports.text import cause_text, headline, speedup, step_parts
+from lightning_feed.watch.reports.text import cause_text, headline_parts, interval, part_name, speedup, step_parts
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Remedy
-from lightning_feed.watch.verdict.units import in_ms
+from lightning_feed.watch.verdict.units import in_ms, plural, toy_sentence
 
-_COLOUR = {"data": "data", "copy": "h2d", "framework": "other", "compute": "good", "unknown": "other"}
+_COLOUR = {
+    "data": "data",
+    "copy": "h2d",
+    "framework": "other",
+    "compute": "good",
+    "validation": "other",
+    "checkpoints": "other",
+    "unknown": "other",
+}
 
 _FIGURE = ' class="num"'
 
 
 def as_html(report: Report) -> str:
-    """A page with the verdict, the step as a stacked bar, remedies, the road, and all that was found beside it.
+    """A page with the verdict, the step as a stacked bar, remedies, the pipeline, and all that was found beside it.
 
     It loads nothing, runs no script, and is readable in light and dark, on a phone and on paper.
     """
     diagnosis = report.diagnosis
-    title = headline(diagnosis)
+    title, _ = headline_parts(diagnosis)
     body = "\n".join((_head(report), *(part for part in _sections(report) if part)))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
@@ -38,15 +46,21 @@ def as_html(report: Report) -> str:
     )
 
 
+def in_frame(page: str) -> str:
+    """A page as part of another one, such as a notebook, whose look it leaves alone."""
+    return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'
+
+
 def _head(report: Report) -> str:
     diagnosis = report.diagnosis
-    verdict, _, waits = headline(diagnosis).partition(": ")
+    verdict, waits = headline_parts(diagnosis)
     colour = _COLOUR[diagnosis.bottleneck]
     said = f"{waits[:1].upper()}{waits[1:]}. " if waits else ""
+    said += f"Confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}."
     return (
         f'<header><p class="kicker"><i class="verdict {colour}"></i>lightning_feed report</p>\n'
         f"<h1>{escape(verdict[:1].upper() + verdict[1:])}</h1>\n"
-        f'<p class="soft">{escape(said)}Confidence {escape(diagnosis.confidence)}, {diagnosis.stats.steps} steps.</p>\n'
+        f'<p class="soft">{escape(said)}</p>\n'
         f'<div class="tiles">{"".join(_tiles(report))}</div></header>'
     )
 
@@ -54,11 +68,11 @@ def _head(report: Report) -> str:
 def _tiles(report: Report) -> Iterator[str]:
     diagnosis, stats = report.diagnosis, report.diagnosis.stats
     if stats.starved_pct is not None:
-        low, high = stats.starved_low_pct, stats.starved_high_pct
-        interval = "" if low is None or high is None else f", 95 % interval {low:.0f} to {high:.0f}"
-        yield _tile(f"{stats.starved_pct:.1f}", "%", f"of each step waiting for data{interval}")
+        known = interval(diagnosis)
+        between = "" if known is None else f", 95 % interval {known.replace('-', ' to ')}"
+        yield _tile(f"{stats.starved_pct:.1f}", "%", f"of each step waiting for data{between}")
     if stats.step_ms:
-        yield _tile(in_ms(stats.step_ms, stats.step_ms), "ms", "mean step")
+        yield _tile(in_ms(stats.step_ms, stats.step_ms), "ms", "a step on average")
     per_s = rate(stats.step_ms, diagnosis.measurements.facts.batch_size)
     if per_s is not None:
         yield _tile(
@@ -79,15 +93,8 @@ def _sections(report: Report) -> Iterator[str]:
     diagnosis, measured = report.diagnosis, report.diagnosis.measurements
     if diagnosis.stats.step_ms:
         yield _step_section(diagnosis, diagnosis.stats.step_ms)
-    why = [one for one in (cause_text(diagnosis), *diagnosis.evidence) if one]
-    if why:
-        yield _section("Why", _list(why))
-    if diagnosis.remedies:
-        fixes = "".join(_fix(one, diagnosis) for one in diagnosis.remedies)
-        yield _section("What to change, the most promising first", f'<ol class="fixes">{fixes}</ol>')
-    besides = (*diagnosis.why_not, *diagnosis.notes)
-    if besides:
-        yield _section("Notes", _list(besides))
+    if toy_sentence(diagnosis.stats.step_ms) is None:
+        yield from _advice(diagnosis)
     if report.report_card:
         yield _section("What an earlier report predicted for this run", _list(map(check_text, report.report_card)))
     yield road_section(diagnosis)
@@ -97,6 +104,18 @@ def _sections(report: Report) -> Iterator[str]:
     yield _section("Run and machine", f'<div class="two">{pairs}</div>')
 
 
+def _advice(diagnosis: Diagnosis) -> Iterator[str]:
+    why = [one for one in (cause_text(diagnosis), *diagnosis.evidence) if one]
+    if why:
+        yield _section("Why", _list(why))
+    if diagnosis.remedies:
+        fixes = "".join(_fix(one, diagnosis) for one in diagnosis.remedies)
+        yield _section("What to change", f'<ol class="fixes">{fixes}</ol>')
+    besides = (*diagnosis.why_not, *diagnosis.notes)
+    if besides:
+        yield _section("Notes", _list(besides))
+
+
 def _step_section(diagnosis: Diagnosis, whole: float) -> str:
     drawn, at = [], 0.0
     for name, ms in step_parts(diagnosis):
@@ -104,16 +123,16 @@ def _step_section(diagnosis: Diagnosis, whole: float) -> str:
         if share > 0:
             drawn.append(
                 f'<rect class="{name}" x="{at:.3f}" y="0" width="{max(share - 0.2, 0.1):.3f}" height="10">'
-                f"<title>{name} {in_ms(ms, whole)} ms, {share:.1f} %</title></rect>"
+                f"<title>{part_name(name)} {in_ms(ms, whole)} ms, {share:.1f} %</title></rect>"
             )
             at += share
-    words = ", ".join(f"{name} {in_ms(ms, whole)} ms" for name, ms in step_parts(diagnosis))
+    words = ", ".join(f"{part_name(name)} {in_ms(ms, whole)} ms" for name, ms in step_parts(diagnosis))
     bar = (
         f'<svg class="stack" viewBox="0 0 100 10" preserveAspectRatio="none" role="img" aria-label="{escape(words)}">'
         f"{''.join(drawn)}</svg>"
     )
     legend = "".join(
-        f'<div><i class="{name}"></i><p>{name} <b>{in_ms(ms, whole)} ms</b>{_share(ms, whole)}</p>'
+        f'<div><i class="{name}"></i><p>{part_name(name)} <b>{in_ms(ms, whole)} ms</b>{_share(ms, whole)}</p>'
         f"<span>{escape(MEANING[name])}</span></div>"
         for name, ms in step_parts(diagnosis)
     )

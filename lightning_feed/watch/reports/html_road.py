@@ -1,4 +1,4 @@
-"""The road as bars of an HTML page: what each station could pass, and what the remedies would give."""
+"""The pipeline as bars of an HTML page: what each part could do, and what the remedies would give."""
 
 from html import escape
 
@@ -25,12 +25,12 @@ def road_section(diagnosis: Diagnosis) -> str:
         rows.append(_rule("The fit, predicted after each change alone"))
         rows += [_row(f"<code>{escape(code)}</code>", per_s, most, "good") for code, per_s in road.remedies]
     note = (
-        f'<p class="soft">Bars end at {in_rate(most)} {escape(road.unit)}; those that fade go on.</p>'
+        f'<p class="soft">Bars end at {in_rate(most)} {escape(road.unit)}; those that fade are longer.</p>'
         if any(_CUT in one for one in rows)
         else ""
     )
     return (
-        f"<section><h2>The road: {escape(road.unit)} that each station could pass</h2>"
+        f"<section><h2>Pipeline: {escape(road.unit)} that each part could do</h2>"
         f'<div class="road">{"".join(rows)}</div>{note}</section>'
     )
 
@@ -38,7 +38,7 @@ def road_section(diagnosis: Diagnosis) -> str:
 def _station(station: Station, most: float) -> str:
     tag = ""
     if station.narrowest:
-        tag = f'<span class="tag">{"slowest part" if station.of_loader else "narrowest"}</span>'
+        tag = f'<span class="tag">{"slowest part" if station.of_loader else "bottleneck"}</span>'
     name = f"{escape(station.name)}{tag}<small>{escape(station.note)}</small>"
     if station.of_loader:
         name = f'<span class="part">{escape(station.name)}</span>{tag}'

@@ -64,7 +64,8 @@ ol.fixes .gain { grid-row: 1 / 3; grid-column: 3; text-align: right;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 ol.fixes .gain b { color: var(--good); }
 ol.fixes .why { grid-column: 2; color: var(--soft); }
-code { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+code { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: anywhere;
+  white-space: pre-wrap; }
 ul { margin: 0; padding-left: 18px; } li + li { margin-top: 4px; } ol.fixes li + li { margin-top: 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }

@@ -8,21 +8,21 @@ from lightning_feed.watch.reports.compare_text import check_text
 from lightning_feed.watch.reports.report import Report, rate
 from lightning_feed.watch.reports.road import in_rate, read_road, road_text
 from lightning_feed.watch.reports.tables import tables
-from lightning_feed.watch.reports.text import cause_text, headline, interval, speedup, step_parts
+from lightning_feed.watch.reports.text import cause_text, headline, if_free, interval, part_name, step_parts
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
-from lightning_feed.watch.verdict.units import in_ms
+from lightning_feed.watch.verdict.units import in_ms, plural, toy_sentence
 
 MEANING = {
-    "compute": "the step itself",
+    "compute": "forward, backward and optimizer",
     "data": "the device waited for data",
-    "h2d": "on the way to the device, as far as it is exposed",
+    "h2d": "as far as no computing hides it, with the hooks on the way",
     "other": "between the steps: callbacks, logging, checkpoints",
 }
 """The parts of a step, for people."""
 
 
 def as_markdown(report: Report) -> str:
-    """The whole report: verdict, step, causes, remedies, what was promised before, road, ranks, hooks, versions."""
+    """The whole report: verdict, step, causes, remedies, earlier predictions, pipeline, ranks, hooks, versions."""
     return "\n\n".join((diagnosis_markdown(report.diagnosis), *_rest(report))) + "\n"
 
 
@@ -30,16 +30,18 @@ def diagnosis_markdown(diagnosis: Diagnosis) -> str:
     """The verdict, the step and the remedies: short enough for a logger's text."""
     stats = diagnosis.stats
     blocks = [f"# {_text(headline(diagnosis))}"]
-    trust = f"Confidence {diagnosis.confidence}, {stats.steps} steps"
+    trust = f"Confidence {diagnosis.confidence}, {plural(stats.steps, 'step')}"
     known = interval(diagnosis)
     if known is not None:
-        trust += f", 95 % interval {known[0]:.1f} to {known[1]:.1f} %"
+        trust += f", 95 % interval {known.replace('-', ' to ')} %"
     blocks.append(f"{trust}.")
     if stats.step_ms:
         blocks.append(_table(("part of the step", "ms", "%", ""), _step_rows(diagnosis, stats.step_ms)))
-    faster = speedup(diagnosis)
-    if faster is not None:
-        blocks.append(f"If data were free: {faster:.2f} x as fast.")
+    if toy_sentence(stats.step_ms) is not None:
+        return "\n\n".join(blocks)
+    free = if_free(diagnosis)
+    if free:
+        blocks.append(f"{free[0].upper()}{free[1:]}.")
     why = [cause_text(diagnosis), *diagnosis.evidence]
     lines = [f"- {_text(one)}" for one in why if one]
     if lines:
@@ -56,7 +58,7 @@ def diagnosis_markdown(diagnosis: Diagnosis) -> str:
 def _step_rows(diagnosis: Diagnosis, whole: float) -> Iterator[tuple[str, ...]]:
     for name, ms in step_parts(diagnosis):
         share = "" if ms is None else f"{100 * ms / whole:.1f}"
-        yield name, in_ms(ms, whole), share, MEANING[name]
+        yield part_name(name), in_ms(ms, whole), share, MEANING[name]
     yield "**step**", f"**{in_ms(whole, whole)}**", "", ""
 
 
@@ -82,7 +84,7 @@ def _rest(report: Report) -> Iterator[str]:
     road = read_road(report.diagnosis)
     if road is not None:
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", road_text(road))), default=0))
-        yield f"## The road\n\n{fence}text\n{road_text(road)}\n{fence}"
+        yield f"## Pipeline\n\n{fence}text\n{road_text(road)}\n{fence}"
     for found in tables(measured):
         rows = ((_code(first), *map(_text, others)) for first, *others in found.rows)
         yield f"## {_text(found.title)}\n\n{_table(found.header, rows)}"

@@ -1,4 +1,4 @@
-"""The road from disk to model: how many samples a second each station could pass, and which is the narrowest."""
+"""The pipeline from disk to model: samples per second that each part of it could do, and which is the bottleneck."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from lightning_feed.watch.verdict.shares import model_disturbed
 BAR = 32
 """Characters of the longest bar."""
 CUT = 3
-"""The longest bar shows this many times the narrowest rate. What is longer is cut: a copy may be 100 times as fast."""
+"""The longest bar shows this many times the lowest rate. What is longer is cut: a copy may be 100 times as fast."""
 """Costs that are stations of their own; the rest is what the transforms take. ``load`` is all of a sample that is not
 told apart."""
 
@@ -25,7 +25,7 @@ class Station:
 
     name: str
     per_s: float
-    """What it could pass if the others took no time, in the road's unit."""
+    """What it could pass if the others took no time, in the pipeline's unit."""
     note: str
     """How the figure was found."""
     of_loader: bool = False
@@ -42,7 +42,7 @@ class Road:
     """``samples/s``, or ``batches/s`` where the batch size is not known."""
     stations: tuple[Station, ...]
     what_if: tuple[tuple[str, float], ...]
-    """The loader under other circumstances, in the road's unit."""
+    """The loader under other circumstances, in the pipeline's unit."""
     achieved_per_s: float | None
     """What the fit did."""
     full_per_s: float
@@ -52,7 +52,7 @@ class Road:
 
 
 def read_road(diagnosis: Diagnosis) -> Road | None:
-    """The road as far as experiments measured it. None: no station was measured."""
+    """The pipeline as far as experiments measured it. None: no station was measured."""
     measured = diagnosis.measurements
     found, facts = measured.experiments, measured.facts
     if found is None:
@@ -90,14 +90,15 @@ def read_road(diagnosis: Diagnosis) -> Road | None:
 
 
 def road_text(road: Road) -> str:
-    """The road as bars of characters, a station each line."""
+    """The pipeline as bars of characters, a line for each part."""
     rows = [(f"{'  ' if one.of_loader else ''}{one.name}", one.per_s, _remark(one)) for one in road.stations]
     if road.achieved_per_s is not None:
         rows.append(("fit as it ran", road.achieved_per_s, ""))
-    rows += [(f"what if: {name}", per_s, "") for name, per_s in road.what_if]
-    rows += [(f"then: {_short(code)}", per_s, "predicted") for code, per_s in road.remedies]
-    width = max(len(name) for name, _, _ in rows)
-    lines = [f"{'ROAD':{width}}{road.unit:>13}"]
+    rows += [(f"if: {name}", per_s, "") for name, per_s in road.what_if]
+    rows += [(f"with: {_short(code)}", per_s, "predicted") for code, per_s in road.remedies]
+    title, width = f"Pipeline ({road.unit})", max(len(name) for name, _, _ in rows)
+    width = max(width, len(title) - 13)
+    lines = [title]
     for name, per_s, remark in rows:
         bar = (
             "#" * max(1, round(BAR * (per_s / road.full_per_s))) if per_s <= road.full_per_s else "#" * (BAR - 1) + ">"
@@ -114,7 +115,7 @@ def in_rate(per_s: float) -> str:
 
 def _remark(station: Station) -> str:
     return (
-        "<- narrowest"
+        "<- bottleneck"
         if station.narrowest and not station.of_loader
         else "<- slowest part"
         if station.narrowest
@@ -128,6 +129,7 @@ def _known(value: float | None) -> TypeGuard[float]:
 
 
 def _short(code: str, most: int = 44) -> str:
+    code = " ".join(code.split())
     return code if len(code) <= most else f"{code[: most - 3]}..."
 
 

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults
+from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, KeyUse
+from lightning_feed.watch.reports.wall_text import compute_parts, loop_parts
 from lightning_feed.watch.stats import LoaderStats, RankStats
 from lightning_feed.watch.verdict.diagnosis import Measurements
+from lightning_feed.watch.verdict.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +21,10 @@ class Table:
 
 def tables(measured: Measurements) -> Iterator[Table]:
     """A table for each kind of thing that was measured; none for what was not."""
+    yield from _run(measured)
     if measured.hooks:
         rows = tuple((one.name, f"{one.ms_per_step:.2f}") for one in measured.hooks)
-        yield Table(title="Hooks, the dearest first", header=("hook", "ms a step"), rows=rows)
+        yield Table(title="Slowest hooks", header=("hook or logger", "ms a step"), rows=rows)
     if measured.ranks is not None:
         yield from _ranks(measured.ranks)
     loaders = tuple(_loader_rows(measured.loaders))
@@ -29,6 +32,39 @@ def tables(measured: Measurements) -> Iterator[Table]:
         yield Table(title="Loader and workers during the fit", header=("", ""), rows=loaders)
     if measured.experiments is not None:
         yield from _experiments(measured.experiments)
+
+
+def _run(measured: Measurements) -> Iterator[Table]:
+    """Where the time of the run goes, and what lies inside computing and validation."""
+    wall, found = measured.wall, measured.validation
+    if wall is not None:
+        rows = [(one.name, f"{one.seconds:.2f}", f"{100 * one.seconds / wall.wall_s:.1f}") for one in wall.parts]
+        title = f"Where {wall.wall_s:.1f} s of wall time go"
+        yield Table(title=title, header=("part of the run", "s", "%"), rows=tuple(rows))
+    inside = tuple((name, f"{ms:.2f}") for name, ms in compute_parts(measured.stats))
+    if inside:
+        yield Table(title="Inside compute", header=("", "ms a step"), rows=inside)
+    if found is not None and found.stats.step_ms is not None:
+        parts = tuple((name, f"{ms:.2f}") for name, ms in loop_parts(found) if ms is not None)
+        yield Table(title=f"A validation step of {found.stats.step_ms:.2f} ms", header=("", "ms"), rows=parts)
+    by_loader = measured.by_loader or (found.by_loader if found is not None else ())
+    if by_loader:
+        each = tuple((one.name, str(one.steps), f"{one.step_ms:.2f}", f"{one.data_idle_ms:.2f}") for one in by_loader)
+        yield Table(title="Loader by loader", header=("loader", "steps", "ms a step", "waiting for data"), rows=each)
+
+
+def batch_parts(keys: tuple[KeyUse, ...]) -> list[tuple[str, int, bool | None]]:
+    """(place, bytes of a batch, whether the model uses it) of each part of a batch; those of a list are one.
+
+    Places are as Python writes them: ``batch[1]``, ``targets[*].boxes``.
+    """
+    parts: dict[tuple[str, bool | None], int] = {}
+    for one in keys:
+        first, *inner = one.name.split(".")
+        place = f"batch[{first}]" if first.isdecimal() else first
+        place += "".join("[*]" if name.isdecimal() else f".{name}" for name in inner)
+        parts[place, one.used] = parts.get((place, one.used), 0) + one.bytes_per_batch
+    return [(place, size, used) for (place, used), size in parts.items()]
 
 
 def disk_text(disk: DiskFacts) -> str:
@@ -82,11 +118,11 @@ def _experiments(found: ExperimentResults) -> Iterator[Table]:
         rows = tuple((one.name, f"{one.cpu_ms:.3f}", f"{one.wall_ms:.3f}") for one in found.costs)
         yield Table(title="What one sample costs", header=("", "CPU ms", "wall ms"), rows=rows)
     if found.worker_scaling:
-        scaling = tuple((f"{workers} workers", f"{per_s:.2f}") for workers, per_s in found.worker_scaling)
-        yield Table(title="Settings that were tried", header=("", "batches/s"), rows=scaling)
+        scaling = tuple((plural(workers, "worker"), f"{per_s:.2f}") for workers, per_s in found.worker_scaling)
+        yield Table(title="Numbers of workers that were tried", header=("", "batches/s"), rows=scaling)
     if found.keys:
         words = {True: "yes", False: "never", None: "not known"}
-        keys = tuple((one.name, f"{one.bytes_per_batch / 1e3:,.1f}", words[one.used]) for one in found.keys)
+        keys = tuple((place, f"{size / 1e3:,.1f}", words[used]) for place, size, used in batch_parts(found.keys))
         yield Table(title="Parts of a batch", header=("", "kB a batch", "used by the model"), rows=keys)
     machine = tuple(_machine_rows(found))
     if machine:

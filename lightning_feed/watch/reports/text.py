@@ -1,40 +1,51 @@
 """The report as text for the console."""
 
-import sys
-from collections.abc import Callable
 from typing import Literal
 
 from lightning_feed.errors import printable_lines
 from lightning_feed.watch.reports.road import in_rate, read_road, road_text
-from lightning_feed.watch.reports.tables import disk_text
+from lightning_feed.watch.reports.tables import batch_parts, disk_text
+from lightning_feed.watch.reports.wall_text import compute_text, validation_text, wall_text
+from lightning_feed.watch.verdict.case import LOOP_WORDS
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
 from lightning_feed.watch.verdict.shares import grade_of, shares_of
-from lightning_feed.watch.verdict.units import in_ms
+from lightning_feed.watch.verdict.units import in_ms, plural, toy_sentence
+from lightning_feed.watch.verdict.whole_run import share_text
 
 COSTS_NAMED = 6
-"""Steps of a sample's way that the console names, the dearest first."""
-
-Printer = Callable[[str], object]
+"""Costs of a sample that the console names, the largest first."""
+KEYS_NAMED = 6
+"""Parts of a batch that a line names."""
 
 
 def as_text(diagnosis: Diagnosis) -> str:
-    """The verdict, how a step divides, why, and what to change; a line each. With experiments, the road behind it."""
-    stats = diagnosis.stats
+    """The verdict, how a step divides, why, and what to change; a line each. With experiments, the pipeline behind it.
+
+    Of steps so short that Python takes most of them: one sentence, and what experiments found.
+    """
+    stats, of_run = diagnosis.stats, diagnosis.bottleneck in ("validation", "checkpoints")
     if diagnosis.bottleneck == "unknown" or stats.step_ms is None:
         lines = [f"FEED  no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."]
-        return printable_lines("\n".join(lines + _found(diagnosis)))
-    trust = f"confidence {diagnosis.confidence}, {stats.steps} steps"
+    elif not of_run and (toy := toy_sentence(stats.step_ms)) is not None:
+        lines = [f"FEED  {toy}"]
+    else:
+        lines = _verdict_lines(diagnosis, stats.step_ms)
+    return printable_lines("\n".join(lines + _found(diagnosis)))
+
+
+def _verdict_lines(diagnosis: Diagnosis, whole: float) -> list[str]:
+    trust = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
     known = interval(diagnosis)
     if known is not None:
-        trust = f"95 % CI {known[0]:.0f}-{known[1]:.0f}, {trust}"
+        trust = f"95 % CI {known}, {trust}"
     lines = [f"FEED  {headline(diagnosis)} ({trust})"]
-    whole = stats.step_ms
     split = f"step {in_ms(whole, whole)} ms = "
-    split += " | ".join(f"{name} {in_ms(ms, whole)}" for name, ms in step_parts(diagnosis))
-    faster = speedup(diagnosis)
-    if faster is not None:
-        split += f"        if data were free: {faster:.2f} x"
-    lines.append(split)
+    inside = {"compute": compute_text(diagnosis.stats)}
+    split += " | ".join(
+        f"{part_name(part)} {in_ms(ms, whole)}{inside.get(part, '')}" for part, ms in step_parts(diagnosis)
+    )
+    lines.append(f"{split}        {if_free(diagnosis)}".rstrip())
+    lines += [one for one in (wall_text(diagnosis.measurements.wall), validation_text(diagnosis.measurements)) if one]
     cause = cause_text(diagnosis)
     if cause:
         lines.append(f"cause {cause}")
@@ -47,62 +58,89 @@ def as_text(diagnosis: Diagnosis) -> str:
         if remedy.where:
             lines.append(f"{lead}{remedy.where}")
             lead = "        "
-        lines.append(f"{lead}{remedy.code}    # {remedy.why}{then}")
-    lines += [f"not   {said}" for said in diagnosis.why_not] + [f"note  {said}" for said in diagnosis.notes]
-    return printable_lines("\n".join(lines + _found(diagnosis)))
-
-
-def print_report(diagnosis: Diagnosis, printer: Printer | None) -> None:
-    """Print the report, through ``printer`` where a progress bar would otherwise be drawn over.
-
-    What the output cannot encode is escaped. Nothing is left in a buffer that cannot be written, as on a full disk or
-    into a closed pipe: Python would fail with it once more when it ends, and make the exit code of a good run 120.
-    """
-    out = sys.stdout
-    encoding = getattr(out, "encoding", None) or "utf-8"
-    text = as_text(diagnosis).encode(encoding, "backslashreplace").decode(encoding)
-    if printer is not None:
-        printer(text)
-    elif out is sys.__stdout__ and out is not None and "write" not in vars(out):  # nobody listens in between
-        out.flush()
-        with open(out.fileno(), "w", encoding=encoding, closefd=False) as own:
-            own.write(f"{text}\n")
-    else:
-        print(text, flush=True)
+        *first, last = remedy.code.split("\n")
+        lines += [f"{lead}{one}" for one in first] + [f"{lead}{last}    # {remedy.why}{then}"]
+    return lines + [f"not   {said}" for said in diagnosis.why_not] + [f"note  {said}" for said in diagnosis.notes]
 
 
 def headline(diagnosis: Diagnosis) -> str:
     """The verdict in a line. Of what was not measured: ``no verdict``."""
+    verdict, share = headline_parts(diagnosis)
+    if not share:
+        return verdict
+    return f"{verdict}. {share}." if verdict.startswith("OK") else f"{verdict}: {share}"
+
+
+def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
+    """The verdict, and the share of time that it rests on; empty where there is none to tell."""
     stats = diagnosis.stats
+    if diagnosis.bottleneck in ("validation", "checkpoints"):
+        return f"limited by {diagnosis.bottleneck}", share_text(diagnosis.measurements)
     if diagnosis.bottleneck == "unknown" or stats.starved_pct is None:
-        return "no verdict"
-    on_cpu = diagnosis.device_type == "cpu"
-    waits = f"GPU idle {stats.starved_pct:.0f} % of each step waiting for data"
-    if on_cpu:
-        waits = f"training waits for data {stats.starved_pct:.0f} % of each step"
-    ranks, shares, counted = diagnosis.measurements.ranks, shares_of(diagnosis.measurements), _counted(diagnosis)
+        return "no verdict", ""
+    toy = toy_sentence(stats.step_ms)
+    if toy is not None:
+        return toy.rstrip("."), ""
+    waits = _waits(diagnosis, stats.starved_pct)
+    if diagnosis.bottleneck == "data":
+        return diagnosis.grade, waits
+    if diagnosis.bottleneck == "compute":
+        return _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data"), waits
+    part, where = stats.other_ms, "between the steps"
+    if diagnosis.bottleneck == "copy":
+        part = stats.h2d_ms
+        where = "in batch hooks" if diagnosis.device_type == "cpu" else "copying batches to the device"
+    taken = 100 * (part or 0.0) / (stats.step_ms or 1.0)
+    return f"{diagnosis.bottleneck}-bound", f"{taken:.0f} % of each step {where}; {waits}"
+
+
+def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
+    """The share of time that training waits for data, in words."""
+    on_cpu, ranks = diagnosis.device_type == "cpu", diagnosis.measurements.ranks
+    loop = LOOP_WORDS[diagnosis.measurements.facts.stage]
+    shares, counted = shares_of(diagnosis.measurements), _counted(diagnosis)
     if counted == "ranks" and ranks is not None:
         whose = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
-        waits = f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
-    elif counted == "epochs" and shares is not None:
-        waits = f"GPU idle {shares.epoch_pct:.0f} % of each epoch waiting for its first batch"
+        return f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
+    if counted == "epochs" and shares is not None:
         if on_cpu:
-            waits = f"training waits for data {shares.epoch_pct:.0f} % of each epoch, for its first batch"
-    elif diagnosis.bottleneck == "compute" and shares is not None and shares.acquitted:
-        waits += ", and the model alone takes as long as a step"
-    if diagnosis.bottleneck in ("data", "compute"):
-        kind = diagnosis.grade if diagnosis.bottleneck == "data" else f"compute-bound, {diagnosis.grade}"
-        return f"{kind}: {waits}"
-    return f"{diagnosis.bottleneck}-bound, {diagnosis.grade}: {waits}"
+            return f"{loop} waits for data {shares.epoch_pct:.0f} % of each epoch, for its first batch"
+        return f"GPU idle {shares.epoch_pct:.0f} % of each epoch waiting for its first batch"
+    if diagnosis.bottleneck == "compute":
+        proven = shares is not None and shares.acquitted
+        more = ", which faster loading would not change: the model alone takes as long as a step"
+        return f"{starved_pct:.0f} % of time waiting for data{more if proven else ''}"
+    if on_cpu:
+        return f"{loop} waits for data {starved_pct:.0f} % of each step"
+    return f"GPU idle {starved_pct:.0f} % of each step waiting for data"
 
 
-def interval(diagnosis: Diagnosis) -> tuple[float, float] | None:
-    """The 95 % interval of the share that the headline names; None where it is not known.
+_OF_THE_STEP = {
+    "compute": "OK: limited by the model",
+    "launch": "limited by Python, which hardly issues the GPU's work as fast as it is done",
+}
+"""Cause -> verdict, where it is neither data nor what lies between the steps."""
+
+
+def interval(diagnosis: Diagnosis) -> str | None:
+    """The 95 % interval of the share that the headline names, in percent; None where it is not known, or has no width.
 
     Only that of this rank's steps is: not what all ranks lose, nor what an epoch loses before its first batch.
     """
     low, high = diagnosis.stats.starved_low_pct, diagnosis.stats.starved_high_pct
-    return None if low is None or high is None or _counted(diagnosis) != "steps" else (low, high)
+    of_steps = _counted(diagnosis) == "steps" and diagnosis.bottleneck not in ("validation", "checkpoints")
+    if low is None or high is None or not of_steps or f"{low:.0f}" == f"{high:.0f}":
+        return None
+    return f"{low:.0f}-{high:.0f}"
+
+
+def if_free(diagnosis: Diagnosis) -> str:
+    """What free data would give. Empty: not known."""
+    faster = speedup(diagnosis)
+    if faster is None:
+        return ""
+    starts = ", starts of epochs included" if _counted(diagnosis) == "epochs" else ""
+    return f"if data were free: {faster:.2f} x as fast{starts}"
 
 
 def speedup(diagnosis: Diagnosis) -> float | None:
@@ -136,14 +174,20 @@ def _times(whole: float, part: float) -> float | None:
 
 
 def step_parts(diagnosis: Diagnosis) -> tuple[tuple[str, float | None], ...]:
-    """The parts of a step in milliseconds, as they follow each other on the device; they add up to the step."""
-    stats = diagnosis.stats
-    return (
-        ("compute", stats.compute_ms),
-        ("data", stats.data_idle_ms),
-        ("h2d", stats.h2d_ms),
-        ("other", stats.other_ms),
-    )
+    """The parts of a step in milliseconds, as they follow each other on the device; they add up to the step.
+
+    On a CPU nothing is copied: what little time is taken on the way there counts as ``other``.
+    """
+    stats, other = diagnosis.stats, diagnosis.stats.other_ms
+    copy: tuple[tuple[str, float | None], ...] = (("h2d", stats.h2d_ms),)
+    if diagnosis.device_type == "cpu" and diagnosis.bottleneck != "copy":
+        copy, other = (), None if other is None else other + (stats.h2d_ms or 0.0)
+    return (("compute", stats.compute_ms), ("data", stats.data_idle_ms), *copy, ("other", other))
+
+
+def part_name(part: str) -> str:
+    """A part of a step as people call it."""
+    return "copy to device" if part == "h2d" else part
 
 
 def cause_text(diagnosis: Diagnosis) -> str:
@@ -159,7 +203,7 @@ def cause_text(diagnosis: Diagnosis) -> str:
 
 
 def _found(diagnosis: Diagnosis) -> list[str]:
-    """What experiments found: the road, and what beside it is worth a line."""
+    """What experiments found: the pipeline, and what beside it is worth a line."""
     found = diagnosis.measurements.experiments
     if found is None:
         return []
@@ -176,14 +220,21 @@ def _found(diagnosis: Diagnosis) -> list[str]:
         lines.append(f"tried num_workers {', '.join(tried)} {unit}, the loader alone")
     if found.disk is not None and disk_text(found.disk):
         lines.append(f"disk  {disk_text(found.disk)}")
-    unused = [f"{one.name} ({one.bytes_per_batch / 1e3:.1f} kB a batch)" for one in found.keys if one.used is False]
+    unused = [
+        f"{place} ({size / 1e3:.1f} kB a batch)" for place, size, used in batch_parts(found.keys) if used is False
+    ]
     if unused:
-        lines.append(f"keys  never used by the model: {', '.join(unused)}")
-    unsure = [one.name for one in found.keys if one.used is None]
+        lines.append(f"keys  {_some(unused)}: never used by the model")
+    unsure = [place for place, _, used in batch_parts(found.keys) if used is None]
     stepped = diagnosis.stats.steps > 0 or any(one.used is not None for one in found.keys)
     if unsure and stepped:  # without a step nobody could have used them
-        lines.append(f"keys  cannot be told whether the model uses: {', '.join(unsure)}")
+        lines.append(f"keys  {_some(unsure)}: use by the model unknown")
     return lines + [f"skip  {name}: {why}" for name, why in found.left_out]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - KEYS_NAMED} more" if len(names) > KEYS_NAMED else ""
+    return ", ".join(names[:KEYS_NAMED]) + more
 
 
 def _shares(diagnosis: Diagnosis) -> str:
@@ -200,10 +251,11 @@ def _shares(diagnosis: Diagnosis) -> str:
 def _cpus(facts: LoopFacts, *, crowded: bool) -> str:
     if facts.num_workers is None:
         return ""
-    workers = f"{facts.num_workers} worker{'' if facts.num_workers == 1 else 's'}"
+    if facts.num_workers == 0:
+        return "num_workers=0, so loading and training take turns"
+    workers = plural(facts.num_workers, "worker")
     if facts.usable_cpus is None:
         return workers
     if crowded:  # workers do not get the CPUs that are left for them
-        return f"{workers}, {facts.usable_cpus} CPU{'' if facts.usable_cpus == 1 else 's'} may be used"
-    free = max(0, facts.usable_cpus - facts.num_workers)
-    return f"{workers}, {free} of {facts.usable_cpus} CPUs free"
+        return f"{workers}, {plural(facts.usable_cpus, 'CPU')} may be used"
+    return f"{workers} on {plural(facts.usable_cpus, 'CPU')}"

@@ -1,8 +1,6 @@
 """Writes a report in all its forms into a folder."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from lightning_feed.watch.reports.document import as_json
 from lightning_feed.watch.reports.files import NAME, write_whole
@@ -10,12 +8,11 @@ from lightning_feed.watch.reports.html import as_html
 from lightning_feed.watch.reports.markdown import as_markdown
 from lightning_feed.watch.reports.report import Report
 
-Form = Literal["json", "md", "html"]
 _FORMS = {"json": as_json, "md": as_markdown, "html": as_html}
 
 
-def write_report(report: Report, folder: str | Path, *, forms: Sequence[Form] = ("json", "md")) -> list[Path]:
-    """Write ``feed_report.json``, ``.md``, ``.html`` into a folder, which is made where needed.
+def write_report(report: Report, folder: str | Path) -> list[Path]:
+    """Write ``feed_report.json``, ``.md`` and ``.html`` into a folder, which is made where needed.
 
     Each file is whole or not there; a file of that name is replaced.
 
@@ -23,8 +20,8 @@ def write_report(report: Report, folder: str | Path, *, forms: Sequence[Form] = 
         ReportError: when one cannot be written.
     """
     written = []
-    for form in forms:
+    for form, as_form in _FORMS.items():
         path = Path(folder) / f"{NAME}.{form}"
-        write_whole(path, _FORMS[form](report))
+        write_whole(path, as_form(report))
         written.append(path)
     return written

@@ -49,7 +49,7 @@ def _with(changes: str, before: LoopFacts | None = None, after: LoopFacts | None
 def test_predicted_against_achieved() -> None:
     (check,) = compare(sample_report(), _after(num_workers=14)).predictions
     assert (check.changes, check.predicted_step_ms, check.achieved_step_ms) == ("num_workers=14", 57.6, 60.0)
-    assert check.error_pct == pytest.approx(-4.0)  # 57.6 is 4 % less than 60: it promised too much
+    assert check.error_pct == pytest.approx(-4.0)  # 57.6 is 4 % less than 60: too much was predicted
     assert check.also_changed == ()
 
 
@@ -225,7 +225,7 @@ def test_the_comparison_in_words() -> None:
         "input_pct            35.2       35.2    +0.0 points",
         "epoch_start_s         0.8          -",
         "noise    the 95 % intervals of starved_pct do not overlap: more than noise",
-        "promise  num_workers=14: predicted step 57.6 ms, achieved 60.0 ms, error -4.0 % (also changed: pin_memory)",
+        "check    num_workers=14: predicted step 57.6 ms, achieved 60.0 ms, error -4.0 % (also changed: pin_memory)",
     ]
 
 
@@ -233,7 +233,7 @@ def test_the_comparison_of_two_runs_of_the_same() -> None:
     text = comparison_text(compare(sample_report(), sample_report()))
     assert "verdict  data (cpu), highly data-bound (unchanged)\nchanged  no setting that the reports tell of\n" in text
     assert "starved_pct overlap: within noise" in text
-    assert "promise  none of the earlier report's remedies is in effect" in text
+    assert "check    none of the earlier report's remedies is in effect" in text
 
 
 def test_predictions_without_a_figure_in_words() -> None:
@@ -243,9 +243,9 @@ def test_predictions_without_a_figure_in_words() -> None:
         )
 
     silent = sample(remedies=(Remedy(code="code", why="why", changes="num_workers=14"),))
-    assert said(silent, _after(num_workers=14)) == "promise  num_workers=14: nothing was predicted"
+    assert said(silent, _after(num_workers=14)) == "check    num_workers=14: nothing was predicted"
     lost = _after(replace(FED, step_ms=None), num_workers=14)
-    assert said(sample(), lost) == "promise  num_workers=14: predicted step 57.6 ms, achieved not measured"
+    assert said(sample(), lost) == "check    num_workers=14: predicted step 57.6 ms, achieved not measured"
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

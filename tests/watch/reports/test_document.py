@@ -143,22 +143,23 @@ def test_every_figure_has_its_unit_in_its_name() -> None:
 
 def test_written_and_read(tmp_path: Path) -> None:
     report = sample_report()
-    json_file, markdown_file = write_report(report, tmp_path / "new" / "run")
-    assert (json_file.name, markdown_file.name) == ("feed_report.json", "feed_report.md")
-    assert read_document(json_file) == replace(report, path=json_file)
-    assert sorted(one.name for one in json_file.parent.iterdir()) == ["feed_report.json", "feed_report.md"]
+    written = write_report(report, tmp_path / "new" / "run")
+    assert [one.name for one in written] == ["feed_report.json", "feed_report.md", "feed_report.html"]
+    assert read_document(written[0]) == replace(report, path=written[0])
+    assert sorted(written[0].parent.iterdir()) == sorted(written)
 
 
 def test_names_that_utf8_cannot_hold_are_written(tmp_path: Path) -> None:
     report = sample_report(sample(evidence=("hook \udcff",)))
-    for path in write_report(report, tmp_path, forms=("json", "md", "html")):
+    for path in write_report(report, tmp_path):
         assert path.read_text(encoding="utf-8")
     assert read_document(tmp_path).diagnosis.evidence == ("hook \udcff",)
 
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_the_old_report(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path, _) = write_report(sample_report(), tmp_path)
+    written = write_report(sample_report(), tmp_path)
+    path = written[0]
     before = path.read_bytes()
 
     def fail(*_: object) -> None:
@@ -168,7 +169,7 @@ def test_a_write_that_fails_leaves_the_old_report(broken: str, tmp_path: Path, m
     with pytest.raises(ReportError, match=r"feed_report\.json could not be written: No space left on device"):
         write_report(sample_report(nothing_measured()), tmp_path)
     assert path.read_bytes() == before
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["feed_report.json", "feed_report.md"]
+    assert sorted(tmp_path.iterdir()) == sorted(written)
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
@@ -180,7 +181,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 def test_the_report_of_a_folder(tmp_path: Path) -> None:
     old, new = tmp_path / "version_0", tmp_path / "version_1"
     for age, folder in enumerate((new, old)):
-        (path, _) = write_report(sample_report(), folder)
+        path, *_ = write_report(sample_report(), folder)
         os.utime(path, (1000 - age, 1000 - age))
     assert read_document(tmp_path).path == new / "feed_report.json"
     os.utime(old / "feed_report.json", (2000, 2000))

@@ -69,7 +69,7 @@ def test_the_page_tells_what_the_report_tells() -> None:
         "29.6 ms",
         "FastDataModule(loader=LoaderSettings(num_workers=14))",
         "556 samples/s",
-        "narrowest",
+        "bottleneck",
         "slowest part",
         "35 556",
         "rank 1 (the slow one)",

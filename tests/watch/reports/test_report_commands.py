@@ -162,7 +162,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", before, after]) == 0
     out = capsys.readouterr().out
     assert f"before   {before}/feed_report.json\nafter    {after}/feed_report.json\n" in out
-    assert "promise  num_workers=14: predicted step 57.6 ms, achieved 60.0 ms, error -4.0 %" in out
+    assert "check    num_workers=14: predicted step 57.6 ms, achieved 60.0 ms, error -4.0 %" in out
     assert main(["compare", before, after, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["settings"] == [{"name": "num_workers", "before": 6, "after": 14}]

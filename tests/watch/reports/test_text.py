@@ -1,6 +1,9 @@
 """The report in words: on the console, as Markdown, and the road."""
 
+import io
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +24,14 @@ from lightning_feed.watch.reports.html import as_html
 from lightning_feed.watch.reports.markdown import as_markdown, diagnosis_markdown
 from lightning_feed.watch.reports.report import Report
 from lightning_feed.watch.reports.road import in_rate, read_road, road_text
-from lightning_feed.watch.reports.text import as_text, headline, print_report
+from lightning_feed.watch.reports.showing import files_text, print_text, show_report
+from lightning_feed.watch.reports.tables import batch_parts
+from lightning_feed.watch.reports.text import as_text, headline
 from lightning_feed.watch.stats import LoaderStats, RankStats
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, LoopFacts, Measurements, Remedy
 from lightning_feed.watch.verdict.tree import diagnose
 
+TURNS = "num_workers=0, so loading and training take turns"
 ANY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -42,8 +48,9 @@ def test_the_report_of_a_starved_gpu() -> None:
     assert as_text(_bare()).splitlines() == [
         "FEED  highly data-bound: GPU idle 34 % of each step waiting for data "
         "(95 % CI 32-36, confidence high, 412 steps)",
-        "step 87.2 ms = compute 52.9 | data 29.6 | h2d 1.1 | other 3.6        if data were free: 1.51 x",
-        "cause cpu: workers on CPU 91 %, run queue 4 %, blocked 5 %; 6 workers, 14 of 20 CPUs free",
+        "step 87.2 ms = compute 52.9 | data 29.6 | copy to device 1.1 | other 3.6"
+        "        if data were free: 1.51 x as fast",
+        "cause cpu: workers on CPU 91 %, run queue 4 %, blocked 5 %; 6 workers on 20 CPUs",
         "why   29.6 of 87.2 ms (34 %) waiting for data; the loader has 6 workers on 20 CPUs",
         "fix   FastDataModule(loader=LoaderSettings(num_workers=14))    # num_workers 6 -> 14; 20 CPUs may be used "
         "(predicted step 57.6 ms)",
@@ -57,7 +64,7 @@ def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
     measured = replace(alone.measurements, experiments=sample_experiments(), facts=sample_facts())
     text = as_text(replace(alone, measurements=measured))
     assert text.startswith("FEED  no verdict: ")
-    assert "ROAD" in text
+    assert "Pipeline (samples/s)" in text
     assert (
         "costs decode 9.80 ms, RandomResizedCrop 3.20 ms, read 1.90 ms, ColorJitter 1.40 ms: 16.30 ms a sample" in text
     )
@@ -77,6 +84,34 @@ def test_no_interval_is_said_where_there_is_none() -> None:
     assert "data (confidence high, 412 steps)" in as_text(_bare(stats=sample_stats(starved_low_pct=None)))
 
 
+def test_toy_steps_are_one_sentence() -> None:
+    found = _bare(stats=sample_stats(step_ms=0.71))
+    assert as_text(found) == "FEED  Steps of 0.7 ms: Python overhead dominates; use larger batches."
+    for page in (as_markdown(sample_report(found)), as_html(sample_report(found))):
+        assert "Steps of 0.7 ms: Python overhead dominates; use larger batches" in page
+        assert "num_workers=14" not in page
+
+
+def test_an_interval_without_width_is_not_said() -> None:
+    assert "data (confidence high" in as_text(_bare(stats=sample_stats(starved_low_pct=33.8, starved_high_pct=34.2)))
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    found = _bare(facts=sample_facts(device_type="cpu", num_workers=0))
+    assert "step 87.2 ms = compute 52.9 | data 29.6 | other 4.7" in as_text(found)
+    assert _cause(found) == "cause cpu: workers on CPU 91 %, run queue 4 %, blocked 5 %; " + TURNS
+
+
+def test_parts_of_lists_are_named_together() -> None:
+    keys = tuple(KeyUse(name=f"1.{at}.image_id", bytes_per_batch=500, used=None) for at in range(9))
+    keys += (KeyUse(name="0", bytes_per_batch=9, used=None),)
+    assert batch_parts(keys) == [("batch[1][*].image_id", 4500, None), ("batch[0]", 9, None)]
+
+
+def test_files_are_named_in_few_words() -> None:
+    assert files_text([Path("a/b.html"), Path("a/b.json"), Path("a/b.md")]) == f"{Path('a/b.html')}, .json, .md"
+
+
 def test_no_verdict() -> None:
     assert as_text(nothing_measured()) == "FEED  no verdict: 3 steps were measured, and a verdict needs 10."
     assert as_text(replace(nothing_measured(), evidence=())) == "FEED  no verdict: nothing was measured."
@@ -85,11 +120,21 @@ def test_no_verdict() -> None:
 @pytest.mark.parametrize(
     ("changes", "headline"),
     [
-        ({"bottleneck": "compute", "grade": "fed"}, "FEED  compute-bound, fed: GPU idle 34 %"),
-        ({"bottleneck": "framework", "grade": "fed"}, "FEED  framework-bound, fed: GPU idle 34 %"),
+        (
+            {"bottleneck": "compute", "cause": "compute", "grade": "fed"},
+            "FEED  OK: limited by the model. 34 % of time waiting for data. (95",
+        ),
+        (
+            {"bottleneck": "compute", "cause": "oversubscribed", "grade": "fed"},
+            "FEED  limited by the step itself, not by data: 34 % of time waiting for data (95",
+        ),
+        (
+            {"bottleneck": "framework", "grade": "fed"},
+            "FEED  framework-bound: 4 % of each step between the steps; GPU idle 34 % of each step waiting for data",
+        ),
         (
             {"bottleneck": "copy", "facts": sample_facts(device_type="cpu")},
-            "FEED  copy-bound, highly data-bound: training waits for data 34 % of each step",
+            "FEED  copy-bound: 1 % of each step in batch hooks; training waits for data 34 % of each step",
         ),
     ],
 )
@@ -134,18 +179,32 @@ def test_what_experiments_found_beside_the_road() -> None:
     lines = as_text(replace(found, measurements=replace(found.measurements, experiments=results))).splitlines()
     assert lines[-3:] == [
         "disk  ext4 on local, 371 files/s, 118 kB a file",
-        "keys  never used by the model: meta.path (2.5 kB a batch)",
+        "keys  meta.path (2.5 kB a batch): never used by the model",
         "skip  X6: the files belong to another user",
     ]
 
 
 def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(sample(), None)
+    show_report(sample_report())
     assert capsys.readouterr().out == as_text(sample()) + "\n"
     lines: list[str] = []
-    print_report(sample(), lines.append)
-    assert lines == [as_text(sample())]
+    show_report(sample_report(), lines.append, [Path("run/feed_report.json"), Path("run/feed_report.html")])
+    assert lines == [f"{as_text(sample())}\nfiles run/feed_report.html, .json"]
     assert capsys.readouterr().out == ""
+
+
+def test_lines_are_written_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for stdout under a bar of rich keeps an unfinished line back, and draws the bar before it."""
+    written: list[str] = []
+
+    class Proxy(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Proxy())
+    print_text("a\nb")
+    assert written == ["a\nb\n"]
 
 
 def test_a_slow_rank_is_named_where_this_one_waits_little() -> None:
@@ -161,7 +220,7 @@ def test_a_slow_rank_has_no_interval_and_the_gain_of_all_ranks() -> None:
     found = replace(found, measurements=replace(found.measurements, ranks=ranks))
     first, second, *_ = as_text(found).splitlines()
     assert first.endswith("all ranks wait 84 % of each step for the data of rank 1 (confidence high, 412 steps)")
-    assert second.endswith("if data were free: 6.25 x")
+    assert second.endswith("if data were free: 6.25 x as fast")
     page = diagnosis_markdown(found)
     assert "interval" not in page
     assert "If data were free: 6.25 x as fast." in page
@@ -191,7 +250,9 @@ def test_the_headline_of_a_slow_start_is_of_epochs_as_the_verdict_is() -> None:
         "FEED  highly data-bound: training waits for data 67 % of each epoch, for its first batch "
         "(confidence high, 412 steps)"
     )
-    assert second.endswith("if data were free: 3.19 x")  # 2 s + 20 x 50 ms, to 20 x 47 ms
+    assert second.endswith(
+        "if data were free: 3.19 x as fast, starts of epochs included"
+    )  # 2 s + 20 x 50 ms, to 20 x 47 ms
     assert headline(_slow_start(device="cuda")) == (
         "highly data-bound: GPU idle 67 % of each epoch waiting for its first batch"
     )
@@ -203,7 +264,8 @@ def test_the_headline_says_why_waiting_does_not_count() -> None:
     found = _slow_start(start_s=0.0)
     alone = replace(found.measurements, experiments=ExperimentResults(model_per_s=20.0))
     assert headline(diagnose(alone)) == (
-        "compute-bound, fed: training waits for data 6 % of each step, and the model alone takes as long as a step"
+        "OK: limited by the model. 6 % of time waiting for data, which faster loading would not change: "
+        "the model alone takes as long as a step."
     )
 
 
@@ -215,7 +277,7 @@ def test_parts_of_which_nobody_knows_whether_they_are_used_are_named(steps: int,
     found = sample(stats=sample_stats(steps=steps))
     results = replace(sample_experiments(), keys=keys)
     text = as_text(replace(found, measurements=replace(found.measurements, experiments=results)))
-    assert ("keys  cannot be told whether the model uses: b, c" in text.splitlines()) == said
+    assert ("keys  b, c: use by the model unknown" in text.splitlines()) == said
     assert "never used" not in text
     assert "| `b` | 0.0 | not known |" in as_markdown(
         sample_report(replace(found, measurements=replace(found.measurements, experiments=results)))
@@ -310,12 +372,12 @@ def test_the_picture_of_the_road() -> None:
     remedies = (Remedy(code="x" * 60, why="", predicted_step_ms=64.0),)
     road = _road(remedies=remedies, batch_size=32, loader_per_s=10.0, model_per_s=20.0, copy_ms=0.1)
     lines = road_text(road).splitlines()
-    assert lines[0].split() == ["ROAD", "samples/s"]
-    assert lines[1].split() == ["loader", "320", "#" * 11, "<-", "narrowest"]  # a third of 32, as 3 times it is full
+    assert lines[0] == "Pipeline (samples/s)"
+    assert lines[1].split() == ["loader", "320", "#" * 11, "<-", "bottleneck"]  # a third of 32, as 3 times it is full
     assert lines[2].split() == ["copy", "320", "000", "#" * 31 + ">"]
     assert lines[3].split() == ["model", "640", "#" * 21]
     assert lines[4].split() == ["fit", "as", "it", "ran", "367", "#" * 12]
-    assert lines[5].split() == ["then:", "x" * 41 + "...", "500", "#" * 17, "predicted"]
+    assert lines[5].split() == ["with:", "x" * 41 + "...", "500", "#" * 17, "predicted"]
 
 
 def test_rates_have_three_digits() -> None:
@@ -328,7 +390,7 @@ def test_rates_have_three_digits() -> None:
 def test_the_markdown_of_a_report() -> None:
     text = as_markdown(sample_report())
     assert text.startswith("# highly data-bound: GPU idle 34 % of each step waiting for data\n")
-    assert "Confidence high, 412 steps, 95 % interval 32.1 to 35.8 %." in text
+    assert "Confidence high, 412 steps, 95 % interval 32 to 36 %." in text
     assert "| data | 29.6 | 33.9 | the device waited for data |" in text
     assert "| 1 | `FastDataModule(loader=LoaderSettings(num_workers=14))` | num\\_workers 6 -> 14; 20 CPUs" in text
     assert "| 57.6 ms | 556 samples/s |" in text
@@ -363,5 +425,5 @@ def test_what_was_not_measured_is_left_out() -> None:
     text = as_markdown(sample_report(Diagnosis(**{**vars(nothing_measured()), "evidence": ()})))
     assert text.startswith("# no verdict\n\nConfidence low, 3 steps.\n\n## Run")
     bare = as_markdown(sample_report(replace(sample(), measurements=Measurements(stats=sample_stats()))))
-    for heading in ("## The road", "## Ranks", "## Hooks", "## Loader"):
+    for heading in ("## Pipeline", "## Ranks", "## Slowest", "## Loader"):
         assert heading not in bare
