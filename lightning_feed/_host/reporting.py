@@ -13,11 +13,12 @@ class StepActions(NamedTuple):
     to_device: str
     step: str
     parts: tuple[str, ...]
-    """Forward, backward and optimizer, the last by one of two names; empty outside of training."""
+    """Forward, backward and optimizer. Empty outside of training, and with manual optimisation: that announces no
+    backward pass, and what is captured there as a CUDA graph is not to have an event of ours in it."""
 
 
 def step_actions(trainer: Any, stage: str = "fit") -> StepActions:
-    """The names for a stage, as ``stage_now`` names it. Of a training step the parts with manual optimisation, too.
+    """The names for a stage, as ``stage_now`` names it.
 
     Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``, ``loops/evaluation_loop.py``,
     ``loops/prediction_loop.py``, ``loops/optimization``, ``trainer/call.py``).
@@ -27,8 +28,9 @@ def step_actions(trainer: Any, stage: str = "fit") -> StepActions:
     if stage == "fit":
         fetch = f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next"
         module = f"[LightningModule]{type(trainer.lightning_module).__name__}"
-        parts = (f"{strategy}.training_step", f"{strategy}.backward", f"{module}.optimizer_step", "optimizer_step")
-        return StepActions(fetch, to_device, "run_training_batch", parts)
+        parts = (f"{strategy}.training_step", f"{strategy}.backward", f"{module}.optimizer_step")
+        automatic = trainer.lightning_module.automatic_optimization
+        return StepActions(fetch, to_device, "run_training_batch", parts if automatic else ())
     loop = "_PredictionLoop" if stage == "predict" else "_EvaluationLoop"
     prefix, step = ("val", "validation_step") if stage == "validate" else (stage, f"{stage}_step")
     return StepActions(f"[{loop}].{prefix}_next", to_device, f"{strategy}.{step}", ())

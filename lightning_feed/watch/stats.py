@@ -120,7 +120,7 @@ class StarvationStats:
     compute_ms: float | None = tagged("feed_step/compute_ms")
     """Mean time from the batch being on the device to the end of the step. Near step_ms: compute-bound."""
     forward_ms: float | None = tagged("feed_step/forward_ms")
-    """Of compute_ms: ``training_step`` (mean). Absent: not told apart, as with manual optimisation on a device."""
+    """Of compute_ms: ``training_step`` (mean). Absent: not told apart, as with manual optimisation."""
     backward_ms: float | None = tagged("feed_step/backward_ms")
     """Of compute_ms: the backward pass, where the gradients of several ranks are exchanged, too."""
     optimizer_ms: float | None = tagged("feed_step/optimizer_ms")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.reports.environment import Environment
-from lightning_feed.watch.stats import Confidence, LoaderStats, RankStats, StarvationStats
+from lightning_feed.watch.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats
 from lightning_feed.watch.verdict.diagnosis import (
     Bottleneck,
     Cause,
@@ -13,9 +13,11 @@ from lightning_feed.watch.verdict.diagnosis import (
     Grade,
     HookTime,
     LoopFacts,
+    LoopMeasurements,
     Measurements,
     Remedy,
 )
+from lightning_feed.watch.wall import WallStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,9 @@ class Parts:
     loaders: LoaderStats
     ranks: RankStats | None
     hooks: tuple[HookTime, ...]
+    by_loader: tuple[LoaderSteps, ...] = ()
+    wall: WallStats | None = None
+    validation: LoopMeasurements | None = None
     experiments: ExperimentResults | None
     remedies: tuple[ReportedRemedy, ...]
     report_card: tuple[RemedyCheck, ...]
@@ -123,6 +128,9 @@ def to_parts(report: Report) -> Parts:
         loaders=measured.loaders,
         ranks=measured.ranks,
         hooks=measured.hooks,
+        by_loader=measured.by_loader,
+        wall=measured.wall,
+        validation=measured.validation,
         experiments=measured.experiments,
         remedies=tuple(
             ReportedRemedy(**vars(one), predicted_samples_per_s=rate(one.predicted_step_ms, batch_size))
@@ -152,6 +160,9 @@ def from_parts(parts: Parts, *, written_at: str, path: Path | None) -> Report:
             loaders=parts.loaders,
             ranks=parts.ranks,
             hooks=parts.hooks,
+            by_loader=parts.by_loader,
+            wall=parts.wall,
+            validation=parts.validation,
             experiments=parts.experiments,
         ),
     )

@@ -1,9 +1,10 @@
 """What was found beside the verdict, as small tables of text: for Markdown and HTML alike."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, KeyUse
+from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, FunctionCost, KeyUse
 from lightning_feed.watch.reports.wall_text import compute_parts, loop_parts
 from lightning_feed.watch.stats import LoaderStats, RankStats
 from lightning_feed.watch.verdict.diagnosis import Measurements
@@ -80,6 +81,17 @@ def disk_text(disk: DiskFacts) -> str:
     return ", ".join(one for one in known if one)
 
 
+def code_places(functions: Sequence[FunctionCost]) -> list[tuple[str, float]]:
+    """(``Birds.__getitem__ (birds.py:41), calling ColorJitter``, milliseconds a batch)."""
+    return [
+        (
+            f"{one.name} ({Path(one.file).name}:{one.line}){f', calling {one.calls}' if one.calls else ''}",
+            one.ms_per_batch,
+        )
+        for one in functions
+    ]
+
+
 def _ranks(ranks: RankStats) -> Iterator[Table]:
     if not ranks.data_idle_ms_by_rank:
         return
@@ -117,16 +129,23 @@ def _experiments(found: ExperimentResults) -> Iterator[Table]:
     if found.costs:
         rows = tuple((one.name, f"{one.cpu_ms:.3f}", f"{one.wall_ms:.3f}") for one in found.costs)
         yield Table(title="What one sample costs", header=("", "CPU ms", "wall ms"), rows=rows)
+    if found.functions:
+        places = tuple((place, f"{ms:.1f}") for place, ms in code_places(found.functions))
+        yield Table(title="Where in your code a batch is made", header=("", "ms a batch"), rows=places)
     if found.worker_scaling:
-        scaling = tuple((plural(workers, "worker"), f"{per_s:.2f}") for workers, per_s in found.worker_scaling)
-        yield Table(title="Numbers of workers that were tried", header=("", "batches/s"), rows=scaling)
+        spread = {workers: f"{low:.2f} to {high:.2f}" for workers, low, high in found.worker_spread}
+        scaling = tuple(
+            (plural(workers, "worker"), f"{per_s:.2f}", spread.get(workers, ""))
+            for workers, per_s in found.worker_scaling
+        )
+        yield Table(title="Numbers of workers that were tried", header=("", "batches/s", "tried again"), rows=scaling)
     if found.keys:
         words = {True: "yes", False: "never", None: "not known"}
         keys = tuple((place, f"{size / 1e3:,.1f}", words[used]) for place, size, used in batch_parts(found.keys))
         yield Table(title="Parts of a batch", header=("", "kB a batch", "used by the model"), rows=keys)
     machine = tuple(_machine_rows(found))
     if machine:
-        yield Table(title="Disk and copies", header=("", ""), rows=machine)
+        yield Table(title="Disk, batches and copies", header=("", ""), rows=machine)
     if found.left_out:
         yield Table(title="Experiments that were left out", header=("", "why"), rows=found.left_out)
 
@@ -139,6 +158,10 @@ def _machine_rows(found: ExperimentResults) -> Iterator[tuple[str, str]]:
         ("copy, pageable", found.pageable_gb_per_s, "{:.1f} GB/s"),
         ("one batch to the device", found.copy_ms, "{:.2f} ms"),
         ("start of the loader", found.loader_start_s, "{:.2f} s"),
+        ("samples of a batch, in one process", found.samples_ms, "{:.1f} ms"),
+        ("collating them", found.collate_ms, "{:.1f} ms"),
+        ("taking a batch from a worker", found.hand_over_ms, "{:.2f} ms"),
+        ('the same with "file_system"', found.hand_over_file_system_ms, "{:.2f} ms"),
     ):
         if value is not None:
             yield name, form.format(value)

@@ -3,17 +3,21 @@
 from typing import Literal
 
 from lightning_feed.errors import printable_lines
+from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.reports.road import in_rate, read_road, road_text
-from lightning_feed.watch.reports.tables import batch_parts, disk_text
+from lightning_feed.watch.reports.tables import batch_parts, code_places, disk_text
 from lightning_feed.watch.reports.wall_text import compute_text, validation_text, wall_text
-from lightning_feed.watch.verdict.case import LOOP_WORDS
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
 from lightning_feed.watch.verdict.shares import grade_of, shares_of
-from lightning_feed.watch.verdict.units import in_ms, plural, toy_sentence
+from lightning_feed.watch.verdict.units import LOOP_WORDS, in_ms, plural, toy_sentence
 from lightning_feed.watch.verdict.whole_run import share_text
 
 COSTS_NAMED = 6
 """Costs of a sample that the console names, the largest first."""
+CODE_NAMED = 3
+"""Places in the user's code that the console names, the slowest first."""
+NOISY_PCT = 10.0
+"""Rates of the same setting that lie this far apart are worth a word."""
 KEYS_NAMED = 6
 """Parts of a batch that a line names."""
 
@@ -214,10 +218,13 @@ def _found(diagnosis: Diagnosis) -> list[str]:
         named = [f"{one.name} {one.wall_ms:.2f} ms" for one in dearest[:COSTS_NAMED]]
         more = f", {len(dearest) - COSTS_NAMED} more" if len(dearest) > COSTS_NAMED else ""
         lines.append(f"costs {', '.join(named)}{more}: {sum(one.wall_ms for one in dearest):.2f} ms a sample")
+    lines += _making(found)
     if len(found.worker_scaling) > 1:
         size, unit = (found.batch_size, "samples/s") if found.batch_size else (1, "batches/s")
         tried = [f"{workers}: {in_rate(size * per_s)}" for workers, per_s in found.worker_scaling]
-        lines.append(f"tried num_workers {', '.join(tried)} {unit}, the loader alone")
+        noise = found.noise_pct
+        again = "" if noise is None or noise < NOISY_PCT else f"; tried again, they differed by up to {noise:.0f} %"
+        lines.append(f"tried num_workers {', '.join(tried)} {unit}, the loader alone{again}")
     if found.disk is not None and disk_text(found.disk):
         lines.append(f"disk  {disk_text(found.disk)}")
     unused = [
@@ -230,6 +237,19 @@ def _found(diagnosis: Diagnosis) -> list[str]:
     if unsure and stepped:  # without a step nobody could have used them
         lines.append(f"keys  {_some(unsure)}: use by the model unknown")
     return lines + [f"skip  {name}: {why}" for name, why in found.left_out]
+
+
+def _making(found: ExperimentResults) -> list[str]:
+    """What a batch takes in one process, and where in the user's code; what handing it over takes."""
+    lines = []
+    if found.samples_ms is not None and found.collate_ms is not None:
+        lines.append(f"batch {found.samples_ms:.1f} ms for its samples, {found.collate_ms:.1f} ms to collate them")
+    lines += [f"code  {place}: {ms:.1f} ms a batch" for place, ms in code_places(found.functions)[:CODE_NAMED]]
+    if found.hand_over_ms is not None:
+        saved = found.hand_over_file_system_ms
+        other = "" if saved is None else f'; {saved:.1f} ms with the sharing strategy "file_system"'
+        lines.append(f"IPC   {found.hand_over_ms:.1f} ms to take a batch from a worker{other}")
+    return lines
 
 
 def _some(names: list[str]) -> str:
@@ -252,7 +272,7 @@ def _cpus(facts: LoopFacts, *, crowded: bool) -> str:
     if facts.num_workers is None:
         return ""
     if facts.num_workers == 0:
-        return "num_workers=0, so loading and training take turns"
+        return f"num_workers=0, so loading and {LOOP_WORDS[facts.stage]} take turns"
     workers = plural(facts.num_workers, "worker")
     if facts.usable_cpus is None:
         return workers

@@ -15,12 +15,11 @@ from lightning_feed.watch.verdict.diagnosis import (
     Remedy,
 )
 from lightning_feed.watch.verdict.shares import Shares
+from lightning_feed.watch.verdict.units import LOOP_WORDS
 
 PLACE = Place(words="your training DataLoader")
 OUR_PLACE = Place(words="loader=LoaderSettings(...) of your data module", form="settings")
 """Where nobody saw more."""
-LOOP_WORDS = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
-"""Stage -> what its loop is called."""
 _WRAPPED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 """What ``wrap`` changes; the rest is set in the loader inside."""
 
@@ -61,6 +60,11 @@ class Case:
         return self.shares.step_ms + self.start_ms
 
     @property
+    def loaders_beside(self) -> int:
+        """How many training loaders load side by side."""
+        return max(1, len(self.facts.every_num_workers))
+
+    @property
     def place(self) -> Place:
         """Where the training loader is set up."""
         if self.facts.place is None and not self.facts.ours:
@@ -69,7 +73,7 @@ class Case:
 
     def can_set(self, name: str) -> bool:
         """Whether there is a way to tell a setting there."""
-        return not self.place.overrides or name in dict(self.place.overrides)
+        return name in dict(self.place.overrides) or not self.place.names or name in dict(self.place.names)
 
 
 def loader_remedy(case: Case, settings: Mapping[str, object], *, why: str, step_ms: float | None) -> Remedy:

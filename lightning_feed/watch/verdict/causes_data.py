@@ -9,7 +9,7 @@ from dataclasses import replace
 from lightning_feed.watch.verdict.diagnosis import Measurements
 from lightning_feed.watch.verdict.finding import Finding
 from lightning_feed.watch.verdict.shares import DATA_PCT, Shares
-from lightning_feed.watch.verdict.units import in_ms
+from lightning_feed.watch.verdict.units import LOOP_WORDS, in_ms
 
 HEAD_OF_LINE_PCT = 25.0
 """Share of the waiting in which a later batch was ready."""
@@ -97,7 +97,8 @@ def _one_rank(measured: Measurements, shares: Shares) -> Finding | None:
 def _no_workers(measured: Measurements) -> Finding | None:
     if measured.facts.num_workers != 0:
         return None
-    return Finding(cause="no workers", because=("num_workers=0, so loading and training take turns",))
+    loop = LOOP_WORDS[measured.facts.stage]
+    return Finding(cause="no workers", because=(f"num_workers=0, so loading and {loop} take turns",))
 
 
 def _oversubscribed(measured: Measurements) -> Finding | None:

@@ -1,5 +1,7 @@
 """Figures as text."""
 
+LOOP_WORDS = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+"""Stage -> what its loop is called."""
 SHORT_STEP_MS = 10.0
 TOY_STEP_MS = 2.0
 """Steps below this are those of a first try: no setting of a loader makes them faster."""
