@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lightning_feed.console_log import show_lines
+
 if TYPE_CHECKING:
     from lightning_feed.autotune_callback import AutotuneCallback
     from lightning_feed.dali import DaliDataModule
@@ -47,6 +49,9 @@ _HOMES = {
     "diagnose": "lightning_feed.diagnosing",
     "tune": "lightning_feed.tuning.run",
 }
+
+show_lines()
+del show_lines
 
 
 def __getattr__(name: str) -> object:

@@ -5,15 +5,15 @@ import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_feed import _host
+from lightning_feed import _host, starvation_report
 from lightning_feed.errors import SettingsError
 from lightning_feed.prefetch_callback import Stage
-from lightning_feed.starvation_report import Schedule, achieved, give_report, run_folder, tells_nothing
+from lightning_feed.starvation_report import Pace, Schedule, achieved, give_report, run_folder, tells_nothing
 from lightning_feed.starvation_run import StarvationRun
 from lightning_feed.tuning.hparams import log_hparams, tuned_hparams
 from lightning_feed.watch.guard import Guard, guarded, say
@@ -23,7 +23,7 @@ from lightning_feed.watch.reports.report import Report
 from lightning_feed.watch.reports.showing import show_report
 from lightning_feed.watch.reports.writing import write_report
 from lightning_feed.watch.stats import StarvationStats
-from lightning_feed.watch.tags import custom_scalar_layout
+from lightning_feed.watch.tags import Which, choose_tags, custom_scalar_layout
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Measurements
 from lightning_feed.watch.verdict.tree import diagnose
 from lightning_feed.watch.wall import WallClock
@@ -59,14 +59,23 @@ class GPUStarvationCallback(Callback):
         'unknown'
     """
 
-    def __init__(self, every_n_steps: int | None = None, nvml: bool = True, report: bool = True) -> None:  # noqa: FBT001, FBT002  # the promised signature
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        nvml: bool = True,  # noqa: FBT001, FBT002  # the promised signature
+        report: bool = True,  # noqa: FBT001, FBT002  # as above
+        *,
+        tags: Which = "core",
+    ) -> None:
         whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
         if every_n_steps is not None and (not whole or every_n_steps < 1):
             raise SettingsError(
                 f"GPUStarvationCallback(every_n_steps={every_n_steps!r}): give the number of steps between two logged "
                 "windows, a whole number of 1 or more, or leave it out to log when the Trainer logs."
             )
-        self.every_n_steps = every_n_steps
+        if tags not in get_args(Which):
+            raise SettingsError(f'GPUStarvationCallback(tags={tags!r}): give "core" or "all".')
+        self.every_n_steps, self.tags = every_n_steps, tags
         self.nvml = nvml
         self.print_report = report
         self._run: StarvationRun | None = None
@@ -74,6 +83,7 @@ class GPUStarvationCallback(Callback):
         self._measured: dict[Stage, Measurements] = {}
         self._last: StarvationStats | None = None
         self._schedule, self._reported_steps = Schedule(), 0
+        self._paces: dict[int, Pace] = {}
         self._laid_out: weakref.WeakSet[Any] | None = None
         self._told: set[str] = set()
         self._guard = self._new_guard()
@@ -154,7 +164,9 @@ class GPUStarvationCallback(Callback):
         if trainer.progress_bar_callback is not None:
             self._guard.attempt("show its figure in the progress bar", self._join_bar, trainer.progress_bar_callback)
         if trainer.is_global_zero:
+            self._paces.clear()
             self._for_each_logger(trainer, "lay its figures out in", self._lay_out)
+            self._for_each_logger(trainer, "time the calls of", run.time_logger)
         if not trainer.loggers and stage == "fit":
             self._say_once(
                 trainer,
@@ -207,7 +219,7 @@ class GPUStarvationCallback(Callback):
             run.end()
         tags, step = run.loop_tags(), _host.steps_logged(trainer)
         if tags and trainer.is_global_zero:
-            self._for_each_logger(trainer, "log its figures to", lambda one: one.log_metrics(tags, step=step))
+            self._log(trainer, tags, step)
         if run.stage != "fit":
             self._publish(trainer, run, ended=True, to_loggers=False)
             self._let_go()
@@ -284,8 +296,19 @@ class GPUStarvationCallback(Callback):
 
     def _log_window(self, trainer: Trainer, run: StarvationRun, step: int) -> None:
         tags = run.close_window()
-        if trainer.is_global_zero:
-            self._for_each_logger(trainer, "log its figures to", lambda one: one.log_metrics(tags, step=step))
+        if not trainer.is_global_zero:
+            return
+        began = starvation_report.clock()
+        self._log(trainer, tags, step)
+        if starvation_report.clock() - began >= starvation_report.SLOW_S:
+            run.leave_out_step()  # what our own call takes is no part of it
+
+    def _log(self, trainer: Any, tags: dict[str, float], step: int) -> None:
+        def give(to: Any) -> None:
+            chosen = choose_tags(tags, self.tags, tensorboard=_draws_layouts(to))
+            self._paces.setdefault(id(to), Pace()).give(to, chosen, step)
+
+        self._for_each_logger(trainer, "log its figures to", give)
 
     def _for_each_logger(self, trainer: Any, task: str, give: Callable[[Any], object]) -> None:
         """Logger by logger: one that fails takes nothing from the others."""
@@ -338,10 +361,9 @@ class GPUStarvationCallback(Callback):
         """Tell TensorBoard how to draw the tags, once for each of its writers."""
         if self._laid_out is None:
             self._laid_out = weakref.WeakSet()
-        experiment: Any = getattr(to, "experiment", None)
-        if callable(getattr(experiment, "add_custom_scalars", None)) and experiment not in self._laid_out:
-            self._laid_out.add(experiment)
-            experiment.add_custom_scalars(custom_scalar_layout())
+        if _draws_layouts(to) and to.experiment not in self._laid_out:
+            self._laid_out.add(to.experiment)
+            to.experiment.add_custom_scalars(custom_scalar_layout(self.tags))
 
     def _start_nvml(self, trainer: Trainer, device: torch.device) -> NvmlSampler | None:
         if not self.nvml or not trainer.is_global_zero:
@@ -357,6 +379,11 @@ class GPUStarvationCallback(Callback):
         if what not in self._told and trainer.is_global_zero:
             say(logger, level, what)
         self._told.add(what)
+
+
+def _draws_layouts(to: Any) -> bool:
+    """Whether it is a logger of TensorBoard."""
+    return callable(getattr(getattr(to, "experiment", None), "add_custom_scalars", None))
 
 
 def _write(trainer: Any, report: Report) -> list[Path]:

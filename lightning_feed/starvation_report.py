@@ -3,6 +3,7 @@
 import io
 import math
 import time
+from collections import deque
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -19,7 +20,28 @@ FIRST_STEPS, FIRST_S = 200, 60.0
 """The first report of a fit comes after so many steps or seconds, whichever is sooner."""
 EVERY_S = 600.0
 """Seconds from one report to the next."""
+SLOW_S = 1e-3
+"""A call of a logger that takes longer is slow."""
 clock = time.monotonic
+
+
+class Pace:
+    """Gives figures to one logger: where each of its calls takes long, only so often that they cost 1 % of the time."""
+
+    def __init__(self) -> None:
+        self._took: deque[float] = deque(maxlen=3)
+        self._next_s = -math.inf
+
+    def give(self, to: Any, tags: dict[str, float], step: int) -> None:
+        """Log the figures, or leave this window out."""
+        began = clock()
+        if began < self._next_s:
+            return
+        to.log_metrics(tags, step=step)
+        self._took.append(clock() - began)
+        least = min(self._took)  # one slow call may have other reasons
+        if len(self._took) == self._took.maxlen and least >= SLOW_S:
+            self._next_s = clock() + 100 * least
 
 
 class Schedule:

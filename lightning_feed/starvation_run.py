@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_feed import _host
@@ -98,6 +99,7 @@ class StarvationRun:
         """Its loaders are iterated next."""
         if self._now is self._main:
             self._wall.enter("validation")
+            self._main.cpu.pause()
             self._validation_since = host_clock()
 
     def validation_began(self) -> None:
@@ -114,6 +116,7 @@ class StarvationRun:
     def _validation_ended(self) -> None:
         if self._now is not self._main:
             self._wall.leave()
+            self._main.cpu.go_on()
             self._now, self._validation_since = self._main, None
 
     def batch_came(self, batch: Any, dataloader_idx: int = 0) -> None:
@@ -130,6 +133,8 @@ class StarvationRun:
         loop = self._now
         if loop is self._main and loop.meter.finished >= self._hooks.next_look:
             self._hooks.step(loop.meter.finished)
+        if loop is self._main:
+            self._hooks.count_step()
         loop.step_ended()
         if len(loop.ledger.fresh) >= UNFOLDED_STEPS:
             self._fold(loop)
@@ -228,7 +233,6 @@ class StarvationRun:
             facts=replace(
                 found.facts,
                 syncs=self._syncs(),
-                host_cpu_ms=main.host_cpu_ms(),
                 others_cpu_pct=self._cpus.others_pct(found.facts.usable_cpus) if self._cpus is not None else None,
             ),
             loaders=loaders,
@@ -258,6 +262,13 @@ class StarvationRun:
             self._rank_total = self._ranks.finish()
             self._ranks = None
         self._final = self.measurements()
+
+    def time_logger(self, logger: Any) -> None:
+        """What its calls take between the steps is told by its name."""
+        for name in ("log_metrics", "save"):
+            if callable(getattr(logger, name, None)):
+                wrap = _host.Wrap(logger, name, partial(self._hooks.call, f"logger {type(logger).__name__}.{name}"))
+                self._undo.callback(wrap.undo)
 
     def also_undo(self, undo: Callable[[], object]) -> None:
         """Call this, too, when the run is closed."""

@@ -1,4 +1,4 @@
-"""What hooks take between the steps: in a few steps, every action that a loop announces is timed on the host."""
+"""What hooks and loggers take between the steps: hooks are timed in a few steps, calls of loggers in all."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,6 +15,10 @@ FIRST_LOOK, FIRST_LOOKS = 3, 5
 EVERY = 47
 """Steps from one look to the next afterwards: a prime, so that what is done every 10 or 50 steps is met as often as it
 happens, neither always nor never."""
+LEAST_MS = 0.05
+"""What takes less of a step is not worth a name: most hooks do nothing at all."""
+OWN = "]GPUStarvationCallback."
+"""In the names of our own hooks, which are no advice to anyone."""
 
 
 class HookTap(Protocol):
@@ -29,6 +33,9 @@ class HookTap(Protocol):
 
 class HookTimes:
     """Sums what each action takes by itself, without those inside it, if it begins between the steps.
+
+    Loggers are called in some steps only, say every 50, and may take long then: each of their calls is timed, with
+    :meth:`call`, and counted by :meth:`count_step`.
 
     Switched on for a step, and off again, by :meth:`step`, which is to be called when ``finished`` has reached
     ``next_look``: a step without a look costs that comparison and nothing else. ``tap_profiler`` does the switching.
@@ -57,6 +64,26 @@ class HookTimes:
         self._sums: defaultdict[str, int] = defaultdict(int)
         self._fresh: defaultdict[str, int] = defaultdict(int)
         self._stack: list[list[Any]] = []
+        self._calls: defaultdict[str, int] = defaultdict(int)
+        self._fresh_calls: defaultdict[str, int] = defaultdict(int)
+        self._counted, self._leaves_out_calls = 0, False
+
+    def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function gives, timed in any step."""
+        self.measure(self.entered, name, every=True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.measure(self.left)
+
+    def count_step(self) -> None:
+        """A step is over, whose calls count unless it was left out."""
+        if not self._leaves_out_calls:
+            self._counted += 1
+            for name, ns in self._fresh_calls.items():
+                self._calls[name] += ns
+        self._fresh_calls.clear()
+        self._leaves_out_calls = False
 
     def step(self, finished: int) -> None:
         """Begin to look, or end the look at the step that is over.
@@ -78,8 +105,8 @@ class HookTimes:
         self.next_look = finished + 1
 
     def leave_out_step(self) -> None:
-        """Do not count the look that is on: a validation, or a new epoch, lies in it."""
-        self._left_out = self._on
+        """Do not count this step: a validation, or a new epoch, lies in it."""
+        self._left_out, self._leaves_out_calls = self._on, True
 
     def stop(self) -> None:
         """End a look, if one is on."""
@@ -91,32 +118,33 @@ class HookTimes:
         self._on = False
 
     def result(self) -> tuple[HookTime, ...]:
-        """Milliseconds a step of each action, the dearest first; empty before the first look is over."""
+        """Milliseconds a step of each action that takes any worth a name, the slowest first."""
         if not self._on:
             self._fold()
-        if not self._steps:
-            return ()
-        sums = sorted(self._sums.items(), key=lambda item: (-item[1], item[0]))
-        return tuple(HookTime(name=name, ms_per_step=ns * 1e-6 / self._steps) for name, ns in sums if ns > 0)
+        found = {name: ns / self._steps for name, ns in self._sums.items() if OWN not in name}
+        found |= {name: ns / self._counted for name, ns in self._calls.items()}
+        times = [HookTime(name=name, ms_per_step=ns * 1e-6) for name, ns in found.items() if ns >= LEAST_MS * 1e6]
+        return tuple(sorted(times, key=lambda one: (-one.ms_per_step, one.name)))
 
     def timed(self, name: str, action: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         """``action``, timed."""
         return _Timed(self, name, action)
 
-    def entered(self, name: str) -> None:
-        """An action begins."""
-        self._stack.append([name if self._between() else None, self._clock(), 0])
+    def entered(self, name: str, *, every: bool = False) -> None:
+        """An action begins; ``every``: it is one that is timed in every step."""
+        sums = self._fresh_calls if every else self._fresh
+        self._stack.append([name if self._between() else None, self._clock(), 0, sums])
 
     def left(self) -> None:
         """The innermost action ends. It may end after the look does, which was switched off inside it."""
         if not self._stack:
             return
-        name, began, inside = self._stack.pop()
+        name, began, inside, sums = self._stack.pop()
         took = self._clock() - began
         if self._stack:
             self._stack[-1][2] += took
         if name is not None:
-            self._fresh[name] += took - inside
+            sums[name] += took - inside
 
     def _fold(self) -> None:
         """Count the last look in, or drop it."""

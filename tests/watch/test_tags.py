@@ -1,12 +1,13 @@
 """Tags come from the dataclasses; what was not measured has none."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from lightning_feed.watch.nvml import GpuStats
 from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
-from lightning_feed.watch.tags import STACK, custom_scalar_layout, tag_table, to_tags
+from lightning_feed.watch.tags import STACK, choose_tags, custom_scalar_layout, tag_table, to_tags
 
 FULL = StarvationStats(
     steps=50,
@@ -17,6 +18,9 @@ FULL = StarvationStats(
     prefetch_active=False,
     step_ms=10.0,
     compute_ms=5.0,
+    forward_ms=2.0,
+    backward_ms=2.5,
+    optimizer_ms=0.5,
     h2d_ms=1.0,
     data_idle_ms=2.0,
     other_ms=2.0,
@@ -34,13 +38,15 @@ def test_every_figure_has_its_tag() -> None:
         "feed/prefetch_active": 0.0,
         "feed_step/step_ms": 10.0,
         "feed_step/compute_ms": 5.0,
+        "feed_step/forward_ms": 2.0,
+        "feed_step/backward_ms": 2.5,
+        "feed_step/optimizer_ms": 0.5,
         "feed_step/h2d_ms": 1.0,
         "feed_step/data_idle_ms": 2.0,
         "feed_step/other_ms": 2.0,
-        "feed_stack/1_compute_ms": 5.0,
-        "feed_stack/2_plus_h2d_ms": 6.0,
-        "feed_stack/3_plus_data_ms": 8.0,
-        "feed_stack/4_plus_other_ms": 10.0,
+        "feed_stack/0_pct": 0.0,
+        "feed_stack/1_compute_pct": 50.0,
+        "feed_stack/2_step_pct": 100.0,
         "feed_host/next_wait_ms": 3.0,
         "feed_host/hidden_wait_ms": 1.0,
         "feed_epoch/start_s": 0.5,
@@ -70,12 +76,23 @@ def test_the_table_holds_every_tag() -> None:
     assert set(tag_table()) == set(to_tags(FULL, gpu, loaders, ranks))
 
 
-def test_the_layout_shows_tags_that_exist() -> None:
-    (charts,) = custom_scalar_layout().values()
-    shown = [tag for kind, tags in charts.values() for tag in tags]
-    assert set(shown) <= set(tag_table())
-    assert shown[: len(STACK)] == list(STACK)
-    assert {kind for kind, _ in charts.values()} == {"Multiline"}
+@pytest.mark.parametrize("which", ["core", "all"])
+def test_the_layout_shows_tags_that_are_logged(which: Any) -> None:
+    (charts,) = custom_scalar_layout(which).values()
+    (kind, (value, low, high)), *others = charts.values()
+    assert kind == "Margin"
+    assert (value, low, high) == ("feed_stack/1_compute_pct", "feed_stack/0_pct", "feed_stack/2_step_pct")
+    shown = [value, low, high, *(tag for _, tags in others for tag in tags)]
+    assert set(shown) <= set(choose_tags(dict.fromkeys(tag_table(), 1.0), which, tensorboard=True))
+
+
+def test_the_core_is_few_and_the_stack_is_for_tensorboard() -> None:
+    table = dict.fromkeys(tag_table(), 1.0)
+    core = choose_tags(table, "core", tensorboard=False)
+    assert len(core) <= 12
+    assert {"feed/starved_pct", "feed_step/step_ms", "feed_epoch/start_s"} < set(core)
+    assert set(choose_tags(table, "core", tensorboard=True)) - set(core) == set(STACK)
+    assert set(table) - set(choose_tags(table, "all", tensorboard=False)) == set(STACK)
 
 
 @pytest.mark.parametrize("kind", [StarvationStats, RankStats, LoaderStats, GpuStats])
