@@ -1,15 +1,21 @@
 """What is known of a run besides its times: settings of the loaders, the batch, what makes the host wait."""
 
+import logging
 import sys
 from dataclasses import replace
 from typing import Any
 
 from lightning_feed import _host
+from lightning_feed._host.loader_source import bar_refresh_rate
 from lightning_feed.load.machine import read_machine
+from lightning_feed.loader_place import find_place
+from lightning_feed.loader_traits import divides_among_workers, may_persist
 from lightning_feed.prefetch_callback import PrefetchCallback, Stage
 from lightning_feed.watch.facts import batches_ahead, with_loaders
 from lightning_feed.watch.seen_through import loaders_in
-from lightning_feed.watch.verdict.diagnosis import LoopFacts
+from lightning_feed.watch.verdict.diagnosis import LoopFacts, Place
+
+logger = logging.getLogger(__name__)
 
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -32,10 +38,37 @@ def facts_of(trainer: Any, stage: Stage = "fit", *, before: LoopFacts | None = N
         **(tell() if (tell := getattr(trainer.datamodule, "_feed_facts", None)) is not None else {}),
         lightning=_version(trainer),
     )
+    loaders = _loaders(trainer, stage)
+    facts = with_loaders(facts, loaders)
+    if stage == "fit":
+        facts = _with_traits(facts, trainer, loaders, before)
     if before is not None:
         kept = {name: getattr(before, name) for name in ("batch_bytes", "batch_tensors", "pictures", "syncs")}
         facts = replace(facts, **kept)
-    return with_loaders(facts, _loaders(trainer, stage))
+    return facts
+
+
+def _with_traits(facts: LoopFacts, trainer: Any, loaders: list[Any], before: LoopFacts | None) -> LoopFacts:
+    """What remedies go by: where the loaders are set up, and what their workers may do."""
+    streams = [divided for loader in loaders if (divided := divides_among_workers(loader)) is not None]
+    place = before.place if before is not None else None
+    return replace(
+        facts,
+        every_num_workers=tuple(loader.num_workers for loader in loaders if hasattr(loader, "num_workers")),
+        shards_by_worker=all(streams) if streams else None,
+        may_persist=may_persist(loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs)),
+        free_shm_bytes=read_machine().free_shm_bytes,
+        bar_refresh_rate=bar_refresh_rate(trainer),
+        place=place or _place_of(trainer, loaders),
+    )
+
+
+def _place_of(trainer: Any, loaders: list[Any]) -> Place | None:
+    try:
+        return find_place(trainer, loaders)
+    except Exception:  # it reads the user's source, objects and settings, which may be anything
+        logger.debug("Where the training loader is made was not found.", exc_info=True)
+        return None
 
 
 def queue_of(trainer: Any, stage: Stage = "fit") -> int:

@@ -1,6 +1,6 @@
 """What measures one loop of a run: its steps, its loaders, and what is known of them."""
 
-import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ from lightning_feed import _host
 from lightning_feed.prefetch_callback import Stage
 from lightning_feed.starvation_facts import facts_of, queue_of
 from lightning_feed.watch.clocks import EventRing
+from lightning_feed.watch.cpu_times import CpuTimes
 from lightning_feed.watch.loader_watch import LoaderWatch
 from lightning_feed.watch.profiler_tap import Calls
 from lightning_feed.watch.stats import LoaderSteps
@@ -17,8 +18,6 @@ from lightning_feed.watch.windows import WARM_UP_STEPS, Ledger, Sums
 
 READ_EVERY_NS = 250_000_000
 """The kernel's counters of the workers are read four times a second at most, however often windows are logged."""
-
-thread_clock = time.thread_time_ns  # bound here: programs, and Lightning's tests, patch `time`
 
 
 class MeasuredLoop:
@@ -39,8 +38,7 @@ class MeasuredLoop:
         queue = queue_of(trainer, stage)
         self.ledger = Ledger(queue=queue, trusted_clock=trusted_clock, period=max(1, self.facts.num_workers or 0))
         self.warm_up, self._settled = WARM_UP_STEPS + queue, False
-        self._host_began = (0, thread_clock())
-        self._on_device = ring is not None
+        self.cpu = CpuTimes(loads_here=self.facts.num_workers == 0)
         self.meter = StepMeter(self._keep, ring=ring)
         self.meter.on_epoch_start = self.ledger.epoch_started
         self.meter.begin(epoch=False)
@@ -61,17 +59,19 @@ class MeasuredLoop:
         """Notice the end of the warm-up."""
         if not self._settled and self.meter.finished >= self.warm_up:
             self._settled = True
-            self._host_began = (self.meter.finished, thread_clock())
+            self.cpu.settle(self.meter.finished)
             self.loaders.settle()
 
     def fetch_began(self) -> None:
         """A batch is drawn from the loaders."""
         self.loaders.fetch_began()  # before the clock of the fetch starts
+        self.cpu.fetch_began()
         self.meter.fetch_began()
 
     def fetch_ended(self) -> None:
         """It is there."""
         self.meter.fetch_ended()
+        self.cpu.fetch_ended()
         self.loaders.fetch_ended()
 
     def handed_out(self) -> None:
@@ -80,17 +80,10 @@ class MeasuredLoop:
         self.meter.fetch_ended()
 
     def parts(self) -> tuple[Calls, Calls]:
-        """What to call when forward, backward and optimizer start and stop.
-
-        Nothing with manual optimisation on a device: what the user captures there as a CUDA graph is not to have an
-        event of ours in it.
-        """
-        if self._on_device and not self._trainer.lightning_module.automatic_optimization:
-            return {}, {}
-        meter = self.meter
-        began = [partial(meter.part_began, part) for part in (FORWARD, BACKWARD, OPTIMIZER, OPTIMIZER)]
+        """What to call when forward, backward and optimizer start and stop; nothing where they are not announced."""
         actions = _host.step_actions(self._trainer, self.stage).parts
-        return dict(zip(actions, began, strict=False)), dict.fromkeys(actions, meter.part_ended)
+        began = [partial(self.meter.part_began, part) for part in (FORWARD, BACKWARD, OPTIMIZER)]
+        return dict(zip(actions, began, strict=False)), dict.fromkeys(actions, self.meter.part_ended)
 
     def _keep(self, step: StepTimes) -> None:
         self.ledger.fresh.append(step)
@@ -110,17 +103,11 @@ class MeasuredLoop:
                 told.append(LoaderSteps(name, sums.steps, step_ms=stats.step_ms, data_idle_ms=stats.data_idle_ms))
         return tuple(told)
 
-    def host_cpu_ms(self) -> float | None:
-        """CPU time of this thread for a step, without the warm-up."""
-        before, began = self._host_began
-        steps = self.meter.finished - before
-        return (thread_clock() - began) * 1e-6 / steps if steps else None
-
     def measurements(self, *, prefetch_active: bool | None) -> LoopMeasurements:
         """All that was measured so far, without the warm-up."""
         return LoopMeasurements(
             stats=self.ledger.total(prefetch_active=prefetch_active, lost=self.meter.lost),
-            facts=self.facts,
+            facts=replace(self.facts, **self.cpu.per_step(self.meter.finished)),
             loaders=self.loaders.total(),
             by_loader=self.by_loader(),
             waited_s=self._waited_ns * 1e-9,

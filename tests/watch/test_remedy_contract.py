@@ -26,7 +26,7 @@ SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
 HANDED: dict[str, Any] = {"hand_over_ms": 30.0, "hand_over_file_system_ms": 12.0, "sharing_strategy": "file_descriptor"}
 COSTS = (NamedCost(name="read", cpu_ms=0.5, wall_ms=1.0), NamedCost(name="decode", cpu_ms=9.0, wall_ms=9.0))
 BAR = (HookTime(name="[Callback]TQDMProgressBar.on_train_batch_end", ms_per_step=20.0),)
-LOG = (HookTime(name="[Logger]CSVLogger.log_metrics", ms_per_step=20.0),)
+LOG = (HookTime(name="logger CSVLogger.log_metrics", ms_per_step=20.0),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,10 +381,15 @@ def test_what_wrap_leaves_alone_is_set_inside() -> None:
     )
 
 
-def test_what_the_command_line_cannot_set_is_no_remedy() -> None:
-    place = Place(words="x", overrides=(("num_workers", "data.num_workers"),))
-    late = measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)
-    assert diagnose(late).remedies == ()
+def test_what_the_command_line_cannot_set_is_set_in_the_program() -> None:
+    place = Place(words="your DataLoader (data.py:3)", overrides=(("num_workers", "data.num_workers"),))
+    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies
+    assert (remedy.form, remedy.code) == ("arguments", "in_order=False")
+
+
+def test_what_a_function_does_not_take_is_no_remedy() -> None:
+    place = Place(words="your call of create_loader (train.py:9)", names=(("num_workers", "workers"),))
+    assert diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies == ()
 
 
 def test_new_workers_live_on_where_they_may() -> None:

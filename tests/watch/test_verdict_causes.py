@@ -459,7 +459,7 @@ _STATS = st.fixed_dictionaries(
 )
 _HOOKS = st.lists(
     st.builds(
-        HookTime, name=st.sampled_from(["a", "[Callback]TQDMProgressBar.b", "[Logger]A.log_metrics"]), ms_per_step=_MS
+        HookTime, name=st.sampled_from(["a", "[Callback]TQDMProgressBar.b", "logger A.log_metrics"]), ms_per_step=_MS
     ),
     max_size=3,
 )

@@ -96,6 +96,8 @@ class LoopFacts:
     """``cpu``, ``cuda``, ...: where the steps run."""
     num_workers: int | None = None
     """Of the training loader; the smallest where there are several."""
+    every_num_workers: tuple[int, ...] = ()
+    """The same of each of the training loaders. Empty: not known."""
     prefetch_factor: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None

@@ -144,7 +144,8 @@ def tried_rates(measured: Measurements) -> dict[int, float]:
 def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> float:
     """What handing a batch over between processes costs one of them, by its tensors and bytes."""
     once, each, megabyte = cost
-    return once + each * (facts.batch_tensors or _TENSORS) + megabyte * (facts.batch_bytes or 0) * 1e-6
+    by_size = each * (facts.batch_tensors or _TENSORS) + megabyte * (facts.batch_bytes or 0) * 1e-6
+    return _side_by_side(facts) * once + by_size
 
 
 def read_share(measured: Measurements) -> float | None:
@@ -226,4 +227,11 @@ def _taking_ms(measured: Measurements) -> float:
 
 def _restarting_ms(facts: LoopFacts, number: int) -> float:
     """What starting workers anew for each epoch costs a step; 0.0 where they live on."""
-    return 0.0 if facts.may_persist or not facts.batches_per_epoch else number * _START_MS / facts.batches_per_epoch
+    if facts.may_persist or not facts.batches_per_epoch:
+        return 0.0
+    return _side_by_side(facts) * number * _START_MS / facts.batches_per_epoch
+
+
+def _side_by_side(facts: LoopFacts) -> int:
+    """How many training loaders give a part of each batch."""
+    return max(1, len(facts.every_num_workers))

@@ -44,7 +44,7 @@ def steps_with_more(case: Case) -> dict[int, float]:
     known = bool(tried) or case.loaders.workers_on_cpu_pct is not None or now == 0
     if now is None or not facts.usable_cpus or case.data not in _MADE_SLOWLY or not known or facts.workers == "thread":
         return {}
-    if not case.can_set("num_workers") or not may_have_workers(case):
+    if not case.can_set("num_workers") or not may_have_workers(case) or len(set(facts.every_num_workers)) > 1:
         return {}
     numbers = [number for number in tried if number > now] or range(now + 1, _most_workers(case) + 1)
     measured = with_kept_workers(case)[0]
@@ -60,8 +60,10 @@ def may_have_workers(case: Case) -> bool:
 
 def fewer_workers(case: Case) -> Remedy | None:
     """By what was tried: more than the CPUs can serve, or none at all where handing over takes longer than loading."""
-    now = case.facts.num_workers
+    facts, now = case.facts, case.facts.num_workers
     if not now or case.data in (None, "epoch start", "one rank") or not case.can_set("num_workers"):
+        return None
+    if len(set(facts.every_num_workers)) > 1:
         return None
     steps: dict[int, float | None] = {
         number: predict.by_trial(case.measured, case.shares, number)
@@ -184,7 +186,8 @@ def _without_what_needs_workers(case: Case) -> dict[str, object]:
 
 
 def _most_workers(case: Case) -> int:
-    facts, now, cpus = case.facts, case.facts.num_workers or 0, case.facts.usable_cpus or 1
+    facts, now = case.facts, case.facts.num_workers or 0
+    cpus = max(1, (facts.usable_cpus or 1) // case.loaders_beside)
     if now == 0:
         waits = facts.load_cpu_ms is not None and facts.load_cpu_ms < (case.measured.stats.next_wait_ms or 0.0) / 2
         return min(MOST_WORKERS, max(cpus, MOST_WAITING) if waits else cpus)
@@ -196,5 +199,5 @@ def _fits(case: Case, workers: int) -> bool:
     facts = case.facts
     if facts.free_shm_bytes is None or facts.batch_bytes is None:
         return True
-    more = workers - (facts.num_workers or 0)
+    more = case.loaders_beside * (workers - (facts.num_workers or 0))
     return more * ((facts.prefetch_factor or 2) + 1) * facts.batch_bytes <= SHM_SHARE * facts.free_shm_bytes

@@ -9,7 +9,7 @@ from lightning_feed.watch.verdict.diagnosis import HookTime, Remedy
 RARELY = 50
 """Steps between two drawings of the progress bar, or two calls of the loggers."""
 _BARS = ("TQDMProgressBar", "RichProgressBar")
-_LOGGING = re.compile(r"\[Logger\]|\.log_metrics$")
+_LOGGING = re.compile(r"^logger .*\.log_metrics$")
 
 
 def pinned(case: Case) -> Remedy | None:

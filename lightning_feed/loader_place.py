@@ -1,0 +1,185 @@
+"""Where the user's program sets up the training loader: the call, the argument, the key on the command line."""
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_feed._host.loader_source import cli_config, train_loader_source
+from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.watch.verdict.diagnosis import Place
+
+SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "in_order")
+"""What remedies set."""
+OTHER_NAMES = {"num_workers": ("workers", "n_workers", "nworkers")}
+"""What functions that make loaders call them."""
+_LOADERS = ("DataLoader", "WebLoader", "StatefulDataLoader", "StreamingDataLoader")
+"""Classes that may be imported where nobody can look them up."""
+_DEEPEST = 3
+"""Functions of the user's that are followed to the call."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that makes a loader."""
+
+    at: str
+    """``data.py:41``."""
+    name: str
+    """What is called."""
+    names: tuple[tuple[str, str], ...] = ()
+    """As in :class:`Place`; empty for a loader class."""
+
+
+def find_place(trainer: Any, loaders: Sequence[Any]) -> Place:
+    """Where the training loaders of a Trainer are set up.
+
+    Args:
+        trainer: in a fit, with its loaders.
+        loaders: those, without their wrappers.
+    """
+    owner = train_loader_source(trainer)
+    datamodule = type(trainer.datamodule).__name__ if trainer.datamodule is not None else ""
+    if loaders and all(isinstance(loader, FeedLoader) for loader in loaders):
+        return Place(words=f"loader=LoaderSettings(...) of your {datamodule}", form="settings", datamodule=datamodule)
+    words, names = _words(owner, len(loaders))
+    if "_feed_wrapped" in getattr(owner, "__dict__", {}):
+        wrapped = f"the LoaderSettings(...) of FastDataModule.wrap({type(owner).__name__}(...), LoaderSettings(...))"
+        return Place(words=wrapped, form="settings", inner=words, datamodule=datamodule)
+    overrides = _overrides(trainer, loaders)
+    return Place(words=words, names=names, overrides=overrides, datamodule=datamodule)
+
+
+def _words(owner: Any, loaders: int) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The place in words, and what the settings are called there."""
+    which = "your training DataLoader" if loaders < 2 else f"each of your {loaders} training DataLoaders"
+    if owner is None:
+        return f"{which}, which trainer.fit is given", ()
+    hook = f"{type(owner).__name__}.train_dataloader"
+    method = getattr(owner, "train_dataloader", None)
+    calls = list(dict.fromkeys(_calls(method, owner, _DEEPEST)))
+    if not calls:
+        return f"{which} ({', '.join(filter(None, (hook, _line_of(method))))})", ()
+    places = " and ".join(call.at for call in calls)
+    made = calls[0]
+    if made.names or made.name not in _LOADERS:
+        return f"your call of {made.name} ({hook}, {places})", made.names
+    return f"{which} ({hook}, {places})", ()
+
+
+# --- the call -----------------------------------------------------------------------------------------------------
+
+
+def _calls(function: Any, owner: Any, deeper: int) -> Iterator[_Call]:
+    """The calls in a function, and in functions of the user's that it calls, that make a loader."""
+    function = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None
+    function = getattr(function, "__func__", function)
+    if function is None or not hasattr(function, "__code__") or not _of_the_user(function):
+        return
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError):  # made by exec, or in a notebook that has gone on
+        return
+    file = Path(function.__code__.co_filename).name
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        called = _look_up(node.func, function, owner)
+        found = _as_call(called, name, f"{file}:{first + node.lineno - 1}")
+        if found is not None:
+            yield found
+        elif deeper and called is not function and not isinstance(called, type):
+            yield from _calls(called, owner, deeper - 1)
+
+
+def _as_call(called: Any, name: str, at: str) -> _Call | None:
+    last = name.rpartition(".")[2]
+    if isinstance(called, type):
+        is_loader = issubclass(called, DataLoader) or called.__name__ in _LOADERS
+        return _Call(at, called.__name__ if called.__name__ in _LOADERS else last) if is_loader else None
+    if called is None:
+        return _Call(at, last) if last in _LOADERS else None
+    try:
+        parameters = inspect.signature(called).parameters
+    except (TypeError, ValueError):
+        return None
+    names = tuple(
+        (setting, one) for setting in SETTINGS for one in (setting, *OTHER_NAMES.get(setting, ())) if one in parameters
+    )
+    return _Call(at, last, names) if names and names[0][0] == "num_workers" else None
+
+
+def _look_up(node: ast.expr, function: Callable[..., Any], owner: Any) -> Any:
+    """What a name in a function stands for: a global, what it closes over, or an attribute; None: it cannot be told."""
+    if isinstance(node, ast.Name):
+        scope = inspect.getclosurevars(function)
+        return scope.nonlocals.get(node.id, scope.globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            return inspect.getattr_static(type(owner), node.attr, None)
+        inner = _look_up(node.value, function, owner)
+        return getattr(inner, node.attr, None) if inspect.ismodule(inner) else None
+    return None
+
+
+def _of_the_user(function: Any) -> bool:
+    file = Path(function.__code__.co_filename)
+    return not {"site-packages", "dist-packages"} & set(file.parts) and not _defined_here(function)
+
+
+def _defined_here(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] in ("lightning_feed", "torch", "lightning")
+
+
+def _line_of(function: Any) -> str:
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+# --- the command line ---------------------------------------------------------------------------------------------
+
+
+def _overrides(trainer: Any, loaders: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    """Keys that hold what the loaders have. A setting that no key, or more than one, can be meant by is left out."""
+    given, prefix = cli_config(trainer), "--"
+    if not given:
+        given, prefix = _hydra_config(), ""
+    found = []
+    for setting in SETTINGS:
+        values = {getattr(loader, setting, None) for loader in loaders}
+        keys = [
+            key
+            for key, value in given.items()
+            if key.rpartition(".")[2] == setting and type(value) in (int, bool) and {value} == values
+        ]
+        if len(keys) == 1:
+            found.append((setting, f"{prefix}{keys[0]}"))
+    return tuple(found) if found and found[0][0] == "num_workers" else ()
+
+
+def _hydra_config() -> dict[str, Any]:
+    """What Hydra was called with, by its dotted keys; empty where it was not."""
+    hydra, omegaconf = sys.modules.get("hydra.core.hydra_config"), sys.modules.get("omegaconf")
+    if hydra is None or omegaconf is None or not hydra.HydraConfig.initialized():
+        return {}
+    run = hydra.HydraConfig.get()
+    file = Path(run.runtime.output_dir) / (run.output_subdir or ".hydra") / "config.yaml"
+    if not file.is_file():
+        return {}
+    return dict(_flat(omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file)), ""))
+
+
+def _flat(value: Any, before: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield before, value
+        return
+    for key, inner in value.items():
+        yield from _flat(inner, f"{before}.{key}" if before else str(key))

@@ -1,0 +1,69 @@
+"""What may be done to the workers of a training loader: add some, let them live on."""
+
+from collections.abc import Sequence
+from types import CodeType
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+_SHARDING_PACKAGES = ("litdata", "streaming")
+"""Whose streams divide themselves among workers."""
+_DEEPEST = 4
+
+
+def divides_among_workers(loader: Any) -> bool | None:
+    """Whether the stream of a loader was seen to divide itself among workers; None for a data set that is no stream.
+
+    Seen is: several workers serve it already, its code asks ``get_worker_info``, or its package is known for it.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, IterableDataset):
+        return None
+    return loader.num_workers > 1 or _divides_itself(dataset)
+
+
+def _divides_itself(dataset: Any) -> bool:
+    package = type(dataset).__module__.partition(".")[0]
+    if package == "datasets":  # Hugging Face's: no more workers than shards get any
+        return int(getattr(dataset, "num_shards", getattr(dataset, "n_shards", 1))) > 1
+    if package in _SHARDING_PACKAGES:
+        return True
+    stages = getattr(dataset, "pipeline", None)  # WebDataset's
+    if isinstance(stages, list):
+        return any(getattr(stage, "__name__", "") == "split_by_worker" for stage in stages)
+    return any(
+        _asks(code)
+        for kind in type(dataset).__mro__
+        if kind.__module__.partition(".")[0] not in ("torch", "typing", "builtins")
+        for code in _codes(vars(kind).values())
+    )
+
+
+def _codes(values: Any) -> list[CodeType]:
+    return [value.__code__ for value in values if hasattr(value, "__code__")]
+
+
+def _asks(code: CodeType) -> bool:
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return "get_worker_info" in code.co_names or any(_asks(one) for one in inner)
+
+
+def may_persist(loaders: Sequence[Any], *, reloaded: bool) -> bool:
+    """Whether nothing was seen that has to reach the workers of these loaders anew in each epoch.
+
+    Args:
+        loaders: all of training.
+        reloaded: whether the Trainer asks for new loaders every few epochs.
+    """
+    return not reloaded and bool(loaders) and not any(_is_told(getattr(loader, "dataset", None)) for loader in loaders)
+
+
+def _is_told(dataset: Any) -> bool:
+    """Whether a data set, or one inside it, is a stream or has a ``set_epoch``."""
+    for _ in range(_DEEPEST):
+        if dataset is None or isinstance(dataset, IterableDataset) or hasattr(dataset, "set_epoch"):
+            return True
+        if not hasattr(dataset, "dataset"):
+            return False
+        dataset = dataset.dataset
+    return True

@@ -1,0 +1,56 @@
+"""CPU time per step counts training, without the warm-up and without validation."""
+
+import pytest
+
+from lightning_feed.watch.cpu_times import CpuTimes
+
+MS = 1_000_000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now * MS
+
+
+def _times(*, loads_here: bool) -> tuple[CpuTimes, Clock, Clock]:
+    thread, process = Clock(), Clock()
+    thread.now, process.now = 7, 9
+    return CpuTimes(loads_here=loads_here, thread=thread, process=process), thread, process
+
+
+def test_by_step() -> None:
+    times, thread, process = _times(loads_here=True)
+    assert times.per_step(0) == {}
+    thread.now += 1000  # the warm-up
+    times.settle(20)
+    for _ in range(4):
+        times.fetch_began()
+        thread.now, process.now = thread.now + 3, process.now + 3
+        times.fetch_ended()
+        thread.now, process.now = thread.now + 5, process.now + 10
+    expected = {"host_cpu_ms": 8.0, "process_cpu_ms": 13.0, "load_cpu_ms": 3.0}
+    assert times.per_step(24) == pytest.approx(expected)
+    assert times.per_step(24) == pytest.approx(expected)  # asked again
+
+
+def test_what_is_not_training_does_not_count() -> None:
+    times, thread, process = _times(loads_here=False)
+    thread.now, process.now = 17, 29
+    times.pause()
+    times.pause()
+    thread.now, process.now = 517, 929
+    assert times.per_step(1) == {"host_cpu_ms": 10.0, "process_cpu_ms": 20.0}
+    times.go_on()
+    thread.now, process.now = 527, 949
+    assert times.per_step(2) == {"host_cpu_ms": 10.0, "process_cpu_ms": 20.0}
+
+
+def test_with_workers_fetching_is_not_timed() -> None:
+    times, thread, _ = _times(loads_here=False)
+    times.fetch_began()
+    thread.now += 5
+    times.fetch_ended()
+    assert "load_cpu_ms" not in times.per_step(1)
