@@ -1,6 +1,7 @@
 """What several test files share."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -38,6 +39,20 @@ def _waiting_is_allowed_again() -> Iterator[None]:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
+def _loaders_are_torchs_again() -> Iterator[None]:
+    """Lightning watches how loaders are made while it asks for them, and does not stop where asking raises: from then
+    on each loader of the process would keep, and pickle, whatever was ever set on it (_replace_dunder_methods)."""
+    yield
+    data: Any = sys.modules.get("torch.utils.data")
+    pending = [] if data is None else [data.DataLoader, data.Sampler]
+    for cls in pending:
+        pending.extend(cls.__subclasses__())
+        for name in [name for name in vars(cls) if name.startswith("__old__")]:
+            setattr(cls, name.removeprefix("__old"), vars(cls)[name])
+            delattr(cls, name)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -113,7 +128,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """A fit that ends with an error leaves its progress bar open, which would draw itself below pytest's summary."""
+    """Nothing that a failed test left behind outlives the session.
+
+    Ranks that hang would be waited for when Python ends. A fit that ends with an error leaves its progress bar open,
+    which would draw itself below pytest's summary.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
     if "tqdm" not in sys.modules:
         return
     from tqdm.std import tqdm

@@ -21,7 +21,10 @@ from verdict_work import calibrate, make_files
 # Left there, benchmarks/decode.py would be what spawned workers of other tests take for the folder tests/decode.
 del sys.path[0]
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="causes are told by /proc, on Linux")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="causes are told by /proc, on Linux"),
+]
 
 FAULTS = (
     "sleep, 2 workers",

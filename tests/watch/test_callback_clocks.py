@@ -208,6 +208,7 @@ class TimedLoader(DataLoader[Any]):
             yield batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "data_ms", "compute_ms", "ideal_pct"),
     [

@@ -136,6 +136,7 @@ def _told(compares: Compares) -> Any:
     return [each and vars(each) for each in (*compares.windows, compares.total)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "slow_rank"), [(2, 0), (2, 1), (3, 2)])
 def test_the_rank_with_the_slow_dataset_is_named(world_size: int, slow_rank: int, tmp_path: Path) -> None:
     told, *others = in_ranks(world_size, fit_slow, tmp_path, world_size, slow_rank)
@@ -153,6 +154,7 @@ def test_the_rank_with_the_slow_dataset_is_named(world_size: int, slow_rank: int
         assert world_size / 2 < each["amplification"] <= world_size
 
 
+@pytest.mark.slow
 def test_no_rank_is_named_where_they_are_alike(tmp_path: Path) -> None:
     told, _ = in_ranks(2, fit_slow, tmp_path, 2, None)
     *_, total = told
@@ -192,6 +194,7 @@ def fit_watched(rank: int, world_size: int, slow_rank: int | None, folder: str, 
     return json.loads(told.read_text()) if told.exists() else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_callback_names_the_slow_rank(world_size: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     slow = world_size - 1
@@ -202,6 +205,7 @@ def test_the_callback_names_the_slow_rank(world_size: int, tmp_path: Path, capfd
     assert capfd.readouterr().out.count("FEED") == 2  # and prints: after the first epoch, and in the end
 
 
+@pytest.mark.slow
 def test_the_callback_names_no_rank_where_they_are_alike(tmp_path: Path) -> None:
     (bottleneck, _, rows), _ = in_ranks(2, fit_watched, tmp_path, 2, None, str(tmp_path))
     assert bottleneck == "compute"
