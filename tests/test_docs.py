@@ -197,7 +197,7 @@ def test_the_gate_runs_the_readmes_own_test_command() -> None:
     (command,) = [block.strip() for block in _blocks(ROOT / "README.md", "bash") if "pytest" in block]
     _, install, test = (step.strip() for step in command.split("&&"))
     gate = (ROOT / ".ci/run").read_text().replace(".ci-venv/", ".venv/")
-    assert gate.splitlines()[-1] == test
+    assert test in gate.splitlines()
     extras = re.findall(r"-e \S+", install)
     assert extras == re.findall(r"-e \S+", gate)
 
