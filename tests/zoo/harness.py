@@ -1,0 +1,159 @@
+"""Runs a project of the zoo as its user does, as a program in a process of its own, and reads what was recorded.
+
+A project is a folder of ``projects/`` with a ``row.json``: ``program`` (default ``train.py``), ``quick`` and ``full``
+(arguments for a short and a long run), ``environment`` (of a short run), ``augments`` (workers draw random numbers, so
+pixels depend on their number), ``ranks``, ``slow``, ``faults`` (what the benchmark plants).
+"""
+
+import json
+import multiprocessing
+import os
+import pickle
+import runpy
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+HERE = Path(__file__).parent
+RECORDER = HERE / "recorder"
+PRELOADED = ["lightning.pytorch", "pytorch_lightning", "timm", "albumentations", "torch_geometric.nn", "transformers"]
+"""Imported once, in the process that all programs are forked from."""
+LIMIT_S = 240.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    """A row of the zoo."""
+
+    name: str
+    program: str = "train.py"
+    quick: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    augments: bool = False
+    ranks: int = 1
+    slow: bool = False
+    faults: dict[str, list[str]] = field(default_factory=dict)
+
+
+def projects() -> dict[str, Project]:
+    """All of them, by name."""
+    found = {}
+    for path in sorted((HERE / "projects").iterdir()):
+        row = json.loads((path / "row.json").read_text())
+        lists = {key: tuple(row[key]) for key in ("quick", "full") if key in row}
+        found[path.name] = Project(name=path.name, **(row | lists))
+    return found
+
+
+def copy_of(project: Project, folder: Path) -> Path:
+    """The project's files in a folder of their own, without what the zoo knows of them."""
+    shutil.copytree(HERE / "projects" / project.name, folder, ignore=shutil.ignore_patterns("row.json", "__pycache__"))
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a run."""
+
+    printed: str
+    exit_code: int | None
+    """None: it did not end in time."""
+    ranks: tuple[dict[str, Any], ...]
+    """The record of each rank; none of a rank that never ended a fit."""
+    measured: Any = None
+    """What the report of rank 0 rests on."""
+
+    @property
+    def fine(self) -> bool:
+        return self.exit_code == 0 and bool(self.ranks) and not any(rank["error"] for rank in self.ranks)
+
+    def step_ms(self, warm_up: int = 20) -> float:
+        """Mean time from the end of a step to that of the next, all that happens between them included."""
+        ends = self.ranks[0]["ends"]
+        return 1e3 * (ends[-1] - ends[warm_up]) / (len(ends) - 1 - warm_up)
+
+
+def run(
+    project: Project,
+    folder: Path,
+    *,
+    feed: bool,
+    steps: int,
+    size: Literal["quick", "full"] = "quick",
+    overrides: Sequence[str] = (),
+) -> Outcome:
+    """Run the program that lies in ``folder``, with both callbacks or without them."""
+    out = folder / "recorded"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    environment = {
+        **(project.environment if size == "quick" else {}),
+        "PYTHONPATH": str(RECORDER),
+        "OMP_NUM_THREADS": "1",  # of two, one waits for the other where programs outnumber the CPUs
+        "LIGHTNING_FEED": "1" if feed else "0",
+        "NO_ALBUMENTATIONS_UPDATE": "1",
+        "ZOO_OUT": str(out),
+        "ZOO_STEPS": str(steps),
+        "ZOO_DIGESTS": "1000" if size == "quick" else "15",
+    }
+    argv = [str(folder / project.program), *(project.quick if size == "quick" else project.full), *overrides]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_program, args=(folder, argv, environment))
+    process.start()
+    process.join(LIMIT_S)
+    exit_code = process.exitcode
+    if exit_code is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    records = [json.loads(path.read_text()) for path in sorted(out.glob("rank*.json"))]
+    pickled = out / "rank0.pickle"
+    return Outcome(
+        printed=(folder / "printed.txt").read_text(errors="replace"),
+        exit_code=exit_code,
+        ranks=tuple(records),
+        measured=pickle.loads(pickled.read_bytes()) if pickled.exists() else None,
+    )
+
+
+def _program(folder: Path, argv: list[str], environment: dict[str, str]) -> None:
+    """What the new process does. It leads a group of its own, so that none of its processes is left behind."""
+    os.setsid()
+    with (folder / "printed.txt").open("w") as printed:
+        for stream in (1, 2):
+            os.dup2(printed.fileno(), stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    multiprocessing.set_start_method("fork", force=True)  # this process was told to use "forkserver" for its own
+    os.chdir(folder)
+    os.environ.update(environment)
+    sys.path[:0] = [str(folder), str(RECORDER)]
+    sys.argv = argv
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch was imported before this was known
+    try:
+        if argv[0].endswith(".ipynb"):
+            _notebook(Path(argv[0]))
+        else:
+            runpy.run_path(argv[0], run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+def _notebook(path: Path) -> None:
+    """Run all cells, and print what they show."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            sys.stdout.write(output.get("text") or output.get("data", {}).get("text/plain", ""))

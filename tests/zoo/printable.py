@@ -1,0 +1,80 @@
+"""Every remedy that could be printed for a project: its own loader, place and Trainer, with figures of slow runs."""
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_feed.watch.experiments.results import ExperimentResults
+from lightning_feed.watch.stats import LoaderStats, StarvationStats
+from lightning_feed.watch.verdict.diagnosis import HookTime, LoopFacts, Measurements, Remedy
+from lightning_feed.watch.verdict.tree import diagnose
+
+BUSY = {"workers_on_cpu_pct": 90.0, "workers_run_queue_pct": 5.0, "workers_blocked_pct": 5.0}
+CROWDED = {"workers_on_cpu_pct": 20.0, "workers_run_queue_pct": 75.0, "workers_blocked_pct": 5.0}
+ASLEEP = {"workers_on_cpu_pct": 2.0, "workers_run_queue_pct": 1.0, "workers_blocked_pct": 97.0}
+READY = {"handover_pct": 95.0, "queue_ready": 3.9, "queue_capacity": 4.0, **ASLEEP}
+
+
+def every_remedy(facts: LoopFacts) -> list[Remedy]:
+    """Each once, the first of each way to be put."""
+    found: dict[tuple[Any, str], Remedy] = {}
+    for measured in _slow_runs(replace(facts, others_cpu_pct=None, free_shm_bytes=None)):
+        for remedy in diagnose(measured).remedies:
+            found.setdefault((remedy.form, remedy.code), remedy)
+    return list(found.values())
+
+
+def _slow_runs(facts: LoopFacts) -> list[Measurements]:
+    workers = facts.num_workers or 0
+    roomy, narrow = replace(facts, usable_cpus=workers + 2), replace(facts, usable_cpus=1)
+    bars = [HookTime(name=f"[Callback]{bar}.on_train_batch_end", ms_per_step=50.0) for bar in _BARS]
+    logging = HookTime(name="[Logger]CSVLogger.log_metrics", ms_per_step=50.0)
+    found: dict[str, Any] = {"loader_per_s": 10.0, "model_per_s": 100.0}
+    fewer = {"worker_scaling": ((max(1, workers // 2), 40.0), (workers, 15.0))} if workers > 1 else {}
+    none = {"worker_scaling": ((0, 200.0), (workers, 15.0)), "hand_over_ms": 50.0}
+    files = {"hand_over_ms": 50.0, "hand_over_file_system_ms": 5.0, "sharing_strategy": "file_descriptor"}
+    return [
+        _run(roomy, data=60, loaders=BUSY),
+        _run(narrow, data=60, loaders=CROWDED, found=found | fewer),
+        _run(roomy, data=60, loaders=READY, found=found | none),
+        _run(roomy, data=60, loaders=READY, found=found | files),
+        _run(replace(roomy, batches_per_epoch=20), data=1, stats={"epoch_start_s": 4.0}, loaders=ASLEEP),
+        _run(roomy, data=60, loaders={"head_of_line_pct": 90.0, **BUSY}),
+        _run(replace(roomy, log_every_n_steps=1), other=60, hooks=[logging]),
+        *(_run(replace(roomy, bar_refresh_rate=1), other=60, hooks=[bar]) for bar in bars),
+    ]
+
+
+_BARS = ("TQDMProgressBar", "RichProgressBar")
+
+
+def _run(
+    facts: LoopFacts,
+    *,
+    data: float = 0.0,
+    other: float = 0.0,
+    stats: dict[str, Any] | None = None,
+    loaders: dict[str, Any] | None = None,
+    found: dict[str, Any] | None = None,
+    hooks: list[HookTime] | None = None,
+) -> Measurements:
+    """Steps of 100 ms, measured well."""
+    figures: dict[str, Any] = {
+        "steps": 500,
+        "confidence": "high",
+        "step_ms": 100.0,
+        "other_ms": other,
+        "data_idle_ms": data,
+        "h2d_ms": 0.0,
+        "compute_ms": 100.0 - data - other,
+        "starved_pct": data,
+        "input_pct": data,
+        "next_wait_ms": data,
+        "hidden_wait_ms": 0.0,
+    }
+    return Measurements(
+        stats=StarvationStats(**(figures | (stats or {}))),
+        facts=facts,
+        loaders=LoaderStats(**(loaders or {})),
+        experiments=None if found is None else ExperimentResults(**found),
+        hooks=tuple(hooks or ()),
+    )

@@ -1,0 +1,106 @@
+"""What is pasted lands where it belongs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from zoo.apply import CannotApply, apply
+
+SCRIPT = '''"""A script."""
+import lightning as L
+from torch.utils.data import DataLoader
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return {
+            "a": DataLoader(self.ds, 32, shuffle=True),
+            "b": DataLoader(
+                self.ds,
+                num_workers=2,
+            ),
+        }
+
+    def val_dataloader(self):
+        return DataLoader(self.ds)
+
+
+trainer = L.Trainer(max_epochs=1, callbacks=[TQDMProgressBar(refresh_rate=1), Mine()])
+trainer.fit(Model(), datamodule=Data(batch_size=8))
+'''
+
+
+@dataclass
+class Printed:
+    form: str | None
+    code: str
+    where: str = ""
+
+
+def _applied(folder: Path, form: str | None, code: str, where: str = "") -> str:
+    (folder / "train.py").write_text(SCRIPT)
+    assert apply(Printed(form, code, where), folder, "train.py") == []
+    return (folder / "train.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "expected"),
+    [
+        ('in your training DataLoader (Data.train_dataloader, train.py:7, loader "a")', "num_workers=1",
+         '"a": DataLoader(self.ds, 32, shuffle=True, num_workers=1),'),
+        ("in your training DataLoader (train.py:10)", "num_workers=1, pin_memory=True",
+         '"b": DataLoader(\n                self.ds,\n                num_workers=1, pin_memory=True,\n            )'),
+        ("in your validation DataLoader (Data.val_dataloader, train.py:17)", "num_workers=1",
+         "return DataLoader(self.ds, num_workers=1)"),
+    ],
+)  # fmt: skip
+def test_arguments_go_to_the_call_that_is_named(tmp_path: Path, where: str, code: str, expected: str) -> None:
+    assert expected in _applied(tmp_path, "arguments", code, where)
+
+
+def test_a_loader_that_could_be_one_of_two_is_no_place(tmp_path: Path) -> None:
+    with pytest.raises(CannotApply, match="2 calls"):
+        _applied(tmp_path, "arguments", "num_workers=1", "in your training DataLoader (train.py:7)")
+
+
+@pytest.mark.parametrize(
+    ("form", "code", "where", "expected"),
+    [
+        ("trainer", "log_every_n_steps=50", "in your Trainer", "Mine()], log_every_n_steps=50)"),
+        ("callback", "TQDMProgressBar(refresh_rate=20)", "", "callbacks=[Mine(), TQDMProgressBar(refresh_rate=20)]"),
+        ("callback", "PrefetchCallback()", "", "from lightning_feed import PrefetchCallback\n"),
+        ("line", 'torch.multiprocessing.set_sharing_strategy("file_system")', "at the start",
+         'import DataLoader\ntorch.multiprocessing.set_sharing_strategy("file_system")\n'),
+        ("line", "torch.set_num_threads(1)", "at the start", "import torch\n"),
+        ("datamodule", 'cache="bytes"', "cache in the call that makes your data module (Data)",
+         "Data(batch_size=8, cache='bytes')"),
+        ("settings", "num_workers=4", "num_workers: 2 -> 4 in loader=LoaderSettings(...) of Data",
+         "Data(batch_size=8, loader=LoaderSettings(num_workers=4))"),
+        ("method", "def on_after_batch_transfer(self, batch, i):\n    return batch", "in Data (train.py:6)",
+         "DataLoader(self.ds)\n\n    def on_after_batch_transfer(self, batch, i):\n        return batch\n"),
+    ],
+)  # fmt: skip
+def test_each_form_goes_where_it_belongs(tmp_path: Path, form: str, code: str, where: str, expected: str) -> None:
+    assert expected in _applied(tmp_path, form, code, where)
+
+
+@pytest.mark.parametrize(
+    ("form", "code", "where"),
+    [
+        (None, "num_workers=1", ""),
+        ("arguments", "DataLoader(dataset, num_workers=1)", "in train.py:9"),
+        ("method", "def f(self): ...", "in Data (train.py:6); and leave the transform out"),
+        ("method", "def f(self): ...", "in Nothing (train.py:6)"),
+        ("arguments", "num_workers=", "in train.py:9"),
+    ],
+)
+def test_what_does_not_say_what_to_do_cannot_be_applied(
+    tmp_path: Path, form: str | None, code: str, where: str
+) -> None:
+    with pytest.raises(CannotApply):
+        _applied(tmp_path, form, code, where)
+
+
+def test_an_override_goes_to_the_command_line(tmp_path: Path) -> None:
+    overrides = apply(Printed("override", "data.num_workers=2 data.pin=true"), tmp_path, "train.py")
+    assert overrides == ["data.num_workers=2", "data.pin=true"]

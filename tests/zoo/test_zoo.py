@@ -1,0 +1,78 @@
+"""What holds in every project of the zoo: no run changes, its report is made, and what it says can be done."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from zoo.apply import apply
+from zoo.compare import differences
+from zoo.harness import Outcome, Project, copy_of, projects, run
+from zoo.printable import every_remedy
+
+STEPS = 40
+FEWER_STEPS = 20
+"""Of a run with a remedy."""
+ZOO = projects()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zoo")
+
+
+@cache
+def trained(name: str, folder: Path) -> tuple[Outcome, Outcome]:
+    """A project's run without the callbacks, and the same with them."""
+    where = copy_of(ZOO[name], folder / name)
+    plain, fed = (run(ZOO[name], where, feed=feed, steps=STEPS) for feed in (False, True))
+    return plain, fed
+
+
+def rows(*, slow: bool) -> list[object]:
+    marked = [pytest.mark.slow] if slow else []
+    return [
+        pytest.param(project, id=name, marks=pytest.mark.slow if project.slow else marked)
+        for name, project in ZOO.items()
+    ]
+
+
+def test_each_folder_is_a_project_of_a_kind_of_its_own() -> None:
+    assert len(ZOO) >= 12
+    assert {path.name for path in Path(__file__).with_name("projects").iterdir()} == set(ZOO)
+
+
+@pytest.mark.parametrize("project", rows(slow=False))
+def test_weights_are_the_same_bit_for_bit(project: Project, folder: Path) -> None:
+    plain, fed = trained(project.name, folder)
+    assert plain.fine, plain.printed[-3000:]
+    assert differences(project, plain, fed) == []
+    assert len(fed.ranks) == project.ranks
+    for one, other in zip(plain.ranks, fed.ranks, strict=True):
+        assert one["batches"] == other["batches"]
+        assert one["weights"] == other["weights"] != ""
+
+
+@pytest.mark.parametrize("project", rows(slow=False))
+def test_the_report_of_a_short_run_is_made_without_an_error(project: Project, folder: Path) -> None:
+    fed = trained(project.name, folder)[1]
+    assert fed.ranks[0]["report"]["step_ms"] > 0
+    assert "FEED  " in fed.printed
+    failures = ("Traceback (most", "stopped measuring", "GPUStarvationCallback could not", "PrefetchCallback could not")
+    assert [words for words in failures if words in fed.printed] == []
+
+
+@pytest.mark.parametrize("project", rows(slow=True))
+def test_every_remedy_can_be_applied_as_it_is_printed(project: Project, folder: Path) -> None:
+    plain, fed = trained(project.name, folder)
+    remedies = every_remedy(fed.measured.facts)
+    assert remedies, "slow runs of this project are given no advice"
+    wrong = {}
+    for remedy in remedies:
+        where = copy_of(project, Path(mkdtemp(dir=folder)) / project.name)
+        overrides = apply(remedy, where, project.program)
+        after = run(project, where, feed=False, steps=FEWER_STEPS, overrides=overrides)
+        found = differences(project, plain, after, any_order="in_order=False" in remedy.code)
+        if found:
+            wrong[remedy.code, remedy.where] = found
+    assert wrong == {}
