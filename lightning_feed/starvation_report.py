@@ -13,6 +13,7 @@ from lightning_feed.watch.reports.markdown import diagnosis_markdown
 from lightning_feed.watch.reports.report import Report
 from lightning_feed.watch.reports.text import headline
 from lightning_feed.watch.stats import SOME_STEPS
+from lightning_feed.watch.tags import choose_tags, to_tags
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
 TEXT_TAG = "feed/report"
@@ -107,7 +108,7 @@ def achieved(found: Diagnosis) -> dict[str, float]:
 def give_report(to: Any, report: Report, step: int) -> None:
     """Give a report to a logger in the form that it shows best; nothing to one that takes neither pages nor text.
 
-    Weights & Biases gets the page, and in the run's summary the verdict with the share of the whole run; TensorBoard
+    Weights & Biases gets the page, and in the run's summary the verdict with the figures of the whole run; TensorBoard
     and Comet get Markdown; MLflow the files ``feed_report.md`` and ``feed_report.json`` as artifacts.
     """
     found = report.diagnosis
@@ -116,9 +117,8 @@ def give_report(to: Any, report: Report, step: int) -> None:
         import wandb
 
         experiment.log({TEXT_TAG: wandb.Html(io.StringIO(as_html(report))), "trainer/global_step": step})
-        experiment.summary["feed/verdict"] = headline(found)
-        if found.stats.starved_pct is not None:
-            experiment.summary["feed/starved_pct"] = found.stats.starved_pct
+        whole = choose_tags(to_tags(found.stats), "core", tensorboard=False)
+        experiment.summary.update({**whole, "feed/verdict": headline(found)})  # else W&B shows the last window there
     elif callable(getattr(experiment, "add_text", None)):
         experiment.add_text(TEXT_TAG, diagnosis_markdown(found), step)
     elif callable(getattr(experiment, "log_text", None)):

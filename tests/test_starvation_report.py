@@ -1,16 +1,21 @@
 """The report of a fit is found where users look for it: in their logger, and in the folder of the run."""
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from watch.reports.sample_reports import sample, sample_report
 from watch.small_fits import Memory, run_fit
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.starvation_report import log_text, run_folder
+from lightning_feed.starvation_report import give_report, run_folder
 from lightning_feed.watch.reports.document import read_document
+from lightning_feed.watch.reports.markdown import diagnosis_markdown
+from lightning_feed.watch.reports.text import headline
 
 pytestmark = [
     # These fits are small on purpose.
@@ -32,7 +37,11 @@ def test_tensorboard_shows_the_report_and_its_folder_holds_it(
     logger = TensorBoardLogger(tmp_path)
     run_fit(starvation, batches=40, logger=logger)
     folder = Path(logger.log_dir)
-    assert {path.name for path in folder.glob("feed_report.*")} == {"feed_report.json", "feed_report.md"}
+    assert {path.name for path in folder.glob("feed_report.*")} == {
+        "feed_report.html",
+        "feed_report.json",
+        "feed_report.md",
+    }
     assert read_document(tmp_path).diagnosis == starvation.report()
     logger.experiment.flush()
     events = EventAccumulator(str(folder))
@@ -45,6 +54,30 @@ def test_tensorboard_shows_the_report_and_its_folder_holds_it(
 def test_any_logger_with_a_folder_gets_the_files(starvation: GPUStarvationCallback, tmp_path: Path) -> None:
     run_fit(starvation, logger=CSVLogger(tmp_path, name="birds"))
     assert (tmp_path / "birds" / "version_0" / "feed_report.json").is_file()
+
+
+@pytest.mark.parametrize("folder", [Mock(), MagicMock(), 3, None, ["a"]])
+def test_a_folder_that_is_no_path_is_none(
+    folder: Any, starvation: GPUStarvationCallback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loggers of users and of test suites may give anything. What is there of the others is used."""
+
+    class Odd(Memory):
+        log_dir = save_dir = folder
+
+    monkeypatch.chdir(tmp_path)
+    assert run_fit(starvation, logger=Odd()).state.finished
+    assert list(tmp_path.rglob("feed_report*")) == []
+    run_fit(starvation, logger=[Odd(), CSVLogger(tmp_path)])
+    assert len(list(tmp_path.rglob("feed_report.html"))) == 1
+
+
+def test_without_a_folder_of_a_logger_reports_lie_beside_the_checkpoints(
+    starvation: GPUStarvationCallback, tmp_path: Path
+) -> None:
+    run_fit(starvation, logger=Memory(), default_root_dir=tmp_path, enable_checkpointing=True)
+    (report,) = tmp_path.rglob("feed_report.json")
+    assert list(report.parent.glob("*.ckpt"))
 
 
 @pytest.mark.parametrize("options", [{"logger": False}, {"logger": Memory()}, {"fast_dev_run": 3}])
@@ -91,33 +124,72 @@ class Calls:
         self.made.append((args, kwargs))
 
 
-def test_each_kind_of_logger_gets_text_in_its_own_way() -> None:
-    tensorboard, wandb, mlflow, comet = Calls(), Calls(), Calls(), Calls()
+def test_each_kind_of_logger_gets_the_report_in_its_own_way() -> None:
+    tensorboard, mlflow, comet = Calls(), Calls(), Calls()
     for logger in (
         SimpleNamespace(experiment=SimpleNamespace(add_text=tensorboard)),
-        SimpleNamespace(experiment=object(), log_text=wandb),
         SimpleNamespace(experiment=SimpleNamespace(log_text=mlflow), run_id="r1"),
         SimpleNamespace(experiment=SimpleNamespace(log_text=comet)),
         SimpleNamespace(),  # takes no text
     ):
-        log_text(logger, "# report", 7)
-    assert tensorboard.made == [(("feed/report", "# report", 7), {})]
-    assert wandb.made == [((), {"key": "feed/report", "columns": ["report"], "data": [["# report"]], "step": 7})]
-    assert mlflow.made == [(("r1", "# report", "feed_report.md"), {})]
-    assert comet.made == [(("# report",), {"step": 7})]
+        give_report(logger, sample_report(), 7)
+    markdown = diagnosis_markdown(sample())
+    assert tensorboard.made == [(("feed/report", markdown, 7), {})]
+    assert [args[2] for args, _ in mlflow.made] == ["feed_report.md", "feed_report.json"]
+    assert comet.made == [((markdown,), {"step": 7})]
+
+
+def test_weights_and_biases_shows_the_page_and_the_whole_run(starvation: GPUStarvationCallback, tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import WandbLogger
+
+    logger = WandbLogger(save_dir=tmp_path, offline=True, project="birds")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of wandb about its own settings
+        run_fit(starvation, batches=60, logger=logger)
+        summary = dict(logger.experiment.summary)
+        logger.experiment.finish()
+    stats = starvation.report().stats
+    assert summary["feed/starved_pct"] == stats.starved_pct
+    assert summary["feed_step/step_ms"] == stats.step_ms
+    assert summary["feed/verdict"] == headline(starvation.report())
+    assert not [tag for tag in summary if tag.startswith(("feed_stack", "feed_host", "feed_workers"))]
+    (page,) = tmp_path.rglob("media/html/feed/*.html")
+    assert "lightning_feed report" in page.read_text()
+    assert len(list(tmp_path.rglob("feed_report.html"))) == 1
+
+
+def test_mlflow_keeps_the_report_as_artifacts_and_beside_the_run(
+    starvation: GPUStarvationCallback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.loggers import MLFlowLogger
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of MLflow about its file store
+        logger = MLFlowLogger(tracking_uri=f"file:{tmp_path}/mlruns")
+        run_fit(starvation, logger=logger)
+    found = sorted(path.relative_to(tmp_path).parts[3:] for path in tmp_path.rglob("feed_report.*"))
+    assert found == [
+        ("artifacts", "feed_report.json"),
+        ("artifacts", "feed_report.md"),
+        ("feed_report.html",),
+        ("feed_report.json",),
+        ("feed_report.md",),
+    ]
+    assert read_document(next(tmp_path.rglob("artifacts/*.json"))).diagnosis == starvation.report()
 
 
 @pytest.mark.parametrize("folder", [{"log_dir": "s3://bucket/runs"}, {"log_dir": None, "save_dir": "gs://bucket"}])
 def test_an_address_is_not_taken_for_a_folder(folder: dict[str, Any]) -> None:
     remote = SimpleNamespace(name="project", version=3, **folder)
-    assert run_folder(SimpleNamespace(loggers=[remote], fast_dev_run=0)) is None
+    assert run_folder(SimpleNamespace(loggers=[remote], fast_dev_run=0, checkpoint_callback=None)) is None
 
 
 def test_a_logger_that_refuses_the_text_does_not_end_the_run(
     starvation: GPUStarvationCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Offline(Memory):
-        def log_text(self, **_: Any) -> None:
+        def add_text(self, *_: Any) -> None:
             raise ConnectionError("no server")
 
     trainer = run_fit(starvation, logger=Offline())
