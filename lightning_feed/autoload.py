@@ -7,6 +7,8 @@ from typing import Any
 from lightning_feed.errors import SettingsError
 
 VARIABLE = "LIGHTNING_FEED"
+PROGRAM = "LIGHTNING_FEED_PROGRAM"
+"""Set while a program is diagnosed or tuned: the number of its process, and its name."""
 
 
 def callbacks() -> list[Any]:
@@ -20,13 +22,25 @@ def callbacks() -> list[Any]:
 
     Raises:
         SettingsError: when the variable holds anything but 1, 0 or nothing.
+        SystemExit: in a process that a program has started which is only to be diagnosed: there nothing may train.
     """
+    _refuse_children()
     return _both_from("lightning_feed") if _switched_on() else []
 
 
 def pl_callbacks() -> list[Any]:
     """The same for Trainers of ``pytorch_lightning``, which in 2.4 refuse callbacks of the other package's tree."""
+    _refuse_children()
     return _both_from("lightning_feed.pl") if _switched_on() else []
+
+
+def _refuse_children() -> None:
+    number, _, program = os.environ.get(PROGRAM, "").partition(" ")
+    if number and number != str(os.getpid()):
+        raise SystemExit(
+            f"lightning-feed: {program} is only looked at, and makes a Trainer in another process, which is not. "
+            "Nothing was trained there. Name the program that runs in that process."
+        )
 
 
 def _switched_on() -> bool:

@@ -1,7 +1,7 @@
 """The ``lightning-feed`` command: arguments, exit codes and printing, nothing else.
 
 Exit codes: 0 done, 1 a FeedError (its message on stderr), 2 wrong usage, 128 and a signal's number where one
-stopped it: 130 Ctrl-C, 143 SIGTERM, 141 nobody reads the output any more.
+stopped it: 130 Ctrl-C, 143 SIGTERM, 141 nobody reads the output any more; that of a user's program which ends early.
 """
 
 import argparse
@@ -11,16 +11,18 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_feed import __version__
 from lightning_feed.cli_pipe import nobody_reads
 from lightning_feed.errors import FeedError, printable
 
 if TYPE_CHECKING:
+    from lightning_feed.diagnosing.program import Fit
     from lightning_feed.watch.reports.report import Report
+    from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments without the program's name; None takes those of the process.
     """
-    arguments = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    program_arguments: list[str] = []
+    if given[:1] in (["diagnose"], ["tune"]) and "--" in given:  # what follows is the program's, whatever it is
+        cut = given.index("--")
+        given, program_arguments = given[:cut], given[cut + 1 :]
+    arguments = _parser().parse_args(given)
+    arguments.program_arguments = program_arguments
     if sys.stderr is None:  # closed by whoever started this: a file of data must not become its number 2
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -50,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.run(arguments)
     except FeedError as error:
         print(f"lightning-feed: {error}", file=sys.stderr)
-        return 1
+        return int(getattr(error, "exit_code", 1))
     except KeyboardInterrupt as stop:
         print("lightning-feed: stopped", file=sys.stderr)
         return 128 + int(getattr(stop, "signal_number", signal.SIGINT))
@@ -169,11 +177,13 @@ def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     diagnose = commands.add_parser(
         "diagnose",
         help="find what limits training by experiments, and what each remedy would give",
-        description="TARGET is module.py:NAME or package.module:NAME: a function or class without arguments, or an "
-        "object, that gives a LightningDataModule, or a LightningModule and a LightningDataModule. Trains for some "
-        "seconds, then changes one part of the road at a time. Takes about 90 s.",
+        usage="lightning-feed diagnose [options] (SCRIPT.py | -m MODULE | TARGET) [-- ARGS]",
+        description="Run SCRIPT.py, or a module, with ARGS until it calls Trainer.fit, train for some seconds in the "
+        "place of that, then change one part of the road at a time; the program ends there. Or TARGET, module.py:NAME "
+        "or package.module:NAME: a function or class without arguments, or an object, that gives a "
+        "LightningDataModule, or a LightningModule and a LightningDataModule. Takes about 90 s.",
     )
-    diagnose.add_argument("target", metavar="TARGET", help="module.py:NAME or package.module:NAME")
+    _add_target(diagnose)
     diagnose.add_argument("--quick", action="store_true", help="a third of the time, figures less certain")
     diagnose.add_argument("--only", metavar="LIST", help="experiments to run, such as X1,X3 (default: X1 to X8)")
     diagnose.add_argument(
@@ -182,7 +192,9 @@ def _add_diagnose(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     diagnose.add_argument(
         "--previous", type=Path, metavar="REPORT", help="of an earlier run: say what became of its predictions"
     )
-    diagnose.add_argument("--accelerator", default="auto", metavar="A", help="as for the Trainer (default: auto)")
+    diagnose.add_argument(
+        "--callbacks", action="store_true", help="run callbacks of your own classes too, whatever they write or upload"
+    )
     diagnose.add_argument("--json", action="store_true", help="print the report as JSON")
     diagnose.set_defaults(run=_diagnose)
 
@@ -191,10 +203,12 @@ def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     tune = commands.add_parser(
         "tune",
         help="find num_workers and the other loader settings, by a few trials",
-        description="TARGET is as for diagnose. With a LightningModule the smallest setting is looked for that keeps "
-        "it fed, else the fastest. Takes about 30 s; what was found is remembered.",
+        usage="lightning-feed tune [options] (SCRIPT.py | -m MODULE | TARGET) [-- ARGS]",
+        description="Programs and TARGET are as for diagnose. With a LightningModule the smallest setting is looked "
+        "for that keeps it fed, else the fastest. Takes about 30 s; what was found is remembered.",
     )
-    tune.add_argument("target", metavar="TARGET", help="module.py:NAME or package.module:NAME")
+    _add_target(tune)
+    tune.add_argument("--loader", metavar="NAME", help="which of several training loaders: its key or number")
     tune.add_argument("--budget", type=float, default=30.0, metavar="S", help="seconds for the trials (default: 30)")
     tune.add_argument("--trials", type=int, default=5, metavar="N", help="at most so many trials (default: 5)")
     tune.add_argument("--fresh", action="store_true", help="look anew, whatever is remembered")
@@ -210,9 +224,17 @@ def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="try a whole grid of workers too (default LIST: 0,5,10,...,50)",
     )
     tune.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweep into this PNG file")
-    tune.add_argument("--accelerator", default="auto", metavar="A", help="as for the Trainer (default: auto)")
     tune.add_argument("--json", action="store_true", help="print what was found as JSON")
     tune.set_defaults(run=_tune)
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "target", nargs="?", metavar="SCRIPT.py or TARGET", help="your program, or module.py:NAME, package.module:NAME"
+    )
+    what.add_argument("-m", dest="module", metavar="MODULE", help="your program, as for python -m")
+    command.add_argument("--accelerator", metavar="A", help="of TARGET's Trainer (default: auto)")
 
 
 def _workers_grid(text: str) -> tuple[int, ...]:
@@ -324,43 +346,69 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 def _diagnose(arguments: argparse.Namespace) -> None:
     from lightning_feed.diagnosing import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten, diagnose
-    from lightning_feed.diagnosing.target import open_target, trainer_for
     from lightning_feed.watch.reports.document import as_json, make_report, read_document
+    from lightning_feed.watch.reports.files import check_writable
 
     # Read before anything is written: it may lie where this one goes.
     earlier = None if arguments.previous is None else read_document(arguments.previous)
-    ended: DiagnosisFailed | DiagnosisInterrupted | DiagnosisNotWritten | None = None
-    with open_target(arguments.target) as target:
-        trainer = trainer_for(target, arguments.accelerator)
+    check_writable(arguments.out)  # before a program is run for minutes
+    out = arguments.out.absolute()  # a program may change the current folder
+
+    def look(fit: "Fit") -> tuple["Diagnosis", DiagnosisFailed | DiagnosisInterrupted | DiagnosisNotWritten | None]:
         try:
-            found = diagnose(
-                trainer,
-                target.model,
-                target.datamodule,
+            return diagnose(
+                fit.trainer,
+                fit.model,
+                fit.datamodule,
+                train_dataloaders=fit.train_dataloaders,
                 quick=arguments.quick,
                 only=arguments.only,
-                out=arguments.out,
+                out=out,
                 previous=earlier,
-            )
+                callbacks=arguments.callbacks,
+            ), None
         except (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten) as stop:
-            found, ended = stop.diagnosis, stop
+            return stop.diagnosis, stop
+
+    (found, ended), end_of_program = _with_fit(arguments, look)
     report = make_report(found, previous=earlier)
     print(as_json(report) if arguments.json else _as_text(report))
     if earlier is not None and not report.report_card:
         print(f"lightning-feed: no remedy of {earlier.path} that it can be held against is in effect", file=sys.stderr)
     if ended is None:
         print(f"Written to {arguments.out}.", file=sys.stderr)
+        sys.stderr.write(end_of_program)
         return
     if isinstance(ended, DiagnosisInterrupted) and ended.not_written is not None:
         print(f"lightning-feed: {ended.not_written}", file=sys.stderr)
     elif not isinstance(ended, DiagnosisNotWritten) and ended.written:
         how = "the failure" if isinstance(ended, DiagnosisFailed) else "it was stopped"
         print(f"lightning-feed: what was measured before {how} is in {arguments.out}", file=sys.stderr)
+    sys.stderr.write(end_of_program)
     raise ended
 
 
-def _tune(arguments: argparse.Namespace) -> None:
+def _with_fit(arguments: argparse.Namespace, look: "Callable[[Fit], Any]") -> tuple[Any, str]:
+    """What ``look`` gives for what TARGET makes, or for the first fit of a program, and a line on how that ended."""
+    from lightning_feed.diagnosing.program import Fit, Program, run_until_fit
     from lightning_feed.diagnosing.target import open_target, trainer_for
+    from lightning_feed.errors import SettingsError
+
+    target, given = arguments.target, tuple(arguments.program_arguments)
+    if target is not None and ":" in target and not target.endswith(".py"):
+        if given:
+            raise SettingsError(f"What follows -- are arguments of a program, and {target} is none. Leave them out.")
+        with open_target(target) as made:
+            trainer = trainer_for(made, arguments.accelerator or "auto")
+            return look(Fit(trainer=trainer, model=made.model, datamodule=made.datamodule)), ""
+    if arguments.accelerator is not None:
+        raise SettingsError("--accelerator is for TARGET: a program has a Trainer of its own. Set it there.")
+    program = Program(arguments.module or target, given, is_module=target is None)
+    found, fit = run_until_fit(program, look)
+    return found, f"lightning-feed: {program} was {fit.went_on}\n"
+
+
+def _tune(arguments: argparse.Namespace) -> None:
     from lightning_feed.errors import SettingsError
     from lightning_feed.extras import require
     from lightning_feed.load.tuning.sweep import write_plot
@@ -369,7 +417,8 @@ def _tune(arguments: argparse.Namespace) -> None:
 
     if arguments.plot is not None and arguments.sweep is None:
         raise SettingsError("--plot draws a sweep, and there is none. Add --sweep, or leave --plot out.")
-    if arguments.plot is not None:
+    plot = None if arguments.plot is None else arguments.plot.absolute()  # a program may change the current folder
+    if plot is not None:
         require("matplotlib", extra="plot", why="--plot")  # before a minute is spent on trials
     wanted = Wanted(
         samples_per_s=arguments.demand,
@@ -377,9 +426,9 @@ def _tune(arguments: argparse.Namespace) -> None:
         max_trials=arguments.trials,
         fresh=arguments.fresh,
         grid=arguments.sweep,
+        loader=arguments.loader,
     )
-    with open_target(arguments.target) as target:
-        tuned, swept = run_tune(target.datamodule, target.model, trainer_for(target, arguments.accelerator), wanted)
+    (tuned, swept), end_of_program = _with_fit(arguments, lambda fit: run_tune(fit, wanted))
     if arguments.json:
         document = tuned_document(tuned)
         print(json.dumps(document if swept is None else {**document, "sweep": swept.to_dict()}, indent=2))
@@ -387,8 +436,9 @@ def _tune(arguments: argparse.Namespace) -> None:
         print(tuned_text(tuned))
         if swept is not None:
             print(f"\n{swept.text()}")
-    if swept is not None and arguments.plot is not None:
-        print(f"Drawn into {write_plot(swept, arguments.plot)}.", file=sys.stderr)
+    if swept is not None and plot is not None:
+        print(f"Drawn into {write_plot(swept, plot)}.", file=sys.stderr)
+    sys.stderr.write(end_of_program)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

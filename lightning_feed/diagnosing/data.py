@@ -19,22 +19,23 @@ _BESIDE = {"X3": ("keys", "scaling"), "X4": ("disk",), "X6": ("disk",)}
 
 
 def request_loaders(bench: Bench) -> None:
-    """Get the training loaders of a bench without a module, as Lightning would.
+    """Get the training loaders of a bench without a fit, as Lightning would.
 
     Raises:
         SettingsError: when there are none.
     """
-    if bench.datamodule is None:
+    if bench.loaders is not None:
         bench.train_loaders = bench.loaders
         return
-    if bench.datamodule.trainer is None:
-        bench.datamodule.trainer = bench.trainer
-    bench.datamodule.prepare_data()
-    bench.datamodule.setup("fit")
-    bench.train_loaders = bench.datamodule.train_dataloader()
+    owner = bench.model if bench.datamodule is None else bench.datamodule
+    if bench.datamodule is None or owner.trainer is None:  # a module raises where it has none
+        owner.trainer = bench.trainer
+    owner.prepare_data()
+    owner.setup("fit")
+    bench.train_loaders = owner.train_dataloader()
     if bench.train_loaders is None:
         raise SettingsError(
-            f"{type(bench.datamodule).__name__}.train_dataloader() gives None, so there is nothing to load from. Have "
+            f"{type(owner).__name__}.train_dataloader() gives None, so there is nothing to load from. Have "
             "it return the training loader, such as a DataLoader."
         )
 
@@ -78,9 +79,7 @@ def measure_loader(
 
 def with_key_uses(results: ExperimentResults, bench: Bench) -> ExperimentResults:
     """The parts of the batch, with whether the step used them."""
-    keys = results.keys
-    if not keys and bench.host_batch is not None:
-        keys = tuple(
-            KeyUse(name=name, bytes_per_batch=size, used=None) for name, size in key_bytes(bench.host_batch).items()
-        )
+    keys, first = results.keys, bench.host_batches.first
+    if not keys and first is not None:
+        keys = tuple(KeyUse(name=name, bytes_per_batch=size, used=None) for name, size in key_bytes(first).items())
     return replace(results, keys=tuple(replace(key, used=bench.uses.get(key.name)) for key in keys))

@@ -98,7 +98,7 @@ def _place(error: BaseException) -> str:
     frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
     # What happened in a worker is in the message.
     frames += [(name, int(line)) for name, line in _OF_A_WORKER.findall(str(error))]
-    theirs = [(name, line) for name, line in frames if _is_theirs(name)]
+    theirs = [(name, line) for name, line in frames if is_theirs(name)]
     return f"{Path(theirs[-1][0]).name}:{theirs[-1][1]}" if theirs else ""
 
 
@@ -106,7 +106,8 @@ def _closed(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _is_theirs(name: str) -> bool:
+def is_theirs(name: str) -> bool:
+    """Whether a file of this name is the user's code: no part of Python, of an installed package, or of this one."""
     return not name.startswith(_NOT_THEIRS) and not any(part in name for part in _INSTALLED)
 
 

@@ -1,11 +1,12 @@
-"""The experiments with the model: the run as it is, and with the same batch again and again."""
+"""The experiments with the model: the run as it is, and with the same batches again and again."""
 
 import gc
 import itertools
+import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from lightning_feed import _host
 from lightning_feed.diagnosing.failure import loading_failed, raised_by_loader
 from lightning_feed.diagnosing.keys import KeyWatch, is_opaque
-from lightning_feed.diagnosing.replay import Replay, clone, fresh_containers, own_loaders
+from lightning_feed.diagnosing.replay import Replay, Sample, clone, fresh_containers, own_loaders
 from lightning_feed.diagnosing.stopping import StopSignals
 from lightning_feed.diagnosing.trainer import Limits, Package, make_hooks, run_fit, short_trainer
 from lightning_feed.errors import FeedError
@@ -28,10 +29,14 @@ BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after
 STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 OWN_HOOKS = ("[Callback]ShortFit.", "[Callback]GPUStarvationCallback.")
 """What a diagnosis adds to a fit is not of the user's run."""
+ENDS = ("on_fit_end", "on_train_end", "teardown", "on_exception", "on_save_checkpoint")
+"""Hooks of the user's that are not called: they may upload what they take for the result of a training."""
 AS_IT_IS = "training as it is failed"
 WINDOWS = 5
 FEWEST_CYCLES = WINDOWS
 """Optimizer steps behind the warm-up with which a rate is given."""
+FEWEST_PASSES = 2
+"""Times that several batches must have come behind the warm-up."""
 STEPS_AHEAD = 8
 """Steps that the device may be behind the host: enough that it never runs out of work."""
 
@@ -62,10 +67,12 @@ class Bench:
     stops: StopSignals = field(default_factory=StopSignals)
     measured: Measurements | None = None
     """[X0]"""
-    host_batch: Any = None
-    """[X0] The first batch as the loader gave it."""
-    device_batch: Any = None
-    """[X0] The same as the step got it."""
+    host_batches: Sample = field(default_factory=Sample)
+    """[X0] Batches as the loader gave them."""
+    device_batches: Sample = field(default_factory=Sample)
+    """[X0] The same as the step got them."""
+    callbacks: list[Any] = field(default_factory=list)
+    """The user's, that are to run in X0."""
     uses: dict[str, bool | None] = field(default_factory=dict)
     """[X0] Whether the step read each part of its batch."""
     train_loaders: Any = None
@@ -74,16 +81,15 @@ class Bench:
     def run_as_it_is(self, limits: Limits, progress: Progress) -> None:
         """[X0] A fit with the user's loaders: the measurements, a batch, which parts of it are read."""
         meter = self.package.feed.GPUStarvationCallback(nvml=False, report=False)
-        batches = _FirstBatch(self)
+        batches = _Watch(self)
 
         def on_step(steps: int) -> None:
-            batches.forget()
             progress(steps, hooks.limits.most)
 
         def on_start(trainer: Any) -> None:
             queue = _ready_batches(_host.train_loaders(trainer))
             hooks.limits = Limits(least=limits.least, most=limits.most + queue + WARM_UP_STEPS, seconds=limits.seconds)
-            batches.watch(trainer)
+            batches.watch(trainer, queue + WARM_UP_STEPS)
 
         def give(loaders: Any) -> Any:
             before.enter_context(untouched(loaders))
@@ -93,7 +99,7 @@ class Bench:
         before = ExitStack()
         try:
             with before:
-                self._fit(hooks, [meter, hooks], give)
+                self._fit(hooks, [*self.callbacks, meter, hooks], give)
         except Exception as error:
             if isinstance(error, FeedError) or not raised_by_loader(error, self.model):
                 raise
@@ -105,11 +111,16 @@ class Bench:
             theirs = tuple(hook for hook in measured.hooks if not hook.name.startswith(OWN_HOOKS))
             self.measured = replace(measured, hooks=theirs)
 
-    def replay(self, batch: Any, limits: Limits, progress: Progress, *, on_device: bool) -> float | None:
-        """[X1, X2] Batches per second of a fit in which each step gets ``batch``. None: too few steps.
+    def tear_down(self) -> None:
+        """What the user's data module has set up is not needed any more."""
+        if self.datamodule is not None and _host.is_overridden(self.datamodule, "teardown"):
+            self.datamodule.teardown("fit")
+
+    def replay(self, batches: Sequence[Any], limits: Limits, progress: Progress, *, on_device: bool) -> float | None:
+        """[X1, X2] Batches per second of a fit whose steps get ``batches`` again and again. None: too few steps.
 
         Args:
-            batch: as the step gets it, if it is on the device, else as the loader gives it.
+            batches: as the step gets them, if they are on the device, else as the loader gives them.
             limits: how long.
             progress: told after each step.
             on_device: leave the way to the device out, with its hooks.
@@ -127,9 +138,9 @@ class Bench:
 
         hooks = make_hooks(self.package, limits, self.stops, on_start, on_step)
         known = self.measured.facts.batches_per_epoch if self.measured is not None else None
-        endless = Replay(batch, max(limits.most + 1, known or 0))
+        endless = Replay(batches, max(limits.most + 1, known or 0))
         self._fit(hooks, [hooks], lambda _: endless, set_up=False, prefetch=not on_device)
-        return pace.per_s(self.trainer.accumulate_grad_batches)
+        return pace.per_s(self.trainer.accumulate_grad_batches, len(batches))
 
     def _fit(
         self,
@@ -158,6 +169,8 @@ class Bench:
             data = {}
             wraps.append(_host.Wrap(self.model, "train_dataloader", given))
         wraps.append(_host.Wrap(self.model, "configure_callbacks", _no_callbacks))
+        owners = [self.model, *self.callbacks, *([self.datamodule] if self.datamodule is not None else [])]
+        wraps += [_host.Wrap(one, name, _nothing) for one in owners for name in ENDS if _host.is_overridden(one, name)]
         try:
             with tempfile.TemporaryDirectory(prefix="feed_diagnose_") as folder:
                 trainer = short_trainer(self.package, self.trainer, callbacks, folder, prefetch=prefetch)
@@ -169,22 +182,23 @@ class Bench:
             gc.collect()  # a Trainer is a ring of objects; with it go the workers of this fit
 
 
-class _FirstBatch:
-    """Takes the first batch of a fit down, before and after the way to the device, and watches the step read it."""
+class _Watch:
+    """Takes batches of a fit down, before and after the way to the device, and watches the first step read its own."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._wraps: list[_host.Wrap] = []
+        self._first = True
 
-    def watch(self, trainer: Any) -> None:
+    def watch(self, trainer: Any, warm_up: int) -> None:
         """Begin, at the start of the training."""
         bench = self._bench
         if _host.takes_iterator(bench.model):
             return
+        bench.host_batches, bench.device_batches = Sample(warm_up), Sample(warm_up)
 
         def on_host(original: Any, batch: Any) -> Any:
-            if bench.host_batch is None:
-                bench.host_batch = fresh_containers(batch, clone)
+            bench.host_batches.offer(batch)
             return original(batch)
 
         self._wraps = [
@@ -193,24 +207,24 @@ class _FirstBatch:
         ]
 
     def forget(self) -> None:
-        """After the first step."""
+        """After the fit."""
         for wrap in reversed(self._wraps):
             wrap.undo()
         self._wraps = []
 
     def _step(self, original: Any, batch: Any, *rest: Any, **named: Any) -> Any:
         bench = self._bench
-        if bench.device_batch is not None:
+        bench.device_batches.offer(batch)
+        if not self._first or bench.compiled is not None or is_opaque(bench.model):
             return original(batch, *rest, **named)
-        bench.device_batch = fresh_containers(batch, clone)
-        if bench.compiled is not None or is_opaque(bench.model):
-            return original(batch, *rest, **named)
+        self._first = False
         try:
             watch = KeyWatch(batch)
             with watch.seeing_torch():
                 output = original(watch.batch, *rest, **named)
         except Exception:  # noqa: BLE001  # a step that minds the containers minds nothing else: it gets its own batch
-            return original(fresh_containers(bench.device_batch, clone), *rest, **named)
+            first = bench.device_batches.first
+            return original(batch if first is None else fresh_containers(first, clone), *rest, **named)
         uses = watch.uses()
         if self._read_elsewhere():
             uses = {name: used or None for name, used in uses.items()}
@@ -256,23 +270,26 @@ class _Pace:
             if len(self._stamps) > STEPS_AHEAD:
                 self._stamps[-1 - STEPS_AHEAD].synchronize()
 
-    def per_s(self, accumulate: int) -> float | None:
+    def per_s(self, accumulate: int, batches: int = 1) -> float | None:
         """Batches per second over whole optimizer steps of ``accumulate`` batches, the first quarter of them left out.
 
         The rest is divided into windows, whose median rate counts: work that comes only every few steps is in each of
-        them, and another program that takes the CPUs for a while is in few.
+        them, and another program that takes the CPUs for a while is in few. Of several ``batches`` that come again and
+        again, each window has all of them equally often.
         """
         self._wait()
-        marks = self._stamps[::accumulate]
+        period = math.lcm(accumulate, batches)
+        marks = self._stamps[::period]
         settled = marks[max(1, len(marks) // 4) :]
-        if len(settled) <= FEWEST_CYCLES:
+        if len(settled) <= (FEWEST_CYCLES if batches == 1 else FEWEST_PASSES):
             return None
-        edges = [index * (len(settled) - 1) // WINDOWS for index in range(WINDOWS + 1)]
+        windows = min(WINDOWS, len(settled) - 1)
+        edges = [index * (len(settled) - 1) // windows for index in range(windows + 1)]
         means = [
             self._seconds(settled[first], settled[last]) / (last - first) for first, last in itertools.pairwise(edges)
         ]
         middle = statistics.median(means)
-        return accumulate / middle if middle > 0 else None
+        return period / middle if middle > 0 else None
 
     def _seconds(self, before: Any, after: Any) -> float:
         return float(after - before if self._make is None else before.elapsed_time(after) / 1e3)

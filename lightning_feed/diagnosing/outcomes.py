@@ -46,3 +46,12 @@ class DiagnosisNotWritten(ReportError):
         super().__init__(message)
         self.diagnosis = diagnosis
         """The verdict."""
+
+
+class ProgramEnded(FeedError):
+    """The user's program ended before it called ``Trainer.fit``."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        """What the command is to end with: the program's own, and 1 where that says that all is well."""

@@ -1,14 +1,17 @@
 """Which experiments are run, for how long, and what they gave so far."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_feed import _host
+from lightning_feed.diagnosing.beside import left_out
 from lightning_feed.diagnosing.data import loader_facts, measure_loader, request_loaders, with_key_uses
 from lightning_feed.diagnosing.failure import in_a_line, told
 from lightning_feed.diagnosing.fits import AS_IT_IS, FEWEST_CYCLES, Bench
-from lightning_feed.diagnosing.trainer import Limits
+from lightning_feed.diagnosing.replay import Sample
+from lightning_feed.diagnosing.trainer import LATEST, Limits
 from lightning_feed.errors import FeedError
 from lightning_feed.watch.experiments.data_experiments import DATA_EXPERIMENTS as DESCRIPTIONS
 from lightning_feed.watch.experiments.results import ExperimentResults
@@ -22,6 +25,10 @@ RUN_SHARE, REPLAY_SHARE = 0.17, 0.06
 """Shares of the budget for the run as it is, and for each replay. The data experiments have the rest."""
 RUN_STEPS, REPLAY_STEPS = 200, 300
 QUICK_RUN_STEPS, QUICK_REPLAY_STEPS = 80, 80
+REPLAYED = (8, 4, 2)
+"""Batches of a run with batches of several shapes that are replayed: as many of these as there is time for."""
+PASSES = 5
+"""Times that all of them come: one is warm-up, and two must be left behind it."""
 FEWEST_RUN_STEPS = 12
 """The first does not count, and a verdict needs ten."""
 
@@ -88,6 +95,10 @@ def run_all(found: Found, model_state: list[Any], bar: Any) -> None:
         for state in model_state:
             state.restore()
     _measure_loader(found, bench, bar)
+    try:
+        bench.tear_down()
+    except Exception as error:  # noqa: BLE001  # what was measured is worth more
+        found.left_out["teardown"] = f"the data module's failed: {in_a_line(error)}"
     bench.stops.look()
     bar.update(bar.total - bar.n)
 
@@ -132,6 +143,9 @@ def _run_as_it_is(found: Found, bench: Bench, progress: Callable[[int, int], Non
     limits = Limits(least=FEWEST_RUN_STEPS, most=steps, seconds=RUN_SHARE * found.budget_s)
     with told(AS_IT_IS):
         bench.run_as_it_is(limits, progress)
+    beside = left_out(bench.trainer, bench.model, bench.datamodule, bench.callbacks)
+    if beside:
+        found.left_out["the rest of the fit"] = beside
     if bench.trainer.num_devices * bench.trainer.num_nodes > 1:
         found.left_out["ranks"] = (
             "trained on one device; GPUStarvationCallback() measures in the run itself what ranks cost each other"
@@ -139,15 +153,12 @@ def _run_as_it_is(found: Found, bench: Bench, progress: Callable[[int, int], Non
 
 
 def _replays(found: Found, bench: Bench, model_state: list[Any], bar: Any) -> None:
-    steps = (QUICK_REPLAY_STEPS if found.quick else REPLAY_STEPS) * bench.trainer.accumulate_grad_batches
-    least = (FEWEST_CYCLES * 4 // 3 + 4) * bench.trainer.accumulate_grad_batches
-    limits = Limits(least=least, most=steps, seconds=REPLAY_SHARE * found.budget_s)
-    given = {"X1": ("model_per_s", "device_batch"), "X2": ("host_batch_per_s", "host_batch")}
-    for number, (name, (result, batch)) in enumerate(given.items()):
+    given = {"X1": ("model_per_s", bench.device_batches), "X2": ("host_batch_per_s", bench.host_batches)}
+    for number, (name, (result, sample)) in enumerate(given.items()):
         bench.stops.look()
         if name not in found.asked:
             continue
-        if getattr(bench, batch) is None:
+        if sample.first is None:
             found.left_out[name] = (
                 "training_step takes dataloader_iter, and fetches for itself"
                 if _host.takes_iterator(bench.model)
@@ -156,9 +167,12 @@ def _replays(found: Found, bench: Bench, model_state: list[Any], bar: Any) -> No
             continue
         for state in model_state:
             state.restore()  # the same weights in each: a long fit of one batch ends in other numbers than training
-        progress = _phase(bar, f"{name}: the same {batch.replace('_', ' ')} again and again", 17 + 6 * number, 6)
+        batches, limits = _batches_and_limits(found, bench, sample)
+        many = "batch" if len(batches) == 1 else "batches"
+        where = "on the device" if name == "X1" else "from the host"
+        progress = _phase(bar, f"{name}: the same {many} {where} again and again", 17 + 6 * number, 6)
         try:
-            per_s = bench.replay(getattr(bench, batch), limits, progress, on_device=name == "X1")
+            per_s = bench.replay(batches, limits, progress, on_device=name == "X1")
         except Exception as error:  # noqa: BLE001  # the other experiments do not need this one
             bench.stops.look()  # Ctrl-C reaches the workers too, and they fail of it
             found.left_out[name] = f"it failed: {in_a_line(error)}"
@@ -167,6 +181,22 @@ def _replays(found: Found, bench: Bench, model_state: list[Any], bar: Any) -> No
             found.left_out[name] = "too few steps in the time that there was: give it more, or leave --quick out"
         changed: dict[str, Any] = {result: per_s}
         found.results = replace(found.results, **changed)
+
+
+def _batches_and_limits(found: Found, bench: Bench, sample: Sample) -> tuple[list[Any], Limits]:
+    """As many batches of the run as can be replayed often enough in the time that there is."""
+    accumulate, seconds = bench.trainer.accumulate_grad_batches, REPLAY_SHARE * found.budget_s
+    most = (QUICK_REPLAY_STEPS if found.quick else REPLAY_STEPS) * accumulate
+    step_ms = bench.measured.stats.step_ms if bench.measured is not None else None
+    for count in REPLAYED:
+        least = PASSES * math.lcm(accumulate, count)
+        if step_ms is not None and least <= most and least * step_ms * 1e-3 <= LATEST * seconds:
+            batches = sample.take(count)
+            if len(batches) > 1:
+                return batches, Limits(least=least, most=most, seconds=seconds)
+            break
+    least = (FEWEST_CYCLES * 4 // 3 + 4) * accumulate
+    return sample.take(1), Limits(least=least, most=most, seconds=seconds)
 
 
 def _phase(bar: Any, words: str, start: float, share: float) -> Callable[[int, int], None]:

@@ -8,6 +8,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from lightning_feed._host import is_overridden
+from lightning_feed.diagnosing.beside import own_callbacks
 from lightning_feed.diagnosing.fits import Bench
 from lightning_feed.diagnosing.globals import ProcessState
 from lightning_feed.diagnosing.outcomes import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
@@ -41,11 +42,13 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     out: str | Path | None = None,
     previous: Report | str | Path | None = None,
     budget_s: float | None = None,
+    callbacks: bool = False,
 ) -> Diagnosis:
     """Find what limits training by experiments, and leave everything as it was.
 
-    Trains for some seconds with the loaders as they are, then with the same batch again and again (X1 on the device, X2
-    from the host), on one device, without loggers, checkpoints, validation or other callbacks than PrefetchCallback.
+    Trains for some seconds with the loaders as they are, then with the same batches again and again (X1 on the device,
+    X2 from the host), on one device, without loggers, checkpoints, validation or other callbacks than PrefetchCallback,
+    and without the module's hooks for the end of a training. What was left out is named in the report.
     Then drives the training loader alone, with parts of its work left out (X3 to X8). Module, data module, loaders,
     optimizers, random states and settings of the process are afterwards as they were before, bit for bit. What it found
     of an ImageFolderDataModule is remembered for ``backend="auto"``.
@@ -61,6 +64,8 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         previous: the report of an earlier run, or where it is. What it predicted for remedies that are in effect now is
             held against what was measured, in the ``report_card`` of the files.
         budget_s: seconds to take in all, about; None: 90, quick 30.
+        callbacks: run the Trainer's callbacks of your own classes too, in the first of the fits, whatever they write or
+            upload in the course of training. Their hooks for its end are not called.
 
     Raises:
         SettingsError: when there is nothing to load from, or the Trainer cannot be used.
@@ -78,7 +83,13 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     if out is not None:
         check_writable(Path(out))  # a minute of experiments is not to be lost in the end
     found = Found(asked=asked, budget_s=limit_s, quick=quick)
-    stopped_by, failure = _experiments(found, lambda: _bench(trainer, model, datamodule, train_dataloaders))
+
+    def make_bench() -> Bench:
+        bench = _bench(trainer, model, datamodule, train_dataloaders)
+        bench.callbacks = own_callbacks(bench.trainer) if callbacks else []
+        return bench
+
+    stopped_by, failure = _experiments(found, make_bench)
     diagnosis = tree.diagnose(found.measurements())
     written, problem = _write(diagnosis, out, earlier)
     if stopped_by is not None:
@@ -128,7 +139,8 @@ def _prepare(bench: Bench, stops: StopSignals, kept: list[Any]) -> Bench:
     if bench.trainer.strategy.root_device.type == "cuda":
         kept[0].keep_cuda()
     leave = [bench.trainer]
-    kept.append(Snapshot(bench.model, bench.compiled, leave=(*leave, bench.datamodule, bench.loaders)))
+    of_model = (bench.model, bench.compiled, *bench.callbacks)
+    kept.append(Snapshot(*of_model, leave=(*leave, bench.datamodule, bench.loaders)))
     kept.append(Snapshot(bench.datamodule, bench.loaders, leave=(*leave, bench.model), array_limit=ARRAYS_KEPT))
     return bench
 
@@ -174,6 +186,6 @@ def _write(
         return [], None
     try:
         report = make_report(diagnosis, previous=earlier)
-        return write_report(report, folder, forms=("json", "md", "html")), None
+        return write_report(report, folder), None
     except ReportError as error:
         return [], error

@@ -21,6 +21,7 @@ from lightning_feed.prefetch_callback import PrefetchCallback
 
 BY_NAME = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 """Classes of precision plugins that ``Trainer(precision=...)`` makes anew from the name."""
+LATEST = 3
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
@@ -82,7 +83,7 @@ def package_of_all(things: list[Any]) -> Package:
 class Limits:
     """How long a fit goes on: to ``most`` steps, or until ``seconds`` are over, then to ``least`` steps.
 
-    After three times the seconds it ends all the same.
+    After ``LATEST`` times the seconds it ends all the same.
     """
 
     least: int
@@ -181,6 +182,7 @@ class _Hooks:
         planned = trainer.estimated_stepping_batches
         self._planned = float("inf") if planned in (-1, float("inf")) else planned
         _host.go_on_past_the_end(trainer)
+        _host.keep_plateaus(trainer)
         self._began = time.perf_counter()
         self.on_start(trainer)
 
@@ -194,7 +196,7 @@ class _Hooks:
         self.on_step(self.steps)
         took = time.perf_counter() - self._began
         late = took >= self.limits.seconds and self.steps >= self.limits.least
-        if self.steps >= self.limits.most or late or took >= 3 * self.limits.seconds:
+        if self.steps >= self.limits.most or late or took >= LATEST * self.limits.seconds:
             trainer.should_stop = True
         if trainer.global_step + 1 >= self._planned:
             _host.stop_schedulers(trainer)

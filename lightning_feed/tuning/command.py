@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tqdm.auto import tqdm
 
+from lightning_feed.diagnosing.program import Fit
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.tuning.sweep import Sweep, check_grid, sweep_loader
 from lightning_feed.load.tuning.values import Goal, Tuned
@@ -24,15 +24,15 @@ class Wanted:
     fresh: bool = False
     grid: Sequence[int] | None = None
     """Numbers of workers to sweep; None: no sweep."""
+    loader: str | None = None
+    """Which of several loaders: its place."""
 
 
-def run_tune(target: Any, model: Any, trainer: Any, wanted: Wanted) -> tuple[Tuned, Sweep | None]:
+def run_tune(fit: Fit, wanted: Wanted) -> tuple[Tuned, Sweep | None]:
     """Tune, and sweep where that is wanted, with the tuner's choice marked.
 
     Args:
-        target: a data module.
-        model: its module, or None.
-        trainer: on one device.
+        fit: what is to train, and on what.
         wanted: what for.
 
     Raises:
@@ -41,7 +41,8 @@ def run_tune(target: Any, model: Any, trainer: Any, wanted: Wanted) -> tuple[Tun
     goal = Goal(demand_per_s=wanted.samples_per_s, budget_s=wanted.budget_s, max_trials=wanted.max_trials)
     if wanted.grid is not None:
         check_grid(wanted.grid)  # before seconds are spent on trials
-    with bench_of(target, model, trainer) as (bench, loader):
+    data = next((one for one in (fit.datamodule, fit.train_dataloaders) if one is not None), fit.model)
+    with bench_of(data, fit.model, fit.trainer, wanted.loader) as (bench, loader):
         size = batch_size_of(loader)
         if wanted.samples_per_s is not None:
             if size is None:

@@ -24,6 +24,7 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
     budget_s: float = 30.0,
     max_trials: int = 5,
     fresh: bool = False,
+    loader: str | None = None,
 ) -> Tuned:
     """Find the loader settings for a data module or a DataLoader, and leave everything as it was.
 
@@ -32,7 +33,7 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
     short trial the next time.
 
     Args:
-        target: a LightningDataModule, which is prepared and set up for "fit", or a torch DataLoader.
+        target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
         model: the LightningModule. What it can take is measured by training on one batch for some seconds.
         trainer: the Trainer that will train it. It is only read; loaders are tried for each of its local ranks at once.
         batch_size: samples in a batch, for figures in samples per second where the loader does not tell it.
@@ -40,6 +41,7 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
         budget_s: seconds for the trials. None is begun later.
         max_trials: the first, without workers, included.
         fresh: look anew, whatever is remembered.
+        loader: which of several training loaders is tuned: its key or its number, ``"cls"``.
 
     Raises:
         SettingsError: for a target that cannot be tuned, or values that leave nothing to try.
@@ -57,9 +59,9 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
         0
     """
     goal = Goal(demand_per_s=demand_per_s, budget_s=budget_s, max_trials=max_trials)
-    with bench_of(target, model, trainer) as (bench, loader):
+    with bench_of(target, model, trainer, loader) as (bench, one):
         goal = goal_for(bench, goal, ranks=trainer is not None)
-        return find(bench, loader, goal, batch_size=batch_size, fresh=fresh)
+        return find(bench, one, goal, batch_size=batch_size, fresh=fresh)
 
 
 def find(bench: Bench, loader: DataLoader[Any], goal: Goal, *, batch_size: int | None, fresh: bool) -> Tuned:
@@ -75,7 +77,7 @@ def find(bench: Bench, loader: DataLoader[Any], goal: Goal, *, batch_size: int |
     with tqdm(total=goal.max_trials, desc="tune", disable=None, leave=False) as bar:
         if bench.model is not None and goal.demand_per_s is None:
             bar.set_description_str("tune: what the model can take")
-            goal = replace(goal, demand_per_s=measure_demand(bench, loader))
+            goal = replace(goal, demand_per_s=measure_demand(bench))
 
         def on_trial(trial: Trial) -> None:
             bar.set_description_str(f"tune: {trial.setting.num_workers} workers tried")

@@ -267,5 +267,5 @@ def test_the_page_names_every_option(capsys: pytest.CaptureFixture[str]) -> None
         cli.main(["diagnose", "--help"])
     options = set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.MULTILINE))
     text = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
-    section = text.split("## `lightning-feed diagnose TARGET`")[1].split("\n## ")[0]
+    section = text.split("## `lightning-feed diagnose SCRIPT.py -- ARGS`")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `(--\w+)", section, re.MULTILINE)) == options

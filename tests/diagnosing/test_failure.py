@@ -214,5 +214,5 @@ def test_a_message_with_a_full_stop_has_one() -> None:
 
 def test_a_folder_named_like_ours_is_the_users() -> None:
     ours = Path(failure.__file__).parents[1]
-    assert failure._is_theirs(f"{ours}_runs/train.py")
-    assert not failure._is_theirs(f"{ours}/cli.py")
+    assert failure.is_theirs(f"{ours}_runs/train.py")
+    assert not failure.is_theirs(f"{ours}/cli.py")

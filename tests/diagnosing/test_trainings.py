@@ -9,13 +9,11 @@ import pytest
 import torch
 from diagnosing.small_runs import Numbers, make_parts, make_trainer, short_diagnosis
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger
 from simulated.device import SimulatedDevice
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from watch.small_fits import CpuPrefetch
 
-from lightning_feed import GPUStarvationCallback
 from lightning_feed._host import Wrap
 from lightning_feed.diagnosing import DiagnosisInterrupted, diagnose, fits
 from lightning_feed.diagnosing import trainer as diagnosing_trainer
@@ -85,15 +83,6 @@ class OneCycle(Module):  # type: ignore[misc,valid-type]
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Talks(Module):  # type: ignore[misc,valid-type]
-    """Needs a logger and its data module."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.logger.experiment.add_image("x", batch[0])
-        assert self.trainer.datamodule.dataset.length == 24
-        return super().training_step(batch, batch_idx)
-
-
 def test_manual_optimization_with_two_optimizers() -> None:
     results = results_of(Manual())
     assert results.model_per_s > 0
@@ -124,28 +113,6 @@ def test_accumulation_and_clipping_are_kept() -> None:
     trainer = make_trainer(accumulate_grad_batches=3, gradient_clip_val=0.5, precision="bf16-mixed")
     assert results_of(Looks(), trainer=trainer).model_per_s > 0
     assert seen == {(3, 0.5, "bf16-mixed")}
-
-
-def test_loggers_callbacks_and_validation_are_left_out(tmp_path: Path) -> None:
-    class Counts(Callback):
-        calls = 0
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            Counts.calls += 1
-
-    class Validates(Data):  # type: ignore[misc,valid-type]
-        def val_dataloader(self) -> Any:
-            raise AssertionError("validation is not measured")
-
-    class Brings(Talks):
-        def configure_callbacks(self) -> Any:
-            return [Counts()]
-
-    options = {"enable_checkpointing": True, "default_root_dir": str(tmp_path)}
-    trainer = make_trainer(logger=CSVLogger(tmp_path), callbacks=[Counts(), GPUStarvationCallback()], **options)
-    results_of(Brings(), Validates(), trainer=trainer)
-    assert Counts.calls == 0
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_prefetching_is_kept_with_a_copy_of_the_callback() -> None:
@@ -337,14 +304,14 @@ def test_something_that_is_no_trainer() -> None:
 
 def test_replayed_tensors_are_copied_only_where_a_step_writes_into_them() -> None:
     batch = {"x": torch.ones(2), "names": ["a"]}
-    read = iter(Replay(batch, 4))
+    read = iter(Replay([batch], 4))
     next(read)
     second = next(read)
     assert second["x"] is batch["x"]
     assert second is not batch
     assert second["names"] is not batch["names"]
     assert len(list(read)) == 2
-    writes = iter(Replay(batch, 3))
+    writes = iter(Replay([batch], 3))
     for given in writes:
         given["x"].add_(1)
     assert torch.equal(batch["x"], torch.ones(2))
@@ -441,7 +408,7 @@ def test_a_replay_on_a_device_keeps_to_its_time(on_device: bool, late: Simulated
     began = late.now
     limits = Limits(least=20, most=300, seconds=2)
     batch = next(iter(bench.loaders))
-    per_s = bench.replay(batch, limits, lambda *_: None, on_device=on_device)
+    per_s = bench.replay([batch], limits, lambda *_: None, on_device=on_device)
     assert per_s == pytest.approx(20)
     assert (late.compute.free_at - began) / 1e9 == pytest.approx(2, abs=0.05 * (fits.STEPS_AHEAD + 2))
 

@@ -144,7 +144,9 @@ def test_a_real_tuning() -> None:
     ("target", "options", "said"),
     [
         (Rows(), {}, "A Rows cannot be tuned"),
-        (Two(), {}, r"2 training loaders \(a, b\)"),
+        (Two(), {}, "2 training loaders: a, b. Tune them one by one: .*, loader='a' in a call"),
+        (Two(), {"loader": "c"}, "2 training loaders: a, b. None is named 'c'"),
+        (Data(), {"loader": "a"}, "there is one training loader only"),
         (Data(), {"budget_s": 0}, "budget_s=0"),
         (Data(), {"demand_per_s": -1}, "demand_per_s=-1"),
     ],

@@ -1,0 +1,274 @@
+"""A user's own program, run until its first fit: what it sees, what it gives, and how it ends."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diagnosing.small_runs import PACKAGES
+
+from lightning_feed.autoload import PROGRAM, callbacks
+from lightning_feed.diagnosing.outcomes import ProgramEnded
+from lightning_feed.diagnosing.program import Fit, Program, run_until_fit
+from lightning_feed.errors import SettingsError
+
+PARTS = """
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from {package} import LightningDataModule, LightningModule, Trainer
+
+class Model(LightningModule):
+    def train_dataloader(self):
+        return LOADER
+
+class Data(LightningDataModule):
+    pass
+
+LOADER = DataLoader(range(8), batch_size=2)
+def make(**options):
+    return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
+"""
+
+
+@pytest.fixture(params=PACKAGES)
+def script(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes a program beside a file of parts, and gives its path."""
+    (tmp_path / f"parts_{request.param[:2]}.py").write_text(PARTS.format(package=request.param))
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "train.py") -> str:
+        (tmp_path / name).write_text(f"from parts_{request.param[:2]} import *\n{text}")
+        return name
+
+    yield write
+    sys.modules.pop(f"parts_{request.param[:2]}", None)
+
+
+def fit_of(name: str, *arguments: str, **options: Any) -> Fit:
+    """What the program gives to its first fit."""
+    taken, fit = run_until_fit(Program(name, arguments, **options), lambda fit: fit)
+    assert taken is fit
+    return fit
+
+
+# --- what it gives ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        ("LOADER, LOADER", "train_dataloaders"),
+        ("train_dataloaders={'a': LOADER, 'b': LOADER}", "train_dataloaders"),
+        ("Data()", "datamodule"),
+        ("datamodule=Data()", "datamodule"),
+        ("", ""),
+    ],
+)
+def test_what_is_given_to_fit(call: str, given: str, script: Any) -> None:
+    fit = fit_of(script(f"make(max_epochs=3).fit(Model(), {call})\n"))
+    assert type(fit.model).__name__ == "Model"
+    assert fit.trainer.max_epochs == 3
+    assert [name for name in ("train_dataloaders", "datamodule") if getattr(fit, name) is not None] == [given] * bool(
+        given
+    )
+
+
+def test_a_subclass_of_the_trainer(script: Any) -> None:
+    text = "class Own(Trainer):\n def fit(self, *args):\n  super().fit(*args)\n"
+    fit = fit_of(script(text + "Own(accelerator='cpu', logger=False, enable_checkpointing=False).fit(Model(), LOADER)"))
+    assert type(fit.trainer).__name__ == "Own"
+
+
+def test_what_would_come_next(script: Any) -> None:
+    text = (
+        "def main(trainer):\n"
+        "    trainer.validate\n"
+        "    def later(): trainer.predict()\n"
+        "    trainer.fit(\n"
+        "        Model(), LOADER, ckpt_path='last.ckpt')\n"
+        "    if True:\n"
+        "        trainer.test(Model(), LOADER)\n"
+        "t = make(max_epochs=1, max_steps=500)\n"
+        "main(t)\n"
+        "t.validate(Model())\n"
+    )
+    assert fit_of(script(text)).went_on == (
+        "ended where it calls fit at train.py:5. It would now train for 1 epoch or 500 steps from the checkpoint "
+        "last.ckpt, which was not loaded, then call trainer.test (train.py:8), t.validate (train.py:11). Neither this "
+        "nor anything else that follows in it was run."
+    )
+
+
+def lightning_cli(script: Any, request: pytest.FixtureRequest, call: str, rest: str = "") -> str:
+    start = f"from {request.node.callspec.params['script']}.cli import LightningCLI\n"
+    return str(script(f"{start}cli = LightningCLI({call}, seed_everything_default=False)\n{rest}"))
+
+
+of_jsonargparse = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning calls what it has deprecated
+
+
+@of_jsonargparse
+def test_lightning_cli_that_runs_nothing_by_itself(script: Any, request: pytest.FixtureRequest) -> None:
+    rest = "cli.trainer.fit(cli.model, LOADER)\ncli.trainer.test(cli.model, LOADER)\n"
+    name = lightning_cli(script, request, "Model, run=False", rest)
+    fit = fit_of(name, "--trainer.max_epochs=5", "--trainer.accelerator=cpu", "--trainer.logger=false")
+    assert "It would now train for 5 epochs, then call cli.trainer.test (train.py:5)." in fit.went_on
+
+
+@of_jsonargparse
+@pytest.mark.parametrize("checkpoint", [(), ("--ckpt_path=last.ckpt",)])
+def test_lightning_cli_makes_its_arguments_of_the_replaced_fit(
+    checkpoint: tuple[str, ...], script: Any, request: pytest.FixtureRequest
+) -> None:
+    options = ("--trainer.max_epochs=5", "--trainer.accelerator=cpu", "--trainer.logger=false")
+    fit = fit_of(lightning_cli(script, request, "Model, Data"), "fit", *checkpoint, *options)
+    assert type(fit.datamodule).__name__ == "Data"
+    assert "train.py:3. It would now train for 5 epochs" in fit.went_on
+    assert ("from the checkpoint last.ckpt" in fit.went_on) == bool(checkpoint)
+
+
+# --- what it sees -------------------------------------------------------------------------------------------------
+
+SEES = """
+import json, os, sys
+seen = dict(argv=sys.argv, name=__name__, path=sys.path[0], file=__file__, main=sys.modules["__main__"].__file__)
+with open("seen.json", "w") as file:
+    file.write(json.dumps(seen))
+os.chdir("/")
+"""
+
+
+def test_it_runs_as_python_runs_it(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    name = script("import sys; sys.path.append('..')\n", "below/train.py")
+    (tmp_path / "below" / "train.py").write_text(
+        SEES + f"sys.path.append({str(tmp_path)!r})\n" + (tmp_path / name).read_text() + "make().fit(Model(), LOADER)"
+    )
+    before = sys.argv, sys.path[:], sys.modules["__main__"], dict(os.environ)
+    fit = fit_of("below/train.py", "--lr", "1")
+    assert (sys.argv, sys.path, sys.modules["__main__"], dict(os.environ)) == before
+    assert Path.cwd() == tmp_path
+    assert "_around" not in type(fit.trainer).fit.__qualname__
+    assert not hasattr(type(fit.trainer).fit, "__wrapped__")
+    path = str(tmp_path / "below" / "train.py")
+    assert json.loads((tmp_path / "seen.json").read_text()) == {
+        "argv": [path, "--lr", "1"],
+        "name": "__main__",
+        "path": str(tmp_path / "below"),
+        "file": path,
+        "main": path,
+    }
+
+
+def test_a_module_of_a_package(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "birds").mkdir()
+    (tmp_path / "birds" / "__init__.py").touch()
+    (tmp_path / "birds" / "size.py").write_text("import sys\nSIZE = int(sys.argv[1])\n")
+    script("from .size import SIZE\nmake(max_epochs=SIZE).fit(Model(), LOADER)\n", "birds/train.py")
+    assert fit_of("birds.train", "7", is_module=True).trainer.max_epochs == 7
+    for name in ("birds", "birds.size"):
+        sys.modules.pop(name)
+
+
+# --- how it ends --------------------------------------------------------------------------------------------------
+
+
+def test_it_ends_there_and_cleans_up(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        "try:\n    make().fit(Model(), LOADER)\n"
+        "except Exception:\n    print('caught')\n"
+        "finally:\n    print('cleaned up')\n"
+        "print('went on')\n"
+    )
+    fit_of(script(text))
+    assert capsys.readouterr().out == "cleaned up\n"
+
+
+def test_a_program_that_catches_everything_trains_no_more(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        "for call in ('fit', 'fit', 'test', 'validate', 'predict'):\n"
+        "    try:\n        getattr(make(max_epochs=4), call)(Model(), LOADER)\n"
+        "    except BaseException as end:\n        print(call, type(end).__mro__[1].__name__)\n"
+        "raise ValueError('of being ended')\n"
+    )
+    assert fit_of(script(text)).trainer.max_epochs == 4
+    assert capsys.readouterr().out.split("\n")[:-1] == [
+        f"{call} SystemExit" for call in ("fit", "fit", "test", "validate", "predict")
+    ]
+
+
+def test_what_fails_in_the_place_of_the_fit_is_raised_in_the_end(script: Any, capsys: Any) -> None:
+    def fail(_: Fit) -> None:
+        raise SettingsError("no")
+
+    name = script("try:\n    make().fit(Model(), LOADER)\nexcept Exception:\n    print('caught')\n")
+    with pytest.raises(SettingsError, match="no"):
+        run_until_fit(Program(name), fail)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said", "printed"),
+    [
+        ("sys.exit()", 1, "ended by an exit with 0 before it called Trainer.fit", ""),
+        ("sys.exit(3)", 3, "ended by an exit with 3 before", ""),
+        ("sys.exit('no data')", 1, "ended by an exit with 1 before", "no data\n"),
+        ("make()", 1, "never called Trainer.fit in this process.*Its arguments were: --lr 1", ""),
+        ("make().fit()", 1, "failed before it called", "missing a required argument: 'model'\n"),
+        ("1 / 0", 1, "failed before it called Trainer.fit", "ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_programs_that_call_no_fit(text: str, code: int, said: str, printed: str, script: Any, capsys: Any) -> None:
+    name = script(f"import sys\n{text}\n")
+    with pytest.raises(ProgramEnded, match=said) as ended:
+        fit_of(name, "--lr", "1")
+    assert ended.value.exit_code == code
+    err = capsys.readouterr().err
+    assert err.endswith(printed)
+    if "failed" in said:  # the traceback begins with the program's own line
+        assert err.splitlines()[1].strip().startswith(f'File "{Path(name).absolute()}", line 3')
+
+
+def test_there_is_no_such_program() -> None:
+    with pytest.raises(SettingsError, match=r"There is no file nowhere\.py"):
+        fit_of("nowhere.py")
+
+
+# --- other processes ----------------------------------------------------------------------------------------------
+
+
+def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    name = script("raise AssertionError")
+    with pytest.raises(SettingsError, match=r"one of 4 processes that torchrun.*Run it without the launcher"):
+        fit_of(name)
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(SystemExit) as end:
+        fit_of(name)
+    assert end.value.code == 1
+
+
+def test_a_fit_in_a_forked_process(script: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    text = (
+        "import multiprocessing\n"
+        "def child(): make().fit(Model(), LOADER)\n"
+        "process = multiprocessing.get_context('fork').Process(target=child)\n"
+        "process.start(); process.join()\n"
+        "print('ended with', process.exitcode)\n"
+    )
+    with pytest.raises(ProgramEnded, match="If it trains in another process, name the program that runs there"):
+        fit_of(script(text))
+    printed = capfd.readouterr()
+    assert "ended with 1" in printed.out
+    assert "Nothing was trained there." in printed.err
+
+
+def test_trainers_of_a_started_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROGRAM, f"{os.getpid()} train.py")
+    assert callbacks() == []
+    monkeypatch.setenv(PROGRAM, f"{os.getppid()} train.py")
+    with pytest.raises(SystemExit, match=r"train\.py is only looked at, and makes a Trainer in another process"):
+        callbacks()

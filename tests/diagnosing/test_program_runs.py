@@ -1,0 +1,230 @@
+"""``lightning-feed diagnose`` and ``tune`` on programs as users write them, each in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARTS = """
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.loggers import CSVLogger
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.ones(4) * index, torch.tensor(index % 2)
+
+def make_loader(batch_size=4):
+    return DataLoader(Numbers(), batch_size=batch_size)
+
+class Data(LightningDataModule):
+    def __init__(self, batch_size: int = 4):
+        super().__init__()
+        self.batch_size = batch_size
+    def train_dataloader(self):
+        return make_loader(self.batch_size)
+    val_dataloader = test_dataloader = train_dataloader
+    def teardown(self, stage):
+        print("data torn down after", stage)
+
+class Model(LightningModule):
+    def __init__(self, lr: float = 0.1):
+        super().__init__()
+        self.lr, self.layer = lr, nn.Linear(4, 2)
+    def training_step(self, batch, batch_idx):
+        if isinstance(batch, dict):
+            batch = batch["cls"]
+        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+    def validation_step(self, batch, batch_idx):
+        Path("validated").touch()
+    test_step = validation_step
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+    def on_train_end(self):
+        Path("uploaded").touch()
+    on_fit_end = on_train_end
+    def teardown(self, stage):
+        Path("uploaded").touch()
+
+class Uploads(Callback):
+    def on_train_batch_end(self, *args):
+        Path("uploaded").touch()
+    on_fit_end = on_train_end = on_train_batch_end
+"""
+PLAIN = """
+import argparse
+from lightning.pytorch import Trainer
+from birds.parts import CSVLogger, Model, Uploads, make_loader
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, required=True)
+    options = parser.parse_args()
+    trainer = Trainer(max_epochs=options.epochs, accelerator="cpu", callbacks=[Uploads()], logger=CSVLogger("logs"))
+    model = Model()
+    trainer.fit(model, make_loader(), make_loader())
+    trainer.test(model, make_loader())
+
+if __name__ == "__main__":
+    main()
+"""
+LIGHTNING_CLI = """
+from lightning.pytorch.cli import LightningCLI
+from birds.parts import Data, Model
+
+if __name__ == "__main__":
+    LightningCLI(Model, Data)
+"""
+HYDRA = """
+import hydra
+from birds.parts import Data, Model
+
+@hydra.main(version_base=None, config_path="conf", config_name="c")
+def main(config):
+    trainer, data = hydra.utils.instantiate(config.trainer), hydra.utils.instantiate(config.data)
+    trainer.fit(Model(config.lr), datamodule=data)
+    trainer.test(Model(config.lr), datamodule=data)
+
+if __name__ == "__main__":
+    main()
+"""
+CONFIG = """
+lr: 0.1
+data: {_target_: birds.parts.Data, batch_size: 4}
+trainer: {_target_: lightning.pytorch.Trainer, max_epochs: 3, accelerator: cpu}
+hydra: {job: {chdir: true}}
+"""
+STARTS = """
+import subprocess, sys
+print(subprocess.run([sys.executable, "plain.py", "--epochs", "1"]).returncode)
+"""
+TWO = """
+from lightning.pytorch import Trainer
+from birds.parts import Model, make_loader
+loaders = {"cls": make_loader(), "lm": make_loader(8)}
+Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit(Model(), loaders)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "birds").mkdir()
+    (tmp_path / "conf").mkdir()
+    files = {
+        "birds/__init__.py": "",
+        "birds/parts.py": PARTS,
+        "plain.py": PLAIN,
+        "lcli.py": LIGHTNING_CLI,
+        "with_hydra.py": HYDRA,
+        "conf/c.yaml": CONFIG,
+        "c.yaml": "trainer: {max_epochs: 4, accelerator: cpu}\ndata: {batch_size: 8}\n",
+        "starts.py": STARTS,
+        "two.py": TWO,
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "lightning_feed", *arguments]
+    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+QUICK = ("diagnose", "--quick", "--only", "X1")
+END = "Neither this nor anything else that follows in it was run."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end", "batch_size"),
+    [
+        (
+            ("plain.py", "--", "--epochs", "10"),
+            "plain.py was ended where it calls fit at plain.py:12. It would now train for 10 epochs, then call "
+            "trainer.test (plain.py:13).",
+            4,
+        ),
+        (
+            ("lcli.py", "--", "fit", "--config", "c.yaml"),
+            "lcli.py was ended where it calls fit at lcli.py:6. It would now train for 4 epochs.",
+            8,
+        ),
+        (
+            ("with_hydra.py", "--", "data.batch_size=2", "hydra.run.dir=out"),
+            "with_hydra.py was ended where it calls fit at with_hydra.py:8. It would now train for 3 epochs, then "
+            "call trainer.test (with_hydra.py:9).",
+            2,
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_programs_are_diagnosed_and_not_run(
+    arguments: tuple[str, ...], end: str, batch_size: int, project: Path
+) -> None:
+    before = {str(one) for one in project.rglob("*")}
+    done = run(project, *QUICK, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "FEED  " in done.stdout
+    assert done.stderr.splitlines()[-2:] == ["Written to feed_diagnosis.", f"lightning-feed: {end} {END}"]
+    report = json.loads((project / "feed_diagnosis" / "feed_report.json").read_text())
+    assert report["run"]["batch_size"] == batch_size
+    new = {str(one.relative_to(project)) for one in project.rglob("*") if str(one) not in before}
+    of_hydra = {"out", "out/.hydra", "out/with_hydra.log"}
+    assert {name for name in new if "__pycache__" not in name and not name.startswith("out/.hydra/")} - of_hydra == {
+        "feed_diagnosis",
+        *(f"feed_diagnosis/feed_report.{end}" for end in ("json", "md", "html")),
+    }
+    if arguments[0] != "plain.py":
+        assert done.stdout.count("data torn down after fit") == 1
+        return
+    assert "validation (every epoch), ModelCheckpoint (checkpoints), CSVLogger, Uploads.on_train_batch_end" in " ".join(
+        done.stdout.split()
+    )
+
+
+def test_callbacks_on_request(project: Path) -> None:
+    done = run(project, *QUICK, "--callbacks", "plain.py", "--", "--epochs", "10")
+    assert done.returncode == 0, done.stderr
+    assert (project / "uploaded").exists()  # in the steps, as was asked for
+    assert "Uploads" not in "".join(line for line in done.stdout.splitlines() if line.startswith("skip"))
+    assert not (project / "logs").exists()
+
+
+def test_a_program_that_trains_in_another_process(project: Path) -> None:
+    done = run(project, *QUICK, "starts.py")
+    assert done.returncode == 1
+    assert "starts.py is only looked at, and makes a Trainer in another process, which is not." in done.stderr
+    assert "starts.py ran to its end and never called Trainer.fit in this process" in done.stderr
+    assert "\n1\n" in f"\n{done.stdout}"
+    assert not (project / "uploaded").exists()
+
+
+def test_wrong_arguments_of_the_program(project: Path) -> None:
+    done = run(project, *QUICK, "plain.py", "--", "--epoch")
+    assert done.returncode == 2  # argparse's
+    assert "usage: plain.py" in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "lightning-feed: plain.py ended by an exit with 2 before it called Trainer.fit."
+    )
+
+
+def test_tune_takes_one_of_several_loaders(project: Path) -> None:
+    done = run(project, "tune", "--trials", "1", "two.py")
+    assert done.returncode == 1
+    assert (
+        "There are 2 training loaders: cls, lm. Tune them one by one: --loader cls on the command line, loader='cls' "
+        "in a call of tune()."
+    ) in done.stderr
+    done = run(project, "tune", "--trials", "1", "--loader", "lm", "--json", "two.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["batch_size"] == 8
+    assert found["demand_per_s"] > 0
+    assert done.stderr.splitlines()[-1].endswith(END)
