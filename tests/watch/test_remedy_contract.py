@@ -314,6 +314,12 @@ def test_a_gain_within_noise_is_none(low: Any, high: Any, confidence: str, print
     assert bool(diagnose(late).remedies) is printed
 
 
+def test_other_programs_make_the_figures_unsure() -> None:
+    late = {"loaders": ASLEEP | {"head_of_line_pct": 25.0}, "data": 36.0}
+    assert diagnose(measured(**late, others_cpu_pct=19.0)).remedies
+    assert diagnose(measured(**late, others_cpu_pct=21.0)).remedies == ()
+
+
 def test_rates_that_lie_apart_are_noise() -> None:
     tried = {"worker_scaling": ((2, 10.0), (4, 11.0)), "worker_spread": ((2, 8.0, 12.0),)}
     assert diagnose(measured(found=tried)).remedies == ()

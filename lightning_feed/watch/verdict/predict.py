@@ -81,8 +81,9 @@ def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: f
 def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float) -> float:
     """By how much steps get longer when workers take ``loading_ms`` of CPU time for each of them. 0.0: not known.
 
-    What training leaves of the CPUs costs nothing. The rest is taken from training: from a single thread its share, and
-    from threads that compute on all CPUs together all of it, since each of them waits for the one that was disturbed.
+    What training and other programs leave of the CPUs costs nothing. The rest is taken from training: from a single
+    thread its share, and from threads that compute on all CPUs together all of it, since each of them waits for the one
+    that was disturbed.
     """
     facts, rest = measured.facts, shares.floor_ms
     training = _training_cpu_ms(measured, shares)
@@ -90,7 +91,8 @@ def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float) -> fl
         return 0.0
     cpus = facts.usable_cpus
     width = min(cpus, max(1.0, training / rest))
-    return max(0.0, loading_ms - max(0.0, cpus * rest - training)) * width / cpus
+    left = cpus * rest * (1 - (facts.others_cpu_pct or 0.0) / 100) - training
+    return max(0.0, loading_ms - max(0.0, left)) * width / cpus
 
 
 def with_workers(measured: Measurements, shares: Shares, number: int) -> float | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from lightning_feed.watch.verdict.case import Case
 from lightning_feed.watch.verdict.diagnosis import Remedy
+from lightning_feed.watch.verdict.evidence import OTHERS_PCT
 from lightning_feed.watch.verdict.remedies_loader import (
     any_order,
     fewer_workers,
@@ -118,6 +119,8 @@ def remedies_for(case: Case) -> tuple[Remedy, ...]:
     if toy_sentence(case.shares.step_ms) is not None:
         return ()
     found = [remedy for rule in RULES if (remedy := rule.find(case)) is not None]
+    if case.facts.loop == "plain":
+        found = [remedy for remedy in found if remedy.form in ("arguments", "line")]
     gains = [replace(remedy, predicted_gain_pct=gain_pct(case, remedy)) for remedy in found]
     gains = [remedy for remedy in gains if (remedy.predicted_gain_pct or 0.0) >= least_gain_pct(case)]
     gains.sort(key=lambda remedy: -(remedy.predicted_gain_pct or 0.0))
@@ -138,4 +141,5 @@ def least_gain_pct(case: Case) -> float:
     low, high = stats.starved_low_pct, stats.starved_high_pct
     noise = 0.0 if low is None or high is None else (high - low) / 2
     apart = (found.noise_pct or 0.0) / 2 if found is not None else 0.0
-    return max(LEAST_UNSURE_PCT if stats.confidence == "low" else LEAST_PCT, noise, apart)
+    unsure = stats.confidence == "low" or (case.facts.others_cpu_pct or 0.0) >= OTHERS_PCT
+    return max(LEAST_UNSURE_PCT if unsure else LEAST_PCT, noise, apart)

@@ -1,0 +1,334 @@
+"""Where the user's program makes the training loader, in the shapes in which programs make it."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+
+from lightning_feed import FastDataModule, LoaderSettings
+from lightning_feed.loader_place import find_place
+from lightning_feed.loader_traits import divides_among_workers, may_persist
+from lightning_feed.starvation_facts import facts_of
+from lightning_feed.watch.verdict.diagnosis import LoopFacts, Place
+
+PROGRAM = """
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils import data
+from torch.utils.data import DataLoader
+
+ROWS = [torch.zeros(8) for _ in range(8)]
+
+
+class Plain(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(
+            ROWS, batch_size=2)
+
+    def test_dataloader(self):
+        return DataLoader(ROWS)
+
+
+class ByModule(LightningDataModule):
+    def train_dataloader(self):
+        return data.DataLoader(ROWS, num_workers=0)
+
+
+class ByHelper(LightningDataModule):
+    def train_dataloader(self):
+        return self._loader(ROWS)
+
+    def _loader(self, rows):
+        return DataLoader(rows)
+
+
+class Several(LightningDataModule):
+    def train_dataloader(self):
+        return {"a": DataLoader(ROWS), "b": DataLoader(ROWS)}
+
+
+def make_loader(rows, workers=0):
+    return DataLoader(rows, num_workers=workers)
+
+
+class ByFactory(LightningDataModule):
+    def train_dataloader(self):
+        return make_loader(ROWS)
+
+
+class Given(LightningDataModule):
+    def __init__(self, loader):
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self):
+        return self.loader
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    file = tmp_path_factory.mktemp("program") / "mydata.py"
+    file.write_text(PROGRAM)
+    spec = importlib.util.spec_from_file_location("mydata", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mydata"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["mydata"]
+
+
+class Tiny(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Look(Callback):
+    """Takes the facts of the running fit."""
+
+    facts: LoopFacts | None = None
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.facts = facts_of(trainer)
+
+
+def _fit(**given: Any) -> LoopFacts:
+    look = Look()
+    trainer = Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[look], limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(Tiny(), **given)
+    assert look.facts is not None
+    return look.facts
+
+
+def _place(**given: Any) -> Place:
+    place = _fit(**given).place
+    assert place is not None
+    return place
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Plain", "your training DataLoader (Plain.train_dataloader, mydata.py:12)"),
+        ("ByModule", "your training DataLoader (ByModule.train_dataloader, mydata.py:21)"),
+        ("ByHelper", "your training DataLoader (ByHelper.train_dataloader, mydata.py:29)"),
+        ("ByFactory", "your call of make_loader (ByFactory.train_dataloader, mydata.py:43)"),
+    ],
+)
+def test_the_line_of_the_call(program: ModuleType, name: str, words: str) -> None:
+    place = _place(datamodule=getattr(program, name)())
+    assert (place.words, place.form, place.datamodule) == (words, "arguments", name)
+    assert place.names == ((("num_workers", "workers"),) if name == "ByFactory" else ())
+
+
+def test_loaders_side_by_side_are_all_named(program: ModuleType) -> None:
+    place = find_place(_source(program.Several()), [1, 2])
+    assert place.words == "each of your 2 training DataLoaders (Several.train_dataloader, mydata.py:34)"
+
+
+def _source(owner: Any) -> Any:
+    """As much of a Trainer as tells where its loaders come from."""
+
+    class Source:
+        instance = owner
+
+        def is_module(self) -> bool:
+            return True
+
+    class Loop:
+        _data_source = Source()
+
+    class Fake:
+        fit_loop, datamodule, callbacks = Loop(), owner, ()
+
+    return Fake()
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+def test_a_loader_that_was_made_elsewhere(program: ModuleType) -> None:
+    place = _place(datamodule=program.Given(DataLoader(program.ROWS)))
+    assert place.words == "your training DataLoader (Given.train_dataloader, mydata.py:51)"
+    assert _place(train_dataloaders=DataLoader(program.ROWS)).words == (
+        "your training DataLoader, which trainer.fit is given"
+    )
+
+
+class Squares(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), float(index**2))
+
+
+class Ours(FastDataModule):
+    def make_dataset(self, split: str) -> Any:
+        return Squares() if split == "train" else None
+
+
+def test_a_fast_data_module_is_set_by_its_settings() -> None:
+    place = _place(datamodule=Ours(batch_size=2, loader=LoaderSettings(num_workers=0)))
+    assert (place.words, place.form) == ("loader=LoaderSettings(...) of your Ours", "settings")
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+def test_a_wrapped_data_module_is_set_where_it_is_wrapped(program: ModuleType) -> None:
+    place = _place(datamodule=FastDataModule.wrap(program.Plain(), LoaderSettings(num_workers=0)))
+    assert place.form == "settings"
+    assert place.words == "the LoaderSettings(...) of FastDataModule.wrap(Plain(...), LoaderSettings(...))"
+    assert place.inner == "your training DataLoader (Plain.train_dataloader, mydata.py:12)"
+
+
+class Text(LightningDataModule):
+    def __init__(self, num_workers: int = 0, batch_size: int = 2) -> None:
+        super().__init__()
+        self.num_workers, self.batch_size = num_workers, batch_size
+
+    def train_dataloader(self) -> Any:
+        rows = [torch.zeros(8) for _ in range(8)]
+        return DataLoader(rows, batch_size=self.batch_size, num_workers=self.num_workers)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The 'train_dataloader' does not have many workers",
+    # Lightning's CLI calls jsonargparse by names that it has retired.
+    r"ignore:[\s\S]*JSONARGPARSE_DEPRECATION_WARNINGS:DeprecationWarning",
+    r"ignore:[\s\S]*was deprecated in v4\.\d+\.0 and will be removed in v5:DeprecationWarning",
+)
+def test_lightning_cli_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit"])
+    look = Look()
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    LightningCLI(
+        Tiny,
+        Text,
+        trainer_defaults={
+            **quiet, "max_steps": 1, "callbacks": [look], "enable_model_summary": False,
+            "default_root_dir": str(tmp_path),
+        },
+        seed_everything_default=False,
+        save_config_kwargs={"save_to_log_dir": False},
+    )  # fmt: skip
+    assert look.facts is not None
+    assert look.facts.place is not None
+    assert look.facts.place.overrides == (("num_workers", "--data.num_workers"),)
+
+
+def test_hydra_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: ModuleType) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    (tmp_path / ".hydra").mkdir()
+    omegaconf.OmegaConf.save({"data": {"num_workers": 0, "n": 3}, "seed": 0}, tmp_path / ".hydra" / "config.yaml")
+    monkeypatch.setitem(sys.modules, "hydra.core.hydra_config", _Hydra(tmp_path))
+    place = find_place(_source(program.Plain()), [DataLoader(program.ROWS)])
+    assert place.overrides == (("num_workers", "data.num_workers"),)
+    omegaconf.OmegaConf.save({"a": {"num_workers": 0}, "b": {"num_workers": 0}}, tmp_path / ".hydra" / "config.yaml")
+    assert find_place(_source(program.Plain()), [DataLoader(program.ROWS)]).overrides == ()
+
+
+class _Hydra(ModuleType):
+    """What ``hydra.core.hydra_config`` is within a program of Hydra's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("hydra.core.hydra_config")
+
+        class Runtime:
+            output_dir = str(folder)
+
+        class Run:
+            runtime, output_subdir = Runtime, ".hydra"
+
+        class HydraConfig:
+            initialized = staticmethod(lambda: True)
+            get = staticmethod(lambda: Run)
+
+        self.HydraConfig = HydraConfig
+
+
+# --- what workers may do ------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Divided(Stream):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(4)) if info is None else iter(range(info.id, 4, info.num_workers))
+
+
+class Heir(Divided):
+    pass
+
+
+class Pipeline(Stream):
+    def __init__(self, *names: str) -> None:
+        self.pipeline = [type("Stage", (), {"__name__": name})() for name in names]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "divides"),
+    [
+        ([1, 2], None),
+        (Stream(), False),
+        (Divided(), True),
+        (Heir(), True),
+        (Pipeline("split_by_node"), False),
+        (Pipeline("split_by_node", "split_by_worker"), True),
+    ],
+)
+def test_whether_a_stream_divides_itself(dataset: Any, divides: bool | None) -> None:
+    assert divides_among_workers(DataLoader(dataset)) is divides
+
+
+def test_a_stream_that_several_workers_serve_divides_itself() -> None:
+    assert divides_among_workers(DataLoader(Stream(), num_workers=2)) is True
+    assert divides_among_workers(DataLoader(Stream(), num_workers=1)) is False
+
+
+class Told(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def set_epoch(self, epoch: int) -> None:
+        """Once an epoch, in the training process."""
+
+
+@pytest.mark.parametrize(
+    ("datasets", "may"),
+    [
+        ([[1]], True),
+        ([Told()], False),
+        ([Subset(Told(), [0])], False),
+        ([[1], Told()], False),
+        ([Divided()], False),
+        ([], False),
+    ],
+)
+def test_whether_workers_may_live_on(datasets: list[Any], may: bool) -> None:
+    assert may_persist([DataLoader(one) for one in datasets], reloaded=False) is may
+    assert not may_persist([DataLoader(one) for one in datasets], reloaded=True)
