@@ -230,7 +230,6 @@ def test_lightning_cli_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "default_root_dir": str(tmp_path),
         },
         seed_everything_default=False,
-        save_config_kwargs={"save_to_log_dir": False},
     )  # fmt: skip
     assert look.facts is not None
     assert look.facts.place is not None

@@ -74,7 +74,7 @@ def test_a_worker_that_loads_in_place_of_a_single_thread_that_trains() -> None:
 
 def test_what_other_programs_take_is_not_free() -> None:
     run: dict[str, Any] = {"num_workers": 0, "usable_cpus": 2, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0}
-    assert _with_workers(1, **run, others_cpu_pct=50.0) == pytest.approx(60.7 + 40.8 / 2)
+    assert _with_workers(1, **run, others_cpu_pct=50.0) == pytest.approx(60 + 2 * 0.7 + 40.8 / 2)
 
 
 def test_small_samples_are_sooner_made_than_handed_over() -> None:

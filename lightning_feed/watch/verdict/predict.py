@@ -20,6 +20,8 @@ _TAKE = (0.5, 0.1, 0.5)
 to 64 tensors of 100 B to 40 MB on a virtual machine with 2 CPUs, torch 2.15."""
 _SEND = (0.3, 0.25, 0.75)
 """The same for the worker, that moves it into shared memory and answers for each tensor."""
+_SLOWEST = 3.0
+"""Times as long, at most, as it takes where no other program runs."""
 _TENSORS = 32
 """Tensors of a batch in which none, or an unknown number, was found: a class of the user's may hide many."""
 _START_MS = 60.0
@@ -224,7 +226,10 @@ def _training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
 def _taking_ms(measured: Measurements) -> float:
     """What taking a batch from a worker would cost training: as it was timed, else by its tensors and bytes."""
     timed = measured.experiments.hand_over_ms if measured.experiments is not None else None
-    return handing_ms(measured.facts) if timed is None else timed
+    if timed is not None:
+        return timed
+    others = (measured.facts.others_cpu_pct or 0.0) / 100  # they slow it down as they do training
+    return handing_ms(measured.facts) * min(_SLOWEST, 1 / max(1e-9, 1 - others))
 
 
 def _restarting_ms(facts: LoopFacts, number: int) -> float:
