@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from html import escape
 from typing import Literal
 
 from lightning_feed.errors import SettingsError
@@ -114,6 +115,22 @@ class Tuned:
     """Whether it was found by an earlier run, and only checked by this one."""
     seconds: float = 0.0
     """That it took in all."""
+
+    def __repr__(self) -> str:
+        return f"<Tuned: {self._said(self.setting, self.batches_per_s)}; {self.reason}>"
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        rows = [f"<tr><td>{self._said(one.setting, one.batches_per_s)}</td></tr>" for one in self.trials]
+        found = escape(self._said(self.setting, self.batches_per_s))
+        return f"<p><b>{found}</b><br>{escape(self.reason)}</p><table>{''.join(rows)}</table>"
+
+    def _said(self, setting: Setting, per_s: float | None) -> str:
+        unit = "samples/s" if self.batch_size else "batches/s"
+        rate = "could not run" if per_s is None else f"{per_s * (self.batch_size or 1):,.0f} {unit}"
+        kind = "" if setting.workers == "process" else f", workers={setting.workers!r}"
+        ahead = f", prefetch_factor={setting.prefetch_factor}" if setting.prefetch_factor else ""
+        return f"num_workers={setting.num_workers}{kind}{ahead}: {rate}"
 
     @property
     def settings(self) -> LoaderSettings:

@@ -52,6 +52,15 @@ class Report:
     path: Path | None = None
     """Where it was read from."""
 
+    def __repr__(self) -> str:
+        return f"<Report of {self.written_at}: {self.diagnosis!r}>"
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        from lightning_feed.watch.reports.html import as_html, in_frame  # which are made of this
+
+        return in_frame(as_html(self))
+
 
 # --- the parts of the file ----------------------------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ class Place:
 class LoopFacts:
     """What is known of the run besides its times. None: not known."""
 
+    loop: Literal["trainer", "plain"] = "trainer"
+    """Whose loop this is: Lightning's Trainer, or the user's own, which has no callbacks, hooks or data modules."""
     stage: Literal["fit", "validate", "test", "predict"] = "fit"
     """Whose loop this is: the loaders, the batches and the steps are those of this stage."""
     device_type: str = "cpu"
@@ -286,6 +288,17 @@ class Diagnosis:
     """What one would try first and need not, with the figures that speak against it, a sentence each."""
     measurements: Measurements
     """All that was measured."""
+
+    def __repr__(self) -> str:
+        from lightning_feed.watch.reports.text import headline  # which is made of this
+
+        return f"<Diagnosis: {headline(self)}>"
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        from lightning_feed.watch.reports.document import make_report
+
+        return make_report(self)._repr_html_()
 
     @property
     def stats(self) -> StarvationStats:
