@@ -21,6 +21,7 @@ OTHER_NAMES = {"num_workers": ("workers", "n_workers", "nworkers")}
 """What functions that make loaders call them."""
 _LOADERS = ("DataLoader", "WebLoader", "StatefulDataLoader", "StreamingDataLoader")
 """Classes that may be imported where nobody can look them up."""
+_HOSTS = ("lightning_feed", "lightning", "pytorch_lightning", "torch")
 _DEEPEST = 3
 """Functions of the user's that are followed to the call."""
 
@@ -44,8 +45,19 @@ def find_place(trainer: Any, loaders: Sequence[Any]) -> Place:
         trainer: in a fit, with its loaders.
         loaders: those, without their wrappers.
     """
-    owner = train_loader_source(trainer)
-    datamodule = type(trainer.datamodule).__name__ if trainer.datamodule is not None else ""
+    return place_of(train_loader_source(trainer), trainer, trainer.datamodule, loaders)
+
+
+def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Place:
+    """The same outside of a fit.
+
+    Args:
+        owner: the module or data module with the ``train_dataloader``; None where ``trainer.fit`` is given the loaders.
+        trainer: the user's.
+        data: the data module, or None.
+        loaders: those for training, without their wrappers.
+    """
+    datamodule = type(data).__name__ if data is not None else ""
     if loaders and all(isinstance(loader, FeedLoader) for loader in loaders):
         return Place(words=f"loader=LoaderSettings(...) of your {datamodule}", form="settings", datamodule=datamodule)
     words, names = _words(owner, len(loaders))
@@ -60,7 +72,7 @@ def _words(owner: Any, loaders: int) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The place in words, and what the settings are called there."""
     which = "your training DataLoader" if loaders < 2 else f"each of your {loaders} training DataLoaders"
     if owner is None:
-        return f"{which}, which trainer.fit is given", ()
+        return f"{which}, which trainer.fit is given{_in_the_caller()}", ()
     hook = f"{type(owner).__name__}.train_dataloader"
     method = getattr(owner, "train_dataloader", None)
     calls = list(dict.fromkeys(_calls(method, owner, _DEEPEST)))
@@ -131,17 +143,55 @@ def _look_up(node: ast.expr, function: Callable[..., Any], owner: Any) -> Any:
 
 
 def _of_the_user(function: Any) -> bool:
-    file = Path(function.__code__.co_filename)
-    return not {"site-packages", "dist-packages"} & set(file.parts) and not _defined_here(function)
-
-
-def _defined_here(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] in ("lightning_feed", "torch", "lightning")
+    return _is_a_users(function.__code__.co_filename, str(getattr(function, "__module__", "")))
 
 
 def _line_of(function: Any) -> str:
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def _in_the_caller() -> str:
+    """The line of the loader that ``trainer.fit`` is given, where the function that calls it makes it."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not ("fit" in frame.f_code.co_names and _of_a_user(frame)):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    try:
+        lines, first = inspect.getsourcelines(frame.f_code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError):
+        return ""
+    given = [argument for node in ast.walk(tree) if isinstance(node, ast.Call) for argument in _given_to_fit(node)]
+    made = {
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    found = {made.get(one.id, one).lineno for one in given if isinstance(one, ast.Name)}
+    found |= {one.lineno for one in given if isinstance(one, ast.Call)}
+    file = Path(frame.f_code.co_filename).name
+    places = " and ".join(f"{file}:{max(first, 1) + line - 1}" for line in sorted(found))
+    return f" ({places})" if places else ""
+
+
+def _of_a_user(frame: Any) -> bool:
+    return _is_a_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
+
+
+def _given_to_fit(call: ast.Call) -> list[ast.expr]:
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "fit":
+        return []
+    named = [word.value for word in call.keywords if word.arg == "train_dataloaders"]
+    return named or call.args[1:2]
+
+
+def _is_a_users(file: str, module: str) -> bool:
+    libraries = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not libraries and module.partition(".")[0] not in _HOSTS
 
 
 # --- the command line ---------------------------------------------------------------------------------------------

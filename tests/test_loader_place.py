@@ -111,12 +111,17 @@ class Look(Callback):
         self.facts = facts_of(trainer)
 
 
-def _fit(**given: Any) -> LoopFacts:
+def _looking() -> tuple[Look, Trainer]:
     look = Look()
     trainer = Trainer(
         max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[look], limit_val_batches=0,
     )  # fmt: skip
+    return look, trainer
+
+
+def _fit(**given: Any) -> LoopFacts:
+    look, trainer = _looking()
     trainer.fit(Tiny(), **given)
     assert look.facts is not None
     return look.facts
@@ -171,9 +176,45 @@ def _source(owner: Any) -> Any:
 def test_a_loader_that_was_made_elsewhere(program: ModuleType) -> None:
     place = _place(datamodule=program.Given(DataLoader(program.ROWS)))
     assert place.words == "your training DataLoader (Given.train_dataloader, mydata.py:51)"
-    assert _place(train_dataloaders=DataLoader(program.ROWS)).words == (
-        "your training DataLoader, which trainer.fit is given"
-    )
+
+
+FITS = """
+import sys
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+
+def main(model, trainer):
+    loader = DataLoader(
+        [torch.zeros(8) for _ in range(4)])
+    {call}
+"""
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [
+        ("trainer.fit(model, loader)", " (myfit.py:9)"),
+        ("trainer.fit(model, train_dataloaders=loader)", " (myfit.py:9)"),
+        ("trainer.fit(model, DataLoader([torch.zeros(8)]))", " (myfit.py:11)"),
+        ("trainer.fit(*[model, loader])", ""),
+    ],
+)
+def test_a_loader_that_fit_is_given(tmp_path: Path, call: str, place: str) -> None:
+    file = tmp_path / "myfit.py"
+    file.write_text(FITS.format(call=call))
+    spec = importlib.util.spec_from_file_location("myfit", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    look, trainer = _looking()
+    module.main(Tiny(), trainer)
+    assert look.facts is not None
+    assert look.facts.place is not None
+    assert look.facts.place.words == f"your training DataLoader, which trainer.fit is given{place}"
 
 
 class Squares(Dataset[torch.Tensor]):

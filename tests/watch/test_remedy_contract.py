@@ -441,3 +441,10 @@ def test_a_slow_callback_of_the_users_is_a_note() -> None:
     found = diagnose(measured(data=0.0, other=25.0, hooks=hooks))
     assert (found.cause, found.remedies) == ("hooks", ())
     assert found.notes[0].startswith("[Callback]Slow.on_train_batch_end takes 20.0 of 100.0 ms a step")
+
+
+def test_a_progress_bar_that_is_drawn_rarely_already_is_a_note() -> None:
+    found = diagnose(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=100))
+    assert found.remedies == ()
+    assert found.notes[0].endswith("takes 20.0 of 100.0 ms a step; without a progress bar a step takes 80.0 ms")
+    assert "ProgressBar" not in str(diagnose(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=1)).notes)

@@ -30,7 +30,7 @@ _WAYS_OUT = {
 
 def notes_for(case: Case, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
     """What else is worth knowing or trying, the most telling first."""
-    said = [*_framework(case), *_copy(case), *_data(case, remedies), *_fed(case)]
+    said = [*_framework(case, remedies), *_copy(case), *_data(case, remedies), *_fed(case)]
     return tuple(dict.fromkeys(said))[:MOST]
 
 
@@ -96,9 +96,12 @@ def _without_remedy(case: Case, cause: Cause) -> Iterator[str]:
     if cause == "oversubscribed" and facts.num_workers and facts.usable_cpus:
         yield _crowded(facts.num_workers, facts.usable_cpus)
     if cause == "cold reads" and facts.cache != "bytes":
+        ours = (
+            "`lightning-feed pack`" if facts.loop == "plain" else "`lightning-feed pack`, FastDataModule(stage_to=...)"
+        )
         yield (
             "reads come from storage: a copy in memory or on a local disk, or fewer and larger files, is read faster "
-            "(`lightning-feed pack`, FastDataModule(stage_to=...))"
+            f"({ours})"
         )
 
 
@@ -160,21 +163,25 @@ def _dali(case: Case) -> Iterator[str]:
         yield f"DALI makes {facts.dali_prefetch} batches ahead; more bridge slow ones: DaliOptions(prefetch=...)"
 
 
-def _framework(case: Case) -> Iterator[str]:
+def _framework(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     if "framework" not in case.causes:
         return
+
+    def treated(hook: str) -> bool:
+        return "ProgressBar" in hook and any(remedy.changes.startswith("bar_") for remedy in remedies)
+
     facts, hooks = case.facts, case.measured.hooks
     if facts.device_type != "cpu":
         yield from (f"{SYNCS[name]}: {way}" for name, way in _WAYS_OUT.items() if name in facts.syncs)
-    theirs = [hook for hook in hooks if "ProgressBar" not in hook.name and "ogger" not in hook.name]
+    theirs = [hook for hook in hooks if not hook.name.startswith("logger ") and not treated(hook.name)]
     if theirs:
         name = re.sub(r"\{.*\}", "", theirs[0].name)  # Lightning puts a callback's settings into its name
-        step = case.shares.step_ms
-        then = predict.without(case.shares, theirs[0].ms_per_step)
-        yield (
-            f"{name} takes {in_ms(theirs[0].ms_per_step, step)} of {in_ms(step, step)} ms a step; done rarely, a step "
-            f"takes {in_ms(then, step)} ms. Where it only observes, every 50th step is enough"
-        )
+        step, ms = case.shares.step_ms, theirs[0].ms_per_step
+        then = in_ms(predict.without(case.shares, ms), step)
+        way = f"done rarely, a step takes {then} ms. Where it only observes, every 50th step is enough"
+        if "ProgressBar" in name:
+            way = f"without a progress bar a step takes {then} ms"
+        yield f"{name} takes {in_ms(ms, step)} of {in_ms(step, step)} ms a step; {way}"
     if not hooks:
         yield 'Trainer(profiler="simple") names the callback or hook that takes the time between the steps'
 
