@@ -21,8 +21,10 @@ from lightning_feed.diagnosing.stopping import StopSignals
 from lightning_feed.diagnosing.trainer import Limits, Package, make_hooks, run_fit, short_trainer
 from lightning_feed.errors import FeedError
 from lightning_feed.load.untouched import untouched
+from lightning_feed.loader_place import place_of
 from lightning_feed.watch.clocks import event_maker
-from lightning_feed.watch.verdict.diagnosis import Measurements
+from lightning_feed.watch.experiments.subject import parts_of
+from lightning_feed.watch.verdict.diagnosis import Measurements, Place
 from lightning_feed.watch.windows import WARM_UP_STEPS
 
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "device_transform")
@@ -109,7 +111,19 @@ class Bench:
             batches.forget()
             measured = meter.report().measurements
             theirs = tuple(hook for hook in measured.hooks if not hook.name.startswith(OWN_HOOKS))
-            self.measured = replace(measured, hooks=theirs)
+            place = self.place() or measured.facts.place
+            facts = replace(measured.facts, place=place)
+            # The wall time is that of this short fit, and nobody's.
+            self.measured = replace(measured, hooks=theirs, facts=facts, wall=None)
+
+    def place(self) -> Place | None:
+        """Where the user sets the training loader up; their own Trainer knows the keys of the command line."""
+        owner = None if self.loaders is not None else self.model if self.datamodule is None else self.datamodule
+        try:
+            loaders = [part.loader for part in parts_of(self.train_loaders)]
+            return place_of(owner, self.trainer, self.datamodule, loaders)
+        except Exception:  # noqa: BLE001  # loaders of another kind, or sources that cannot be read
+            return None
 
     def tear_down(self) -> None:
         """What the user's data module has set up is not needed any more."""

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated.device import MS, Event, SimulatedDevice
 
-from lightning_feed.watch.step_meter import StepMeter, StepTimes
+from lightning_feed.watch.step_meter import BACKWARD, FORWARD, OPTIMIZER, StepMeter, StepTimes
 
 
 class Loop:
@@ -295,3 +295,70 @@ def test_a_step_whose_events_cannot_be_compared_is_lost() -> None:
 
 def _not_ready(event: Event, end_event: Event) -> float:
     raise RuntimeError("device not ready")
+
+
+# --- what lies inside computing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_forward_and_backward_lie_inside_the_optimizer_step(on_device: bool) -> None:
+    """As with automatic optimisation, where the optimizer calls the closure."""
+    loop = Loop(on_device=on_device)
+
+    def part(category: int, ms: float) -> None:
+        loop.meter.part_began(category)
+        loop.device.launch(ms if on_device else 0)
+        loop.device.host(0 if on_device else ms)
+        loop.meter.part_ended()
+
+    for _ in range(2):
+        loop.fetch(1)
+        loop.transfer(1)
+        loop.meter.step_began()
+        loop.meter.part_began(OPTIMIZER)
+        part(FORWARD, 2)
+        part(BACKWARD, 3)
+        loop.device.launch(4 if on_device else 0)
+        loop.device.host(0 if on_device else 4)
+        loop.meter.part_ended()
+        loop.meter.step_ended()
+    loop.meter.end()
+    for step in loop.steps:
+        assert (step.forward_ns, step.backward_ns, step.optimizer_ns) == (2 * MS, 3 * MS, 4 * MS)
+        assert step.compute_ns == 9 * MS
+
+
+def test_a_look_ahead_and_a_fetch_inside_a_part_are_none_of_it() -> None:
+    loop = Loop()
+    loop.fetch(1)
+    loop.transfer(1)
+    loop.meter.step_began()
+    loop.meter.part_began(FORWARD)
+    loop.device.host(2)
+    loop.fetch(5)
+    loop.look_ahead(fetch=3, stage=4)
+    loop.device.host(1)
+    loop.meter.part_ended()
+    loop.device.host(6)
+    loop.meter.step_ended()
+    (step,) = loop.steps
+    assert (step.data_ns, step.h2d_ns, step.compute_ns) == (9 * MS, 5 * MS, 9 * MS)
+    assert step.forward_ns == 3 * MS
+
+
+def test_a_part_outside_of_a_step_is_not_booked() -> None:
+    """As ``training_step`` called by a tuner of the user's between two steps."""
+    loop = Loop()
+    loop.meter.part_began(FORWARD)
+    loop.device.host(2)
+    loop.meter.part_ended()
+    loop.step(1, 1, 1, 1)
+    assert (loop.steps[0].forward_ns, loop.steps[0].other_ns) == (0, 3 * MS)
+
+
+def test_a_step_tells_which_loader_it_is_from() -> None:
+    loop = Loop()
+    for source in (0, 0, 1):
+        loop.meter.source = source
+        loop.step(1, 1, 1, 1)
+    assert [step.source for step in loop.steps] == [0, 0, 1]
