@@ -43,7 +43,7 @@ def facts_of(trainer: Any, stage: Stage = "fit", *, before: LoopFacts | None = N
     if stage == "fit":
         facts = _with_traits(facts, trainer, loaders, before)
     if before is not None:
-        kept = {name: getattr(before, name) for name in ("batch_bytes", "batch_tensors", "pictures", "syncs")}
+        kept = {name: getattr(before, name) for name in ("batch_bytes", "batch_tensors", "syncs")}
         facts = replace(facts, **kept)
     return facts
 

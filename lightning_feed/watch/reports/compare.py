@@ -108,14 +108,19 @@ def compare(before: Report, after: Report) -> Comparison:
 # --- settings -----------------------------------------------------------------------------------------------------
 
 
+_NOT_CHOSEN = (
+    "syncs", "usable_cpus", "lightning", "batch_hooks", "place", "may_persist", "shards_by_worker", "free_shm_bytes",
+    "others_cpu_pct", "every_num_workers",
+)  # fmt: skip
+
+
 def _settings(report: Report) -> dict[str, Setting]:
     """What a user chose, by name; a synchronisation is named by itself and True where it is set up."""
     facts = report.diagnosis.measurements.facts
     chosen: dict[str, Setting] = {
         one.name: getattr(facts, one.name)
         for one in fields(LoopFacts)
-        if one.name not in ("syncs", "usable_cpus", "lightning", "pictures", "batch_hooks")
-        and not one.name.endswith("_ms")
+        if one.name not in _NOT_CHOSEN and not one.name.endswith("_ms")
     }
     chosen["prefetch_callback"] = report.diagnosis.stats.prefetch_active
     return chosen | {name: name in facts.syncs for name in SYNCS}

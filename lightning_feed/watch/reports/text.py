@@ -57,7 +57,9 @@ def _verdict_lines(diagnosis: Diagnosis, whole: float) -> list[str]:
         lines.append("why   " + "; ".join(diagnosis.evidence))
     for number, remedy in enumerate(diagnosis.remedies):
         predicted = remedy.predicted_step_ms
-        then = "" if predicted is None else f" (predicted step {in_ms(predicted, whole)} ms)"
+        gain = remedy.predicted_gain_pct
+        then = "" if gain is None else f" (predicted: {gain:.0f} % less time)"
+        then = then if predicted is None else f" (predicted step {in_ms(predicted, whole)} ms)"
         lead = "      " if number else "fix   "
         if remedy.where:
             lines.append(f"{lead}{remedy.where}")

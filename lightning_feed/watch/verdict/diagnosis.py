@@ -48,27 +48,6 @@ alone is much faster than the step: ``oversubscribed`` (tasks wait for a CPU), o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Container:
-    """What a part of a batch lies in."""
-
-    kind: Literal["dict", "list", "tuple", "named tuple"]
-    key: str
-    """Under which the part lies, as code: ``"image"`` with its quotes, ``0``; of a named tuple the field."""
-    parts: int
-    """How many it holds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """A tensor of a batch that looks like pictures."""
-
-    dtype: str
-    """``float32``, ``uint8``, ..."""
-    inside: tuple[Container, ...]
-    """From the batch inwards. Empty: it is the batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Place:
     """Where the user's program sets up the training loader that counts."""
 
@@ -116,10 +95,6 @@ class LoopFacts:
     """Number of tensors of a training batch."""
     batch_hooks: bool | None = None
     """Whether a hook of the user's can change a batch on its way to the device, other than ``device_transform``."""
-    pictures: tuple[Picture, ...] | None = None
-    """Of a training batch as the loader gives it: the largest tensor of three dimensions or more, of floats or uint8,
-    and those like it but for height and width. Empty: there is none. None too where hooks, or objects of the user's,
-    hide what it was."""
     batches_per_epoch: int | None = None
     decoder: str | None = None
     """Of an ImageFolderDataModule."""

@@ -7,6 +7,7 @@ from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.case import Case
 from lightning_feed.watch.verdict.causes_other import MANY_TENSORS
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, Remedy
+from lightning_feed.watch.verdict.evidence import OTHERS_PCT
 from lightning_feed.watch.verdict.remedies import least_gain_pct
 from lightning_feed.watch.verdict.remedies_loader import may_have_workers, steps_with_more
 from lightning_feed.watch.verdict.units import in_ms, plural
@@ -93,7 +94,8 @@ def _without_remedy(case: Case, cause: Cause) -> Iterator[str]:
     facts = case.facts
     if cause == "hand-over":
         yield from _handing_over(case)
-    if cause == "oversubscribed" and facts.num_workers and facts.usable_cpus:
+    others = (facts.others_cpu_pct or 0.0) >= OTHERS_PCT  # the evidence says so
+    if cause == "oversubscribed" and facts.num_workers and facts.usable_cpus and not others:
         yield _crowded(facts.num_workers, facts.usable_cpus)
     if cause == "cold reads" and facts.cache != "bytes":
         ours = (
