@@ -428,12 +428,12 @@ def _tune(arguments: argparse.Namespace) -> None:
         grid=arguments.sweep,
         loader=arguments.loader,
     )
-    (tuned, swept), end_of_program = _with_fit(arguments, lambda fit: run_tune(fit, wanted))
+    (tuned, swept, place), end_of_program = _with_fit(arguments, lambda fit: run_tune(fit, wanted))
     if arguments.json:
-        document = tuned_document(tuned)
+        document = tuned_document(tuned, place)
         print(json.dumps(document if swept is None else {**document, "sweep": swept.to_dict()}, indent=2))
     else:
-        print(tuned_text(tuned))
+        print(tuned_text(tuned, place))
         if swept is not None:
             print(f"\n{swept.text()}")
     if swept is not None and plot is not None:

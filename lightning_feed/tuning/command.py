@@ -11,6 +11,7 @@ from lightning_feed.load.tuning.sweep import Sweep, check_grid, sweep_loader
 from lightning_feed.load.tuning.values import Goal, Tuned
 from lightning_feed.tuning.demand import bench_of
 from lightning_feed.tuning.run import batch_size_of, find, goal_for
+from lightning_feed.watch.verdict.diagnosis import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,8 @@ class Wanted:
     """Which of several loaders: its place."""
 
 
-def run_tune(fit: Fit, wanted: Wanted) -> tuple[Tuned, Sweep | None]:
-    """Tune, and sweep where that is wanted, with the tuner's choice marked.
+def run_tune(fit: Fit, wanted: Wanted) -> tuple[Tuned, Sweep | None, Place | None]:
+    """Tune, and sweep where that is wanted, with the tuner's choice marked; and where the loader is set up, if known.
 
     Args:
         fit: what is to train, and on what.
@@ -52,8 +53,9 @@ def run_tune(fit: Fit, wanted: Wanted) -> tuple[Tuned, Sweep | None]:
                 )
             goal = replace(goal, demand_per_s=wanted.samples_per_s / size)
         tuned = find(bench, loader, goal_for(bench, goal, ranks=False), batch_size=size, fresh=wanted.fresh)
+        place = bench.place()
         if wanted.grid is None:
-            return tuned, None
+            return tuned, None, place
         with tqdm(total=len(wanted.grid), desc="sweep", disable=None, leave=False) as bar:
             swept = sweep_loader(loader, grid=wanted.grid, told=lambda done, _: bar.update(done - bar.n))
-    return tuned, replace(swept, chosen=tuned.setting, demand_per_s=tuned.demand_per_s)
+    return tuned, replace(swept, chosen=tuned.setting, demand_per_s=tuned.demand_per_s), place

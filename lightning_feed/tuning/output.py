@@ -1,29 +1,86 @@
 """What tuning found, as text and as JSON."""
 
-from dataclasses import asdict
-from typing import Any
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from lightning_feed.load.tuning.values import Setting, Trial, Tuned
+from lightning_feed.watch.verdict.diagnosis import Place
+from lightning_feed.watch.verdict.units import plural
 
 SCHEMA = "lightning_feed.tuning/1"
 
 
-def tuned_text(tuned: Tuned) -> str:
-    """A table of the trials, what was chosen and why, what it predicts, and the line to paste."""
+@dataclass(frozen=True)
+class Paste:
+    """One way to give a loader what was found."""
+
+    where: str
+    """In words: ``in your training DataLoader (Data.train_dataloader, data.py:41)``."""
+    form: Literal["arguments", "settings", "override", "yaml"]
+    """What ``code`` is: arguments of the call that makes the loader, those of ``LoaderSettings``, what is appended to
+    the command line, or lines of a YAML file."""
+    code: str
+
+
+def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
+    """A table of the trials, what was chosen and why, what it predicts, and what to paste where.
+
+    Args:
+        tuned: what was found.
+        place: where the loader is set up; None: not known.
+    """
     per, unit = _unit(tuned)
     lines = [f"workers  ahead  {unit:>11}  start  note"]
     lines += [_row(trial, tuned, per) for trial in tuned.trials]
     lines += [f"not run: {_short(setting)}: {why}" for setting, why in tuned.rejected]
-    known = "remembered, and checked now" if tuned.remembered else f"{len(tuned.trials)} trials"
+    known = "remembered, and checked now" if tuned.remembered else plural(len(tuned.trials), "trial")
     lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{known}, {tuned.seconds:.0f} s"]
     if tuned.batches_per_s is not None:
         lines.append(f"predicted: {tuned.batches_per_s * per:,.0f} {unit}{_starved(tuned, per, unit)}")
     lines += [f"option: {option}" for option in tuned.options]
-    return "\n".join([*lines, "", paste_line(tuned)])
+    for one in pastes(tuned, place):
+        lines += ["", f"{one.where}:", *(f"    {line}" for line in one.code.splitlines())]
+    return "\n".join(lines)
+
+
+def pastes(tuned: Tuned, place: Place | None) -> list[Paste]:
+    """What to paste, the way that fits the place first; every way where the place is not known."""
+    settings = Paste("in the call that makes your FastDataModule", "settings", paste_line(tuned))
+    values = _values(tuned)
+    if "workers" in values:  # threads: no DataLoader has them
+        return [settings]
+    if not tuned.setting.num_workers:  # beside what needs workers, torch refuses 0
+        values |= {"prefetch_factor": None, "persistent_workers": False}
+    if place is None:
+        return [Paste("in the call that makes your training DataLoader", "arguments", _arguments(values)), settings]
+    if place.form == "settings":
+        return [Paste(f"in {place.words}", "settings", paste_line(tuned))]
+    found, keys = [], dict(place.overrides)
+    given = {name: value for name, value in values.items() if name in keys}
+    if given:
+        line = " ".join(f"{keys[name]}={json.dumps(value)}" for name, value in given.items())
+        found.append(Paste("on the command line", "override", line))
+        above = keys["num_workers"].removeprefix("--").rpartition(".")[0]
+        yaml = "\n".join(f"{keys[name].rpartition('.')[2]}: {json.dumps(value)}" for name, value in given.items())
+        found.append(Paste(f"or in YAML, under {above}" if above else "or in YAML", "yaml", yaml))
+    names = dict(place.names)
+    rest = {
+        names.get(name, name): value
+        for name, value in values.items()
+        if name not in given and (not names or name in names)
+    }
+    if rest:
+        found.append(Paste(f"{'and ' if given else ''}in {place.words}", "arguments", _arguments(rest)))
+    return found
 
 
 def paste_line(tuned: Tuned) -> str:
     """The line of code that gives a FastDataModule these settings."""
+    return f"loader=LoaderSettings({_arguments(_values(tuned))})"
+
+
+def _values(tuned: Tuned) -> dict[str, Any]:
     found = tuned.setting
     values: dict[str, Any] = {"num_workers": found.num_workers}
     if found.num_workers:
@@ -33,17 +90,22 @@ def paste_line(tuned: Tuned) -> str:
     values["pin_memory"] = found.pin_memory
     if not found.in_order:
         values["in_order"] = False
-    return f"loader=LoaderSettings({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+    return values
 
 
-def tuned_document(tuned: Tuned) -> dict[str, Any]:
+def _arguments(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
     """For JSON, with the name of its schema. Rates are in batches per second, times in seconds."""
     plain = asdict(tuned)
     plain["rejected"] = [{"setting": asdict(setting), "why": why} for setting, why in tuned.rejected]
     per, _ = _unit(tuned)
     known = tuned.batches_per_s is not None and tuned.batch_size
     samples_per_s = (tuned.batches_per_s or 0.0) * per if known else None
-    return {"schema": SCHEMA, **plain, "samples_per_s": samples_per_s, "code": paste_line(tuned)}
+    ways = [asdict(one) for one in pastes(tuned, place)]
+    return {"schema": SCHEMA, **plain, "samples_per_s": samples_per_s, "code": paste_line(tuned), "paste": ways}
 
 
 def _row(trial: Trial, tuned: Tuned, per: int) -> str:

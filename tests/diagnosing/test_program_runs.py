@@ -21,15 +21,15 @@ class Numbers(Dataset):
     def __getitem__(self, index):
         return torch.ones(4) * index, torch.tensor(index % 2)
 
-def make_loader(batch_size=4):
-    return DataLoader(Numbers(), batch_size=batch_size)
+def make_loader(batch_size=4, **options):
+    return DataLoader(Numbers(), batch_size=batch_size, **options)
 
 class Data(LightningDataModule):
-    def __init__(self, batch_size: int = 4):
+    def __init__(self, batch_size: int = 4, num_workers: int = 0):
         super().__init__()
-        self.batch_size = batch_size
+        self.batch_size, self.num_workers = batch_size, num_workers
     def train_dataloader(self):
-        return make_loader(self.batch_size)
+        return make_loader(self.batch_size, num_workers=self.num_workers)
     val_dataloader = test_dataloader = train_dataloader
     def teardown(self, stage):
         print("data torn down after", stage)
@@ -97,7 +97,7 @@ if __name__ == "__main__":
 """
 CONFIG = """
 lr: 0.1
-data: {_target_: birds.parts.Data, batch_size: 4}
+data: {_target_: birds.parts.Data, batch_size: 4, num_workers: 0}
 trainer: {_target_: lightning.pytorch.Trainer, max_epochs: 3, accelerator: cpu}
 hydra: {job: {chdir: true}}
 """
@@ -228,3 +228,16 @@ def test_tune_takes_one_of_several_loaders(project: Path) -> None:
     assert found["batch_size"] == 8
     assert found["demand_per_s"] > 0
     assert done.stderr.splitlines()[-1].endswith(END)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [(("lcli.py", "--", "fit", "--config", "c.yaml"), "--data.num_workers"), (("with_hydra.py",), "data.num_workers")],
+)
+def test_tune_gives_the_keys_of_the_command_line(arguments: tuple[str, ...], key: str, project: Path) -> None:
+    done = run(project, "tune", "--trials", "1", "--fresh", "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    pasted = json.loads(done.stdout[done.stdout.index("{") :])["paste"]
+    assert pasted[0] == {"where": "on the command line", "form": "override", "code": f"{key}=0"}
+    assert pasted[1]["where"] == "or in YAML, under data"
+    assert pasted[2]["where"].startswith("and in your training DataLoader (Data.train_dataloader, parts.py:")

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from lightning_feed.load.tuning.values import Setting, Trial, Tuned
 from lightning_feed.tuning import command as tuning_command
 from lightning_feed.tuning import run as tuning
 from lightning_feed.tuning.hparams import log_hparams, tuned_hparams
-from lightning_feed.tuning.output import paste_line, tuned_document, tuned_text
+from lightning_feed.tuning.output import paste_line, pastes, tuned_document, tuned_text
 from lightning_feed.tuning.run import tune
+from lightning_feed.watch.verdict.diagnosis import Place
 
 FOUND = Setting(num_workers=2, prefetch_factor=4, persistent_workers=True)
 TRIALS = (
@@ -196,9 +198,14 @@ def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
     assert "not run: 64 workers, prefetch_factor=2: /dev/shm would be full" in text
     assert "predicted: 200 samples/s; the model can take 320 samples/s, so it starves 38 %" in text
     assert "option: in_order=False: gains" in text
-    assert rows[-1] == (
-        "loader=LoaderSettings(num_workers=2, prefetch_factor=4, persistent_workers=True, pin_memory=False)"
-    )
+    arguments = "num_workers=2, prefetch_factor=4, persistent_workers=True, pin_memory=False"
+    assert rows[-5:] == [
+        "in the call that makes your training DataLoader:",
+        f"    {arguments}",
+        "",
+        "in the call that makes your FastDataModule:",
+        f"    loader=LoaderSettings({arguments})",
+    ]
     assert "50 batches/s; what the model can take is not known" in tuned_text(
         found(batch_size=None, demand_per_s=None, starved_pct=None)
     )
@@ -220,6 +227,72 @@ def test_the_line_to_paste_means_what_was_found(setting: Setting) -> None:
     assert made.pin_memory == setting.pin_memory
     if setting.num_workers:
         assert (made.prefetch_factor, made.persistent_workers) == (setting.prefetch_factor, setting.persistent_workers)
+
+
+NONE = Setting(num_workers=0, prefetch_factor=None)
+THREADS = Setting(num_workers=3, prefetch_factor=2, workers="thread")
+IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
+
+
+@pytest.mark.parametrize(
+    ("place", "setting", "pasted"),
+    [
+        (
+            IN_DATA,
+            NONE,
+            [
+                (
+                    "in your training DataLoader (Data.train_dataloader, data.py:41)",
+                    "num_workers=0, pin_memory=False, prefetch_factor=None, persistent_workers=False",
+                )
+            ],
+        ),
+        (
+            replace(IN_DATA, overrides=(("num_workers", "--data.num_workers"),)),
+            NONE,
+            [
+                ("on the command line", "--data.num_workers=0"),
+                ("or in YAML, under data", "num_workers: 0"),
+                (
+                    "and in your training DataLoader (Data.train_dataloader, data.py:41)",
+                    "pin_memory=False, prefetch_factor=None, persistent_workers=False",
+                ),
+            ],
+        ),
+        (
+            Place(words="your call of make_loader (main, train.py:3)", names=(("num_workers", "workers"),)),
+            FOUND,
+            [("in your call of make_loader (main, train.py:3)", "workers=2")],
+        ),
+        (
+            Place(words="loader=LoaderSettings(...) of your Birds", form="settings"),
+            NONE,
+            [
+                (
+                    "in loader=LoaderSettings(...) of your Birds",
+                    "loader=LoaderSettings(num_workers=0, pin_memory=False)",
+                )
+            ],
+        ),
+        (
+            IN_DATA,
+            THREADS,
+            [
+                (
+                    "in the call that makes your FastDataModule",
+                    "loader=LoaderSettings(num_workers=3, workers='thread', prefetch_factor=2, "
+                    "persistent_workers=False, pin_memory=False)",
+                )
+            ],
+        ),
+    ],
+)
+def test_what_to_paste_fits_the_place(place: Place, setting: Setting, pasted: list[tuple[str, str]]) -> None:
+    ways = pastes(found(setting=setting), place)
+    assert [(way.where, way.code) for way in ways] == pasted
+    text = tuned_text(found(setting=setting), place)
+    assert all(f"{where}:\n    {code}" in text for where, code in pasted)
+    assert tuned_document(found(setting=setting), place)["paste"][0]["code"] == pasted[0][1]
 
 
 def test_the_document_is_json() -> None:
@@ -257,7 +330,7 @@ def test_the_command(target: str, tunes: Tunes, capsys: pytest.CaptureFixture[st
         == 0
     )
     assert (tunes.goals[0].demand_per_s, tunes.goals[0].budget_s, tunes.goals[0].max_trials) == (80, 9, 3)
-    assert "loader=LoaderSettings(num_workers=2" in capsys.readouterr().out
+    assert "mine_to_tune.py:6):\n    num_workers=2, prefetch_factor=4" in capsys.readouterr().out
     assert main(["tune", f"{target}:Data", "--json", "--fresh", "--accelerator", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["schema"] == "lightning_feed.tuning/1"
     assert tunes.options["fresh"] is True
