@@ -44,11 +44,13 @@ class GPUStarvationCallback(Callback):
     Args:
         every_n_steps: steps between two logged windows; None: the Trainer's ``log_every_n_steps``.
         nvml: read the GPU's utilisation, memory, power and PCIe traffic beside it, once a second.
-        report: print the report at the end of the first epoch and of the fit. At the end of the fit it also goes to
-            the loggers as text, and into ``feed_report.json`` and ``feed_report.md`` in the first logger's folder.
+        report: show the report after 200 steps or a minute, at the end of the fit, and when Ctrl-C, SIGTERM or an
+            error ends it; in endless streams every 10 minutes. Each goes into ``feed_report.html``, ``.json`` and
+            ``.md`` in the folder of the first logger that has one, else beside the checkpoints, and to the loggers.
+        tags: ``"core"`` logs how fast training is and what it waits for; ``"all"`` what may say why, too.
 
     Raises:
-        SettingsError: when ``every_n_steps`` is not a positive integer.
+        SettingsError: when ``every_n_steps`` is not a positive integer, or ``tags`` neither of the two.
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -86,7 +86,7 @@ def test_a_training(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["diagnose", f"{file}:pair", "--quick", "--only", "X1,X7", "--accelerator", "cpu"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("FEED  ")
-    assert "ROAD" in printed.out
+    assert "Pipeline (" in printed.out
     assert "never used by the model: mask" in printed.out
     assert printed.err.splitlines()[-1] == "Written to feed_diagnosis."
     assert {one.name for one in Path("feed_diagnosis").iterdir()} == {
@@ -101,7 +101,7 @@ def test_a_data_module_has_a_road(
     assert cli.main(["diagnose", f"{file}:Data", "--quick", "--only", "x3", "--out", "here"]) == 0
     printed = capsys.readouterr().out
     assert "no verdict" in printed
-    assert "ROAD" in printed
+    assert "Pipeline (" in printed
     assert "loader" in printed
     assert Path("here/feed_report.json").exists()
 
