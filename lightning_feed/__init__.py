@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_feed.load.cacheable import CacheableDataset
     from lightning_feed.load.dali.options import DaliOptions
     from lightning_feed.load.settings import LoaderSettings
+    from lightning_feed.plain_loop import watch_loader
     from lightning_feed.prefetch_callback import PrefetchCallback
     from lightning_feed.starvation_callback import GPUStarvationCallback
     from lightning_feed.tuning.run import tune
@@ -32,6 +33,7 @@ __all__ = [
     "PrefetchCallback",
     "diagnose",
     "tune",
+    "watch_loader",
 ]
 __version__ = "0.1.0"
 
@@ -48,6 +50,7 @@ _HOMES = {
     "PrefetchCallback": "lightning_feed.prefetch_callback",
     "diagnose": "lightning_feed.diagnosing",
     "tune": "lightning_feed.tuning.run",
+    "watch_loader": "lightning_feed.plain_loop",
 }
 
 show_lines()

@@ -1,8 +1,9 @@
 """How a live iterator over a loader stands: what is ready, what waits to be pinned, who works for it.
 
 Known of torch's iterator over worker processes and torchdata's, which has the same parts (private; read in torch 2.6
-and 2.15, torchdata 0.11), of the one without workers, and of our own. Of any other iterator nothing is known. A part
-that is not there, or is not what it was, makes the figure unknown, never an error in training.
+and 2.15, torchdata 0.11), of the one without workers, and of our own; and of a generator or the like that draws from
+one of these. Of any other iterator nothing is known. A part that is not there, or is not what it was, makes the figure
+unknown, never an error in training.
 """
 
 import weakref
@@ -12,6 +13,7 @@ from lightning_feed.load.background import BackgroundIterator
 from lightning_feed.load.loader_pass import LoaderPass
 from lightning_feed.load.thread_pass import ThreadPass
 from lightning_feed.watch.clocks import Clock, host_clock
+from lightning_feed.watch.seen_through import is_known, iterator_in
 from lightning_feed.watch.worker_time import Workers
 
 # What reading a private part can meet: it is absent, another thing, closed, has no length (queues on macOS), or another
@@ -59,13 +61,36 @@ def probe_loader(iterator: Any, clock: Clock = host_clock) -> Probe | None:
         iterator: what ``iter(loader)`` gave.
         clock: by which waiting is measured.
     """
+    if not is_known(iterator):
+        inner = iterator_in(iterator)
+        probe = None if inner is None else probe_loader(inner, clock)
+        return None if probe is None else WrappedProbe.around(probe, iterator)
     if isinstance(iterator, LoaderPass):
         return PassProbe(iterator, clock)
     if hasattr(iterator, "_task_info"):
         return TorchProbe(iterator, clock)
-    if getattr(iterator, "_num_workers", None) == 0 and hasattr(iterator, "_num_yielded"):
-        return DirectProbe(iterator)
-    return None
+    return DirectProbe(iterator)
+
+
+class WrappedProbe:
+    """Looks at the iterator of a DataLoader that a generator or another wrapper draws from."""
+
+    def __init__(self, inner: Probe, wrapper: "weakref.ref[Any]") -> None:
+        self._inner, self._wrapper = inner, wrapper
+        self.read, self.capacity, self.workers = inner.read, inner.capacity, inner.workers
+        self.head_of_line_ns, self.close = inner.head_of_line_ns, inner.close
+
+    @classmethod
+    def around(cls, inner: Probe, wrapper: Any) -> "WrappedProbe | None":
+        """One for ``wrapper``; None where nobody can tell when that is gone."""
+        try:
+            return cls(inner, weakref.ref(wrapper))
+        except TypeError:
+            return None
+
+    def iterator(self) -> Any:
+        """The wrapper; None once it is gone, or what it draws from."""
+        return None if self._inner.iterator() is None else self._wrapper()
 
 
 class TorchProbe:

@@ -74,8 +74,11 @@ def parts_of(loader: Any) -> tuple[Part, ...]:
 
 def _found(loader: Any, place: str) -> Iterator[Part]:
     inner = getattr(loader, "iterables", None)
+    stages = getattr(loader, "pipeline", None)
     if isinstance(loader, DataLoader):
         yield Part(place, loader)
+    elif isinstance(stages, list) and len(stages) == 1 and isinstance(stages[0], DataLoader):
+        yield Part(place, stages[0])  # a WebLoader that gives the batches as they come
     elif inner is not None:
         yield from _found(inner, place)
     elif isinstance(loader, dict):
@@ -89,7 +92,8 @@ def _found(loader: Any, place: str) -> Iterator[Part]:
 
 
 def _is_loader(value: Any) -> bool:
-    return isinstance(value, (DataLoader, dict, list, tuple)) or hasattr(value, "iterables")
+    known = isinstance(value, (DataLoader, dict, list, tuple))
+    return known or hasattr(value, "iterables") or isinstance(getattr(value, "pipeline", None), list)
 
 
 class Together(Iterator[Any]):

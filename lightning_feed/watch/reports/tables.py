@@ -83,13 +83,11 @@ def disk_text(disk: DiskFacts) -> str:
 
 def code_places(functions: Sequence[FunctionCost]) -> list[tuple[str, float]]:
     """(``Birds.__getitem__ (birds.py:41), calling ColorJitter``, milliseconds a batch)."""
-    return [
-        (
-            f"{one.name} ({Path(one.file).name}:{one.line}){f', calling {one.calls}' if one.calls else ''}",
-            one.ms_per_batch,
-        )
-        for one in functions
-    ]
+    places = []
+    for one in functions:
+        calls = f", calling {one.calls}" if one.calls else ""
+        places.append((f"{one.name} ({Path(one.file).name}:{one.line}){calls}", one.ms_per_batch))
+    return places
 
 
 def _ranks(ranks: RankStats) -> Iterator[Table]:

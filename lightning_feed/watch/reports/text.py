@@ -179,8 +179,9 @@ def _times(whole: float, part: float) -> float | None:
     return whole / part if part > 0 else None
 
 
-def step_parts(diagnosis: Diagnosis) -> tuple[tuple[str, float | None], ...]:
-    """The parts of a step in milliseconds, as they follow each other on the device; they add up to the step.
+def step_parts(diagnosis: Diagnosis) -> tuple[tuple[str, float], ...]:
+    """The parts of a step in milliseconds, as they follow each other on the device; they add up to the step. What was
+    not measured is not among them.
 
     On a CPU nothing is copied: what little time is taken on the way there counts as ``other``.
     """
@@ -188,7 +189,8 @@ def step_parts(diagnosis: Diagnosis) -> tuple[tuple[str, float | None], ...]:
     copy: tuple[tuple[str, float | None], ...] = (("h2d", stats.h2d_ms),)
     if diagnosis.device_type == "cpu" and diagnosis.bottleneck != "copy":
         copy, other = (), None if other is None else other + (stats.h2d_ms or 0.0)
-    return (("compute", stats.compute_ms), ("data", stats.data_idle_ms), *copy, ("other", other))
+    parts = (("compute", stats.compute_ms), ("data", stats.data_idle_ms), *copy, ("other", other))
+    return tuple((part, ms) for part, ms in parts if ms is not None)
 
 
 def part_name(part: str) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, KeyUse, NamedCost
+from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
 from lightning_feed.watch.reports.document import make_report
 from lightning_feed.watch.reports.environment import Environment
 from lightning_feed.watch.reports.report import Report
@@ -78,7 +78,23 @@ def sample_experiments() -> ExperimentResults:
         pinned_gb_per_s=24.1,
         pageable_gb_per_s=9.8,
         copy_ms=0.9,
+        samples_ms=390.0,
+        collate_ms=41.0,
+        functions=(
+            FunctionCost(
+                name="Birds.__getitem__",
+                file="project/birds.py",
+                line=41,
+                calls="ColorJitter",
+                stage="samples",
+                ms_per_batch=120.0,
+            ),
+        ),
+        hand_over_ms=6.1,
+        hand_over_file_system_ms=2.8,
+        sharing_strategy="file_descriptor",
         worker_scaling=((6, 11.6), (12, 22.4)),
+        worker_spread=((6, 10.6, 12.9),),
         keys=(KeyUse(name="0", bytes_per_batch=4_816_896, used=True), KeyUse(name="1", bytes_per_batch=256, used=None)),
         disk=DiskFacts(file_system="ext4", kind="local", files_per_s=371.0, mean_file_bytes=118_000.0),
         left_out=(("X6", "the files belong to another user"),),

@@ -119,6 +119,8 @@ PLAIN_NUMBERS = {
     "log_every_n_steps",
     "batch_size",
     "worker_scaling",
+    "worker_spread",
+    "line",
     "data_idle_ms_by_rank",
 }
 """Ratios and counts, whose names say what is counted, and rows of figures."""

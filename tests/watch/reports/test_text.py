@@ -68,7 +68,13 @@ def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
     assert (
         "costs decode 9.80 ms, RandomResizedCrop 3.20 ms, read 1.90 ms, ColorJitter 1.40 ms: 16.30 ms a sample" in text
     )
-    assert "tried num_workers 6: 371, 12: 717 samples/s, the loader alone" in text
+    assert (
+        "tried num_workers 6: 371, 12: 717 samples/s, the loader alone; tried again, they differed by up to 20 %"
+        in text
+    )
+    assert "batch 390.0 ms for its samples, 41.0 ms to collate them" in text
+    assert "code  Birds.__getitem__ (birds.py:41), calling ColorJitter: 120.0 ms a batch" in text
+    assert 'IPC   6.1 ms to take a batch from a worker; 2.8 ms with the sharing strategy "file_system"' in text
     assert "skip  X6: the files belong to another user" in text
 
 

@@ -1,0 +1,342 @@
+"""watch_loader: how long a loop of one's own waits for its data, in plain PyTorch, Fabric or accelerate."""
+
+import contextlib
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from lightning_feed.load.machine import read_machine
+from lightning_feed.loader_traits import divides_among_workers, may_persist
+from lightning_feed.transfer.streams import STREAM_BACKENDS
+from lightning_feed.watch.clocks import Clock, host_clock, open_ring
+from lightning_feed.watch.cpu_times import CpuTimes
+from lightning_feed.watch.facts import batches_ahead, with_batch, with_loaders
+from lightning_feed.watch.guard import Guard
+from lightning_feed.watch.loader_watch import LoaderWatch
+from lightning_feed.watch.reports.document import make_report
+from lightning_feed.watch.reports.showing import show_report
+from lightning_feed.watch.reports.writing import write_report
+from lightning_feed.watch.seen_through import loaders_in
+from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.watch.step_meter import StepMeter
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
+from lightning_feed.watch.verdict.shares import MIN_STEPS
+from lightning_feed.watch.verdict.tree import diagnose
+from lightning_feed.watch.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger
+
+T = TypeVar("T")
+
+FIRST_REPORT_STEPS, FIRST_REPORT_S = 200, 60.0
+"""The first report comes after so many steps or seconds, whichever is sooner."""
+READ_EVERY_NS = 250_000_000
+"""The kernel's counters of the workers are read four times a second at most."""
+
+_runs: "weakref.WeakKeyDictionary[Any, PlainRun]" = weakref.WeakKeyDictionary()
+"""Of loaders that live: each epoch may call watch_loader anew."""
+_open: "weakref.WeakSet[PlainRun]" = weakref.WeakSet()
+"""Those in the middle of an epoch."""
+
+
+def watch_loader(
+    loader: Iterable[T],
+    *,
+    device: torch.device | str | None = None,
+    folder: str | Path | None = None,
+    report: bool = True,
+) -> "WatchedLoader[T]":
+    """The same loader, measured: how long each step of the loop waits for its batch, why, and what to change.
+
+    Gives the same batches in the same order. Time inside ``next(loader)`` is waiting for data, and all other time of a
+    step is the step; on a GPU both are measured by events on the compute stream, without waiting for it. A report is
+    printed after 200 steps or a minute, and when the program ends or :meth:`WatchedLoader.close` is called. Of several
+    ranks each measures itself, and rank 0 reports.
+
+    Called again with the same loader it goes on measuring, with the options given last. Give it the loader that the
+    loop goes through, after ``fabric.setup_dataloaders`` or ``accelerator.prepare``; and that of the validation as
+    well, so that the training step in which a validation lies is left out.
+
+    Args:
+        loader: a DataLoader, or anything else that can be iterated.
+        device: where the model computes; None: the loader's device, else the GPU where one is in use, else the CPU.
+        folder: where ``feed_report.json``, ``.md`` and ``.html`` are written with each report; None: nowhere.
+        report: print reports by itself.
+
+    Example:
+        >>> from lightning_feed import watch_loader
+        >>> loader = watch_loader([1, 2, 3], report=False)
+        >>> for batch in loader:
+        ...     pass  # the training step
+        >>> loader.summary().steps  # the first of an epoch has a figure of its own
+        2
+    """
+    try:
+        run = _runs.get(loader)
+        if run is None:
+            run = _runs[loader] = PlainRun()
+            weakref.finalize(loader, run.close)
+        watched = WatchedLoader(loader, run)
+    except TypeError:  # a list, or another thing that no weak reference can be held to
+        run = PlainRun()
+        watched = WatchedLoader(loader, run)
+        weakref.finalize(watched, run.close)
+    run.device = None if device is None else torch.device(device)
+    run.folder, run.shows = None if folder is None else Path(folder), report
+    return watched
+
+
+class WatchedLoader(Generic[T]):
+    """What :func:`watch_loader` gives. All else is asked of the loader in it: its length, data set, sampler."""
+
+    def __init__(self, loader: Iterable[T], run: "PlainRun") -> None:
+        self._loader, self._run = loader, run
+
+    def __iter__(self) -> Iterator[T]:
+        run = self._run
+        run.measure(run.epoch_began, self._loader)
+        batches = iter(self._loader)
+        run.live = [batches]
+        try:
+            while True:
+                run.fetch_began()
+                try:
+                    batch = [next(batches)]
+                except StopIteration:
+                    return
+                run.fetch_ended()
+                run.measure(run.batch_came, batch[0])
+                yield batch.pop()  # nothing here keeps the batch alive while the step runs
+                run.step_ended()
+        finally:
+            run.live = []
+            run.measure(run.epoch_ended)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # a loader without a length says so itself
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_loader", "_run"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __enter__(self) -> "WatchedLoader[T]":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def summary(self) -> StarvationStats:
+        """How the steps so far divide, without the first ones, in which queues fill."""
+        return self._run.measurements().stats
+
+    def report(self) -> Diagnosis:
+        """What limits training, from all steps so far, and what to change. To be printed, it has a text form."""
+        return diagnose(self._run.measurements())
+
+    def close(self) -> None:
+        """Stop measuring, and report what came since the last report. The loader can be gone through as before."""
+        self._run.close()
+        with contextlib.suppress(TypeError):
+            _runs.pop(self._loader, None)
+
+
+class PlainRun:
+    """The clocks of one loop, over all of its epochs. It does not keep the loader alive.
+
+    Attributes:
+        device: where the model computes; None: to be found out when the first epoch begins.
+        folder: for the files of reports, or None.
+        shows: whether it reports by itself.
+        live: the iterator that the loop goes through now, or nothing.
+    """
+
+    def __init__(self, *, clock: Clock = host_clock) -> None:
+        self.device: torch.device | None = None
+        self.folder: Path | None = None
+        self.shows = True
+        self.live: list[Any] = []
+        self._clock, self._process = clock, os.getpid()
+        guard = self._guard = Guard("watch_loader", self._stop)
+        self.measure = guard.measure
+        self.fetch_began, self.fetch_ended = guard.tap(self._fetch_began), guard.tap(self._fetch_ended)
+        self.step_ended = guard.tap(self._step_ended)
+        self._facts = LoopFacts(loop="plain")
+        self._ledger = Ledger()
+        self._meter: StepMeter | None = None
+        self._loaders = LoaderWatch(lambda: self.live, clock=clock, read_every_ns=READ_EVERY_NS)
+        self._cpu: CpuTimes | None = None
+        self._warm_up, self._settled, self._batch_seen = WARM_UP_STEPS, False, False
+        self._began = 0
+        self._reported_steps: int | None = None
+        """At the last report; None: there was none."""
+        self._closed = False
+
+    # --- what the loop does -------------------------------------------------------------------------------------------
+
+    def epoch_began(self, loader: Any) -> None:
+        """The loop begins to go through the loader."""
+        for other in _open:
+            other.leave_out_step()
+        _open.add(self)
+        loaders = loaders_in(loader)
+        device = self.device or _device_of(loader)
+        self._facts, self._batch_seen = self._facts_of(loader, loaders, device), False
+        if self._meter is None or self._cpu is None:
+            ring, queue = open_ring(device), batches_ahead(loaders)
+            self._warm_up = WARM_UP_STEPS + queue
+            self._ledger = Ledger(
+                queue=queue,
+                trusted_clock=ring is not None or device.type == "cpu",
+                period=max(1, self._facts.num_workers or 0),
+            )
+            self._meter = StepMeter(self._ledger.fresh.append, clock=self._clock, ring=ring)
+            self._meter.on_epoch_start = self._ledger.epoch_started
+            self._cpu = CpuTimes(loads_here=self._facts.num_workers == 0)
+            self._began = self._clock()
+        self._cpu.go_on()
+        self._meter.begin(epoch=True)
+        self._loaders.epoch_began()
+
+    def batch_came(self, batch: Any) -> None:
+        """Look at the first batch of each epoch."""
+        if not self._batch_seen:
+            self._batch_seen = True
+            self._facts = with_batch(self._facts, batch)
+
+    def epoch_ended(self) -> None:
+        """The loop is at its end, or was left."""
+        _open.discard(self)
+        if self._cpu is not None:
+            self._cpu.pause()
+
+    def leave_out_step(self) -> None:
+        """Another loop lies in this step."""
+        if self._meter is not None:
+            self._meter.leave_out_step()
+
+    def _fetch_began(self) -> None:
+        assert self._meter is not None
+        assert self._cpu is not None
+        self._loaders.fetch_began()  # before the clock of the fetch starts
+        self._cpu.fetch_began()
+        self._meter.fetch_began()
+
+    def _fetch_ended(self) -> None:
+        assert self._meter is not None
+        assert self._cpu is not None
+        self._meter.fetch_ended()
+        self._meter.arrived()  # the copy to the device is the user's, and not seen
+        self._cpu.fetch_ended()
+        self._loaders.fetch_ended()
+
+    def _step_ended(self) -> None:
+        assert self._meter is not None
+        assert self._cpu is not None
+        self._meter.step_ended()
+        steps = self._meter.finished
+        if not self._settled and steps >= self._warm_up:
+            self._settled = True
+            self._cpu.settle(steps)
+            self._loaders.settle()
+        if len(self._ledger.fresh) >= UNFOLDED_STEPS:
+            self._ledger.fold()
+        if self._reported_steps is None and self._first_report_due(steps):
+            self._report()
+            self._meter.leave_out_step()  # the next one, in which this lies
+
+    def _first_report_due(self, steps: int) -> bool:
+        late = self._clock() - self._began >= FIRST_REPORT_S * 1e9
+        return steps >= FIRST_REPORT_STEPS or (late and steps >= MIN_STEPS)
+
+    # --- figures ------------------------------------------------------------------------------------------------------
+
+    def measurements(self) -> Measurements:
+        """All that was measured so far, without the warm-up."""
+        meter, cpu = self._meter, self._cpu
+        if meter is None or cpu is None:
+            return Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=self._facts)
+        stats = self._ledger.total(prefetch_active=None, lost=meter.lost)
+        return Measurements(
+            # Neither the copy to the device nor the time between steps can be told from the step itself.
+            stats=replace(stats, h2d_ms=None, other_ms=None),
+            facts=replace(self._facts, **cpu.per_step(meter.finished)),
+            loaders=self._loaders.total(),
+        )
+
+    def _facts_of(self, loader: Any, loaders: list[Any], device: torch.device) -> LoopFacts:
+        batches: int | None = None
+        with contextlib.suppress(Exception):  # of the user's, who may have written anything there
+            batches = len(loader)
+        machine = read_machine()
+        streams = [divided for one in loaders if (divided := divides_among_workers(one)) is not None]
+        facts = LoopFacts(
+            loop="plain",
+            device_type=device.type,
+            usable_cpus=max(1, machine.usable_cpus // _number("LOCAL_WORLD_SIZE", 1)),
+            free_shm_bytes=machine.free_shm_bytes,
+            world_size=_number("WORLD_SIZE", 1),
+            batches_per_epoch=batches,
+            every_num_workers=tuple(one.num_workers for one in loaders if hasattr(one, "num_workers")),
+            shards_by_worker=all(streams) if streams else None,
+            may_persist=may_persist(loaders, reloaded=False),
+        )
+        return with_loaders(facts, loaders)
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Read what the device has not told yet, report it, and let the loader be."""
+        if self._closed or self._process != os.getpid():  # a forked process is not the one that trains
+            return
+        self._closed = True
+        meter = self._meter
+        if meter is not None and self._guard.measures:
+            self.measure(meter.end)
+            if meter.finished > (self._reported_steps or 0) and meter.finished >= MIN_STEPS:
+                self._report()
+        self._stop()
+
+    def _report(self) -> None:
+        if self._meter is not None:
+            self._reported_steps = self._meter.finished
+        if _number("RANK", 0) == 0:
+            self._guard.attempt("show its report", self._show)
+
+    def _show(self) -> None:
+        report = make_report(diagnose(self.measurements()))
+        written = []
+        if self.folder is not None:
+            written = self._guard.attempt("write its report", write_report, report, self.folder) or []
+        if self.shows:
+            bar: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+            show_report(report, bar.write if bar is not None else None, written)
+
+    def _stop(self) -> None:
+        self._loaders.close()
+        _open.discard(self)
+
+
+def _device_of(loader: Any) -> torch.device:
+    """The device of a loader that puts batches there, else the accelerator that is in use, else the CPU."""
+    given = getattr(loader, "device", None)
+    if isinstance(given, torch.device):
+        return given
+    for kind in STREAM_BACKENDS:
+        backend: Any = getattr(torch, kind, None)
+        if backend is not None and backend.is_initialized():
+            return torch.device(kind, backend.current_device())
+    return torch.device("cpu")
+
+
+def _number(variable: str, otherwise: int) -> int:
+    """What launchers tell each rank by its environment; with torch.distributed set up, what that says."""
+    distributed: Any = torch.distributed
+    if variable != "LOCAL_WORLD_SIZE" and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank() if variable == "RANK" else distributed.get_world_size())
+    found = os.environ.get(variable, "")
+    return int(found) if found.isdigit() else otherwise
