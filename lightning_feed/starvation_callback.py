@@ -121,23 +121,26 @@ class GPUStarvationCallback(Callback):
     log = _host.RunBegins("_run_begins")
 
     def _run_begins(self) -> None:
+        self._guard = self._new_guard()
+        self._guard.measure(self._start_wall)
+
+    def _start_wall(self) -> None:
         self._wall = WallClock()
 
+    @guarded
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Its time is told by itself."""
         self._wall.enter("sanity check")
 
+    @guarded
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The rest is set-up."""
         self._wall.leave()
 
+    @guarded
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the clocks up, unless another instance measures already."""
-        self._start(trainer, "fit")
-
-    def _start(self, trainer: Trainer, stage: Stage) -> None:
-        self._guard = self._new_guard()
-        self._guard.measure(self._begin, trainer, stage)
+        self._begin(trainer, "fit")
 
     def _new_guard(self) -> Guard:
         return Guard("GPUStarvationCallback", self._let_go)
@@ -183,20 +186,23 @@ class GPUStarvationCallback(Callback):
         if self._run is not None:
             self._run.epoch_began()
 
+    @guarded
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the training step in which this validation lies, and measure it by itself."""
         if self._run is not None:
-            self._guard.measure(self._run.validation_began)
+            self._run.validation_began()
         elif trainer.state.fn == "validate":
-            self._start(trainer, "validate")
+            self._begin(trainer, "validate")
 
+    @guarded
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the clocks up."""
-        self._start(trainer, "test")
+        self._begin(trainer, "test")
 
+    @guarded
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the clocks up."""
-        self._start(trainer, "predict")
+        self._begin(trainer, "predict")
 
     @guarded
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -146,11 +146,11 @@ class StarvationRun:
         loop.ledger.fold()
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._wall.enter("checkpoints")
+        self._guard.measure(self._wall.enter, "checkpoints")
         try:
             return original(*args, **kwargs)
         finally:
-            self._wall.leave()
+            self._guard.measure(self._wall.leave)
 
     def _tap(self) -> Callable[[], None]:
         def fetch_ended() -> None:

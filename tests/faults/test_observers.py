@@ -50,8 +50,9 @@ PASS_ON = {
     "_Timed.__exit__",
     "_Tap.__call__",
     "GPUStarvationCallback._add_to_bar",
+    "StarvationRun._save_checkpoint",
     # Hooks that make the guard anew, or have to take part in what all ranks do; all else in them is guarded.
-    "GPUStarvationCallback.on_train_start",
+    "GPUStarvationCallback._run_begins",
     "AutotuneCallback.on_train_start",
     "AutotuneCallback.on_train_epoch_start",
     "AutotuneCallback.on_train_batch_start",
