@@ -138,7 +138,8 @@ def apply(remedy: Any, folder: Path, program: str) -> list[str]:
     if form == "override":
         return shlex.split(code)
     if form == "arguments":
-        source.set_keywords(_loader_call(source, where), code)
+        for call in _loader_calls(source, where):
+            source.set_keywords(call, code)
     elif form == "trainer":
         source.set_keywords(_only(source.calls("Trainer"), "Trainer"), code)
     elif form == "callback":
@@ -207,17 +208,25 @@ def _only(calls: list[Call], what: str) -> Call:
     return calls[0]
 
 
-def _loader_call(source: Source, where: str) -> Call:
-    """The call that makes the training loader: the one of the line that is named, else the only one in the function
-    that is, else the only one that is for training by its name."""
+def _loader_calls(source: Source, where: str) -> list[Call]:
+    """The calls that make the training loaders: those of the lines that are named, else the only one in the function
+    that is, else the only one that is for training by its name. The last in a file comes first, so that places hold."""
     calls = source.calls(*LOADERS)
-    named = re.search(r"([\w-]+\.py):(\d+)", where)
-    if named is not None:
-        file, line = named.group(1), int(named.group(2))
-        calls = [call for call in calls if call[0].name == file and _inside(source, call, line)]
     loader = re.search(r'loader "([^"]+)"', where)
     if loader is not None:
         calls = [call for call in calls if _key_of(source, call) == loader.group(1)]
+    lines = re.findall(r"([\w-]+\.py):(\d+)", where)
+    found = [
+        _for_training(
+            source, [call for call in calls if call[0].name == file and _inside(source, call, int(line))], where
+        )
+        for file, line in lines
+    ]
+    found = found or [_for_training(source, calls, where)]
+    return sorted(found, key=lambda call: (call[0], call[1], call[2].lineno), reverse=True)
+
+
+def _for_training(source: Source, calls: list[Call], where: str) -> Call:
     if len(calls) > 1:
         calls = [call for call in calls if "train" in _around(source, call)]
     return _only(calls, f"what makes the loader of {where!r}")

@@ -2,7 +2,8 @@
 
 A project is a folder of ``projects/`` with a ``row.json``: ``program`` (default ``train.py``), ``quick`` and ``full``
 (arguments for a short and a long run), ``environment`` (of a short run), ``augments`` (workers draw random numbers, so
-pixels depend on their number), ``ranks``, ``slow``, ``faults`` (what the benchmark plants).
+pixels depend on their number), ``reshuffles`` (several loaders, which draw the seeds of their shuffles in another order
+without workers), ``ranks``, ``slow``, ``faults`` (what the benchmark plants).
 """
 
 import json
@@ -38,6 +39,7 @@ class Project:
     full: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     augments: bool = False
+    reshuffles: bool = False
     ranks: int = 1
     slow: bool = False
     faults: dict[str, list[str]] = field(default_factory=dict)

@@ -52,6 +52,9 @@ def _applied(folder: Path, form: str | None, code: str, where: str = "") -> str:
          '"b": DataLoader(\n                self.ds,\n                num_workers=1, pin_memory=True,\n            )'),
         ("in your validation DataLoader (Data.val_dataloader, train.py:17)", "num_workers=1",
          "return DataLoader(self.ds, num_workers=1)"),
+        ("in each of your 2 training DataLoaders (Data.train_dataloader, train.py:9 and train.py:10)", "num_workers=1",
+         'DataLoader(self.ds, 32, shuffle=True, num_workers=1),\n            "b": DataLoader(\n'
+         "                self.ds,\n                num_workers=1,"),
     ],
 )  # fmt: skip
 def test_arguments_go_to_the_call_that_is_named(tmp_path: Path, where: str, code: str, expected: str) -> None:
