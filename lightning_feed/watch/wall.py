@@ -1,10 +1,10 @@
 """Where the wall time of a run goes: each moment belongs to one part, so that the parts add up to the whole."""
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
-
-from lightning_feed.watch.clocks import Clock, host_clock
 
 Part = Literal[
     "train", "validation", "test", "predict", "checkpoints", "epoch starts", "sanity check", "set-up", "rest"
@@ -66,7 +66,7 @@ class WallClock:
         clock: the host's clock.
     """
 
-    def __init__(self, clock: Clock = host_clock) -> None:
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self._clock, self._last = clock, clock()
         self._part: Part = "set-up"
         self._around: list[Part] = []

@@ -100,7 +100,7 @@ def _slow_start(**changes: Any) -> Diagnosis:
     stats = sample_stats(
         step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, starved_pct=6.0, input_pct=6.0, epoch_start_s=2.0
     )
-    facts = LoopFacts(num_workers=2, usable_cpus=2, batches_per_epoch=20)
+    facts = LoopFacts(device_type="cuda", num_workers=2, usable_cpus=2, batches_per_epoch=20)
     return diagnose(replace(Measurements(stats=stats, facts=facts), **changes))
 
 

@@ -267,7 +267,7 @@ def test_the_headline_of_a_slow_start_is_of_epochs_as_the_verdict_is() -> None:
 
 
 def test_the_headline_says_why_waiting_does_not_count() -> None:
-    found = _slow_start(start_s=0.0)
+    found = _slow_start(start_s=0.0, device="cuda")
     alone = replace(found.measurements, experiments=ExperimentResults(model_per_s=20.0))
     assert headline(diagnose(alone)) == (
         "OK: limited by the model. 6 % of time waiting for data, which faster loading would not change: "
