@@ -292,7 +292,7 @@ def _set_settings(source: Source, code: str, where: str) -> None:
     if made:
         source.set_keywords(_only(made, "LoaderSettings"), code)
         return
-    name = _between(r"(?:of|for|in) (\w+)\W*$", where)
+    name = _between(r"(\w+)\W*$", where)
     source.set_keywords(_only(source.calls(name), name), f"loader=LoaderSettings({code})")
 
 
