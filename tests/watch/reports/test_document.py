@@ -117,6 +117,7 @@ PLAIN_NUMBERS = {
     "dali_threads",
     "dali_prefetch",
     "log_every_n_steps",
+    "bar_refresh_rate",
     "batch_size",
     "worker_scaling",
     "worker_spread",
