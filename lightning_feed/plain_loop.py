@@ -168,10 +168,10 @@ class PlainRun:
         self._facts = LoopFacts(loop="plain")
         self._ledger = Ledger()
         self._meter: StepMeter | None = None
-        self._loaders = LoaderWatch(lambda: self.live, clock=clock, read_every_ns=READ_EVERY_NS)
+        self._loaders = LoaderWatch(lambda: self.live, clock=clock)
         self._cpu: CpuTimes | None = None
         self._warm_up, self._settled, self._batch_seen = WARM_UP_STEPS, False, False
-        self._began = 0
+        self._began = self._next_read = 0
         self._reported_steps: int | None = None
         """At the last report; None: there was none."""
         self._closed = False
@@ -245,6 +245,10 @@ class PlainRun:
             self._loaders.settle()
         if len(self._ledger.fresh) >= UNFOLDED_STEPS:
             self._ledger.fold()
+        now = self._clock()
+        if now >= self._next_read:  # workers take their counters with them when an epoch ends
+            self._next_read = now + READ_EVERY_NS
+            self._loaders.take()
         if self._reported_steps is None and self._first_report_due(steps):
             self._report()
             self._meter.leave_out_step()  # the next one, in which this lies
