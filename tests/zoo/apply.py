@@ -151,7 +151,7 @@ def apply(remedy: Any, folder: Path, program: str) -> list[str]:
     elif form == "settings":
         _set_settings(source, code, where)
     elif form == "datamodule":
-        name = _between(r"\((\w+)", where)
+        name = _between(r"(?:\(|makes your )(\w+)\)?$", where)
         source.set_keywords(_only(source.calls(name), name), code)
     elif form == "method":
         _add_method(source, code, where)

@@ -2,8 +2,9 @@
 
 A project is a folder of ``projects/`` with a ``row.json``: ``program`` (default ``train.py``), ``quick`` and ``full``
 (arguments for a short and a long run), ``environment`` (of a short run), ``augments`` (workers draw random numbers, so
-pixels depend on their number), ``reshuffles`` (several loaders, which draw the seeds of their shuffles in another order
-without workers), ``ranks``, ``slow``, ``faults`` (what the benchmark plants).
+pixels depend on their number), ``reshuffles`` (the order depends on the number of workers: of a stream that is divided
+among them, or of several loaders, whose shuffles draw their seeds in another order without workers), ``ranks``,
+``slow``, ``faults`` (what the benchmark plants).
 """
 
 import json
