@@ -15,6 +15,7 @@ import runpy
 import shutil
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ HERE = Path(__file__).parent
 RECORDER = HERE / "recorder"
 PRELOADED = ["lightning.pytorch", "pytorch_lightning", "timm", "albumentations", "torch_geometric.nn", "transformers"]
 """Imported once, in the process that all programs are forked from."""
-LIMIT_S = 240.0
+LIMIT_S, OTHER_RANKS_S = 240.0, 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,9 @@ def run(
     if exit_code is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
+    patience = time.monotonic() + OTHER_RANKS_S  # the program of rank 0 does not wait for those of the others
+    while exit_code == 0 and len(list(out.glob("rank*.json"))) < project.ranks and time.monotonic() < patience:
+        time.sleep(0.1)
     records = [json.loads(path.read_text()) for path in sorted(out.glob("rank*.json"))]
     pickled = out / "rank0.pickle"
     return Outcome(

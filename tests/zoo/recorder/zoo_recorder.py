@@ -146,4 +146,6 @@ class _Records:
                 "remedies": [asdict(one) for one in found.remedies],
             }
             (out / f"rank{trainer.global_rank}.pickle").write_bytes(pickle.dumps(found.measurements))
-        (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(record))
+        written = out / f"{trainer.global_rank}.part"
+        written.write_text(json.dumps(record))
+        written.rename(out / f"rank{trainer.global_rank}.json")
