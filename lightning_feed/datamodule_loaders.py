@@ -30,6 +30,7 @@ from lightning_feed.load.worker_init import WorkerInit
 from lightning_feed.transfer.resident import ResidentData, Shard, free_device_bytes, load_resident
 from lightning_feed.transfer.resident_loader import ResidentLoader
 from lightning_feed.tuning.fit import explained, for_trials, settled, tune_for_fit, why_not_now
+from lightning_feed.watch.guard import say
 
 logger = logging.getLogger(__name__)
 
@@ -226,9 +227,9 @@ class Loaders:
         news = self.chosen.get(name) != found
         self.chosen[name] = found
         if news and (trainer is None or trainer.is_global_zero):
-            logger.info("%s", "\n".join(f"{name}: {line}" for line in _lines(found)))
+            say(logger, logging.INFO, "\n".join(f"{name}: {line}" for line in _lines(found)))
             for warning in found.warnings:
-                logger.warning("%s: %s", name, warning)
+                say(logger, logging.WARNING, f"{name}: {warning}")
         if found.num_workers < 2:
             hush(f"The '{split}_dataloader' does not have many workers")
         if found.num_workers and not found.persistent_workers:

@@ -1,6 +1,5 @@
 """What is known of a run besides its times: settings of the loaders, the batch, what makes the host wait."""
 
-import logging
 import sys
 from dataclasses import replace
 from typing import Any
@@ -12,15 +11,14 @@ from lightning_feed.loader_place import find_place
 from lightning_feed.loader_traits import divides_among_workers, may_persist
 from lightning_feed.prefetch_callback import PrefetchCallback, Stage
 from lightning_feed.watch.facts import batches_ahead, with_loaders
+from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.seen_through import loaders_in
-from lightning_feed.watch.verdict.diagnosis import LoopFacts, Place
-
-logger = logging.getLogger(__name__)
+from lightning_feed.watch.verdict.diagnosis import LoopFacts
 
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def facts_of(trainer: Any, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
+def facts_of(trainer: Any, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
     """All that can be told of a stage's loop before its first batch, and what its batches have told ``before``."""
     facts = LoopFacts(
         stage=stage,
@@ -41,17 +39,20 @@ def facts_of(trainer: Any, stage: Stage = "fit", *, before: LoopFacts | None = N
     loaders = _loaders(trainer, stage)
     facts = with_loaders(facts, loaders)
     if stage == "fit":
-        facts = _with_traits(facts, trainer, loaders, before)
+        facts = _with_traits(facts, trainer, loaders)
+        place = before.place if before is not None else None
+        # It reads the user's source, objects and settings, which may be anything.
+        place = place or guard.attempt("tell where the training loader is made", find_place, trainer, loaders)
+        facts = replace(facts, place=place)
     if before is not None:
         kept = {name: getattr(before, name) for name in ("batch_bytes", "batch_tensors", "syncs")}
         facts = replace(facts, **kept)
     return facts
 
 
-def _with_traits(facts: LoopFacts, trainer: Any, loaders: list[Any], before: LoopFacts | None) -> LoopFacts:
-    """What remedies go by: where the loaders are set up, and what their workers may do."""
+def _with_traits(facts: LoopFacts, trainer: Any, loaders: list[Any]) -> LoopFacts:
+    """What remedies go by: how the loaders are set up, and what their workers may do."""
     streams = [divided for loader in loaders if (divided := divides_among_workers(loader)) is not None]
-    place = before.place if before is not None else None
     return replace(
         facts,
         every_num_workers=tuple(loader.num_workers for loader in loaders if hasattr(loader, "num_workers")),
@@ -59,16 +60,7 @@ def _with_traits(facts: LoopFacts, trainer: Any, loaders: list[Any], before: Loo
         may_persist=may_persist(loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs)),
         free_shm_bytes=read_machine().free_shm_bytes,
         bar_refresh_rate=bar_refresh_rate(trainer),
-        place=place or _place_of(trainer, loaders),
     )
-
-
-def _place_of(trainer: Any, loaders: list[Any]) -> Place | None:
-    try:
-        return find_place(trainer, loaders)
-    except Exception:  # it reads the user's source, objects and settings, which may be anything
-        logger.debug("Where the training loader is made was not found.", exc_info=True)
-        return None
 
 
 def queue_of(trainer: Any, stage: Stage = "fit") -> int:

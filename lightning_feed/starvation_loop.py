@@ -9,6 +9,7 @@ from lightning_feed.prefetch_callback import Stage
 from lightning_feed.starvation_facts import facts_of, queue_of
 from lightning_feed.watch.clocks import EventRing
 from lightning_feed.watch.cpu_times import CpuTimes
+from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.loader_watch import LoaderWatch
 from lightning_feed.watch.profiler_tap import Calls
 from lightning_feed.watch.stats import LoaderSteps
@@ -25,14 +26,17 @@ class MeasuredLoop:
 
     Args:
         trainer: that runs it.
+        guard: of the callback.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         ring: events of the device; None: the host's clock.
         trusted_clock: whether the clock is that of what computes; else it is the host's beside a device.
     """
 
-    def __init__(self, trainer: Any, stage: Stage, *, ring: EventRing | None, trusted_clock: bool) -> None:
-        self._trainer, self.stage = trainer, stage
-        self.facts = facts_of(trainer, stage)
+    def __init__(
+        self, trainer: Any, guard: Guard, stage: Stage, *, ring: EventRing | None, trusted_clock: bool
+    ) -> None:
+        self._trainer, self._guard, self.stage = trainer, guard, stage
+        self.facts = facts_of(trainer, guard, stage)
         self.batch_seen = False
         """Whether the facts hold what a batch tells."""
         queue = queue_of(trainer, stage)
@@ -51,7 +55,7 @@ class MeasuredLoop:
 
     def begins(self, since: int | None = None) -> None:
         """The loop begins, once more: ``since`` then, by the host's clock. Its loaders may have got other settings."""
-        self.facts = facts_of(self._trainer, self.stage, before=self.facts)
+        self.facts = facts_of(self._trainer, self._guard, self.stage, before=self.facts)
         self.meter.begin(epoch=True, since=since)
         self.loaders.epoch_began()
 

@@ -75,7 +75,7 @@ class StarvationRun:
         ring = open_ring(device)
         self.sees_device = ring is not None or device.type == "cpu"
         """Whether the clock is that of what computes; else it is the host's beside a device."""
-        return MeasuredLoop(self._trainer, stage, ring=ring, trusted_clock=self.sees_device)
+        return MeasuredLoop(self._trainer, self._guard, stage, ring=ring, trusted_clock=self.sees_device)
 
     @property
     def finished(self) -> int:

@@ -18,6 +18,7 @@ from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.loader_place import find_place
 from lightning_feed.loader_traits import divides_among_workers, may_persist
 from lightning_feed.starvation_facts import facts_of
+from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.verdict.diagnosis import LoopFacts, Place
 
 PROGRAM = """
@@ -108,7 +109,7 @@ class Look(Callback):
     facts: LoopFacts | None = None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.facts = facts_of(trainer)
+        self.facts = facts_of(trainer, Guard("a test", lambda: None))
 
 
 def _looking() -> tuple[Look, Trainer]:

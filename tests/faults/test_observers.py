@@ -63,6 +63,8 @@ PASS_ON = {
     "GPUStarvationCallback._new_guard",
     "AutotuneCallback._new_guard",
 }
+SILENT = {"ConsoleHandler.emit"}
+"""What would say it."""
 Function = tuple[str, str, int]
 """File, name and line."""
 
@@ -232,7 +234,7 @@ def test_what_fails_in_an_observer_does_not_end_the_run(
                 raise AssertionError(f"{target} ends the fit of {make.__name__}") from error
             assert broken.raised, target
             who = [line.partition(" ")[0] for line in _said(caplog)]
-            assert len(who) == len(set(who)) in range(1, 1 + len(fit.ours)), (target, who)
+            assert len(who) == len(set(who)) in range(target[1] not in SILENT, 1 + len(fit.ours)), (target, who)
             caplog.clear()
         tried |= observers.seen.keys()
     assert len(tried) > 250  # the trace has found something

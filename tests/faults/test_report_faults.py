@@ -134,14 +134,14 @@ class Refuses(Memory):
 
     @property
     def experiment(self) -> Any:
-        return SimpleNamespace()
+        return SimpleNamespace(log_text=self.log_text)
 
     def log_hyperparams(self, params: Any, *_: Any) -> None:
         if self.params:
             raise ValueError("Changing param values is not allowed")
         self.params = dict(params)
 
-    def log_text(self, **_: Any) -> None:
+    def log_text(self, *_: Any, **__: Any) -> None:
         self.texts += 1
 
 
@@ -179,10 +179,10 @@ def test_no_inodes_left(few_files: Path, caplog: pytest.LogCaptureFixture) -> No
 
     logger = TensorBoardLogger(few_files)
     fit_with(logger, before=(Fill(),))
-    lines = said(caplog)
-    assert "give the settings of the loader to TensorBoardLogger (trainer.loggers[0])" in lines[0]
-    assert "No space left on device" in lines[0]
-    assert "write its report" in lines[-1]
+    written, settings = said(caplog)[:2]
+    assert "write its report" in written
+    assert "No space left on device" in written
+    assert "give the settings of the loader to TensorBoardLogger (trainer.loggers[0])" in settings
 
 
 @pytest.mark.parametrize("folder", [object(), 7, SimpleNamespace(name="a mock")])
@@ -191,8 +191,7 @@ def test_a_log_dir_that_is_no_path(folder: Any, caplog: pytest.LogCaptureFixture
         log_dir = folder
 
     fit_with(Elsewhere())
-    (line,) = said(caplog)
-    assert line.startswith("GPUStarvationCallback could not write its report (TypeError: ")
+    assert not said(caplog)
 
 
 # --- errors that are not ours -------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def test_gpu_figures_are_logged_and_their_thread_ends(broken: bool, monkeypatch:
     monkeypatch.setattr(starvation_callback, "NvmlSampler", make)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="uuid of torch"))
     monkeypatch.setattr(torch.version, "hip", None)
-    starvation, logger = GPUStarvationCallback(every_n_steps=5, report=False), Memory()
+    starvation, logger = GPUStarvationCallback(every_n_steps=5, report=False, tags="all"), Memory()
     start = starvation._start_nvml
     monkeypatch.setattr(starvation, "_start_nvml", lambda trainer, _: start(trainer, torch.device("cuda", 0)))
     trainer = make_trainer(starvation, logger=logger)
