@@ -176,7 +176,7 @@ class Watches(GPUStarvationCallback):
     """Started by Lightning, a rank has to write its result itself."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__(every_n_steps=EVERY, nvml=False)
+        super().__init__(every_n_steps=EVERY, nvml=False, tags="all")
         self.folder = folder
 
     def on_train_end(self, trainer: Any, *args: Any) -> None:
@@ -202,7 +202,7 @@ def test_the_callback_names_the_slow_rank(world_size: int, tmp_path: Path, capfd
     _check_slow(first, slow, world_size)
     for _, _, rows in others:
         assert rows == []  # one rank logs
-    assert capfd.readouterr().out.count("FEED") == 2  # and prints: after the first epoch, and in the end
+    assert capfd.readouterr().out.count("FEED") == 1  # and prints, at the end of so short a fit
 
 
 @pytest.mark.slow
