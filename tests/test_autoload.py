@@ -33,7 +33,7 @@ def _run(value: str | None) -> list[str]:
 def test_unset_adds_nothing_and_imports_nothing_heavy() -> None:
     first, second, modules = _run(None)
     assert (first, second) == ("[]", "[]")
-    assert modules == "['lightning_feed.autoload', 'lightning_feed.errors']"
+    assert modules == "['lightning_feed.autoload', 'lightning_feed.console_log', 'lightning_feed.errors']"
 
 
 def test_set_adds_both_callbacks_to_trainers_of_both_packages() -> None:
