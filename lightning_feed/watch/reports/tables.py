@@ -38,7 +38,7 @@ def tables(measured: Measurements) -> Iterator[Table]:
 def _run(measured: Measurements) -> Iterator[Table]:
     """Where the time of the run goes, and what lies inside computing and validation."""
     wall, found = measured.wall, measured.validation
-    if wall is not None:
+    if wall is not None and wall.wall_s > 0:
         rows = [(one.name, f"{one.seconds:.2f}", f"{100 * one.seconds / wall.wall_s:.1f}") for one in wall.parts]
         title = f"Where {wall.wall_s:.1f} s of wall time go"
         yield Table(title=title, header=("part of the run", "s", "%"), rows=tuple(rows))
