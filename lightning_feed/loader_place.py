@@ -151,6 +151,12 @@ def _line_of(function: Any) -> str:
     return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
+def users_line(function: Any) -> str:
+    """``train.py:12`` of a function of the user's; empty for one of a library, or none."""
+    function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
+    return _line_of(function) if hasattr(function, "__code__") and _of_the_user(function) else ""
+
+
 def _in_the_caller() -> str:
     """The line of the loader that ``trainer.fit`` is given, where the function that calls it makes it."""
     frame: Any = sys._getframe(1)

@@ -1,6 +1,7 @@
 """What may be done to the workers of a training loader: add some, let them live on."""
 
-from collections.abc import Sequence
+import dis
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -31,21 +32,42 @@ def _divides_itself(dataset: Any) -> bool:
     stages = getattr(dataset, "pipeline", None)  # WebDataset's
     if isinstance(stages, list):
         return any(getattr(stage, "__name__", "") == "split_by_worker" for stage in stages)
-    return any(
-        _asks(code)
-        for kind in type(dataset).__mro__
-        if kind.__module__.partition(".")[0] not in ("torch", "typing", "builtins")
-        for code in _codes(vars(kind).values())
-    )
+    return any(_asks(code) for _, code in _codes(dataset))
 
 
-def _codes(values: Any) -> list[CodeType]:
-    return [value.__code__ for value in values if hasattr(value, "__code__")]
+def _codes(dataset: Any) -> Iterator[tuple[str, CodeType]]:
+    """Every method by its name, without torch's own."""
+    for kind in type(dataset).__mro__:
+        if kind.__module__.partition(".")[0] not in ("torch", "typing", "builtins"):
+            yield from ((name, value.__code__) for name, value in vars(kind).items() if hasattr(value, "__code__"))
 
 
 def _asks(code: CodeType) -> bool:
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return "get_worker_info" in code.co_names or any(_asks(one) for one in inner)
+
+
+def may_leave_process(loader: Any) -> bool | None:
+    """Whether the stream of a loader may live in a worker process; None for a data set that is no stream.
+
+    A worker has a copy of it. Not where a method other than ``__init__`` sets an attribute, which may be a count that
+    goes on from epoch to epoch, nor where there is a ``state_dict`` that somebody may ask for.
+    """
+    dataset = getattr(loader, "dataset", None)
+    return _keeps_nothing(dataset, _DEEPEST) if isinstance(dataset, IterableDataset) else None
+
+
+def _keeps_nothing(stream: Any, deeper: int) -> bool:
+    codes = [code for name, code in _codes(stream) if name != "__init__"]
+    if hasattr(stream, "state_dict") or any(_sets(code) for code in codes) or not deeper:
+        return False
+    inside = [value for value in vars(stream).values() if isinstance(value, IterableDataset)]
+    return all(_keeps_nothing(one, deeper - 1) for one in inside)
+
+
+def _sets(code: CodeType) -> bool:
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return any(one.opname == "STORE_ATTR" for one in dis.get_instructions(code)) or any(_sets(one) for one in inner)
 
 
 def may_persist(loaders: Sequence[Any], *, reloaded: bool) -> bool:

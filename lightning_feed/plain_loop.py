@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lightning_feed.load.machine import read_machine
-from lightning_feed.loader_traits import divides_among_workers, may_persist
+from lightning_feed.loader_traits import divides_among_workers, may_leave_process, may_persist
 from lightning_feed.transfer.streams import STREAM_BACKENDS
 from lightning_feed.watch.clocks import Clock, host_clock, open_ring
 from lightning_feed.watch.cpu_times import CpuTimes
@@ -287,6 +287,7 @@ class PlainRun:
             batches_per_epoch=batches,
             every_num_workers=tuple(one.num_workers for one in loaders if hasattr(one, "num_workers")),
             shards_by_worker=all(streams) if streams else None,
+            may_leave_process=all(may_leave_process(one) is not False for one in loaders) if streams else None,
             may_persist=may_persist(loaders, reloaded=False),
         )
         return with_loaders(facts, loaders)

@@ -1,20 +1,24 @@
 """What is known of a run besides its times: settings of the loaders, the batch, what makes the host wait."""
 
+import inspect
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from lightning_feed import _host
 from lightning_feed._host.loader_source import bar_refresh_rate
 from lightning_feed.load.machine import read_machine
-from lightning_feed.loader_place import find_place
-from lightning_feed.loader_traits import divides_among_workers, may_persist
+from lightning_feed.loader_place import find_place, users_line
+from lightning_feed.loader_traits import divides_among_workers, may_leave_process, may_persist
 from lightning_feed.prefetch_callback import PrefetchCallback, Stage
 from lightning_feed.watch.facts import batches_ahead, with_loaders
 from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.seen_through import loaders_in
-from lightning_feed.watch.verdict.diagnosis import LoopFacts
+from lightning_feed.watch.verdict.diagnosis import HookPlace, LoopFacts
 
+_INTERVALS = ("every_n_steps", "log_every_n_steps", "every_n_train_steps", "refresh_rate")
+"""What a callback's constructor calls the number of steps from one time that it does its work to the next."""
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -43,7 +47,8 @@ def facts_of(trainer: Any, guard: Guard, stage: Stage = "fit", *, before: LoopFa
         place = before.place if before is not None else None
         # It reads the user's source, objects and settings, which may be anything.
         place = place or guard.attempt("tell where the training loader is made", find_place, trainer, loaders)
-        facts = replace(facts, place=place)
+        hooks = before.hook_places if before is not None else guard.attempt("find the hooks", _hook_places, trainer)
+        facts = replace(facts, place=place, hook_places=hooks or ())
     if before is not None:
         kept = {name: getattr(before, name) for name in ("batch_bytes", "batch_tensors", "syncs")}
         facts = replace(facts, **kept)
@@ -57,10 +62,28 @@ def _with_traits(facts: LoopFacts, trainer: Any, loaders: list[Any]) -> LoopFact
         facts,
         every_num_workers=tuple(loader.num_workers for loader in loaders if hasattr(loader, "num_workers")),
         shards_by_worker=all(streams) if streams else None,
+        may_leave_process=all(may_leave_process(loader) is not False for loader in loaders) if streams else None,
         may_persist=may_persist(loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs)),
         free_shm_bytes=read_machine().free_shm_bytes,
         bar_refresh_rate=bar_refresh_rate(trainer),
     )
+
+
+def _hook_places(trainer: Any) -> tuple[HookPlace, ...]:
+    module = trainer.lightning_module
+    named = [(one, f"[Callback]{type(one).__qualname__}") for one in trainer.callbacks]
+    named.append((module, f"[LightningModule]{type(module).__name__}"))
+    return tuple(place for owner, name in named for place in _places(owner, name))
+
+
+def _places(owner: Any, name: str) -> Iterator[HookPlace]:
+    parameters = inspect.signature(type(owner)).parameters if name.startswith("[Callback]") else {}
+    given = {one: getattr(owner, one, None) for one in _INTERVALS if one in parameters}
+    interval = next((one for one, steps in given.items() if type(steps) is int and steps == 1), "")
+    for hook in ("on_train_batch_start", "on_train_batch_end"):
+        at = users_line(getattr(owner, hook, None))
+        if at:
+            yield HookPlace(name=f"{name}.{hook}", at=at, interval=interval)
 
 
 def queue_of(trainer: Any, stage: Stage = "fit") -> int:

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_w
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.loader_place import find_place
-from lightning_feed.loader_traits import divides_among_workers, may_persist
+from lightning_feed.loader_traits import divides_among_workers, may_leave_process, may_persist
 from lightning_feed.starvation_facts import facts_of
 from lightning_feed.watch.guard import Guard
-from lightning_feed.watch.verdict.diagnosis import LoopFacts, Place
+from lightning_feed.watch.verdict.diagnosis import HookPlace, LoopFacts, Place
 
 PROGRAM = """
 import torch
@@ -349,6 +349,66 @@ def test_whether_a_stream_divides_itself(dataset: Any, divides: bool | None) -> 
 def test_a_stream_that_several_workers_serve_divides_itself() -> None:
     assert divides_among_workers(DataLoader(Stream(), num_workers=2)) is True
     assert divides_among_workers(DataLoader(Stream(), num_workers=1)) is False
+
+
+class Counts(Stream):
+    """Gives others in the next epoch."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        yield self.epoch
+
+
+class Saved(Stream):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+class Around(Stream):
+    def __init__(self, inner: Stream) -> None:
+        self.inner = inner
+
+
+@pytest.mark.parametrize(
+    ("dataset", "may"),
+    [
+        ([1], None),
+        (Stream(), True),
+        (Counts(), False),
+        (Saved(), False),
+        (Around(Stream()), True),
+        (Around(Around(Counts())), False),
+    ],
+)
+def test_whether_a_stream_may_live_in_a_worker(dataset: Any, may: bool | None) -> None:
+    assert may_leave_process(DataLoader(dataset)) is may
+
+
+class Slow(Callback):
+    """Its settings are a part of the name that Lightning gives it."""
+
+    def __init__(self, every_n_steps: int = 1, log_every_n_steps: int = 7) -> None:
+        self.every_n_steps, self.log_every_n_steps = every_n_steps, log_every_n_steps
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+@pytest.mark.parametrize(("steps", "interval"), [(1, "every_n_steps"), (2, ""), (True, "")])
+def test_the_users_hooks_around_steps(steps: int, interval: str) -> None:
+    look, trainer = _looking()
+    trainer.callbacks.append(Slow(steps))
+    trainer.fit(Tiny(), DataLoader(Squares(), batch_size=2))
+    assert look.facts is not None
+    (found,) = look.facts.hook_places  # and none of Lightning's
+    line = Slow.on_train_batch_end.__code__.co_firstlineno
+    expected = HookPlace(
+        name="[Callback]Slow.on_train_batch_end", at=f"{Path(__file__).name}:{line}", interval=interval
+    )
+    assert found == expected
 
 
 class Told(Dataset[int]):

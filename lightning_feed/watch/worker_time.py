@@ -180,7 +180,7 @@ def _thread_times(folder: str, threads: Iterable[int]) -> dict[int, tuple[int, i
     """By thread, the first two numbers of ``schedstat`` (proc(5)); threads that are gone are left out."""
     found = {}
     for thread in threads:
-        numbers = _read_small(f"{folder}/{thread}/schedstat").split()
+        numbers = read_small(f"{folder}/{thread}/schedstat").split()
         if len(numbers) >= 2 and numbers[0].isdigit() and numbers[1].isdigit():
             found[thread] = (int(numbers[0]), int(numbers[1]))
     return found
@@ -188,7 +188,7 @@ def _thread_times(folder: str, threads: Iterable[int]) -> dict[int, tuple[int, i
 
 def _io(path: str) -> Bytes | None:
     values = {}
-    for line in _read_small(path).splitlines():
+    for line in read_small(path).splitlines():
         name, _, value = line.partition(b":")
         if value.strip().isdigit():
             values[name] = int(value)
@@ -198,7 +198,7 @@ def _io(path: str) -> Bytes | None:
         return None
 
 
-def _read_small(path: str) -> bytes:
+def read_small(path: str) -> bytes:
     """The content of a file of ``proc``, or nothing. Unbuffered: this runs beside training, some dozen times a log."""
     try:
         handle = os.open(path, os.O_RDONLY)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_feed.watch.cpu_times import CpuTimes
+from lightning_feed.watch.cpu_times import CpuTimes, run_queue_clock
 
 MS = 1_000_000
 
@@ -18,7 +18,8 @@ class Clock:
 def _times(*, loads_here: bool) -> tuple[CpuTimes, Clock, Clock]:
     thread, process = Clock(), Clock()
     thread.now, process.now = 7, 9
-    return CpuTimes(loads_here=loads_here, thread=thread, process=process), thread, process
+    made = CpuTimes(loads_here=loads_here, thread=thread, process=process, run_queue=lambda: None)
+    return made, thread, process
 
 
 def test_by_step() -> None:
@@ -54,3 +55,20 @@ def test_with_workers_fetching_is_not_timed() -> None:
     thread.now += 5
     times.fetch_ended()
     assert "load_cpu_ms" not in times.per_step(1)
+
+
+def test_waiting_for_a_cpu_counts_while_a_batch_is_made() -> None:
+    queue = Clock()
+    times = CpuTimes(loads_here=True, thread=Clock(), process=queue, run_queue=queue)
+    for now in (5, 7, 20, 21):
+        queue.now = now
+        (times.fetch_began if now in (5, 20) else times.fetch_ended)()
+    assert times.per_step(1)["load_queue_ms"] == pytest.approx(3.0)
+    times.settle(1)
+    assert times.per_step(2)["load_queue_ms"] == 0.0
+
+
+def test_what_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for line, expected in [(b"12 34 5\n", 34), (b"0 0 0\n", None), (b"", None)]:  # none: not Linux, or a sandbox
+        monkeypatch.setattr("lightning_feed.watch.cpu_times.read_small", lambda _, line=line: line)
+        assert run_queue_clock() == expected

@@ -66,6 +66,18 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HookPlace:
+    """A hook of the user's, and how to have it do its work more rarely."""
+
+    name: str
+    """As Lightning names it to its profiler, without a callback's settings."""
+    at: str
+    """``train.py:12``."""
+    interval: str = ""
+    """The argument of the callback's constructor that says every how many steps it does its work, where that is 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopFacts:
     """What is known of the run besides its times. None: not known."""
 
@@ -137,9 +149,15 @@ class LoopFacts:
     process_cpu_ms: float | None = None
     """CPU time of the training process per step, of all of its threads but without its workers."""
     load_cpu_ms: float | None = None
-    """CPU time of the training thread in ``next(loader)`` per step. Without workers it is what loading takes."""
+    """CPU time of the training process in ``next(loader)`` per step, without workers: what loading takes."""
+    load_queue_ms: float | None = None
+    """The same of the time in which the training thread was ready to run and other threads or programs had the CPUs.
+    What is left of ``next(loader)`` it was blocked: for storage, a network, a lock. Linux; elsewhere None."""
     shards_by_worker: bool | None = None
     """Of an iterable data set: whether it was seen to divide its samples among workers."""
+    may_leave_process: bool | None = None
+    """The same: whether it may live in one worker process. Not where it keeps count from epoch to epoch, or has a state
+    that this process may ask for."""
     may_persist: bool | None = None
     """Whether workers may live on between epochs: no ``set_epoch`` of the data set has to reach them anew."""
     free_shm_bytes: int | None = None
@@ -148,6 +166,8 @@ class LoopFacts:
     """Batches between two drawings of the progress bar; 0: it is off."""
     place: Place | None = None
     """Where the training loader is made."""
+    hook_places: tuple[HookPlace, ...] = ()
+    """Hooks of the user's that are called around each training step."""
     syncs: tuple[str, ...] = ()
     """What is set up that makes the host wait for the device in each step: of :data:`SYNCS`."""
 
