@@ -24,6 +24,7 @@ def measured(
     found: dict[str, Any] | None = None,
     hooks: Any = (),
     ranks: Any = None,
+    wall: Any = None,
     **facts: Any,
 ) -> Measurements:
     """What a fit with such steps would have measured; ``facts`` are those of ``LoopFacts``."""
@@ -47,4 +48,5 @@ def measured(
         experiments=None if found is None else ExperimentResults(**found),
         hooks=tuple(hooks),
         ranks=ranks,
+        wall=wall,
     )

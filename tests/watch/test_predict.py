@@ -74,7 +74,79 @@ def test_a_worker_that_loads_in_place_of_a_single_thread_that_trains() -> None:
 
 def test_what_other_programs_take_is_not_free() -> None:
     run: dict[str, Any] = {"num_workers": 0, "usable_cpus": 2, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0}
-    assert _with_workers(1, **run, others_cpu_pct=50.0) == pytest.approx(60 + 2 * 0.7 + 40.8 / 2)
+    # 100.8 ms of CPU time for each step, with what sending a batch takes, and one CPU is left for it.
+    assert _with_workers(1, **run, others_cpu_pct=50.0) == pytest.approx(100.8)
+    assert _with_workers(1, **run, others_cpu_pct=25.0) == pytest.approx(100.8 / 1.5)
+
+
+def test_time_in_the_run_queue_is_no_waiting() -> None:
+    """Decoding on two CPUs of which others took 86 %: 4 workers and 695 ms were predicted, of 2853."""
+    run: dict[str, Any] = {"step": 2853.0, "data": 2200.0, "num_workers": 0, "usable_cpus": 2, "others_cpu_pct": 86.0}
+    run |= {"load_cpu_ms": 610.0, "load_queue_ms": 1560.0, "process_cpu_ms": 790.0}
+    assert all((_with_workers(number, **run) or 0.0) >= 2800 for number in (1, 2, 4))
+    found = diagnose(measured(**run))
+    assert (found.remedies, found.confidence) == ((), "low")
+    assert found.why_not[0].endswith("no gain worth it: other programs take 86 % of the CPUs")
+    assert (
+        "of 2200.0 ms that loading takes, 610.0 are on a CPU, and in 1560.0 other threads or programs have the CPUs"
+        in (found.evidence)
+    )
+
+
+TWO_CPUS: dict[str, Any] = {"num_workers": 0, "usable_cpus": 2, "process_cpu_ms": 100.0}
+"""Steps of 100 ms, 60 of which a single thread trains."""
+ONE_GPU: dict[str, Any] = {"device_type": "cuda", "usable_cpus": 16, "num_workers": 0, "data": 80.0}
+"""Steps of 100 ms, in 20 of which the host has the GPU compute."""
+
+
+@pytest.mark.parametrize(
+    ("run", "number", "step"),
+    [
+        (TWO_CPUS | {"load_cpu_ms": 40.0, "load_queue_ms": 0.0}, 1, 60.7),
+        (TWO_CPUS | {"load_cpu_ms": 40.0}, 1, 60.7),  # no run queue known: no more workers than CPUs
+        # Training on both CPUs: a worker takes one of them away, and all of its time comes on top.
+        (TWO_CPUS | {"load_cpu_ms": 40.0, "load_queue_ms": 0.0, "process_cpu_ms": 160.0}, None, None),
+        (TWO_CPUS | {"load_cpu_ms": 40.0, "load_queue_ms": 0.0, "others_cpu_pct": 50.0}, None, None),
+        # Loading waits for a network: workers that wait need no CPU, but one is enough for 40 ms beside 60.
+        (TWO_CPUS | {"load_cpu_ms": 1.0, "load_queue_ms": 0.0, "process_cpu_ms": 61.0}, 1, 60.7),
+        (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 1.0, "load_queue_ms": 0.0, "process_cpu_ms": 11.0}, 4, 22.7),
+        (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 1.0, "load_queue_ms": 50.0, "process_cpu_ms": 11.0}, 2, 45.4),
+        (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 1.0, "process_cpu_ms": 11.0}, 2, 45.4),  # blocked, or in the queue?
+        (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 45.0, "load_queue_ms": 0.0, "process_cpu_ms": 55.0}, 4, 28.6),
+        # Loading that used both CPUs from one process takes twice as long in one worker.
+        (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 180.0, "load_queue_ms": 0.0, "process_cpu_ms": 190.0}, None, None),
+        (ONE_GPU | {"load_cpu_ms": 80.0, "load_queue_ms": 0.0, "process_cpu_ms": 100.0}, 4, 20.7),
+        # Others take half of the 16 CPUs, and 8 are enough; or nearly all of them.
+        (ONE_GPU | {"load_cpu_ms": 80.0, "process_cpu_ms": 100.0, "others_cpu_pct": 50.0}, 4, 21.4),
+        (ONE_GPU | {"load_cpu_ms": 60.0, "process_cpu_ms": 80.0, "others_cpu_pct": 95.0}, None, None),
+        (ONE_GPU | {"load_cpu_ms": 2.0, "load_queue_ms": 0.0, "process_cpu_ms": 22.0}, 4, 20.7),
+        # One GPU and two CPUs: 100 ms of CPU time take 50.
+        (ONE_GPU | {"usable_cpus": 2, "load_cpu_ms": 80.0, "load_queue_ms": 0.0, "process_cpu_ms": 100.0}, 2, 51.1),
+    ],
+)  # fmt: skip
+def test_workers_where_there_were_none(run: dict[str, Any], number: int | None, step: float | None) -> None:
+    remedies = [one for one in diagnose(measured(**run)).remedies if one.changes.startswith("num_workers")]
+    assert [one.changes for one in remedies] == ([] if number is None else [f"num_workers={number}"])
+    assert [one.predicted_step_ms for one in remedies] == ([] if step is None else [pytest.approx(step, abs=0.1)])
+
+
+@pytest.mark.parametrize(
+    ("others", "number", "step"),
+    [(None, 4, 60.0), (50.0, 4, 60.0), (70.0, None, None)],
+)
+def test_workers_beside_others(others: float | None, number: int | None, step: float | None) -> None:
+    """Two workers take 180 ms of CPU time for each step, and training 60: 240 ms on what is left of 8 CPUs."""
+    found = diagnose(measured(loaders=BUSY, others_cpu_pct=others)).remedies
+    assert [one.changes for one in found] == ([] if number is None else [f"num_workers={number}"])
+    assert [one.predicted_step_ms for one in found] == ([] if step is None else [pytest.approx(step)])
+
+
+def test_no_more_waiting_workers_than_their_blocking_pays_for() -> None:
+    half = {"workers_on_cpu_pct": 45.0, "workers_run_queue_pct": 0.0, "workers_blocked_pct": 55.0, "disk_mb_per_s": 0.0}
+    (remedy,) = diagnose(measured(data=90.0, loaders=half, usable_cpus=2, device_type="cuda")).remedies
+    assert (remedy.changes, remedy.predicted_step_ms) == ("num_workers=4", pytest.approx(50.0))
+    unseen = {"cached_bytes_per_s": 30.0, "loader_per_s": 20.0, "worker_scaling": ((2, 20.0),)}  # cold reads
+    assert not [one for one in diagnose(measured(found=unseen, usable_cpus=2)).remedies if "num_workers" in one.code]
 
 
 def test_small_samples_are_sooner_made_than_handed_over() -> None:
@@ -103,7 +175,7 @@ def test_new_workers_in_every_epoch_cost_their_start() -> None:
 
 
 def test_loading_that_waits_takes_no_cpu() -> None:
-    waits = measured(data=80.0, num_workers=0, usable_cpus=1, load_cpu_ms=1.0, process_cpu_ms=20.0)
+    waits = measured(data=80.0, num_workers=0, usable_cpus=1, load_cpu_ms=1.0, load_queue_ms=0.0, process_cpu_ms=20.0)
     (remedy,) = diagnose(waits).remedies
     assert remedy.changes == "num_workers=4"
     assert "workers that wait need no CPU each" in remedy.why

@@ -14,9 +14,11 @@ from watch.cases import ASLEEP, BUSY, READY, measured
 
 import lightning_feed
 from lightning_feed.watch.experiments.results import NamedCost
-from lightning_feed.watch.verdict.diagnosis import Form, HookTime, Place, Remedy
+from lightning_feed.watch.verdict.diagnosis import Form, HookPlace, HookTime, Place, Remedy
 from lightning_feed.watch.verdict.remedies import LEAST_PCT, RULES
 from lightning_feed.watch.verdict.tree import diagnose
+from lightning_feed.watch.verdict.whole_run import RULES as RUN_RULES
+from lightning_feed.watch.wall import WallPart, WallStats
 
 CUDA: dict[str, Any] = {"device_type": "cuda", "pin_memory": True}
 IMAGES: dict[str, Any] = {"decoder": "turbo", "cache": "off", "own_transforms": False, "backend": "torch", "ours": True}
@@ -26,7 +28,28 @@ SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
 HANDED: dict[str, Any] = {"hand_over_ms": 30.0, "hand_over_file_system_ms": 12.0, "sharing_strategy": "file_descriptor"}
 COSTS = (NamedCost(name="read", cpu_ms=0.5, wall_ms=1.0), NamedCost(name="decode", cpu_ms=9.0, wall_ms=9.0))
 BAR = (HookTime(name="[Callback]TQDMProgressBar.on_train_batch_end", ms_per_step=20.0),)
+SLOW = "[Callback]Slow.on_train_batch_end"
+THEIRS: dict[str, Any] = {
+    "hooks": (HookTime(name="[Callback]Slow{'a': 1}.on_train_batch_end", ms_per_step=20.0),),
+    "hook_places": (HookPlace(name=SLOW, at="train.py:12", interval="every_n_steps"),),
+}
 LOG = (HookTime(name="logger CSVLogger.log_metrics", ms_per_step=20.0),)
+
+
+class Slow(lightning.pytorch.callbacks.Callback):
+    """A user's."""
+
+    def __init__(self, every_n_steps: int = 1) -> None:
+        self.every_n_steps = every_n_steps
+
+
+def _wall(**seconds: Any) -> WallStats:
+    """Seconds, or seconds and times, of each part."""
+    parts = {name: given if isinstance(given, tuple) else (given, 1) for name, given in seconds.items()}
+    return WallStats(
+        wall_s=sum(spent for spent, _ in parts.values()),
+        parts=tuple(WallPart(name=name, seconds=spent, times=times) for name, (spent, times) in parts.items()),  # type: ignore[arg-type]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +206,18 @@ CONTRACTS = {
             "it takes no time": {"hooks": (HookTime(name=BAR[0].name, ms_per_step=1.0),)},
         },
     ),
+    "rare callback": Contract(
+        run={"data": 0.0, "other": 25.0, **THEIRS},
+        changes="Slow.every_n_steps=50",
+        code="Slow(every_n_steps=50)",
+        step_ms=80.4,
+        without={
+            "it has no such argument": {"hook_places": (HookPlace(name=SLOW, at="train.py:12"),)},
+            "another callback is slow": {"hooks": BAR},
+            "it takes no time": {"hooks": (HookTime(name=SLOW, ms_per_step=1.0),)},
+            "a loop of the user's own": {"loop": "plain"},
+        },
+    ),
     "log rarely": Contract(
         run={"data": 0.0, "other": 25.0, "hooks": LOG, "log_every_n_steps": 1},
         changes="log_every_n_steps=50",
@@ -193,12 +228,37 @@ CONTRACTS = {
             "no logger takes the time": {"hooks": BAR},
         },
     ),
+    "rarer validation": Contract(
+        run={"data": 0.0, "wall": _wall(train=10.0, validation=(30.0, 20)), "check_val_every_n_epoch": 1},
+        changes="check_val_every_n_epoch=10",
+        code="check_val_every_n_epoch=10",
+        step_ms=None,
+        without={
+            "training takes more": {"wall": _wall(train=31.0, validation=(30.0, 20))},
+            "there was one": {"wall": _wall(train=10.0, validation=(30.0, 1))},
+            "it goes by time": {"check_val_every_n_epoch": None},
+            "checkpoints take more": {"wall": _wall(train=10.0, validation=(30.0, 20), checkpoints=(40.0, 20))},
+            "it is no fit": {"stage": "validate"},
+        },
+    ),
+    "rarer checkpoints": Contract(
+        run={"data": 0.0, "wall": _wall(train=10.0, checkpoints=(20.0, 40)), "checkpoint_steps": 5},
+        changes="every_n_train_steps=40",
+        code="ModelCheckpoint(every_n_train_steps=40)",
+        step_ms=None,
+        without={
+            "training takes more": {"wall": _wall(train=21.0, checkpoints=(20.0, 40))},
+            "they do not go by steps": {"checkpoint_steps": None},
+            "validation takes more": {"wall": _wall(train=10.0, checkpoints=(20.0, 40), validation=(30.0, 20))},
+        },
+    ),
 }
 
 
 def test_every_rule_has_a_contract() -> None:
-    assert list(CONTRACTS) == [rule.name for rule in RULES]
-    assert all(rule.condition and rule.changes for rule in RULES)
+    rules = [*RULES, *RUN_RULES]
+    assert list(CONTRACTS) == [rule.name for rule in rules]
+    assert all(rule.condition and rule.changes for rule in rules)
 
 
 def _changes(run: dict[str, Any]) -> list[str]:
@@ -256,7 +316,7 @@ def _paste(remedy: Remedy) -> None:
         Trainer(**_keywords(remedy.code), accelerator="cpu", logger=False, enable_checkpointing=False)
     elif remedy.form == "callback":
         name = remedy.code.partition("(")[0]
-        known = getattr(lightning_feed, name, None) or getattr(lightning.pytorch.callbacks, name)
+        known = globals().get(name) or getattr(lightning_feed, name, None) or getattr(lightning.pytorch.callbacks, name)
         assert isinstance(eval(remedy.code, {name: known}), lightning.pytorch.callbacks.Callback)
     else:
         assert remedy.form == "line"
@@ -431,16 +491,35 @@ def test_a_stream_is_told_to_divide_itself_first() -> None:
     assert found.remedies == ()
     assert "every sample would come twice" in found.notes[0]
     assert "thread" not in str(found.notes)
+    (remedy,) = diagnose(
+        measured(num_workers=0, data=80.0, load_cpu_ms=80.0, map_style=False, may_leave_process=True)
+    ).remedies  # of which two workers, where it divides itself, would be the better number
+    assert (remedy.changes, remedy.predicted_step_ms) == ("num_workers=1", pytest.approx(80.8))
+    assert "gives its stream whole" in remedy.why
+    kept = measured(num_workers=0, data=80.0, load_cpu_ms=80.0, map_style=False, may_leave_process=False)
+    assert diagnose(kept).remedies == ()
+    one = measured(num_workers=1, data=80.0, loaders=BUSY, map_style=False, may_leave_process=True)
+    assert diagnose(one).remedies == ()
     seen = diagnose(measured(num_workers=0, load_cpu_ms=40.0, map_style=False, shards_by_worker=True))
     assert [one.changes for one in seen.remedies] == ["num_workers=1"]
 
 
 def test_a_slow_callback_of_the_users_is_a_note() -> None:
     """Nobody can know whether it may be left out: a moving average of the weights may not."""
-    hooks = (HookTime(name="[Callback]Slow{'a': 1}.on_train_batch_end", ms_per_step=20.0),)
-    found = diagnose(measured(data=0.0, other=25.0, hooks=hooks))
-    assert (found.cause, found.remedies) == ("hooks", ())
-    assert found.notes[0].startswith("[Callback]Slow.on_train_batch_end takes 20.0 of 100.0 ms a step")
+    places = (HookPlace(name=SLOW, at="train.py:12"),)
+    for known, said in [(places, f"{SLOW} (train.py:12)"), ((), SLOW)]:
+        found = diagnose(measured(data=0.0, other=25.0, **THEIRS | {"hook_places": known}))
+        assert (found.cause, found.remedies) == ("hooks", ())
+        assert found.notes[0].startswith(f"{said} takes 20.0 of 100.0 ms a step")
+    (remedy,) = diagnose(measured(data=0.0, other=25.0, **THEIRS)).remedies
+    assert remedy.why.startswith(f"{SLOW} (train.py:12) takes 20.00 ms a step")
+    assert diagnose(measured(data=0.0, other=25.0, **THEIRS)).notes == ()
+
+
+def test_steps_of_a_first_try_are_told_one_thing() -> None:
+    found = diagnose(measured(step=1.0, data=0.4, num_workers=0, load_cpu_ms=0.4, map_style=False))
+    assert (found.remedies, found.why_not) == ((), ())
+    assert found.notes == ("Steps of 1.0 ms: Python overhead dominates; use larger batches.",)
 
 
 def test_a_progress_bar_that_is_drawn_rarely_already_is_a_note() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, KeyUse, NamedCost
+from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
 from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Diagnosis, HookTime, LoopFacts, Measurements
 from lightning_feed.watch.verdict.remedies import LEAST_PCT
@@ -487,6 +487,25 @@ def test_whatever_is_known_or_not_there_is_a_verdict(measured: Measurements) -> 
         assert (found.remedies, found.confidence) == ((), "low")
         return
     _is_sound(found)
+
+
+@pytest.mark.parametrize(
+    ("samples", "collate", "said"),
+    [
+        (4.0, 12.0, "a batch takes 16.0 ms in one process, collating them 75 %, most of it in pad (text.py:7)"),
+        (12.0, 4.0, "a batch takes 16.0 ms in one process, making its samples 75 %, most of it in A.get (a.py:3)"),
+    ],
+)
+def test_what_takes_most_of_a_batch_is_named(samples: float, collate: float, said: str) -> None:
+    functions = (
+        FunctionCost(name="A.get", file="/x/a.py", line=3, calls=None, stage="samples", ms_per_batch=3.0),
+        FunctionCost(name="pad", file="/x/text.py", line=7, calls=None, stage="collate", ms_per_batch=2.0),
+    )
+    found = {"samples_ms": samples, "collate_ms": collate}
+    assert said in diagnose(_measured(DATA, TWO, _of(90, 5), found | {"functions": functions})).evidence
+    unnamed = diagnose(_measured(DATA, TWO, _of(90, 5), found)).evidence
+    assert said.partition(", most")[0] in unnamed
+    assert not any("one process" in line for line in diagnose(_measured(FED, TWO, {}, found)).evidence)
 
 
 def _is_sound(found: Diagnosis) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from lightning_feed.watch.verdict.diagnosis import Measurements
 from lightning_feed.watch.verdict.finding import Finding
 from lightning_feed.watch.verdict.shares import DATA_PCT, Shares
-from lightning_feed.watch.verdict.units import LOOP_WORDS, in_ms
+from lightning_feed.watch.verdict.units import in_ms
 
 HEAD_OF_LINE_PCT = 25.0
 """Share of the waiting in which a later batch was ready."""
@@ -26,6 +26,8 @@ than half full: (workers - 1) / 2 of at least ``workers`` batches."""
 HANDOVER_PCT = 80.0
 """Share of the waiting that began with batches ready from which handing them over is the cause. Where a queue runs dry
 now and then, the millisecond that each of the other batches takes is a good part of it, too."""
+QUEUE_SHARE = 0.1
+"""Share of loading without a CPU, from which it is worth telling."""
 WARM_PCT = 80.0
 """Share of the bytes from the page cache from which the disk is not the reason."""
 DISK_MB_PER_S = 0.05
@@ -95,10 +97,19 @@ def _one_rank(measured: Measurements, shares: Shares) -> Finding | None:
 
 
 def _no_workers(measured: Measurements) -> Finding | None:
-    if measured.facts.num_workers != 0:
+    """Reports say what that means where they name the cause."""
+    facts, wait = measured.facts, measured.stats.next_wait_ms
+    if facts.num_workers != 0:
         return None
-    loop = LOOP_WORDS[measured.facts.stage]
-    return Finding(cause="no workers", because=(f"num_workers=0, so loading and {loop} take turns",))
+    cpu, queue, step = facts.load_cpu_ms, facts.load_queue_ms, measured.stats.step_ms or 0.0
+    if not wait or cpu is None or queue is None:
+        return Finding(cause="no workers")
+    cpu = min(wait, cpu)
+    queue = min(wait - cpu, queue)
+    said = f"of {in_ms(wait, step)} ms that loading takes, {in_ms(cpu, step)} are on a CPU"
+    if queue >= QUEUE_SHARE * wait:
+        said += f", and in {in_ms(queue, step)} other threads or programs have the CPUs"
+    return Finding(cause="no workers", because=(said,))
 
 
 def _oversubscribed(measured: Measurements) -> Finding | None:

@@ -1,5 +1,7 @@
 """The figures that a verdict rests on, a sentence each."""
 
+from pathlib import Path
+
 from lightning_feed.watch.verdict.diagnosis import Measurements
 from lightning_feed.watch.verdict.shares import Part, Shares
 from lightning_feed.watch.verdict.units import in_ms, plural
@@ -22,9 +24,11 @@ def evidence_of(measured: Measurements, shares: Shares, because: tuple[str, ...]
         pct = 100 * (stats.compute_ms or 0.0) / whole
         said.append(f"{pct:.0f} % of each step is forward, backward and optimizer")
     said += because
+    if "data" in shares.over:
+        said += _making(measured)
     if stats.hidden_wait_ms is not None and stats.hidden_wait_ms >= SLACK_SHARE * whole:
         hidden, wait = in_ms(stats.hidden_wait_ms, whole), in_ms(stats.next_wait_ms, whole)
-        said.append(f"{hidden} of {wait} ms in next(loader) cost nothing")
+        said.append(f"{hidden} of {wait} ms in next(loader) cost nothing: the device computes meanwhile")
     if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
         said.append(f"the first batch of an epoch comes after {stats.epoch_start_s:.1f} s")
     if "data" in shares.over and facts.num_workers:  # without workers the cause says so
@@ -35,6 +39,19 @@ def evidence_of(measured: Measurements, shares: Shares, because: tuple[str, ...]
     if stats.lost_steps:
         said.append(f"{stats.lost_steps} steps could not be measured on the device")
     return tuple(said)
+
+
+def _making(measured: Measurements) -> list[str]:
+    """Whether samples or collating take most of the time for a batch, and where in the user's code."""
+    found = measured.experiments
+    if found is None or found.samples_ms is None or not found.collate_ms:
+        return []
+    whole = found.samples_ms + found.collate_ms
+    stage, ms = max(("samples", found.samples_ms), ("collate", found.collate_ms), key=lambda one: one[1])
+    slowest = next((one for one in found.functions if one.stage == stage), None)
+    at = "" if slowest is None else f", most of it in {slowest.name} ({Path(slowest.file).name}:{slowest.line})"
+    what = "making its samples" if stage == "samples" else "collating them"
+    return [f"a batch takes {whole:.1f} ms in one process, {what} {100 * ms / whole:.0f} %{at}"]
 
 
 def _part(measured: Measurements, shares: Shares, part: Part) -> str:

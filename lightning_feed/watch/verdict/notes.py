@@ -1,15 +1,15 @@
 """What is worth knowing beside the remedies: what nobody can predict, and why the obvious remedy would not help."""
 
-import re
 from collections.abc import Iterator
 
 from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.case import Case
 from lightning_feed.watch.verdict.causes_other import MANY_TENSORS
-from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, Remedy
+from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, Remedy
 from lightning_feed.watch.verdict.evidence import OTHERS_PCT
 from lightning_feed.watch.verdict.remedies import least_gain_pct
 from lightning_feed.watch.verdict.remedies_loader import may_have_workers, steps_with_more
+from lightning_feed.watch.verdict.remedies_step import plain_name
 from lightning_feed.watch.verdict.units import in_ms, plural
 
 MOST = 3
@@ -19,7 +19,7 @@ SPARE = 1.1
 """The loader is to be so much faster than the model, where workers are given back."""
 _SHARD = (
     "the data set is a stream, and was not seen to divide itself among workers: with num_workers=2 every sample would "
-    "come twice. Divide it by torch.utils.data.get_worker_info() before you add workers"
+    "come twice. Divide it by torch.utils.data.get_worker_info() before you have more than one"
 )
 _WAYS_OUT = {
     "prog_bar": "self.log(..., prog_bar=False) avoids it",
@@ -53,8 +53,10 @@ def _reckoned(case: Case) -> tuple[str, ...]:
         return ()
     step, best = case.shares.step_ms, min(steps.values())
     said = f"more workers: step {in_ms(step, step)} -> {in_ms(best, step)} ms predicted, no gain worth it"
-    cpus = case.facts.usable_cpus
-    if cpus is not None and case.facts.device_type == "cpu":
+    cpus, others = case.facts.usable_cpus, case.facts.others_cpu_pct
+    if others is not None and others >= OTHERS_PCT:
+        said += f": other programs take {others:.0f} % of the CPUs"
+    elif cpus is not None and case.facts.device_type == "cpu":
         said += f": training and loading share {plural(cpus, 'CPU')}"
     return (said,)
 
@@ -169,21 +171,24 @@ def _framework(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     if "framework" not in case.causes:
         return
 
-    def treated(hook: str) -> bool:
-        return "ProgressBar" in hook and any(remedy.changes.startswith("bar_") for remedy in remedies)
+    def treated(hook: HookTime) -> bool:
+        if "ProgressBar" in hook.name:
+            return any(remedy.changes.startswith("bar_") for remedy in remedies)
+        return any(remedy.why.startswith(f"{plain_name(hook)} ") for remedy in remedies)
 
     facts, hooks = case.facts, case.measured.hooks
     if facts.device_type != "cpu":
         yield from (f"{SYNCS[name]}: {way}" for name, way in _WAYS_OUT.items() if name in facts.syncs)
-    theirs = [hook for hook in hooks if not hook.name.startswith("logger ") and not treated(hook.name)]
+    theirs = [hook for hook in hooks if not hook.name.startswith("logger ") and not treated(hook)]
     if theirs:
-        name = re.sub(r"\{.*\}", "", theirs[0].name)  # Lightning puts a callback's settings into its name
+        name = plain_name(theirs[0])
+        at = next((f" ({place.at})" for place in facts.hook_places if place.name == name), "")
         step, ms = case.shares.step_ms, theirs[0].ms_per_step
         then = in_ms(predict.without(case.shares, ms), step)
         way = f"done rarely, a step takes {then} ms. Where it only observes, every 50th step is enough"
         if "ProgressBar" in name:
             way = f"without a progress bar a step takes {then} ms"
-        yield f"{name} takes {in_ms(ms, step)} of {in_ms(step, step)} ms a step; {way}"
+        yield f"{name}{at} takes {in_ms(ms, step)} of {in_ms(step, step)} ms a step; {way}"
     if not hooks:
         yield 'Trainer(profiler="simple") names the callback or hook that takes the time between the steps'
 

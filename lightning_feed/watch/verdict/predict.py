@@ -2,7 +2,9 @@
 
 - Without workers loading and training take turns: what a remedy saves of loading comes off the step, and nothing else.
 - With workers a step takes as long as the slower of both: training with taking a batch from them, or a worker's batch.
-- Workers take CPUs. What does not fit beside training makes the step longer: :func:`crowding_ms`.
+- Workers take CPUs. What does not fit beside training makes the step longer: :func:`crowding_ms`. And no step is
+  shorter than its CPU time, of training and loading, takes on the CPUs that other programs leave: :func:`filled_ms`.
+- Time in which a thread is ready to run without a CPU is not time in which it waits for data.
 - No prediction is below the rest of the step, or the model alone.
 """
 
@@ -64,11 +66,10 @@ def with_batch_in(measured: Measurements, shares: Shares, after_ms: float) -> fl
     running = period_ms(measured, shares)
     if running is None:
         return None
-    floor = floor_ms(measured, shares)
     if serial(measured.facts):
-        return max(floor, without(shares, running - after_ms))
+        return max(floor_ms(measured, shares), without(shares, running - after_ms))
     loading = _loading_cpu_ms(measured, shares) * min(1.0, after_ms / running) if running else 0.0
-    return min(shares.step_ms, max(floor + crowding_ms(measured, shares, loading), after_ms))
+    return min(shares.step_ms, max(filled_ms(measured, shares, loading), after_ms))
 
 
 def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: float | None) -> float | None:
@@ -97,6 +98,33 @@ def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float) -> fl
     return max(0.0, loading_ms - max(0.0, left)) * width / cpus
 
 
+def filled_ms(measured: Measurements, shares: Shares, loading_ms: float, taking_ms: float = 0.0) -> float:
+    """Step time when workers take ``loading_ms`` of CPU time for each step, and no batch is waited for.
+
+    Not below what all of that CPU time takes on the CPUs that other programs leave, or on those that the run has now
+    where these are more.
+    """
+    facts = measured.facts
+    step = floor_ms(measured, shares) + taking_ms + crowding_ms(measured, shares, loading_ms)
+    if not facts.usable_cpus:
+        return step
+    training = _training_cpu_ms(measured, shares) or 0.0
+    now = (training + _loading_cpu_ms(measured, shares)) / shares.step_ms
+    left = max(now, facts.usable_cpus * (1 - (facts.others_cpu_pct or 0.0) / 100))
+    return max(step, (training + loading_ms) / left) if left else step
+
+
+def blocked_share(measured: Measurements) -> float:
+    """Share of the time for a batch in which who makes it is blocked, so that another could have the CPU, 0 to 1; 0.0
+    where that was not seen."""
+    facts, wait, pct = measured.facts, measured.stats.next_wait_ms, measured.loaders.workers_blocked_pct
+    if not serial(facts):
+        return (pct or 0.0) / 100
+    if not wait or facts.load_cpu_ms is None or facts.load_queue_ms is None:
+        return 0.0
+    return max(0.0, 1 - (facts.load_cpu_ms + facts.load_queue_ms) / wait)
+
+
 def with_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
     """Step time with so many worker processes, 1 or more, where there are fewer now, or none.
 
@@ -111,13 +139,14 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
     if now == 0:
         sending = handing_ms(facts, _SEND)
         taking = _taking_ms(measured) + _restarting_ms(facts, number)
-        after, loading = (running + sending) / number, loading + sending
+        one = max(running, loading) + sending  # a worker has one thread, where this process may have used several
+        after, loading = one / number, loading + sending
     else:
         after = running * now / number
     tried = tried_rates(measured)
     if number in tried and now in tried:
         after = _beside(measured, shares, tried[number], tried[now])
-    step = max(floor_ms(measured, shares) + taking + crowding_ms(measured, shares, loading), after)
+    step = max(filled_ms(measured, shares, loading, taking), after)
     return step if now == 0 else min(shares.step_ms, step)
 
 
@@ -175,8 +204,7 @@ def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: floa
     threads = max(now, facts.usable_cpus or 1)  # as many as there are by default, and they start at once
     after = running * left * now / threads
     loading = _loading_cpu_ms(measured, shares) * left
-    floor = floor_ms(measured, shares) + crowding_ms(measured, shares, loading)
-    return min(shares.step_ms, max(floor, after, 1e3 / device_per_s))
+    return min(shares.step_ms, max(filled_ms(measured, shares, loading), after, 1e3 / device_per_s))
 
 
 def with_pinned(measured: Measurements, shares: Shares) -> float | None:
@@ -192,7 +220,8 @@ def in_any_order(measured: Measurements, shares: Shares) -> float | None:
     held = measured.loaders.head_of_line_pct
     if held is None:
         return None
-    return max(floor_ms(measured, shares), shares.step_ms - shares.data_ms * held / 100)
+    filled = filled_ms(measured, shares, _loading_cpu_ms(measured, shares))
+    return min(shares.step_ms, max(filled, without(shares, shares.data_ms * held / 100)))
 
 
 def _beside(measured: Measurements, shares: Shares, rate: float, now: float | None) -> float:
@@ -207,8 +236,7 @@ def _loading_cpu_ms(measured: Measurements, shares: Shares) -> float:
     """CPU time that goes into loading a batch: what was seen, or all the time that it takes without workers."""
     facts, on_cpu = measured.facts, measured.loaders.workers_on_cpu_pct
     if serial(facts):
-        wait = measured.stats.next_wait_ms or 0.0
-        return wait if facts.load_cpu_ms is None else min(wait, facts.load_cpu_ms)
+        return (measured.stats.next_wait_ms or 0.0) if facts.load_cpu_ms is None else facts.load_cpu_ms
     return (facts.num_workers or 0) * shares.step_ms * (on_cpu or 0.0) / 100
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from lightning_feed.watch.verdict.case import Case
 from lightning_feed.watch.verdict.diagnosis import Remedy
@@ -15,16 +16,24 @@ from lightning_feed.watch.verdict.remedies_loader import (
     persistent_workers,
     shared_files,
 )
-from lightning_feed.watch.verdict.remedies_step import log_rarely, pinned, prefetch_callback, rare_progress_bar
-from lightning_feed.watch.verdict.units import toy_sentence
+from lightning_feed.watch.verdict.remedies_step import (
+    log_rarely,
+    pinned,
+    prefetch_callback,
+    rare_callback,
+    rare_progress_bar,
+)
 
 LEAST_PCT, LEAST_UNSURE_PCT = 5.0, 10.0
 """A remedy has to save so much of an epoch's time; and where the figures are of low confidence."""
 MOST = 3
 
 
+Given = TypeVar("Given")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(Generic[Given]):
     """A remedy that can be printed."""
 
     name: str
@@ -32,16 +41,17 @@ class Rule:
     """When it may be, in words; ``find`` is the same as code."""
     changes: str
     """What it changes."""
-    find: Callable[[Case], Remedy | None]
+    find: Callable[[Given], Remedy | None]
     """The remedy with its prediction; None where the condition does not hold, or nothing can be predicted."""
 
 
-RULES = (
+RULES: tuple[Rule[Case], ...] = (
     Rule(
         name="more workers",
         condition="training waits for batches that take time to make; what the workers do was seen, or other numbers "
-        "were tried; a stream was seen to divide itself among workers; /dev/shm has room for the batches",
-        changes="num_workers, up to the CPUs; beyond them where workers were seen to wait",
+        "were tried; a stream was seen to divide itself among workers, or may live in a single one; /dev/shm has room "
+        "for the batches",
+        changes="num_workers, up to the CPUs; beyond them where who makes the batches was seen to be blocked",
         find=more_workers,
     ),
     Rule(
@@ -102,6 +112,13 @@ RULES = (
         find=rare_progress_bar,
     ),
     Rule(
+        name="rare callback",
+        condition="a callback of the user's was seen to take time between the steps, and its constructor has an "
+        "argument for how often it works, which is 1",
+        changes="that argument",
+        find=rare_callback,
+    ),
+    Rule(
         name="log rarely",
         condition="loggers were seen to take time between the steps, and are called often",
         changes="log_every_n_steps of the Trainer",
@@ -112,12 +129,7 @@ RULES = (
 
 
 def remedies_for(case: Case) -> tuple[Remedy, ...]:
-    """Those that save what is worth it, the largest saving first; of two that set the same, the better.
-
-    None where steps are so short that Python takes most of them.
-    """
-    if toy_sentence(case.shares.step_ms) is not None:
-        return ()
+    """Those that save what is worth it, the largest saving first; of two that set the same, the better."""
     found = [remedy for rule in RULES if (remedy := rule.find(case)) is not None]
     if case.facts.loop == "plain":
         found = [remedy for remedy in found if remedy.form in ("arguments", "line")]

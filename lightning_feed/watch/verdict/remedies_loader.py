@@ -1,5 +1,6 @@
 """Remedies about the loader that training waits for. Each is None where its condition does not hold."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning_feed.load.bounds import SHM_SHARE
@@ -11,6 +12,8 @@ from lightning_feed.watch.verdict.shares import DATA_PCT
 
 MOST_WAITING = 4
 """Times as many workers, at most, where they only wait."""
+MOSTLY = 0.5
+"""Share of the time for a batch from which who makes it is taken to wait."""
 MOST_WORKERS = 16
 """More are never named where there are none."""
 NEARLY = 1.02
@@ -29,6 +32,8 @@ def more_workers(case: Case) -> Remedy | None:
     number = min(number for number, step in predicted.items() if step <= NEARLY * best)
     now, cpus = case.facts.num_workers, case.facts.usable_cpus
     why = "batches are made beside training, not in turn with it" if now == 0 else "they make batches side by side"
+    if not may_have_workers(case):
+        why += "; the data set then lives in the one worker, which gives its stream whole"
     if cpus is not None and number > cpus:
         why += "; workers that wait need no CPU each"
     settings: dict[str, object] = {"num_workers": number}
@@ -44,16 +49,18 @@ def steps_with_more(case: Case) -> dict[int, float]:
     known = bool(tried) or case.loaders.workers_on_cpu_pct is not None or now == 0
     if now is None or not facts.usable_cpus or case.data not in _MADE_SLOWLY or not known or facts.workers == "thread":
         return {}
-    if not case.can_set("num_workers") or not may_have_workers(case) or len(set(facts.every_num_workers)) > 1:
+    if not case.can_set("num_workers") or len(set(facts.every_num_workers)) > 1:
         return {}
-    numbers = [number for number in tried if number > now] or range(now + 1, _most_workers(case) + 1)
+    numbers: Iterable[int] = [number for number in tried if number > now] or range(now + 1, _most_workers(case) + 1)
+    if not may_have_workers(case):
+        numbers = [1] if now == 0 and facts.may_leave_process else []
     measured = with_kept_workers(case)[0]
     steps = {number: predict.with_workers(measured, case.shares, number) for number in numbers if _fits(case, number)}
     return {number: step for number, step in steps.items() if step is not None}
 
 
 def may_have_workers(case: Case) -> bool:
-    """Whether several workers give the samples that one gives: a stream has to divide them."""
+    """Whether two workers or more give the samples that one gives: a stream has to divide them."""
     facts = case.facts
     return facts.map_style is not False or facts.shards_by_worker is True
 
@@ -186,12 +193,14 @@ def _without_what_needs_workers(case: Case) -> dict[str, object]:
 
 
 def _most_workers(case: Case) -> int:
+    """As many as there are CPUs; more where they are blocked most of the time, as many as then keep the CPUs busy."""
     facts, now = case.facts, case.facts.num_workers or 0
     cpus = max(1, (facts.usable_cpus or 1) // case.loaders_beside)
-    if now == 0:
-        waits = facts.load_cpu_ms is not None and facts.load_cpu_ms < (case.measured.stats.next_wait_ms or 0.0) / 2
-        return min(MOST_WORKERS, max(cpus, MOST_WAITING) if waits else cpus)
-    return max(cpus, MOST_WAITING * now) if case.data in _READ_SLOWLY else cpus
+    blocked = predict.blocked_share(case.measured) if now == 0 or case.data in _READ_SLOWLY else 0.0
+    most = cpus
+    if blocked >= MOSTLY:
+        most = max(cpus, min(MOST_WAITING * max(1, now), int(cpus / max(1e-9, 1 - blocked))))
+    return min(MOST_WORKERS, most) if now == 0 else most
 
 
 def _fits(case: Case, workers: int) -> bool:

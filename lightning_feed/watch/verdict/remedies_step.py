@@ -76,6 +76,31 @@ def log_rarely(case: Case) -> Remedy | None:
     )
 
 
+def rare_callback(case: Case) -> Remedy | None:
+    """A callback of the user's that can be told to do its work every 50 steps."""
+    places = {place.name: place for place in case.facts.hook_places if place.interval}
+    slow = [hook for hook in case.measured.hooks if plain_name(hook) in places]
+    if "framework" not in case.causes or not slow:
+        return None
+    name = plain_name(slow[0])
+    place, callback = places[name], name.rpartition(".")[0]
+    taken = _sum([hook for hook in slow if plain_name(hook).rpartition(".")[0] == callback])
+    kind = callback.rpartition("]")[2].rpartition(".")[2]
+    return Remedy(
+        code=f"{kind}({place.interval}={RARELY})",
+        form="callback",
+        where=f"{place.interval}: 1 -> {RARELY} in callbacks=[{kind}(...)] of your Trainer",
+        why=f"{name} ({place.at}) takes {taken:.2f} ms a step; every {RARELY}th step is enough where it only observes",
+        predicted_step_ms=_rarer(case, taken, 1),
+        changes=f"{kind}.{place.interval}={RARELY}",
+    )
+
+
+def plain_name(hook: HookTime) -> str:
+    """The name of a hook without the settings of its callback, which Lightning puts into it."""
+    return re.sub(r"\{.*\}", "", hook.name)
+
+
 def _sum(hooks: list[HookTime]) -> float:
     return sum(hook.ms_per_step for hook in hooks)
 

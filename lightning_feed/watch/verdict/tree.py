@@ -22,7 +22,7 @@ from lightning_feed.watch.verdict.shares import (
     model_disturbed,
     shares_of,
 )
-from lightning_feed.watch.verdict.units import in_ms
+from lightning_feed.watch.verdict.units import in_ms, toy_sentence
 from lightning_feed.watch.verdict.whole_run import limit_of, of_the_run, validation_of
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Finding]] = {
@@ -79,7 +79,8 @@ def _of_steps(measured: Measurements) -> Diagnosis:
         shares=shares,
         causes={part: one.cause for part, one in zip(parts, found, strict=True)},
     )
-    remedies = remedies_for(case)
+    toy = toy_sentence(shares.step_ms)
+    remedies = () if toy else remedies_for(case)
     return Diagnosis(
         bottleneck=parts[0],
         cause=found[0].cause,
@@ -87,8 +88,8 @@ def _of_steps(measured: Measurements) -> Diagnosis:
         confidence=_confidence(measured, shares, found[0]),
         evidence=evidence_of(measured, shares, because),
         remedies=remedies,
-        notes=notes_for(case, remedies),
-        why_not=why_not(case, remedies),
+        notes=(toy,) if toy else notes_for(case, remedies),
+        why_not=() if toy else why_not(case, remedies),
         measurements=measured,
     )
 

@@ -1,33 +1,28 @@
 """Where most of a run is not training: validation or checkpoints, and how to spend less on them."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements, Remedy
+from lightning_feed.watch.verdict.remedies import LEAST_PCT, MOST, Rule
 from lightning_feed.watch.wall import WallStats
 
 Limit = Literal["validation", "checkpoints"]
 LEAST_S = 2.0
 """Seconds of validation and checkpoints from which they are worth a verdict."""
-LEAST_PCT = 5.0
-"""Share of a run that a remedy has to save."""
 AT_MOST = 0.25
 """Validation, or checkpoints, are to take so much of the time of training, or less."""
 FACTORS = (2, 5, 10)
 """So many times rarer a validation may be."""
-MOST = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRule:
-    """A remedy for what is not training."""
+class Run(NamedTuple):
+    """A fit that is limited by what is not training."""
 
-    name: str
-    condition: str
-    """When it may be, in words; ``find`` is the same as code."""
-    find: Callable[[Measurements, WallStats, Limit], Remedy | None]
+    measured: Measurements
+    wall: WallStats
+    limit: Limit
 
 
 def limit_of(measured: Measurements) -> Limit | None:
@@ -78,7 +73,7 @@ def of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) -> 
     wall = measured.wall
     assert wall is not None
     inside = validation if limit == "validation" else None
-    remedies = [one for rule in RULES if (one := rule.find(measured, wall, limit)) is not None]
+    remedies = [one for rule in RULES if (one := rule.find(Run(measured, wall, limit))) is not None]
     if inside is not None:
         remedies += [_in_the_run(one, wall) for one in inside.remedies]
     remedies = [one for one in remedies if (one.predicted_gain_pct or 0.0) >= LEAST_PCT]
@@ -102,8 +97,9 @@ def _in_the_run(remedy: Remedy, wall: WallStats) -> Remedy:
     return replace(remedy, why=why, predicted_step_ms=None, predicted_gain_pct=gain)
 
 
-def _rarer_validation(measured: Measurements, wall: WallStats, limit: Limit) -> Remedy | None:
+def _rarer_validation(run: Run) -> Remedy | None:
     """Validation every so many epochs or steps."""
+    measured, wall, limit = run
     taken, train = wall.seconds("validation"), wall.seconds("train", "epoch starts")
     factors = [one for one in FACTORS if one <= wall.times("validation")]  # one at least is to be left
     if limit != "validation" or not factors:
@@ -144,8 +140,9 @@ def _setting(facts: LoopFacts, times: int) -> _Setting | None:
     return _Setting("val_check_interval", between, between * times, times)
 
 
-def _rarer_checkpoints(measured: Measurements, wall: WallStats, limit: Limit) -> Remedy | None:
+def _rarer_checkpoints(run: Run) -> Remedy | None:
     """Checkpoints every so many steps."""
+    measured, wall, limit = run
     taken, times, now = wall.seconds("checkpoints"), wall.times("checkpoints"), measured.facts.checkpoint_steps
     train = wall.seconds("train", "epoch starts")
     if limit != "checkpoints" or now is None or not train:
@@ -167,17 +164,19 @@ def _saves(pct: float) -> str:
     return f" (predicted to save {pct:.0f} % of the run)"
 
 
-RULES = (
-    RunRule(
+RULES: tuple[Rule[Run], ...] = (
+    Rule(
         name="rarer validation",
         condition="validation and checkpoints take more of the run than training, validation the larger part, and "
         "there was more than one",
+        changes="check_val_every_n_epoch or val_check_interval of the Trainer",
         find=_rarer_validation,
     ),
-    RunRule(
+    Rule(
         name="rarer checkpoints",
         condition="validation and checkpoints take more of the run than training, checkpoints the larger part, and "
         "one ModelCheckpoint saves them every so many steps",
+        changes="every_n_train_steps of the ModelCheckpoint",
         find=_rarer_checkpoints,
     ),
 )
