@@ -46,7 +46,7 @@ class Classifier(LightningModule):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, help="a folder of class folders (default: 2,000 pictures are made)")
-    parser.add_argument("--fast", action="store_true", help="three steps of each epoch")
+    parser.add_argument("--fast", action="store_true", help="eight steps of each epoch")
     options = parser.parse_args()
     root = options.data or make_pictures(Path("feed_demo"), 2000)
     plain = DataLoader(ImageFolder(root, v2.Compose([*SMALL, *NORMALISED])), batch_size=64, shuffle=True)
@@ -54,5 +54,5 @@ if __name__ == "__main__":
         seed_everything(0)
         callbacks.append(GPUStarvationCallback())  # prints its report
         logger = TensorBoardLogger("lightning_logs", name=name)  # tensorboard --logdir lightning_logs
-        steps = 3 if options.fast else 1.0
+        steps = 8 if options.fast else 1.0
         Trainer(max_epochs=2, limit_train_batches=steps, callbacks=callbacks, logger=logger).fit(Classifier(), data)

@@ -103,7 +103,7 @@ def test_workers_leave_the_memory_alone_that_a_cache_has_still_to_fill(monkeypat
 def test_the_hit_rate_is_logged(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     trainer = quiet_trainer(
-        [GPUStarvationCallback(every_n_steps=3, report=False)],
+        [GPUStarvationCallback(every_n_steps=3, report=False, tags="all")],
         max_epochs=2,
         logger=logger,
         limit_val_batches=0,
