@@ -65,7 +65,8 @@ def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Pla
         wrapped = f"the LoaderSettings(...) of FastDataModule.wrap({type(owner).__name__}(...), LoaderSettings(...))"
         return Place(words=wrapped, form="settings", inner=words, datamodule=datamodule)
     overrides = _overrides(trainer, loaders)
-    return Place(words=words, names=names, overrides=overrides, datamodule=datamodule)
+    key = "--trainer." if trainer is not None and cli_config(trainer) else ""
+    return Place(words=words, names=names, overrides=overrides, datamodule=datamodule, trainer_key=key)
 
 
 def _words(owner: Any, loaders: int) -> tuple[str, tuple[tuple[str, str], ...]]:

@@ -276,6 +276,7 @@ def test_lightning_cli_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert look.facts is not None
     assert look.facts.place is not None
     assert look.facts.place.overrides == (("num_workers", "--data.num_workers"),)
+    assert look.facts.place.trainer_key == "--trainer."
 
 
 def test_hydra_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: ModuleType) -> None:

@@ -206,18 +206,6 @@ CONTRACTS = {
             "it takes no time": {"hooks": (HookTime(name=BAR[0].name, ms_per_step=1.0),)},
         },
     ),
-    "rare callback": Contract(
-        run={"data": 0.0, "other": 25.0, **THEIRS},
-        changes="Slow.every_n_steps=50",
-        code="Slow(every_n_steps=50)",
-        step_ms=80.4,
-        without={
-            "it has no such argument": {"hook_places": (HookPlace(name=SLOW, at="train.py:12"),)},
-            "another callback is slow": {"hooks": BAR},
-            "it takes no time": {"hooks": (HookTime(name=SLOW, ms_per_step=1.0),)},
-            "a loop of the user's own": {"loop": "plain"},
-        },
-    ),
     "log rarely": Contract(
         run={"data": 0.0, "other": 25.0, "hooks": LOG, "log_every_n_steps": 1},
         changes="log_every_n_steps=50",
@@ -511,9 +499,23 @@ def test_a_slow_callback_of_the_users_is_a_note() -> None:
         found = diagnose(measured(data=0.0, other=25.0, **THEIRS | {"hook_places": known}))
         assert (found.cause, found.remedies) == ("hooks", ())
         assert found.notes[0].startswith(f"{said} takes 20.0 of 100.0 ms a step")
-    (remedy,) = diagnose(measured(data=0.0, other=25.0, **THEIRS)).remedies
-    assert remedy.why.startswith(f"{SLOW} (train.py:12) takes 20.00 ms a step")
-    assert diagnose(measured(data=0.0, other=25.0, **THEIRS)).notes == ()
+    found = diagnose(measured(data=0.0, other=25.0, **THEIRS))
+    assert found.remedies == ()
+    assert found.notes[0].endswith("(every_n_steps=50)")
+
+
+def test_what_a_command_line_gives_the_trainer_is_changed_there() -> None:
+    place = Place(words="", trainer_key="--trainer.")
+    for run, code in [
+        ({"hooks": LOG, "log_every_n_steps": 1}, "--trainer.log_every_n_steps=50"),
+        (
+            {"hooks": BAR, "bar_refresh_rate": 1},
+            "--trainer.callbacks+=lightning.pytorch.callbacks.TQDMProgressBar --trainer.callbacks.refresh_rate=50",
+        ),
+    ]:
+        (remedy,) = diagnose(measured(data=0.0, other=25.0, place=place, **run)).remedies
+        assert (remedy.form, remedy.code) == ("override", code)
+        assert remedy.where.endswith("50 on the command line")
 
 
 def test_steps_of_a_first_try_are_told_one_thing() -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_feed.watch.stats import LoaderStats
 from lightning_feed.watch.verdict.diagnosis import (
@@ -101,6 +102,36 @@ def loader_remedy(case: Case, settings: Mapping[str, object], *, why: str, step_
         predicted_step_ms=step_ms,
         changes=f"{name}={value!r}",
     )
+
+
+def trainer_remedy(place: Place, name: str, now: object, value: object, **told: Any) -> Remedy:
+    """A remedy that gives the Trainer another argument; ``told``: its ``why``, and what it is predicted to give."""
+    change = f"{name}: {now} -> {value}"
+    form: Form = "override" if place.trainer_key else "trainer"
+    where = f"{change} on the command line" if place.trainer_key else f"{change} in your Trainer"
+    return Remedy(code=f"{place.trainer_key}{name}={value}", form=form, where=where, changes=f"{name}={value}", **told)
+
+
+def callback_remedy(
+    place: Place, module: str, kind: str, setting: tuple[str, object, object] | None, **told: Any
+) -> Remedy:
+    """A remedy that adds a callback to the Trainer.
+
+    Args:
+        place: of the loader, which knows of a command line.
+        module: what the class is imported from.
+        kind: the class.
+        setting: name of its argument, what that is now, and is to be; None: none is given.
+        told: as for :func:`trainer_remedy`, and ``changes``.
+    """
+    change = f"{setting[0]}: {setting[1]} -> {setting[2]} " if setting else ""
+    if place.trainer_key:
+        key = f"{place.trainer_key}callbacks"
+        code = f"{key}+={module}.{kind}" + (f" {key}.{setting[0]}={setting[2]}" if setting else "")
+        return Remedy(code=code, form="override", where=f"{change}on the command line", **told)
+    given = f"{setting[0]}={setting[2]}" if setting else ""
+    where = f"{change}in callbacks=[...] of your Trainer, with `from {module} import {kind}`"
+    return Remedy(code=f"{kind}({given})", form="callback", where=where, **told)
 
 
 def with_kept_workers(case: Case) -> tuple[Measurements, dict[str, object]]:

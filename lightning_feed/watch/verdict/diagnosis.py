@@ -63,6 +63,8 @@ class Place:
     """(setting, its key on the command line), where LightningCLI or Hydra gave the value."""
     datamodule: str = ""
     """The class of the data module. Empty: there is none."""
+    trainer_key: str = ""
+    """What the Trainer's arguments begin with on the command line (``--trainer.``), where LightningCLI makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,8 @@ class HookPlace:
     at: str
     """``train.py:12``."""
     interval: str = ""
-    """The argument of the callback's constructor that says every how many steps it does its work, where that is 1."""
+    """The argument of the callback's constructor that seems to say every how many steps it does its work, if that is
+    1."""
 
 
 @dataclass(frozen=True, kw_only=True)

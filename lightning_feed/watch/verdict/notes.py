@@ -182,10 +182,13 @@ def _framework(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     theirs = [hook for hook in hooks if not hook.name.startswith("logger ") and not treated(hook)]
     if theirs:
         name = plain_name(theirs[0])
-        at = next((f" ({place.at})" for place in facts.hook_places if place.name == name), "")
+        place = next((one for one in facts.hook_places if one.name == name), None)
+        at = f" ({place.at})" if place is not None else ""
         step, ms = case.shares.step_ms, theirs[0].ms_per_step
         then = in_ms(predict.without(case.shares, ms), step)
         way = f"done rarely, a step takes {then} ms. Where it only observes, every 50th step is enough"
+        if place is not None and place.interval:
+            way += f" ({place.interval}=50)"
         if "ProgressBar" in name:
             way = f"without a progress bar a step takes {then} ms"
         yield f"{name}{at} takes {in_ms(ms, step)} of {in_ms(step, step)} ms a step; {way}"

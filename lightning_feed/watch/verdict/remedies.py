@@ -20,7 +20,6 @@ from lightning_feed.watch.verdict.remedies_step import (
     log_rarely,
     pinned,
     prefetch_callback,
-    rare_callback,
     rare_progress_bar,
 )
 
@@ -110,13 +109,6 @@ RULES: tuple[Rule[Case], ...] = (
         condition="the progress bar was seen to take time between the steps, and is drawn often",
         changes="refresh_rate of the progress bar",
         find=rare_progress_bar,
-    ),
-    Rule(
-        name="rare callback",
-        condition="a callback of the user's was seen to take time between the steps, and its constructor has an "
-        "argument for how often it works, which is 1",
-        changes="that argument",
-        find=rare_callback,
     ),
     Rule(
         name="log rarely",

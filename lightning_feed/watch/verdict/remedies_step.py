@@ -3,7 +3,7 @@
 import re
 
 from lightning_feed.watch.verdict import predict
-from lightning_feed.watch.verdict.case import Case, loader_remedy
+from lightning_feed.watch.verdict.case import Case, callback_remedy, loader_remedy, trainer_remedy
 from lightning_feed.watch.verdict.diagnosis import HookTime, Remedy
 
 RARELY = 50
@@ -32,10 +32,11 @@ def prefetch_callback(case: Case) -> Remedy | None:
     if facts.device_type != "cuda" or facts.dali_device == "cuda":  # there it would stand aside
         return None
     what = "decodes" if cause == "decoding on the GPU" else "copies"
-    return Remedy(
-        code="PrefetchCallback()",
-        form="callback",
-        where="in callbacks=[...] of your Trainer, with `from lightning_feed import PrefetchCallback`",
+    return callback_remedy(
+        case.place,
+        "lightning_feed",
+        "PrefetchCallback",
+        None,
         why=f"{what} the next batch while this one computes",
         predicted_step_ms=predict.without(case.shares, stats.h2d_ms),
         changes="prefetch_callback=True",
@@ -49,11 +50,11 @@ def rare_progress_bar(case: Case) -> Remedy | None:
     if "framework" not in case.causes or not rate or rate >= RARELY or not drawn:
         return None
     bar = next(bar for bar in _BARS if f"]{bar}" in drawn[0].name)
-    return Remedy(
-        code=f"{bar}(refresh_rate={RARELY})",
-        form="callback",
-        where=f"refresh_rate: {rate} -> {RARELY} in callbacks=[...] of your Trainer, with `from "
-        f"lightning.pytorch.callbacks import {bar}`",
+    return callback_remedy(
+        case.place,
+        "lightning.pytorch.callbacks",
+        bar,
+        ("refresh_rate", rate, RARELY),
         why=f"drawing it takes {_sum(drawn):.2f} ms a step",
         predicted_step_ms=_rarer(case, _sum(drawn), rate),
         changes=f"bar_refresh_rate={RARELY}",
@@ -66,33 +67,13 @@ def log_rarely(case: Case) -> Remedy | None:
     called = [hook for hook in case.measured.hooks if _LOGGING.search(hook.name)]
     if "framework" not in case.causes or not every or every >= RARELY or not called:
         return None
-    return Remedy(
-        code=f"log_every_n_steps={RARELY}",
-        form="trainer",
-        where=f"log_every_n_steps: {every} -> {RARELY} in your Trainer",
+    return trainer_remedy(
+        case.place,
+        "log_every_n_steps",
+        every,
+        RARELY,
         why=f"{called[0].name} takes {_sum(called):.2f} ms a step",
         predicted_step_ms=_rarer(case, _sum(called), every),
-        changes=f"log_every_n_steps={RARELY}",
-    )
-
-
-def rare_callback(case: Case) -> Remedy | None:
-    """A callback of the user's that can be told to do its work every 50 steps."""
-    places = {place.name: place for place in case.facts.hook_places if place.interval}
-    slow = [hook for hook in case.measured.hooks if plain_name(hook) in places]
-    if "framework" not in case.causes or not slow:
-        return None
-    name = plain_name(slow[0])
-    place, callback = places[name], name.rpartition(".")[0]
-    taken = _sum([hook for hook in slow if plain_name(hook).rpartition(".")[0] == callback])
-    kind = callback.rpartition("]")[2].rpartition(".")[2]
-    return Remedy(
-        code=f"{kind}({place.interval}={RARELY})",
-        form="callback",
-        where=f"{place.interval}: 1 -> {RARELY} in callbacks=[{kind}(...)] of your Trainer",
-        why=f"{name} ({place.at}) takes {taken:.2f} ms a step; every {RARELY}th step is enough where it only observes",
-        predicted_step_ms=_rarer(case, taken, 1),
-        changes=f"{kind}.{place.interval}={RARELY}",
     )
 
 

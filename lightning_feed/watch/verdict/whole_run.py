@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from lightning_feed.watch.verdict.case import PLACE, trainer_remedy
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements, Remedy
 from lightning_feed.watch.verdict.remedies import LEAST_PCT, MOST, Rule
 from lightning_feed.watch.wall import WallStats
@@ -110,14 +111,14 @@ def _rarer_validation(run: Run) -> Remedy | None:
     if wall.times("checkpoints") <= wall.times("validation"):
         taken += wall.seconds("checkpoints")  # ModelCheckpoint saves behind a validation, if it was given no interval
     gain = 100 * taken * (1 - 1 / setting.times) / wall.wall_s
-    return Remedy(
-        code=f"{setting.name}={setting.then}",
-        form="trainer",
-        where=f"{setting.name}: {setting.now} -> {setting.then} in your Trainer",
+    return trainer_remedy(
+        measured.facts.place or PLACE,
+        setting.name,
+        setting.now,
+        setting.then,
         why=f"validation {setting.times:.3g} times as rare; so is what follows it: early stopping, the choice of the "
         f"best checkpoint, schedulers of a validation metric{_saves(gain)}",
         predicted_gain_pct=gain,
-        changes=f"{setting.name}={setting.then}",
     )
 
 
@@ -145,8 +146,8 @@ def _rarer_checkpoints(run: Run) -> Remedy | None:
     measured, wall, limit = run
     taken, times, now = wall.seconds("checkpoints"), wall.times("checkpoints"), measured.facts.checkpoint_steps
     train = wall.seconds("train", "epoch starts")
-    if limit != "checkpoints" or now is None or not train:
-        return None
+    if limit != "checkpoints" or now is None or not train or (measured.facts.place or PLACE).trainer_key:
+        return None  # a command line adds callbacks, and cannot change one
     rarer = max(2, math.ceil(taken / (AT_MOST * train)))
     gain = 100 * taken * (1 - 1 / rarer) / wall.wall_s
     return Remedy(
