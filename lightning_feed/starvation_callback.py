@@ -298,7 +298,7 @@ class GPUStarvationCallback(Callback):
                 run.logged_step = step
                 self._log_window(trainer, run, step)
         run.step_ended()
-        if self._schedule.due(run.finished):
+        if self.print_report and trainer.is_global_zero and self._schedule.due(run.finished):
             run.leave_out_step()  # what a report takes is no part of it
             self._publish(trainer, run)
 

@@ -216,3 +216,14 @@ def test_a_logger_that_refuses_our_figures_is_told_of_once(caplog: pytest.LogCap
     assert trainer.state.finished
     (line,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING" and "Strict" in one.message]
     assert "could not log its figures to Strict (trainer.loggers[0]) (RuntimeError: unknown metric)" in line
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_steps_count_on_where_no_report_comes(rank: int) -> None:
+    starvation = GPUStarvationCallback(nvml=False, report=rank == 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(lightning.pytorch.Trainer, "is_global_zero", False)
+        make_trainer(starvation).fit(BoringModel(), make_loader(260))
+    assert starvation.report().stats.steps == 240  # without the warm-up
