@@ -106,7 +106,8 @@ class HookTimes:
 
     def leave_out_step(self) -> None:
         """Do not count this step: a validation, or a new epoch, lies in it."""
-        self._left_out, self._leaves_out_calls = self._on, True
+        self._left_out |= self._on  # a look that is over, and not counted in yet, stays as it is
+        self._leaves_out_calls = True
 
     def stop(self) -> None:
         """End a look, if one is on."""

@@ -128,6 +128,13 @@ def test_leaving_out_between_looks_changes_nothing() -> None:
     assert loop.hooks._steps == 2
 
 
+def test_a_look_that_was_left_out_stays_so_when_a_later_step_is() -> None:
+    loop = Loop()
+    loop.run(FIRST_LOOK + FIRST_LOOKS + EVERY, loop.hooks.leave_out_step)  # epochs of one batch: each step is a first
+    assert loop.hooks._steps == 0
+    assert loop.hooks.result() == ()
+
+
 def test_an_error_in_a_hook_is_not_swallowed() -> None:
     loop = Loop()
 
