@@ -92,12 +92,15 @@ def queue_of(trainer: Any, stage: Stage = "fit") -> int:
 
 
 def _beside_training(trainer: Any) -> dict[str, Any]:
-    """How often there is a validation, and a checkpoint."""
+    """How often there is a validation, where it may be made rarer, and a checkpoint."""
     every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if between in (float("inf"), trainer.num_training_batches) and every is not None:
         between = None  # at the end of an epoch
     elif between is None:
         every = None  # by time
+    needed = _host.needs_metrics_every(trainer)
+    if "step" in needed or ("epoch" in needed and None in (every, between)):
+        every = between = None  # rarer, a scheduler would find no metric, and that ends the fit
     savers = [_host.steps_between_checkpoints(one) for one in trainer.checkpoint_callbacks]
     return {
         "check_val_every_n_epoch": every,

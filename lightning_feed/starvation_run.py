@@ -114,7 +114,8 @@ class StarvationRun:
         self._now.begins(self._validation_since)
 
     def _validation_ended(self) -> None:
-        if self._now is not self._main:
+        """Or, without batches, never began."""
+        if self._validation_since is not None:
             self._wall.leave()
             self._main.cpu.go_on()
             self._now, self._validation_since = self._main, None
@@ -153,6 +154,11 @@ class StarvationRun:
             self._guard.measure(self._wall.leave)
 
     def _tap(self) -> Callable[[], None]:
+        def fetch_began() -> None:
+            if self._now is self._main and self._validation_since is not None:
+                self._validation_ended()
+            self._now.fetch_began()
+
         def fetch_ended() -> None:
             self._now.fetch_ended()
             if self._wall.part == "epoch starts":
@@ -166,7 +172,7 @@ class StarvationRun:
         for stage in (self.stage, "validate"):
             actions = _host.step_actions(self._trainer, stage)
             on_start |= {
-                actions.fetch: lambda: self._now.fetch_began(),
+                actions.fetch: fetch_began,
                 actions.step: lambda: self._now.meter.step_began(),
             }
             on_stop |= {

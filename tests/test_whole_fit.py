@@ -1,6 +1,7 @@
 """The whole of a run, measured in real fits on a scripted clock: only what is told to take time takes any."""
 
 import json
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -141,6 +142,16 @@ def test_validation_while_gradients_accumulate(clock: Clock) -> None:
     assert wall is not None
     assert told(wall)["validation"] == (4 * 4 * 6, 4)
     assert wall.wall_s == pytest.approx(clock.now * 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:Total length of")
+def test_a_validation_without_batches_is_none(clock: Clock) -> None:
+    starvation = GPUStarvationCallback(nvml=False, report=False)
+    trainer = make_trainer(starvation, max_epochs=2, limit_val_batches=1.0, val_check_interval=2)
+    trainer.fit(Model(clock), loader(clock, 6, 1), [])
+    measured = starvation.report().measurements
+    assert measured.wall is not None
+    assert told(measured.wall) == {name: EXPECTED[name] for name in ("train", "epoch starts", "set-up", "rest")}
 
 
 def test_a_second_fit_begins_anew(clock: Clock) -> None:
@@ -315,7 +326,35 @@ def test_checkpoints_that_take_most_are_made_rarer(clock: Clock, tmp_path: Path)
     assert found.bottleneck == "checkpoints"
     assert headline(found) == "limited by checkpoints: checkpoints take 98 % of the run"
     (remedy,) = found.remedies
-    assert (remedy.form, remedy.code) == ("callback", "ModelCheckpoint(every_n_train_steps=402)")
+    assert (remedy.form, remedy.code) == ("callback", "ModelCheckpoint(every_n_train_steps=60)")  # two of 60 are left
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options", "code"),
+    [
+        ({"interval": "epoch"}, {}, None),  # Lightning raises at the end of an epoch without the metric
+        ({"interval": "epoch", "strict": False}, {}, "check_val_every_n_epoch=5"),
+        ({"interval": "epoch"}, {"val_check_interval": 4}, "val_check_interval=1.0"),
+        ({"interval": "epoch"}, {"val_check_interval": 6, "check_val_every_n_epoch": None}, None),
+        ({"interval": "step", "frequency": 4}, {"val_check_interval": 4}, None),
+    ],
+)
+def test_a_scheduler_that_follows_the_validation_gets_its_metric(
+    scheduler: dict[str, Any], options: dict[str, Any], code: str | None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "metric"} | scheduler}
+
+    monkeypatch.setattr(Model, "configure_optimizers", configure_optimizers)
+    monkeypatch.setattr(Model, "on_validation_epoch_end", lambda self: self.log("metric", 1.0))
+    found = run_of(clock, **options)
+    assert [one.code for one in found.remedies if "val_" in one.code] == ([code] if code else [])
+    if code is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it was not there
+            run_of(clock, **(options | apply(found.remedies[0])))
 
 
 def test_a_run_that_trains_most_of_the_time_is_not_limited_by_validation(clock: Clock) -> None:

@@ -35,6 +35,15 @@ def keep_plateaus(trainer: Any) -> None:
             config.frequency = sys.maxsize
 
 
+def needs_metrics_every(trainer: Any) -> set[str]:
+    """``"epoch"`` and ``"step"``, where a learning rate follows a metric and the fit fails without one by then.
+
+    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
+    """
+    configs = trainer.strategy.lr_scheduler_configs
+    return {config.interval for config in configs if config.reduce_on_plateau and config.strict}
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     """In the place of a scheduler's ``step``."""
 

@@ -146,9 +146,10 @@ def _rarer_checkpoints(run: Run) -> Remedy | None:
     measured, wall, limit = run
     taken, times, now = wall.seconds("checkpoints"), wall.times("checkpoints"), measured.facts.checkpoint_steps
     train = wall.seconds("train", "epoch starts")
-    if limit != "checkpoints" or now is None or not train or (measured.facts.place or PLACE).trainer_key:
+    most = times // 2  # one at least is to be left, and ``save_last`` may save each twice
+    if limit != "checkpoints" or now is None or not train or most < 2 or (measured.facts.place or PLACE).trainer_key:
         return None  # a command line adds callbacks, and cannot change one
-    rarer = max(2, math.ceil(taken / (AT_MOST * train)))
+    rarer = min(most, max(2, math.ceil(taken / (AT_MOST * train))))
     gain = 100 * taken * (1 - 1 / rarer) / wall.wall_s
     return Remedy(
         code=f"ModelCheckpoint(every_n_train_steps={now * rarer})",
@@ -176,7 +177,7 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         name="rarer checkpoints",
         condition="validation and checkpoints take more of the run than training, checkpoints the larger part, and "
-        "one ModelCheckpoint saves them every so many steps",
+        "one ModelCheckpoint saves them every so many steps, and has done so four times",
         changes="every_n_train_steps of the ModelCheckpoint",
         find=_rarer_checkpoints,
     ),
