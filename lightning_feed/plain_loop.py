@@ -98,8 +98,13 @@ class WatchedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         run = self._run
-        run.measure(run.epoch_began, self._loader)
-        batches = iter(self._loader)
+        began = run.clock()
+        batches = iter(self._loader)  # now, as without us: it draws a random number, and starts the workers
+        return batches if run.closed else self._measured(batches, run.clock() - began)
+
+    def _measured(self, batches: Iterator[T], started_ns: int) -> Iterator[T]:
+        run = self._run
+        run.measure(run.epoch_began, self._loader, started_ns)
         run.live = [batches]
         try:
             while True:
@@ -118,6 +123,9 @@ class WatchedLoader(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # a loader without a length says so itself
+
+    def __bool__(self) -> bool:
+        return bool(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_loader", "_run"):
@@ -153,6 +161,8 @@ class PlainRun:
         folder: for the files of reports, or None.
         shows: whether it reports by itself.
         live: the iterator that the loop goes through now, or nothing.
+        clock: the host's.
+        closed: whether measuring has ended.
     """
 
     def __init__(self, *, clock: Clock = host_clock) -> None:
@@ -160,7 +170,7 @@ class PlainRun:
         self.folder: Path | None = None
         self.shows = True
         self.live: list[Any] = []
-        self._clock, self._process = clock, os.getpid()
+        self.clock, self._process = clock, os.getpid()
         guard = self._guard = Guard("watch_loader", self._stop)
         self.measure = guard.measure
         self.fetch_began, self.fetch_ended = guard.tap(self._fetch_began), guard.tap(self._fetch_ended)
@@ -174,12 +184,12 @@ class PlainRun:
         self._began = self._next_read = 0
         self._reported_steps: int | None = None
         """At the last report; None: there was none."""
-        self._closed = False
+        self.closed = False
 
     # --- what the loop does -------------------------------------------------------------------------------------------
 
-    def epoch_began(self, loader: Any) -> None:
-        """The loop begins to go through the loader."""
+    def epoch_began(self, loader: Any, started_ns: int = 0) -> None:
+        """The loop begins to go through the loader, whose iterator took so long to make."""
         for other in _open:
             other.leave_out_step()
         _open.add(self)
@@ -194,12 +204,12 @@ class PlainRun:
                 trusted_clock=ring is not None or device.type == "cpu",
                 period=max(1, self._facts.num_workers or 0),
             )
-            self._meter = StepMeter(self._ledger.fresh.append, clock=self._clock, ring=ring)
+            self._meter = StepMeter(self._ledger.fresh.append, clock=self.clock, ring=ring)
             self._meter.on_epoch_start = self._ledger.epoch_started
             self._cpu = CpuTimes(loads_here=self._facts.num_workers == 0)
-            self._began = self._clock()
+            self._began = self.clock()
         self._cpu.go_on()
-        self._meter.begin(epoch=True)
+        self._meter.begin(epoch=True, since=self.clock() - started_ns)
         self._loaders.epoch_began()
 
     def batch_came(self, batch: Any) -> None:
@@ -245,7 +255,7 @@ class PlainRun:
             self._loaders.settle()
         if len(self._ledger.fresh) >= UNFOLDED_STEPS:
             self._ledger.fold()
-        now = self._clock()
+        now = self.clock()
         if now >= self._next_read:  # workers take their counters with them when an epoch ends
             self._next_read = now + READ_EVERY_NS
             self._loaders.take()
@@ -254,7 +264,7 @@ class PlainRun:
             self._meter.leave_out_step()  # the next one, in which this lies
 
     def _first_report_due(self, steps: int) -> bool:
-        late = self._clock() - self._began >= FIRST_REPORT_S * 1e9
+        late = self.clock() - self._began >= FIRST_REPORT_S * 1e9
         return steps >= FIRST_REPORT_STEPS or (late and steps >= MIN_STEPS)
 
     # --- figures ------------------------------------------------------------------------------------------------------
@@ -296,9 +306,9 @@ class PlainRun:
 
     def close(self) -> None:
         """Read what the device has not told yet, report it, and let the loader be."""
-        if self._closed or self._process != os.getpid():  # a forked process is not the one that trains
+        if self.closed or self._process != os.getpid():  # a forked process is not the one that trains
             return
-        self._closed = True
+        self.closed = True
         meter = self._meter
         if meter is not None and self._guard.measures:
             self.measure(meter.end)

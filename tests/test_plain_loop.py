@@ -97,6 +97,49 @@ def test_batches_and_random_numbers_are_those_of_the_plain_loop(workers: int) ->
     assert batches(watched=True) == batches(watched=False)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_numbers_drawn_between_iter_and_the_first_batch_are_the_same(workers: int) -> None:
+    def drawn(*, watched: bool) -> list[Any]:
+        torch.manual_seed(5)
+        loader: Any = DataLoader(Numbers(), batch_size=2, shuffle=True, num_workers=workers)
+        batches = iter(watch_loader(loader, report=False) if watched else loader)
+        weights = torch.rand(2).tolist()
+        return [weights, next(batches).tolist(), torch.rand(2).tolist()]
+
+    assert drawn(watched=True) == drawn(watched=False)
+
+
+def test_an_iterator_that_nobody_draws_from_is_not_kept() -> None:
+    made: list[Any] = []
+
+    class Made:
+        def __iter__(self) -> Iterator[int]:
+            batches = (number for number in range(3))
+            made.append(weakref.ref(batches))
+            return batches
+
+    batches = iter(watch_loader(Made(), report=False))
+    assert made[0]() is not None
+    del batches
+    assert made[0]() is None
+
+
+def test_after_close_the_loader_is_gone_through_as_it_is() -> None:
+    inner = DataLoader(Numbers())
+    loader = watch_loader(inner, report=False)
+    loader.close()
+    assert type(iter(loader)) is type(iter(inner))
+
+
+def test_whether_there_is_a_loader_is_what_it_says_itself() -> None:
+    class NoLength:
+        def __iter__(self) -> Iterator[int]:
+            return iter([1])
+
+    assert watch_loader(NoLength())
+    assert not watch_loader([])
+
+
 def test_everything_else_is_asked_of_the_loader() -> None:
     inner = DataLoader(Numbers(), batch_size=4)
     loader = watch_loader(inner)
