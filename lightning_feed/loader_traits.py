@@ -20,7 +20,7 @@ def divides_among_workers(loader: Any) -> bool | None:
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, IterableDataset):
         return None
-    return loader.num_workers > 1 or _divides_itself(dataset)
+    return (getattr(loader, "num_workers", None) or 0) > 1 or _divides_itself(dataset)
 
 
 def _divides_itself(dataset: Any) -> bool:

@@ -24,10 +24,12 @@ _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_afte
 
 def facts_of(trainer: Any, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
     """All that can be told of a stage's loop before its first batch, and what its batches have told ``before``."""
+    machine = read_machine()
     facts = LoopFacts(
         stage=stage,
         device_type=trainer.strategy.root_device.type,
-        usable_cpus=max(1, read_machine().usable_cpus // trainer.num_devices),
+        usable_cpus=max(1, machine.usable_cpus // trainer.num_devices),
+        free_shm_bytes=machine.free_shm_bytes,
         world_size=trainer.world_size,
         batches_per_epoch=_host.batches_of(trainer, stage),
         log_every_n_steps=trainer.log_every_n_steps,
@@ -64,7 +66,6 @@ def _with_traits(facts: LoopFacts, trainer: Any, loaders: list[Any]) -> LoopFact
         shards_by_worker=all(streams) if streams else None,
         may_leave_process=all(may_leave_process(loader) is not False for loader in loaders) if streams else None,
         may_persist=may_persist(loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs)),
-        free_shm_bytes=read_machine().free_shm_bytes,
         bar_refresh_rate=bar_refresh_rate(trainer),
     )
 

@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -350,6 +350,7 @@ def test_whether_a_stream_divides_itself(dataset: Any, divides: bool | None) -> 
 def test_a_stream_that_several_workers_serve_divides_itself() -> None:
     assert divides_among_workers(DataLoader(Stream(), num_workers=2)) is True
     assert divides_among_workers(DataLoader(Stream(), num_workers=1)) is False
+    assert divides_among_workers(SimpleNamespace(dataset=Stream())) is False  # a loader of the user's
 
 
 class Counts(Stream):

@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from watch.small_fits import CpuPrefetch, Memory, make_trainer
 from watch.test_wall import Clock, told
 
 from lightning_feed import GPUStarvationCallback, starvation_callback, starvation_loop
+from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.reports.document import as_document, make_report, read_document
 from lightning_feed.watch.reports.text import as_text, headline
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Remedy
@@ -355,6 +357,16 @@ def test_a_scheduler_that_follows_the_validation_gets_its_metric(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it was not there
             run_of(clock, **(options | apply(found.remedies[0])))
+
+
+def test_the_room_for_batches_of_workers_is_known_of_validation_too(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = replace(read_machine(), free_shm_bytes=1)
+    monkeypatch.setattr("lightning_feed.starvation_facts.read_machine", lambda: machine)
+    measured = run_of(clock).measurements
+    assert measured.validation is not None
+    assert (measured.facts.free_shm_bytes, measured.validation.facts.free_shm_bytes) == (1, 1)
 
 
 def test_a_run_that_trains_most_of_the_time_is_not_limited_by_validation(clock: Clock) -> None:

@@ -115,6 +115,7 @@ CONTRACTS = {
         step_ms=80.0,
         without={
             "any order already": {"in_order": False},
+            "results are told apart by it": {"stage": "predict"},
             "one worker": {"num_workers": 1},
             "workers are never idle": {"loaders": BUSY | {"head_of_line_pct": 50.0}},
             "little is lost to the order": {"loaders": ASLEEP | {"head_of_line_pct": 24.0}},

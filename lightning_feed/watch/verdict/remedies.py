@@ -69,7 +69,7 @@ RULES: tuple[Rule[Case], ...] = (
     ),
     Rule(
         name="any order",
-        condition="a finished batch was seen to wait for a slow one while workers had nothing to do",
+        condition="a finished batch was seen to wait for a slow one while workers had nothing to do, and it is no prediction",
         changes="in_order, so the order of batches",
         find=any_order,
     ),

@@ -111,7 +111,7 @@ def any_order(case: Case) -> Remedy | None:
     facts = case.facts
     if case.data != "head of line" or facts.in_order is False or (facts.num_workers or 0) < 2:
         return None
-    if not case.can_set("in_order"):
+    if not case.can_set("in_order") or facts.stage == "predict":  # its results are told apart by their order alone
         return None
     why = "a finished batch overtakes a slow one; the order of batches is then left to chance"
     step = predict.in_any_order(case.measured, case.shares)
