@@ -40,7 +40,7 @@ def facts_of(trainer: Any, guard: Guard, stage: Stage = "fit", *, before: LoopFa
             for hook in _BATCH_HOOKS
         ),
         **(tell() if (tell := getattr(trainer.datamodule, "_feed_facts", None)) is not None else {}),
-        lightning=_version(trainer),
+        **_package(trainer),
     )
     loaders = _loaders(trainer, stage)
     facts = with_loaders(facts, loaders)
@@ -121,8 +121,11 @@ def prefetch_active(trainer: Any) -> bool | None:
     return any(found) if found else None
 
 
-def _version(trainer: Any) -> str | None:
-    """Of the package that trains: a user's subclass of Trainer lives elsewhere."""
+def _package(trainer: Any) -> dict[str, Any]:
+    """What trains, and its version: a user's subclass of Trainer lives elsewhere."""
     modules = (kind.__module__.partition(".")[0] for kind in type(trainer).__mro__)
     found = next((name for name in modules if name in ("lightning", "pytorch_lightning")), None)
-    return None if found is None else str(sys.modules[found].__version__)
+    if found is None:
+        return {}
+    package = "lightning.pytorch" if found == "lightning" else found
+    return {"package": package, "lightning": str(sys.modules[found].__version__)}

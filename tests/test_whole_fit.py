@@ -448,6 +448,7 @@ def test_the_other_package_tells_the_same(clock: Clock) -> None:
     wall = starvation.report().measurements.wall
     assert wall is not None
     assert told(wall) == {"train": (6 * 3 - 1, 1), "validation": (4, 1), "epoch starts": (1, 1)}
+    assert starvation.report().measurements.facts.package == "pytorch_lightning"
 
 
 def test_lightning_and_its_twin_are_both_here() -> None:

@@ -519,6 +519,15 @@ def test_what_a_command_line_gives_the_trainer_is_changed_there() -> None:
         assert remedy.where.endswith("50 on the command line")
 
 
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("name", ["prefetch callback", "rare progress bar", "rarer checkpoints"])
+def test_callbacks_are_imported_from_what_trains(name: str, package: str) -> None:
+    (remedy,) = diagnose(measured(**(CONTRACTS[name].run | {"package": package}))).remedies
+    ours = "lightning_feed" if package == "lightning.pytorch" else "lightning_feed.pl"
+    source = ours if name == "prefetch callback" else f"{package}.callbacks"
+    assert f"with `from {source} import " in remedy.where
+
+
 def test_steps_of_a_first_try_are_told_one_thing() -> None:
     found = diagnose(measured(step=1.0, data=0.4, num_workers=0, load_cpu_ms=0.4, map_style=False))
     assert (found.remedies, found.why_not) == ((), ())

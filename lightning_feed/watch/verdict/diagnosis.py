@@ -145,8 +145,10 @@ class LoopFacts:
     usable_cpus: int | None = None
     """CPUs that this rank may use."""
     world_size: int = 1
+    package: Literal["lightning.pytorch", "pytorch_lightning"] = "lightning.pytorch"
+    """What the Trainer is imported from, and so its callbacks."""
     lightning: str | None = None
-    """Version of the Lightning package that trains."""
+    """Version of that."""
     host_cpu_ms: float | None = None
     """CPU time of the training thread per step (``time.thread_time``), over all steps that were measured."""
     process_cpu_ms: float | None = None

@@ -69,7 +69,8 @@ RULES: tuple[Rule[Case], ...] = (
     ),
     Rule(
         name="any order",
-        condition="a finished batch was seen to wait for a slow one while workers had nothing to do, and it is no prediction",
+        condition="a finished batch was seen to wait for a slow one while workers had nothing to do, not in "
+        "trainer.predict",
         changes="in_order, so the order of batches",
         find=any_order,
     ),

@@ -34,7 +34,7 @@ def prefetch_callback(case: Case) -> Remedy | None:
     what = "decodes" if cause == "decoding on the GPU" else "copies"
     return callback_remedy(
         case.place,
-        "lightning_feed",
+        "lightning_feed" if facts.package == "lightning.pytorch" else "lightning_feed.pl",
         "PrefetchCallback",
         None,
         why=f"{what} the next batch while this one computes",
@@ -52,7 +52,7 @@ def rare_progress_bar(case: Case) -> Remedy | None:
     bar = next(bar for bar in _BARS if f"]{bar}" in drawn[0].name)
     return callback_remedy(
         case.place,
-        "lightning.pytorch.callbacks",
+        f"{case.facts.package}.callbacks",
         bar,
         ("refresh_rate", rate, RARELY),
         why=f"drawing it takes {_sum(drawn):.2f} ms a step",

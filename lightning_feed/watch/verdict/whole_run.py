@@ -155,7 +155,7 @@ def _rarer_checkpoints(run: Run) -> Remedy | None:
         code=f"ModelCheckpoint(every_n_train_steps={now * rarer})",
         form="callback",
         where=f"every_n_train_steps: {now} -> {now * rarer} in callbacks=[...] of your Trainer, with `from "
-        "lightning.pytorch.callbacks import ModelCheckpoint`",
+        f"{measured.facts.package}.callbacks import ModelCheckpoint`",
         why=f"each of {times} checkpoints took {taken / times:.2f} s{_saves(gain)}",
         predicted_gain_pct=gain,
         changes=f"every_n_train_steps={now * rarer}",
