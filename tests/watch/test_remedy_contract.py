@@ -454,6 +454,35 @@ def test_new_workers_live_on_where_they_may() -> None:
     assert code(may_persist=True) == "num_workers=1, persistent_workers=True"
     assert code(may_persist=False) == "num_workers=1"
     assert code(ours=True, may_persist=True) == "num_workers=1"  # a FastDataModule chooses that itself
+    one_key = Place(words="", overrides=(("num_workers", "--data.num_workers"),))
+    assert code(place=one_key, may_persist=True) == "--data.num_workers=1"
+
+
+@pytest.mark.parametrize(
+    ("facts", "code"),
+    [
+        ({}, "--data.num_workers=0"),
+        ({"persistent_workers": True}, None),
+        ({"prefetch_factor": 4}, None),
+    ],
+)
+def test_what_torch_refuses_without_workers_is_set_too_or_they_stay(facts: dict[str, Any], code: str | None) -> None:
+    place = Place(words="", overrides=(("num_workers", "--data.num_workers"),))
+    found = diagnose(measured(**CONTRACTS["fewer workers"].run, place=place, **facts))
+    assert [one.code for one in found.remedies] == ([code] if code else [])
+
+
+def test_new_workers_that_may_not_live_on_are_predicted_so() -> None:
+    def step_ms(**keys: str) -> float | None:
+        place = Place(words="", overrides=tuple(keys.items()))
+        run = {"num_workers": 0, "load_cpu_ms": 40.0, "may_persist": True, "batches_per_epoch": 30, "place": place}
+        return diagnose(measured(**run)).remedies[0].predicted_step_ms
+
+    both = step_ms(num_workers="--n", persistent_workers="--p")
+    one = step_ms(num_workers="--n")
+    assert both is not None
+    assert one is not None
+    assert both < one
 
 
 # --- notes, and what would not help -------------------------------------------------------------------------------

@@ -76,6 +76,11 @@ class Case:
         """Whether there is a way to tell a setting there."""
         return name in dict(self.place.overrides) or not self.place.names or name in dict(self.place.names)
 
+    def can_set_with_workers(self, name: str) -> bool:
+        """The same of a remedy that sets num_workers: on the command line it can set nothing that has no key there."""
+        keys = dict(self.place.overrides)
+        return name in keys if "num_workers" in keys else self.can_set(name)
+
 
 def loader_remedy(case: Case, settings: Mapping[str, object], *, why: str, step_ms: float | None) -> Remedy:
     """A remedy that gives the training loader other settings; the first of them names it."""
@@ -140,7 +145,9 @@ def with_kept_workers(case: Case) -> tuple[Measurements, dict[str, object]]:
     if case.place.form == "settings":  # there it is the default
         return case.measured, {}
     kept = (
-        bool(facts.may_persist) and case.can_set("persistent_workers") and "num_workers" not in dict(case.place.names)
+        bool(facts.may_persist)
+        and case.can_set_with_workers("persistent_workers")
+        and "num_workers" not in dict(case.place.names)
     )
     measured = replace(case.measured, facts=replace(facts, may_persist=kept))
     return measured, {"persistent_workers": True} if kept and facts.persistent_workers is not True else {}

@@ -77,7 +77,7 @@ def fewer_workers(case: Case) -> Remedy | None:
         for number in predict.tried_rates(case.measured)
         if 0 < number < now
     }
-    if case.data == "hand-over":
+    if case.data == "hand-over" and _may_have_none(case):
         steps[0] = predict.without_workers(case.measured, case.shares)
     known = {number: step for number, step in steps.items() if step is not None}
     if not known:
@@ -179,6 +179,13 @@ def _datamodule_remedy(case: Case, name: str, value: str, *, why: str, step_ms: 
         predicted_step_ms=step_ms,
         changes=f"{name}={value!r}",
     )
+
+
+def _may_have_none(case: Case) -> bool:
+    """Whether nothing was seen that torch refuses without workers, and that is set where this remedy does not reach."""
+    facts = case.facts
+    chosen = {"persistent_workers": facts.persistent_workers, "prefetch_factor": facts.prefetch_factor not in (None, 2)}
+    return all(case.can_set_with_workers(name) for name, given in chosen.items() if given)
 
 
 def _without_what_needs_workers(case: Case) -> dict[str, object]:
