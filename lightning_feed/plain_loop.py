@@ -79,12 +79,12 @@ def watch_loader(
         run = _runs.get(loader)
         if run is None:
             run = _runs[loader] = PlainRun()
-            weakref.finalize(loader, run.close)
+            weakref.finalize(loader, run.close, wait=False)
         watched = WatchedLoader(loader, run)
     except TypeError:  # a list, or another thing that no weak reference can be held to
         run = PlainRun()
         watched = WatchedLoader(loader, run)
-        weakref.finalize(watched, run.close)
+        weakref.finalize(watched, run.close, wait=False)
     run.device = None if device is None else torch.device(device)
     run.folder, run.shows = None if folder is None else Path(folder), report
     return watched
@@ -304,14 +304,18 @@ class PlainRun:
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Read what the device has not told yet, report it, and let the loader be."""
+    def close(self, *, wait: bool = True) -> None:
+        """Read what the device has not told yet, report it, and let the loader be.
+
+        Args:
+            wait: for the steps that the device still works on; else they are left out.
+        """
         if self.closed or self._process != os.getpid():  # a forked process is not the one that trains
             return
         self.closed = True
         meter = self._meter
         if meter is not None and self._guard.measures:
-            self.measure(meter.end)
+            self.measure(meter.end, wait=wait)
             if meter.finished > (self._reported_steps or 0) and meter.finished >= MIN_STEPS:
                 self._report()
         self._stop()

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from simulated.device import SimulatedDevice
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_feed import plain_loop, watch_loader
 from lightning_feed.plain_loop import PlainRun, WatchedLoader
+from lightning_feed.watch.clocks import EventRing
 
 MS = 1_000_000
 
@@ -284,6 +286,22 @@ def test_a_loader_that_nobody_has_any_more_reports(capsys: pytest.CaptureFixture
         pass
     gc.collect()
     assert capsys.readouterr().out.count("FEED") == 1
+
+
+def test_nothing_is_waited_for_when_a_loader_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may go in the middle of a training, as that of a validation does."""
+    waited: list[str] = []
+    device = SimulatedDevice()
+    monkeypatch.setattr(plain_loop, "open_ring", lambda _: EventRing(device.event, 64))
+    monkeypatch.setattr(EventRing, "wait", lambda self: waited.append("for the device"))
+    for _ in watch_loader(DataLoader(Numbers()), report=False):
+        pass
+    gc.collect()
+    assert waited == []
+    watch_loader(DataLoader(Numbers()), report=False).close()
+    with watch_loader(DataLoader(Numbers()), report=False) as loader:
+        list(loader)
+    assert waited == ["for the device"]
 
 
 def test_other_ranks_report_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

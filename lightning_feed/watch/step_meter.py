@@ -99,10 +99,11 @@ class StepMeter:
         """Do not count the present step: something that is not training, as a validation, lies in it."""
         self._counted = False
 
-    def end(self) -> None:
-        """Read what the device has not finished yet, waiting for it once. Training is over."""
+    def end(self, *, wait: bool = True) -> None:
+        """Training is over: read what the device has finished; with ``wait`` all, for which the host waits once."""
         if self._ring is not None:
-            self._ring.wait()
+            if wait:
+                self._ring.wait()
             self._read(self.finished)
 
     # --- marks --------------------------------------------------------------------------------------------------------
