@@ -93,6 +93,14 @@ def test_time_in_the_run_queue_is_no_waiting() -> None:
     )
 
 
+def test_workers_for_a_loader_that_waits_beside_other_programs() -> None:
+    """It needs few CPUs: reads that wait 135 ms, 13 ms of work, and a CPU most of the time that it asks for one."""
+    run: dict[str, Any] = {"step": 165.0, "data": 149.0, "num_workers": 0, "usable_cpus": 2, "others_cpu_pct": 92.0}
+    run |= {"load_cpu_ms": 13.0, "load_queue_ms": 7.0, "process_cpu_ms": 29.0}
+    (remedy,) = diagnose(measured(**run)).remedies
+    assert 29.0 / (13 / 20) <= (remedy.predicted_step_ms or 0.0) < 80.0
+
+
 TWO_CPUS: dict[str, Any] = {"num_workers": 0, "usable_cpus": 2, "process_cpu_ms": 100.0}
 """Steps of 100 ms, 60 of which a single thread trains."""
 ONE_GPU: dict[str, Any] = {"device_type": "cuda", "usable_cpus": 16, "num_workers": 0, "data": 80.0}
@@ -132,10 +140,11 @@ def test_workers_where_there_were_none(run: dict[str, Any], number: int | None, 
 
 @pytest.mark.parametrize(
     ("others", "number", "step"),
-    [(None, 4, 60.0), (50.0, 4, 60.0), (70.0, None, None)],
+    [(None, 4, 60.0), (50.0, 4, 60.0), (70.0, 3, 84.444)],
 )
 def test_workers_beside_others(others: float | None, number: int | None, step: float | None) -> None:
-    """Two workers take 180 ms of CPU time for each step, and training 60: 240 ms on what is left of 8 CPUs."""
+    """Two workers take 180 ms of CPU time for each step, and training 60: 240 ms on what is left of 8 CPUs, or what three
+    threads get, which were hardly kept waiting for one."""
     found = diagnose(measured(loaders=BUSY, others_cpu_pct=others)).remedies
     assert [one.changes for one in found] == ([] if number is None else [f"num_workers={number}"])
     assert [one.predicted_step_ms for one in found] == ([] if step is None else [pytest.approx(step)])

@@ -101,8 +101,8 @@ def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float) -> fl
 def filled_ms(measured: Measurements, shares: Shares, loading_ms: float, taking_ms: float = 0.0) -> float:
     """Step time when workers take ``loading_ms`` of CPU time for each step, and no batch is waited for.
 
-    Not below what all of that CPU time takes on the CPUs that other programs leave, or on those that the run has now
-    where these are more.
+    Not below what all of that CPU time takes on the CPUs that the run can count on: those that other programs leave,
+    those that it has now, or what its threads were seen to get when they asked, whichever is most.
     """
     facts = measured.facts
     step = floor_ms(measured, shares) + taking_ms + crowding_ms(measured, shares, loading_ms)
@@ -110,8 +110,23 @@ def filled_ms(measured: Measurements, shares: Shares, loading_ms: float, taking_
         return step
     training = _training_cpu_ms(measured, shares) or 0.0
     now = (training + _loading_cpu_ms(measured, shares)) / shares.step_ms
-    left = max(now, facts.usable_cpus * (1 - (facts.others_cpu_pct or 0.0) / 100))
+    left = max(now, facts.usable_cpus * (1 - (facts.others_cpu_pct or 0.0) / 100), _seen_to_get(measured))
     return max(step, (training + loading_ms) / left) if left else step
+
+
+def _seen_to_get(measured: Measurements) -> float:
+    """CPUs that the threads that load got when they were ready for one; 0.0: not known.
+
+    They ask seldom where they are mostly blocked, so the run has few CPUs now, and would have more.
+    """
+    facts, loaders = measured.facts, measured.loaders
+    if serial(facts):
+        on_cpu, queue, threads = facts.load_cpu_ms, facts.load_queue_ms, 1
+    else:
+        on_cpu, queue, threads = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, (facts.num_workers or 0) + 1
+    if not on_cpu or queue is None:
+        return 0.0
+    return min(threads, facts.usable_cpus or 1) * on_cpu / (on_cpu + queue)
 
 
 def blocked_share(measured: Measurements) -> float:
