@@ -140,7 +140,7 @@ def test_workers_where_there_were_none(run: dict[str, Any], number: int | None, 
 
 @pytest.mark.parametrize(
     ("others", "number", "step"),
-    [(None, 4, 60.0), (50.0, 4, 60.0), (70.0, 3, 84.444)],
+    [(None, 4, 60.0), (50.0, 4, 60.0), (70.0, 3, 760 / 9)],
 )
 def test_workers_beside_others(others: float | None, number: int | None, step: float | None) -> None:
     """Two workers take 180 ms of CPU time for each step, and training 60: 240 ms on what is left of 8 CPUs, or what three
