@@ -143,8 +143,8 @@ def test_workers_where_there_were_none(run: dict[str, Any], number: int | None, 
     [(None, 4, 60.0), (50.0, 4, 60.0), (70.0, 3, 760 / 9)],
 )
 def test_workers_beside_others(others: float | None, number: int | None, step: float | None) -> None:
-    """Two workers take 180 ms of CPU time for each step, and training 60: 240 ms on what is left of 8 CPUs, or what three
-    threads get, which were hardly kept waiting for one."""
+    """Two workers take 180 ms of CPU time for each step, and training 60: 240 ms on what is left of 8 CPUs, or on what
+    three threads get, which were hardly kept waiting for one."""
     found = diagnose(measured(loaders=BUSY, others_cpu_pct=others)).remedies
     assert [one.changes for one in found] == ([] if number is None else [f"num_workers={number}"])
     assert [one.predicted_step_ms for one in found] == ([] if step is None else [pytest.approx(step)])

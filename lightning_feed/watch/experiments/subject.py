@@ -205,9 +205,16 @@ def record_sample(part: Part, max_s: float = 60.0) -> Any:
         except FeedError:
             raise
         except Exception as error:
+            why = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            if "thread" in str(error):  # of sqlite3 and others that are bound to the thread that made them
+                raise DatasetError(
+                    f"The data set ({type(dataset).__name__}) works only in the thread that made it ({why}). "
+                    "Experiments load in a thread of their own, so that one that hangs can be given up. Your fit is "
+                    "not concerned. To experiment, open what is bound to a thread in each thread that uses it."
+                ) from error
             raise DatasetError(
-                f"The data set ({type(dataset).__name__}) cannot give sample {index}: {type(error).__name__}: {error}. "
-                "Mend it, or leave the sample out."
+                f"The data set ({type(dataset).__name__}) cannot give sample {index}: {why}. Mend it, or leave the "
+                "sample out."
             ) from error
 
 

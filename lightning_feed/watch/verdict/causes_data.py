@@ -7,6 +7,7 @@ what can leave them idle meanwhile (one slow batch in front, a queue that is ful
 from dataclasses import replace
 
 from lightning_feed.watch.verdict.diagnosis import Measurements
+from lightning_feed.watch.verdict.evidence import OTHERS_PCT
 from lightning_feed.watch.verdict.finding import Finding
 from lightning_feed.watch.verdict.shares import DATA_PCT, Shares
 from lightning_feed.watch.verdict.units import in_ms
@@ -126,7 +127,8 @@ def _oversubscribed(measured: Measurements) -> Finding | None:
     crowded = facts.num_workers and facts.usable_cpus and facts.num_workers > facts.usable_cpus
     # Workers whose queue is full rest; then it is the training process that waits for a CPU, to take what is ready.
     unseen = queue is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
-    if unseen and crowded and pressure is not None and pressure >= CPU_PRESSURE_PCT:
+    by_others = (facts.others_cpu_pct or 0.0) >= OTHERS_PCT
+    if unseen and crowded and not by_others and pressure is not None and pressure >= CPU_PRESSURE_PCT:
         said = f"some task waits for a CPU {pressure:.0f} % of the time"
         return Finding(cause="oversubscribed", because=(said,), sure=False)
     return None

@@ -21,6 +21,8 @@ _SHARD = (
     "the data set is a stream, and was not seen to divide itself among workers: with num_workers=2 every sample would "
     "come twice. Divide it by torch.utils.data.get_worker_info() before you have more than one"
 )
+_ASK: tuple[Cause, ...] = ("no workers", "cpu", "waiting", "unknown")
+"""Where the time goes into making samples or batches."""
 _WAYS_OUT = {
     "prog_bar": "self.log(..., prog_bar=False) avoids it",
     "grad_scaler": 'precision="bf16-mixed" needs no scaler',
@@ -94,6 +96,8 @@ def _data(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
 
 def _without_remedy(case: Case, cause: Cause) -> Iterator[str]:
     facts = case.facts
+    if case.measured.experiments is None and cause in _ASK and facts.loop == "trainer" and facts.stage == "fit":
+        yield "`lightning-feed diagnose your_script.py -- ARGUMENTS` finds the lines of your code that take the time"
     if cause == "hand-over":
         yield from _handing_over(case)
     others = (facts.others_cpu_pct or 0.0) >= OTHERS_PCT  # the evidence says so

@@ -1,6 +1,7 @@
 """The experiments on a loader, one after the other: what they give, what they leave out, and that nothing stays."""
 
 import random
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_feed.load.machine import Machine
 from lightning_feed.watch.experiments import data_session
 from lightning_feed.watch.experiments.data_experiments import DATA_EXPERIMENTS, run_data_experiments
 from lightning_feed.watch.experiments.results import ExperimentResults
+from lightning_feed.watch.experiments.subject import Part, record_sample
 
 
 def _last(loader: Any, **options: Any) -> ExperimentResults:
@@ -255,3 +257,21 @@ def test_the_budget_is_kept() -> None:
     late = [name for name, reason in results.left_out if reason == "no time was left for it"]
     assert "X5" in late
     assert results.loader_per_s is not None
+
+
+class InOneThread(Dataset[int]):
+    """As sqlite3's connections: of use to the thread that made them."""
+
+    def __init__(self) -> None:
+        self._connection = sqlite3.connect(":memory:")
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._connection.execute("SELECT ?", (index,)).fetchone()[0])
+
+
+def test_what_is_bound_to_a_thread_is_told_apart_from_a_broken_sample() -> None:
+    with pytest.raises(DatasetError, match=r"works only in the thread that made it \(ProgrammingError"):
+        record_sample(Part("", DataLoader(InOneThread(), batch_size=2)))
