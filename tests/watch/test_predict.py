@@ -140,11 +140,10 @@ def test_workers_where_there_were_none(run: dict[str, Any], number: int | None, 
 
 @pytest.mark.parametrize(
     ("others", "number", "step"),
-    [(None, 4, 60.0), (50.0, 4, 60.0), (70.0, 3, 760 / 9)],
+    [(None, 4, 60.0), (50.0, 4, 60.0), (70.0, None, None)],
 )
 def test_workers_beside_others(others: float | None, number: int | None, step: float | None) -> None:
-    """Two workers take 180 ms of CPU time for each step, and training 60: 240 ms on what is left of 8 CPUs, or on what
-    three threads get, which were hardly kept waiting for one."""
+    """Two workers take 180 ms of CPU time for each step, and training 60: 240 ms on what is left of 8 CPUs."""
     found = diagnose(measured(loaders=BUSY, others_cpu_pct=others)).remedies
     assert [one.changes for one in found] == ([] if number is None else [f"num_workers={number}"])
     assert [one.predicted_step_ms for one in found] == ([] if step is None else [pytest.approx(step)])
@@ -202,8 +201,15 @@ def test_loading_that_waits_takes_no_cpu() -> None:
         ({"usable_cpus": 3, "host_cpu_ms": 3.0}, BUSY, None, {"num_workers=3": 200 / 3}),
         ({"usable_cpus": 3, "device_type": "cuda"}, BUSY, None, {"num_workers=3": 200 / 3}),
         ({"num_workers": 6, "usable_cpus": 9}, BUSY, None, {"num_workers=9": 200 / 3}),
-        ({"num_workers": 7}, BUSY | {"workers_on_cpu_pct": 100.0}, None, {"num_workers=8": 95}),
-        ({"num_workers": 15, "usable_cpus": 16}, BUSY, None, {"num_workers=16": 93.75}),
+        ({"num_workers": 7}, BUSY | {"workers_on_cpu_pct": 100.0}, None, {}),  # 95 ms: may be none, on shared CPUs
+        (
+            {"num_workers": 7, "device_type": "cuda"},
+            BUSY | {"workers_on_cpu_pct": 100.0},
+            None,
+            {"num_workers=8": 87.5},
+        ),
+        ({"num_workers": 15, "usable_cpus": 16}, BUSY, None, {}),
+        ({"num_workers": 15, "usable_cpus": 16, "device_type": "cuda"}, BUSY, None, {"num_workers=16": 93.75}),
         ({"num_workers": 31, "usable_cpus": 32}, BUSY, None, {}),  # 97 ms: not worth it
         ({"usable_cpus": 3, "process_cpu_ms": 170.0}, BUSY, None, {}),  # training itself takes the CPUs
         ({}, {}, {"worker_scaling": ((2, 20.0), (4, 25.0))}, {"num_workers=4": 80}),
