@@ -24,7 +24,8 @@ from lightning_feed.watch.verdict.remedies_step import (
 )
 
 LEAST_PCT, LEAST_UNSURE_PCT = 5.0, 10.0
-"""A remedy has to save so much of an epoch's time; and where the figures are of low confidence."""
+"""A remedy has to save so much of an epoch's time; and where the figures are of low confidence, or a first worker would
+share the CPUs that train."""
 LEAST_SHARED_PCT = 20.0
 """The same where workers are busy and training computes on the same CPUs: a step of 17.6 ms was predicted, of 21.5, for
 all CPUs kept busy all the time, and 20.9 achieved (``benchmarks/advice.py`` on a virtual machine with 2 CPUs)."""
@@ -150,6 +151,8 @@ def least_gain_pct(case: Case) -> float:
     noise = 0.0 if low is None or high is None else (high - low) / 2
     apart = (found.noise_pct or 0.0) / 2 if found is not None else 0.0
     unsure = stats.confidence == "low" or (case.facts.others_cpu_pct or 0.0) >= OTHERS_PCT
-    shared = case.data == "cpu" and case.facts.device_type == "cpu"
-    least = LEAST_SHARED_PCT if shared else LEAST_UNSURE_PCT if unsure else LEAST_PCT
+    on_cpu = case.facts.device_type == "cpu"
+    least = LEAST_UNSURE_PCT if unsure or (on_cpu and case.data == "no workers") else LEAST_PCT
+    if on_cpu and case.data == "cpu":
+        least = LEAST_SHARED_PCT
     return max(least, noise, apart)
