@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -125,7 +126,7 @@ class HookTimes:
         found = {name: ns / self._steps for name, ns in self._sums.items() if OWN not in name}
         found |= {name: ns / self._counted for name, ns in self._calls.items()}
         times = [HookTime(name=name, ms_per_step=ns * 1e-6) for name, ns in found.items() if ns >= LEAST_MS * 1e6]
-        return tuple(sorted(times, key=lambda one: (-one.ms_per_step, one.name)))
+        return tuple(sorted(times, key=attrgetter("ms_per_step"), reverse=True))
 
     def timed(self, name: str, action: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         """``action``, timed."""

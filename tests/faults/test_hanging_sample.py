@@ -1,5 +1,6 @@
 """A sample that hangs: one warning that says where, and Ctrl-C that does not wait for it."""
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -189,6 +190,7 @@ def test_the_setting_reaches_the_loader() -> None:
 def test_ctrl_c_does_not_wait_for_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.data import _utils
 
+    gc.collect()  # what other tests left behind would wait below, too
     loader, data = loader_of(mode)
     batches = iter(loader)
     workers = list(getattr(batches.source, "_workers", ()))
