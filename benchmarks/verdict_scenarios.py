@@ -154,7 +154,7 @@ SCENARIOS: dict[str, Scenario] = {
     "50 tensors in a batch": _waiting(load(Nothing(), kind=partial(Pieces, count=50))),
     "O_DIRECT, 1 worker": _cold(load(read(ReadDirect, "large", 16), 1)),
     "O_DIRECT, 2 workers": _cold(load(read(ReadDirect, "large", 24))),
-    "O_DIRECT, 4 workers": _cold(load(read(ReadDirect, "large", 24), 4)),
+    "O_DIRECT, 4 workers": _cold(load(read(ReadDirect, "large", 48), 4)),
     "evicted pages, 2 workers": _cold(load(read(ReadEvicted, "large", 120))),
     "spin, 1 worker": _cpu(load(Spin(14), 1)),
     "spin, 2 workers": _cpu(load(Spin(24))),

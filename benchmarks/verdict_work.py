@@ -146,19 +146,21 @@ class Both:
 
 @dataclass(frozen=True)
 class ReadDirect:
-    """Reads past the page cache: what comes from a disk comes from a disk each time."""
+    """Reads past the page cache: what comes from a disk comes from a disk each time, for as long on any disk."""
 
     path: Path
-    mb: int
+    ms: float
 
     def __call__(self, index: int) -> None:
-        """Read ``mb`` pieces of 1 MiB from places that differ by sample."""
+        """Read pieces of 1 MiB, from places that differ by sample, until the time is up."""
         file = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
         buffer = mmap.mmap(-1, MB)
+        until, number = time.perf_counter() + self.ms / 1e3, 0
         try:
             pieces = os.fstat(file).st_size // MB
-            for number in range(self.mb):
+            while number == 0 or time.perf_counter() < until:
                 os.preadv(file, [buffer], (index * 7 + number) % pieces * MB)
+                number += 1
         finally:
             buffer.close()
             os.close(file)

@@ -166,7 +166,7 @@ def _in_the_caller() -> str:
     if frame is None:
         return ""
     try:
-        lines, first = inspect.getsourcelines(frame.f_code)
+        lines, first = inspect.getsourcelines(frame)  # of a module's frame all lines, of its code the first
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, SyntaxError):
         return ""

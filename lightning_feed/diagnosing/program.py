@@ -86,6 +86,7 @@ def run_until_fit(program: Program, take: Callable[[Fit], Result]) -> tuple[Resu
         except Exception as error:
             # After the fit it may fail of having been ended; what was found counts.
             if not taken.over:
+                _refuse_missing(program, error)
                 sys.excepthook(type(error), error.with_traceback(_theirs(error.__traceback__)), error.__traceback__)
                 raise ProgramEnded(f"{program} failed before it called Trainer.fit.", 1) from error
     return taken.result(program)
@@ -286,6 +287,12 @@ def _ended_early(program: Program, end: SystemExit) -> ProgramEnded:
         print(end.code, file=sys.stderr)  # noqa: T201  # as Python does
     code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     return ProgramEnded(f"{program} ended by an exit with {code} before it called Trainer.fit.", code or 1)
+
+
+def _refuse_missing(program: Program, error: Exception) -> None:
+    """The module that was to be run is missing itself, or is none that can be run: no line of it was reached."""
+    if program.is_module and isinstance(error, ImportError) and _theirs(error.__traceback__) is None:
+        raise SettingsError(f"{program} cannot be run: {error}. Give SCRIPT.py, or -m package.module.") from error
 
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:

@@ -234,6 +234,9 @@ def test_programs_that_call_no_fit(text: str, code: int, said: str, printed: str
 def test_there_is_no_such_program() -> None:
     with pytest.raises(SettingsError, match=r"There is no file nowhere\.py"):
         fit_of("nowhere.py")
+    for module in ("no.such.module", "json"):
+        with pytest.raises(SettingsError, match=f"-m {module} cannot be run: .*Give SCRIPT.py, or -m package.module"):
+            fit_of(module, is_module=True)
 
 
 # --- other processes ----------------------------------------------------------------------------------------------
