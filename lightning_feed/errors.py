@@ -1,6 +1,8 @@
 """The errors that lightning_feed raises. Every message says what was given, why it is wrong, and what to do."""
 
+import sys
 import unicodedata
+from pathlib import Path
 
 
 def printable(text: str) -> str:
@@ -11,6 +13,13 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same for a message, whose line ends stay."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def source_line(file: str, line: int) -> str:
+    """A line of code as users find it: ``train.py:41``, and in a notebook ``Cell In[4], line 2``."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = shell.compile.format_code_name(file) if shell is not None else None
+    return f"{' '.join(cell)}, line {line}" if cell else f"{Path(file).name}:{line}"
 
 
 def _printable(char: str) -> str:

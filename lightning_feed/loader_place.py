@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_feed._host.loader_source import cli_config, train_loader_source
+from lightning_feed.errors import source_line
 from lightning_feed.load.feed_loader import FeedLoader
 from lightning_feed.watch.verdict.diagnosis import Place
 
@@ -100,13 +101,13 @@ def _calls(function: Any, owner: Any, deeper: int) -> Iterator[_Call]:
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, SyntaxError):  # made by exec, or in a notebook that has gone on
         return
-    file = Path(function.__code__.co_filename).name
+    file = function.__code__.co_filename
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
         called = _look_up(node.func, function, owner)
-        found = _as_call(called, name, f"{file}:{first + node.lineno - 1}")
+        found = _as_call(called, name, source_line(file, first + node.lineno - 1))
         if found is not None:
             yield found
         elif deeper and called is not function and not isinstance(called, type):
@@ -149,7 +150,7 @@ def _of_the_user(function: Any) -> bool:
 
 def _line_of(function: Any) -> str:
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    return "" if code is None else source_line(code.co_filename, code.co_firstlineno)
 
 
 def users_line(function: Any) -> str:
@@ -180,8 +181,8 @@ def _in_the_caller() -> str:
     }
     found = {made.get(one.id, one).lineno for one in given if isinstance(one, ast.Name)}
     found |= {one.lineno for one in given if isinstance(one, ast.Call)}
-    file = Path(frame.f_code.co_filename).name
-    places = " and ".join(f"{file}:{max(first, 1) + line - 1}" for line in sorted(found))
+    file = frame.f_code.co_filename
+    places = " and ".join(source_line(file, max(first, 1) + line - 1) for line in sorted(found))
     return f" ({places})" if places else ""
 
 

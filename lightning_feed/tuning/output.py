@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning_feed.load.tuning.values import Setting, Trial, Tuned
 from lightning_feed.watch.verdict.diagnosis import Place
-from lightning_feed.watch.verdict.units import plural
+from lightning_feed.watch.verdict.shares import plural
 
 SCHEMA = "lightning_feed.tuning/1"
 

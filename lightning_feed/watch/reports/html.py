@@ -13,7 +13,7 @@ from lightning_feed.watch.reports.tables import tables
 from lightning_feed.watch.reports.text import cause_text, headline_parts, interval, part_name, speedup, step_parts
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Remedy
-from lightning_feed.watch.verdict.units import in_ms, plural, toy_sentence
+from lightning_feed.watch.verdict.shares import in_ms, plural, toy_sentence
 
 _COLOUR = {
     "data": "data",

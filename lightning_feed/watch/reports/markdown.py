@@ -10,7 +10,7 @@ from lightning_feed.watch.reports.road import in_rate, read_road, road_text
 from lightning_feed.watch.reports.tables import tables
 from lightning_feed.watch.reports.text import cause_text, headline, if_free, interval, part_name, step_parts
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
-from lightning_feed.watch.verdict.units import in_ms, plural, toy_sentence
+from lightning_feed.watch.verdict.shares import in_ms, plural, toy_sentence
 
 MEANING = {
     "compute": "forward, backward and optimizer",

@@ -8,7 +8,7 @@ from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResult
 from lightning_feed.watch.reports.wall_text import compute_parts, loop_parts
 from lightning_feed.watch.stats import LoaderStats, RankStats
 from lightning_feed.watch.verdict.diagnosis import Measurements
-from lightning_feed.watch.verdict.units import plural
+from lightning_feed.watch.verdict.shares import plural
 
 
 @dataclass(frozen=True, kw_only=True)

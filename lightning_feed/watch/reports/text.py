@@ -8,8 +8,7 @@ from lightning_feed.watch.reports.road import in_rate, read_road, road_text
 from lightning_feed.watch.reports.tables import batch_parts, code_places, disk_text
 from lightning_feed.watch.reports.wall_text import compute_text, validation_text, wall_text
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
-from lightning_feed.watch.verdict.shares import grade_of, shares_of
-from lightning_feed.watch.verdict.units import LOOP_WORDS, in_ms, plural, toy_sentence
+from lightning_feed.watch.verdict.shares import LOOP_WORDS, grade_of, in_ms, plural, shares_of, toy_sentence
 from lightning_feed.watch.verdict.whole_run import share_text
 
 COSTS_NAMED = 6

@@ -2,7 +2,7 @@
 
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.verdict.diagnosis import LoopMeasurements, Measurements
-from lightning_feed.watch.verdict.units import in_ms
+from lightning_feed.watch.verdict.shares import in_ms
 from lightning_feed.watch.wall import WallStats
 
 VALIDATION_PCT = 10.0

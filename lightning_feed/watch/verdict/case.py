@@ -15,8 +15,7 @@ from lightning_feed.watch.verdict.diagnosis import (
     Place,
     Remedy,
 )
-from lightning_feed.watch.verdict.shares import Shares
-from lightning_feed.watch.verdict.units import LOOP_WORDS
+from lightning_feed.watch.verdict.shares import LOOP_WORDS, Shares
 
 PLACE = Place(words="your training DataLoader")
 OUR_PLACE = Place(words="loader=LoaderSettings(...) of your data module", form="settings")

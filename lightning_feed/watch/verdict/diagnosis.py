@@ -309,3 +309,16 @@ class Diagnosis:
     def device_type(self) -> str:
         """``cpu``, ``cuda``, ...: where the steps ran."""
         return self.measurements.facts.device_type
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A cause, with the figures that speak for it."""
+
+    cause: Cause
+    because: tuple[str, ...] = ()
+    """One sentence each."""
+    sure: bool = True
+    """Nothing that would have told otherwise is missing."""
+    contradicted: bool = False
+    """An experiment says otherwise: confidence is low, however good the figures."""

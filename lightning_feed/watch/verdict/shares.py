@@ -1,4 +1,4 @@
-"""Which part of a step is over its limit, and what of it is proven not to matter."""
+"""Shares of a step: which part is over its limit, and what of it is proven not to matter."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +13,8 @@ JITTER_PCT, HIGH_PCT = 2.0, 20.0
 """Further limits of the grade; 5 and 20 are those of TensorFlow's input-pipeline analyzer."""
 MIN_STEPS = 10
 """With fewer steps there is no verdict."""
+OTHERS_PCT = 20.0
+"""Share of the CPUs that other programs take, from which the figures are theirs as much as this run's."""
 MODEL_SHARE, MODEL_MOST = 0.95, 1.1
 """The model alone takes at least this share of a step: then no loader, however fast, makes the step much shorter. It
 cannot take more than all of it: beyond what two measurements differ by, something disturbed the one of it alone."""
@@ -117,3 +119,27 @@ def _model_takes_all(measured: Measurements) -> bool:
     if alone is None or not step_ms or measured.facts.device_type == "cpu":
         return False  # on a CPU nothing is queued ahead: what is waited for is no part of the step itself
     return MODEL_SHARE * step_ms <= alone <= MODEL_MOST * step_ms
+
+
+LOOP_WORDS = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+"""Stage -> what its loop is called."""
+SHORT_STEP_MS = 10.0
+TOY_STEP_MS = 2.0
+"""Steps below this are those of a first try: no setting of a loader makes them faster."""
+
+
+def in_ms(value: float | None, step_ms: float) -> str:
+    """Milliseconds as text, with a digit more where steps are short."""
+    return "?" if value is None else f"{value:.{1 if step_ms >= SHORT_STEP_MS else 2}f}"
+
+
+def plural(count: int, thing: str) -> str:
+    """``1 worker``, ``2 workers``."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def toy_sentence(step_ms: float | None) -> str | None:
+    """All there is to say about steps so short that Python takes most of them; None for longer ones."""
+    if not step_ms or step_ms >= TOY_STEP_MS:
+        return None
+    return f"Steps of {step_ms:.1f} ms: Python overhead dominates; use larger batches."

@@ -3,26 +3,28 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from lightning_feed.errors import source_line
 from lightning_feed.watch.stats import Confidence
 from lightning_feed.watch.verdict.case import Case
-from lightning_feed.watch.verdict.causes_data import data_cause
-from lightning_feed.watch.verdict.causes_other import compute_cause, copy_cause, framework_cause
-from lightning_feed.watch.verdict.diagnosis import Bottleneck, Diagnosis, Measurements
-from lightning_feed.watch.verdict.evidence import OTHERS_PCT, evidence_of
-from lightning_feed.watch.verdict.finding import Finding
+from lightning_feed.watch.verdict.causes import compute_cause, copy_cause, data_cause, framework_cause
+from lightning_feed.watch.verdict.diagnosis import Bottleneck, Diagnosis, Finding, Measurements
 from lightning_feed.watch.verdict.notes import notes_for, why_not
 from lightning_feed.watch.verdict.remedies import remedies_for
 from lightning_feed.watch.verdict.shares import (
     DATA_PCT,
     HIGH_PCT,
     MIN_STEPS,
+    OTHERS_PCT,
+    Part,
     Shares,
     grade_of,
+    in_ms,
     model_alone_ms,
     model_disturbed,
+    plural,
     shares_of,
+    toy_sentence,
 )
-from lightning_feed.watch.verdict.units import in_ms, toy_sentence
 from lightning_feed.watch.verdict.whole_run import limit_of, of_the_run, validation_of
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Finding]] = {
@@ -116,3 +118,61 @@ def _confidence(measured: Measurements, shares: Shares, found: Finding) -> Confi
     if found.contradicted or (measured.facts.others_cpu_pct or 0.0) >= OTHERS_PCT:
         return "low"
     return confidence if found.sure else _LOWER[confidence]
+
+
+SLOW_START_S = 1.0
+"""Time to the first batch of an epoch that is worth telling."""
+SLACK_SHARE = 0.01
+"""Share of a step from which a hidden wait is worth telling."""
+
+
+def evidence_of(measured: Measurements, shares: Shares, because: tuple[str, ...]) -> tuple[str, ...]:
+    """What takes a step, why (``because``), and what else bears on it."""
+    stats, facts = measured.stats, measured.facts
+    whole = shares.step_ms
+    said = [_part(measured, shares, part) for part in shares.over]
+    if not shares.over:
+        pct = 100 * (stats.compute_ms or 0.0) / whole
+        said.append(f"{pct:.0f} % of each step is forward, backward and optimizer")
+    said += because
+    if "data" in shares.over:
+        said += _making(measured)
+    if stats.hidden_wait_ms is not None and stats.hidden_wait_ms >= SLACK_SHARE * whole:
+        hidden, wait = in_ms(stats.hidden_wait_ms, whole), in_ms(stats.next_wait_ms, whole)
+        said.append(f"{hidden} of {wait} ms in next(loader) cost nothing: the device computes meanwhile")
+    if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
+        said.append(f"the first batch of an epoch comes after {stats.epoch_start_s:.1f} s")
+    if "data" in shares.over and facts.num_workers:  # without workers the cause says so
+        cpus = f" on {plural(facts.usable_cpus, 'CPU')}" if facts.usable_cpus is not None else ""
+        said.append(f"the loader has {plural(facts.num_workers, 'worker')}{cpus}")
+    if facts.others_cpu_pct is not None and facts.others_cpu_pct >= OTHERS_PCT:
+        said.append(f"{facts.others_cpu_pct:.0f} % of the CPUs were taken by other programs: low confidence")
+    if stats.lost_steps:
+        said.append(f"{stats.lost_steps} steps could not be measured on the device")
+    return tuple(said)
+
+
+def _making(measured: Measurements) -> list[str]:
+    """Whether samples or collating take most of the time for a batch, and where in the user's code."""
+    found = measured.experiments
+    if found is None or found.samples_ms is None or not found.collate_ms:
+        return []
+    whole = found.samples_ms + found.collate_ms
+    stage, ms = max(("samples", found.samples_ms), ("collate", found.collate_ms), key=lambda one: one[1])
+    slowest = next((one for one in found.functions if one.stage == stage), None)
+    at = "" if slowest is None else f", most of it in {slowest.name} ({source_line(slowest.file, slowest.line)})"
+    what = "making its samples" if stage == "samples" else "collating them"
+    return [f"a batch takes {whole:.1f} ms in one process, {what} {100 * ms / whole:.0f} %{at}"]
+
+
+def _part(measured: Measurements, shares: Shares, part: Part) -> str:
+    stats, whole = measured.stats, shares.step_ms
+    where, ms, pct = {
+        "framework": ("between the steps", stats.other_ms, shares.framework_pct),
+        "copy": ("on the way to the device", stats.h2d_ms, shares.copy_pct),
+        "data": ("waiting for data", shares.data_ms, shares.data_pct),
+    }[part]
+    if part == "data":
+        pct = 100 * shares.data_ms / whole  # the first batches of epochs lie in no step
+        where = "waiting for data, the slowest rank of each step" if shares.by_ranks else where
+    return f"{in_ms(ms, whole)} of {in_ms(whole, whole)} ms ({pct:.0f} %) {where}"
