@@ -4,7 +4,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,18 +73,16 @@ def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Pla
 def _words(owner: Any, loaders: int) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The place in words, and what the settings are called there."""
     which = "your training DataLoader" if loaders < 2 else f"each of your {loaders} training DataLoaders"
-    if owner is None:
-        return f"{which}, which trainer.fit is given{_in_the_caller()}", ()
-    hook = f"{type(owner).__name__}.train_dataloader"
     method = getattr(owner, "train_dataloader", None)
-    calls = list(dict.fromkeys(_calls(method, owner, _DEEPEST)))
-    if not calls:
-        return f"{which} ({', '.join(filter(None, (hook, _line_of(method))))})", ()
-    places = " and ".join(call.at for call in calls)
-    made = calls[0]
-    if made.names or made.name not in _LOADERS:
-        return f"your call of {made.name} ({hook}, {places})", made.names
-    return f"{which} ({hook}, {places})", ()
+    found = _given_to_fit() if owner is None else _calls(method, owner, _DEEPEST)
+    calls = list(dict.fromkeys(found))
+    where = "" if owner is None else f"{type(owner).__name__}.train_dataloader"
+    places = " and ".join(call.at for call in calls) or _line_of(method)
+    inside = ", ".join(filter(None, (where, places)))
+    inside = f" ({inside})" if inside else ""
+    if calls and (calls[0].names or calls[0].name not in _LOADERS):
+        return f"your call of {calls[0].name}{inside}", calls[0].names
+    return f"{which}{', which trainer.fit is given' if owner is None else ''}{inside}", ()
 
 
 # --- the call -----------------------------------------------------------------------------------------------------
@@ -101,17 +99,21 @@ def _calls(function: Any, owner: Any, deeper: int) -> Iterator[_Call]:
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, SyntaxError):  # made by exec, or in a notebook that has gone on
         return
-    file = function.__code__.co_filename
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = ast.unparse(node.func)
-        called = _look_up(node.func, function, owner)
-        found = _as_call(called, name, source_line(file, first + node.lineno - 1))
-        if found is not None:
-            yield found
-        elif deeper and called is not function and not isinstance(called, type):
-            yield from _calls(called, owner, deeper - 1)
+        if isinstance(node, ast.Call):
+            called = _look_up(node.func, function, owner)
+            yield from _made_by(
+                node, called, source_line(function.__code__.co_filename, first + node.lineno - 1), owner, deeper
+            )
+
+
+def _made_by(node: ast.Call, called: Any, at: str, owner: Any, deeper: int) -> Iterator[_Call]:
+    """This call, where it makes a loader; else those in the function that it calls."""
+    found = _as_call(called, ast.unparse(node.func), at)
+    if found is not None:
+        yield found
+    elif deeper and not isinstance(called, type):
+        yield from _calls(called, owner, deeper - 1)
 
 
 def _as_call(called: Any, name: str, at: str) -> _Call | None:
@@ -133,15 +135,17 @@ def _as_call(called: Any, name: str, at: str) -> _Call | None:
 
 def _look_up(node: ast.expr, function: Callable[..., Any], owner: Any) -> Any:
     """What a name in a function stands for: a global, what it closes over, or an attribute; None: it cannot be told."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return inspect.getattr_static(type(owner), node.attr, None)
+    scope = inspect.getclosurevars(function)
+    return _look_up_in(node, {**scope.globals, **scope.nonlocals})
+
+
+def _look_up_in(node: ast.expr, scope: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Name):
-        scope = inspect.getclosurevars(function)
-        return scope.nonlocals.get(node.id, scope.globals.get(node.id))
-    if isinstance(node, ast.Attribute):
-        if isinstance(node.value, ast.Name) and node.value.id == "self":
-            return inspect.getattr_static(type(owner), node.attr, None)
-        inner = _look_up(node.value, function, owner)
-        return getattr(inner, node.attr, None) if inspect.ismodule(inner) else None
-    return None
+        return scope.get(node.id)
+    inner = _look_up_in(node.value, scope) if isinstance(node, ast.Attribute) else None
+    return getattr(inner, node.attr, None) if isinstance(node, ast.Attribute) and inspect.ismodule(inner) else None
 
 
 def _of_the_user(function: Any) -> bool:
@@ -159,19 +163,18 @@ def users_line(function: Any) -> str:
     return _line_of(function) if hasattr(function, "__code__") and _of_the_user(function) else ""
 
 
-def _in_the_caller() -> str:
-    """The line of the loader that ``trainer.fit`` is given, where the function that calls it makes it."""
+def _given_to_fit() -> Iterator[_Call]:
+    """The calls that make what ``trainer.fit`` is given, where the function that calls it makes it."""
     frame: Any = sys._getframe(1)
     while frame is not None and not ("fit" in frame.f_code.co_names and _of_a_user(frame)):
         frame = frame.f_back
     if frame is None:
-        return ""
+        return
     try:
         lines, first = inspect.getsourcelines(frame)  # of a module's frame all lines, of its code the first
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, SyntaxError):
-        return ""
-    given = [argument for node in ast.walk(tree) if isinstance(node, ast.Call) for argument in _given_to_fit(node)]
+        return
     made = {
         target.id: node.value
         for node in ast.walk(tree)
@@ -179,18 +182,20 @@ def _in_the_caller() -> str:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    found = {made.get(one.id, one).lineno for one in given if isinstance(one, ast.Name)}
-    found |= {one.lineno for one in given if isinstance(one, ast.Call)}
-    file = frame.f_code.co_filename
-    places = " and ".join(source_line(file, max(first, 1) + line - 1) for line in sorted(found))
-    return f" ({places})" if places else ""
+    for call in ast.walk(tree):
+        for given in _loaders_of_fit(call) if isinstance(call, ast.Call) else ():
+            node = made.get(given.id) if isinstance(given, ast.Name) else given
+            if isinstance(node, ast.Call):
+                called = _look_up_in(node.func, {**frame.f_globals, **frame.f_locals})
+                at = source_line(frame.f_code.co_filename, max(first, 1) + node.lineno - 1)
+                yield from _made_by(node, called, at, None, _DEEPEST)
 
 
 def _of_a_user(frame: Any) -> bool:
     return _is_a_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
 
 
-def _given_to_fit(call: ast.Call) -> list[ast.expr]:
+def _loaders_of_fit(call: ast.Call) -> list[ast.expr]:
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "fit":
         return []
     named = [word.value for word in call.keywords if word.arg == "train_dataloaders"]
