@@ -191,6 +191,10 @@ def main(model, trainer):
     loader = DataLoader(
         [torch.zeros(8) for _ in range(4)])
     {call}
+
+
+def make():
+    return DataLoader([torch.zeros(8)])
 """
 
 
@@ -201,6 +205,7 @@ def main(model, trainer):
         ("trainer.fit(model, loader)", " (myfit.py:9)"),
         ("trainer.fit(model, train_dataloaders=loader)", " (myfit.py:9)"),
         ("trainer.fit(model, DataLoader([torch.zeros(8)]))", " (myfit.py:11)"),
+        ("trainer.fit(model, make())", " (myfit.py:15)"),
         ("trainer.fit(*[model, loader])", ""),
     ],
 )

@@ -45,7 +45,10 @@ def _run_cells(*cells: str) -> list[list[Any]]:
 
 def test_a_notebook_shows_pages() -> None:
     """With ipywidgets RichProgressBar draws itself whenever lines are printed: many prints made it do so for ever."""
-    fit, report, text, tuned = _run_cells(FIT.replace("BAR", "RichProgressBar"), "starvation.report()", "repr(_)", TUNE)
+    where = "print(starvation.report().measurements.facts.place.words)"
+    fit, report, text, place, tuned = _run_cells(
+        FIT.replace("BAR", "RichProgressBar"), "starvation.report()", "repr(_)", where, TUNE
+    )
     shown = [
         one.data for one in fit if one.output_type == "display_data" and "FEED  " in one.data.get("text/plain", "")
     ]
@@ -54,6 +57,7 @@ def test_a_notebook_shows_pages() -> None:
         assert page["text/html"].startswith("<iframe srcdoc=")
         assert "lightning_feed report" in page["text/html"]
     assert len(text[0].data["text/plain"]) < 250
+    assert place[0].text == "your training DataLoader, which trainer.fit is given (Cell In[1], line 15)\n"
     assert "<b>num_workers=" in tuned[-1].data["text/html"]
     assert len(tuned[-1].data["text/plain"]) < 250
 
