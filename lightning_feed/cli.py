@@ -307,11 +307,11 @@ def _stage(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
+    from lightning_feed.watch.reports.compare import check_starved
     from lightning_feed.watch.reports.document import as_json, read_document
     from lightning_feed.watch.reports.files import write_whole
-    from lightning_feed.watch.reports.gate import check_starved
     from lightning_feed.watch.reports.html import as_html
-    from lightning_feed.watch.reports.markdown import as_markdown
+    from lightning_feed.watch.reports.text import as_markdown
 
     report = read_document(arguments.folder)
     if arguments.folder.is_dir():
@@ -328,17 +328,15 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _as_text(report: "Report") -> str:
-    from lightning_feed.watch.reports.compare_text import check_text
+    from lightning_feed.watch.reports.compare import check_text
     from lightning_feed.watch.reports.text import as_text
 
     return "\n".join([as_text(report.diagnosis), *(f"card  {check_text(one)}" for one in report.report_card)])
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    from lightning_feed.watch.reports.compare import compare
-    from lightning_feed.watch.reports.compare_text import comparison_text
-    from lightning_feed.watch.reports.document import read_document
-    from lightning_feed.watch.reports.plain import to_plain
+    from lightning_feed.watch.reports.compare import compare, comparison_text
+    from lightning_feed.watch.reports.document import read_document, to_plain
 
     found = compare(read_document(arguments.before), read_document(arguments.after))
     print(json.dumps(to_plain(found), indent=2) if arguments.json else comparison_text(found))

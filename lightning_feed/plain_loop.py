@@ -20,8 +20,7 @@ from lightning_feed.watch.facts import batches_ahead, with_batch, with_loaders
 from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.loader_watch import LoaderWatch
 from lightning_feed.watch.reports.document import make_report
-from lightning_feed.watch.reports.showing import show_report
-from lightning_feed.watch.reports.writing import write_report
+from lightning_feed.watch.reports.files import show_report, write_report
 from lightning_feed.watch.seen_through import loaders_in
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.step_meter import StepMeter

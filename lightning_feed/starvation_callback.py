@@ -19,9 +19,8 @@ from lightning_feed.tuning.hparams import log_hparams, tuned_hparams
 from lightning_feed.watch.guard import Guard, guarded, say
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.reports.document import make_report
+from lightning_feed.watch.reports.files import show_report, write_report
 from lightning_feed.watch.reports.report import Report
-from lightning_feed.watch.reports.showing import show_report
-from lightning_feed.watch.reports.writing import write_report
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.tags import Which, choose_tags, custom_scalar_layout
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Measurements

@@ -8,10 +8,10 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from lightning_feed.watch.reports.document import as_json
+from lightning_feed.watch.reports.headline import headline
 from lightning_feed.watch.reports.html import as_html
-from lightning_feed.watch.reports.markdown import diagnosis_markdown
 from lightning_feed.watch.reports.report import Report
-from lightning_feed.watch.reports.text import headline
+from lightning_feed.watch.reports.text import diagnosis_markdown
 from lightning_feed.watch.stats import SOME_STEPS
 from lightning_feed.watch.tags import choose_tags, to_tags
 from lightning_feed.watch.verdict.diagnosis import Diagnosis

@@ -391,7 +391,7 @@ def test_every_form_of_the_report_has_the_parts(clock: Clock, tmp_path: Path) ->
     document = json.loads(json.dumps(as_document(report)))
     assert sum(part["seconds"] for part in document["wall"]["parts"]) == pytest.approx(document["wall"]["wall_s"])
     assert document["validation"]["stats"]["data_idle_ms"] == pytest.approx(4000)
-    from lightning_feed.watch.reports.writing import write_report
+    from lightning_feed.watch.reports.files import write_report
 
     for path in write_report(report, tmp_path):
         assert "epoch starts" in path.read_text()

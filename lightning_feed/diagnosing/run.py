@@ -19,9 +19,8 @@ from lightning_feed.diagnosing.trainer import Package, check_trainer, package_of
 from lightning_feed.errors import FeedError, ReportError, SettingsError
 from lightning_feed.image_measured import remember_diagnosis
 from lightning_feed.watch.reports.document import make_report, read_document
-from lightning_feed.watch.reports.files import check_writable
+from lightning_feed.watch.reports.files import check_writable, write_report
 from lightning_feed.watch.reports.report import Report
-from lightning_feed.watch.reports.writing import write_report
 from lightning_feed.watch.verdict import tree
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
 

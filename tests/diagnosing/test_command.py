@@ -14,7 +14,7 @@ from watch.reports.sample_reports import sample, sample_facts, sample_report
 from lightning_feed import cli
 from lightning_feed.diagnosing import run
 from lightning_feed.errors import ReportError
-from lightning_feed.watch.reports.writing import write_report
+from lightning_feed.watch.reports.files import write_report
 from lightning_feed.watch.verdict.diagnosis import Remedy
 
 pytestmark = [

@@ -1,12 +1,12 @@
-"""Holds two reports against each other: what changed, and whether what was predicted came true."""
+"""Two reports compared: what changed, and which predictions came true. And a gate for CI."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from lightning_feed.watch.reports.environment import Environment
-from lightning_feed.watch.reports.report import RemedyCheck, Report, rate
-from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.errors import ReportError, printable_lines
+from lightning_feed.watch.reports.report import Environment, RemedyCheck, Report, rate
 from lightning_feed.watch.verdict.diagnosis import SYNCS, LoopFacts, Remedy
+from lightning_feed.watch.verdict.shares import shares_of
 
 Setting = bool | int | float | str | None
 
@@ -83,29 +83,34 @@ def compare(before: Report, after: Report) -> Comparison:
     A remedy of the earlier report counts as followed when its ``changes`` is true of the later run's facts and not of
     the earlier's. What cannot be read off the facts (another model, another transform) is never taken for followed.
     """
-    settings = tuple(_changed(_settings(before), _settings(after)))
+    old, new = _settings(before), _settings(after)
+    settings = tuple(_changed(old, new))
+    versions = _changed(_versions(before.environment), _versions(after.environment))
     ours, theirs = before.diagnosis.stats, after.diagnosis.stats
-    verdicts = _verdict(before), _verdict(after)
+    remedies = [(one, wanted_settings(one)) for one in before.diagnosis.remedies]
+    unchecked = (
+        one.changes for one, wanted in remedies if one.changes and not (wanted and wanted.keys() <= old.keys())
+    )
     return Comparison(
-        before=_label(before, "the earlier report"),
-        after=_label(after, "the later report"),
+        before="the earlier report" if before.path is None else str(before.path),
+        after="the later report" if after.path is None else str(after.path),
         settings=settings,
-        versions=tuple(_changed(_versions(before.environment), _versions(after.environment))),
+        versions=tuple(versions),
         figures=(
             _figure("samples_per_s", _samples_per_s(before), _samples_per_s(after)),
             *(_figure(name, getattr(ours, name), getattr(theirs, name)) for name in FIGURES),
         ),
-        verdict_changed=verdicts[0] != verdicts[1],
-        verdict_before=verdicts[0],
-        verdict_after=verdicts[1],
-        starved_within_noise=_overlap(ours, theirs),
-        predictions=tuple(_check(one, after, settings) for one in _followed(before, after)),
-        unchecked=tuple(dict.fromkeys(_unchecked(before))),
+        verdict_changed=_verdict(before) != _verdict(after),
+        verdict_before=_verdict(before),
+        verdict_after=_verdict(after),
+        starved_within_noise=_overlap(before, after),
+        predictions=tuple(_check(one, after, settings) for one, wanted in remedies if _followed(wanted, old, new)),
+        unchecked=tuple(dict.fromkeys(unchecked)),
         cautions=tuple(_cautions(before, after)),
     )
 
 
-# --- settings -----------------------------------------------------------------------------------------------------
+# --- settings and predictions -------------------------------------------------------------------------------------
 
 
 _NOT_CHOSEN = (
@@ -118,11 +123,8 @@ _NOT_CHOSEN = (
 def _settings(report: Report) -> dict[str, Setting]:
     """What a user chose, by name; a synchronisation is named by itself and True where it is set up."""
     facts = report.diagnosis.measurements.facts
-    chosen: dict[str, Setting] = {
-        one.name: getattr(facts, one.name)
-        for one in fields(LoopFacts)
-        if one.name not in _NOT_CHOSEN and not one.name.endswith("_ms")
-    }
+    names = (one.name for one in fields(LoopFacts) if one.name not in _NOT_CHOSEN and not one.name.endswith("_ms"))
+    chosen: dict[str, Setting] = {name: getattr(facts, name) for name in names}
     chosen["prefetch_callback"] = report.diagnosis.stats.prefetch_active
     return chosen | {name: name in facts.syncs for name in SYNCS}
 
@@ -134,29 +136,8 @@ def _versions(environment: Environment) -> dict[str, Setting]:
 def _changed(before: dict[str, Setting], after: dict[str, Setting]) -> Iterator[Changed]:
     for name, old in before.items():
         new = after[name]
-        known = name in _NONE_IS_OFF or None not in (old, new)
-        if known and old != new:
+        if old != new and (name in _NONE_IS_OFF or None not in (old, new)):
             yield Changed(name=name, before=old, after=new)
-
-
-# --- predictions --------------------------------------------------------------------------------------------------
-
-
-def _followed(before: Report, after: Report) -> Iterator[Remedy]:
-    for remedy in before.diagnosis.remedies:
-        wanted = wanted_settings(remedy)
-        old, new = _settings(before), _settings(after)
-        known = all(name in _NONE_IS_OFF or old.get(name) is not None for name in wanted)
-        if wanted and known and _in_effect(wanted, new) and not _in_effect(wanted, old):
-            yield remedy
-
-
-def _unchecked(before: Report) -> Iterator[str]:
-    names = _settings(before).keys()
-    for remedy in before.diagnosis.remedies:
-        wanted = wanted_settings(remedy)
-        if remedy.changes and not (wanted and wanted.keys() <= names):
-            yield remedy.changes
 
 
 def wanted_settings(remedy: Remedy) -> dict[str, str]:
@@ -165,10 +146,13 @@ def wanted_settings(remedy: Remedy) -> dict[str, str]:
     return {name.strip(): value.strip().strip("\"'") for name, equals, value in pairs if equals}
 
 
+def _followed(wanted: dict[str, str], before: dict[str, Setting], after: dict[str, Setting]) -> bool:
+    known = all(name in _NONE_IS_OFF or before.get(name) is not None for name in wanted)
+    return bool(wanted) and known and _in_effect(wanted, after) and not _in_effect(wanted, before)
+
+
 def _in_effect(wanted: dict[str, str], settings: dict[str, Setting]) -> bool:
-    return all(
-        name in settings and str(settings[name]).casefold() == value.casefold() for name, value in wanted.items()
-    )
+    return all(str(settings.get(name)).casefold() == value.casefold() for name, value in wanted.items())
 
 
 def _check(remedy: Remedy, after: Report, settings: tuple[Changed, ...]) -> RemedyCheck:
@@ -196,9 +180,10 @@ def _samples_per_s(report: Report) -> float | None:
     return rate(report.diagnosis.stats.step_ms, report.diagnosis.measurements.facts.batch_size)
 
 
-def _overlap(before: StarvationStats, after: StarvationStats) -> bool | None:
-    low, high = before.starved_low_pct, before.starved_high_pct
-    other_low, other_high = after.starved_low_pct, after.starved_high_pct
+def _overlap(before: Report, after: Report) -> bool | None:
+    (low, high), (other_low, other_high) = (
+        (one.diagnosis.stats.starved_low_pct, one.diagnosis.stats.starved_high_pct) for one in (before, after)
+    )
     if low is None or high is None or other_low is None or other_high is None:
         return None
     return low <= other_high and other_low <= high
@@ -210,14 +195,9 @@ def _verdict(report: Report) -> str:
     return f"{found.bottleneck}{cause}, {found.grade}"
 
 
-def _label(report: Report, otherwise: str) -> str:
-    return otherwise if report.path is None else str(report.path)
-
-
 def _cautions(before: Report, after: Report) -> Iterator[str]:
     old, new = _settings(before), _settings(after)
-    machines = [[getattr(one.environment, name) for name in MACHINE] for one in (before, after)]
-    if machines[0] != machines[1]:
+    if any(getattr(before.environment, name) != getattr(after.environment, name) for name in MACHINE):
         yield "they ran on different machines, or on a machine that was changed"
     if None not in (old["batch_size"], new["batch_size"]) and old["batch_size"] != new["batch_size"]:
         yield "the batch sizes differ: compare samples per second, not step times or predictions"
@@ -228,3 +208,97 @@ def _cautions(before: Report, after: Report) -> Iterator[str]:
             yield f"the {which} run was not measured"
         elif report.diagnosis.confidence == "low":
             yield f"the {which} report's figures are of low confidence"
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def comparison_text(found: Comparison) -> str:
+    """A comparison for the console: what changed, figure by figure, and what became of the predictions."""
+    verdict = f"{found.verdict_before} -> {found.verdict_after}" if found.verdict_changed else found.verdict_before
+    lines = [
+        f"before   {found.before}",
+        f"after    {found.after}",
+        f"verdict  {verdict}{'' if found.verdict_changed else ' (unchanged)'}",
+        f"changed  {_changes(found.settings) or 'no setting that the reports tell of'}",
+    ]
+    if found.versions:
+        lines.append(f"versions {_changes(found.versions)}")
+    lines.append(f"{'':14}{'before':>11}{'after':>11}")
+    lines += [_row(one) for one in found.figures if (one.before, one.after) != (None, None)]
+    if found.starved_within_noise is not None:
+        said = "overlap: within noise" if found.starved_within_noise else "do not overlap: more than noise"
+        lines.append(f"noise    the 95 % intervals of starved_pct {said}")
+    lines += [f"check    {check_text(one)}" for one in found.predictions]
+    if not found.predictions:
+        lines.append("check    none of the earlier report's remedies is in effect in the later run")
+    if found.unchecked:
+        lines.append(f"unknown  the reports do not tell whether these are in effect: {'; '.join(found.unchecked)}")
+    return printable_lines("\n".join([*lines, *(f"caution  {one}" for one in found.cautions)]))
+
+
+def check_text(check: RemedyCheck) -> str:
+    """One prediction and what became of it."""
+    if check.predicted_step_ms is None:
+        outcome = "nothing was predicted"
+    else:
+        achieved = "not measured" if check.achieved_step_ms is None else f"{check.achieved_step_ms:.1f} ms"
+        outcome = f"predicted step {check.predicted_step_ms:.1f} ms, achieved {achieved}"
+    error = "" if check.error_pct is None else f", error {check.error_pct:+.1f} %"
+    also = f" (also changed: {', '.join(check.also_changed)})" if check.also_changed else ""
+    return f"{check.changes}: {outcome}{error}{also}"
+
+
+def _changes(changes: tuple[Changed, ...]) -> str:
+    return "; ".join(f"{one.name} {one.before} -> {one.after}" for one in changes)
+
+
+def _row(figure: Figure) -> str:
+    change = "" if figure.change_pct is None or figure.name.endswith("_pct") else f"{figure.change_pct:+8.0f} %"
+    if figure.name.endswith("_pct") and figure.before is not None and figure.after is not None:
+        change = f"{figure.after - figure.before:+8.1f} points"
+    cells = "".join(f"{'-' if one is None else f'{one:.1f}':>11}" for one in (figure.before, figure.after))
+    return f"{figure.name:14}{cells}{change}"
+
+
+# --- the gate -----------------------------------------------------------------------------------------------------
+
+
+def check_starved(report: Report, *, above_pct: float) -> str:
+    """Say that a run is within the limit.
+
+    What counts is what the grade of the verdict goes by, the largest of three shares: ``starved_pct``; with several
+    ranks what all of them together lose (``ranks.starved_pct``), because the rank that wrote the report may be fed
+    while it waits for another; and what of an epoch goes by before its first batch, which lies in no step. Where the
+    model alone takes as long as a step nothing is lost, as the verdict says.
+
+    Args:
+        report: of the run.
+        above_pct: the largest share of step time that may be spent waiting for data, 0 to 100.
+
+    Returns:
+        The result in a line.
+
+    Raises:
+        ReportError: when the share is above the limit, or was not measured.
+    """
+    stats, measured = report.diagnosis.stats, report.diagnosis.measurements
+    if report.diagnosis.grade == "not measured" or stats.starved_pct is None:
+        alone = measured.experiments is not None and not stats.steps
+        todo = "Diagnose a LightningModule with it." if alone else "Train longer with GPUStarvationCallback."
+        raise ReportError(
+            f"nothing to hold against the limit of {above_pct:g} %: {stats.steps} steps were measured. {todo}"
+        )
+    shares = shares_of(measured)
+    candidates = {
+        "starved_pct": stats.starved_pct,
+        "ranks.starved_pct": None if measured.ranks is None else measured.ranks.starved_pct,
+        "the share of each epoch before its first batch": None if shares is None else shares.epoch_pct,
+    }
+    starved, whose = max((pct, name) for name, pct in candidates.items() if pct is not None)
+    said = f"{whose} is {starved:.2f}, limit {above_pct:g} (confidence {report.diagnosis.confidence})"
+    if starved <= above_pct:
+        return f"{said}: fine"
+    if shares is not None and shares.acquitted:
+        return f"{said}: fine, the model alone takes as long as a step"
+    raise ReportError(f"{said}: training waits too long for data")

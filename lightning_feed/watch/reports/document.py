@@ -1,18 +1,129 @@
-"""A report as the JSON document ``feed_report.json``, and back."""
+"""``feed_report.json``: a report as JSON, its schema, and reading it back."""
 
 import json
+import math
+import sys
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import datetime, timezone
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from lightning_feed.errors import ReportError
+from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.reports.compare import compare
-from lightning_feed.watch.reports.environment import Environment, read_environment
-from lightning_feed.watch.reports.files import find_report
-from lightning_feed.watch.reports.plain import from_plain, to_plain
-from lightning_feed.watch.reports.report import Parts, Report, from_parts, to_parts
-from lightning_feed.watch.reports.schema import SCHEMA
-from lightning_feed.watch.verdict.diagnosis import Diagnosis
+from lightning_feed.watch.reports.report import Environment, RemedyCheck, Report, rate, read_environment
+from lightning_feed.watch.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats
+from lightning_feed.watch.verdict.diagnosis import (
+    Bottleneck,
+    Cause,
+    Diagnosis,
+    Grade,
+    HookTime,
+    LoopFacts,
+    LoopMeasurements,
+    Measurements,
+    Remedy,
+)
+from lightning_feed.watch.wall import WallStats
+
+NAME = "feed_report"
+"""Of the files, without the ending."""
+SCHEMA = "lightning_feed.report/1"
+"""Name and version of the form. Keys may be added within a version; what is there keeps its meaning."""
+
+Value = TypeVar("Value")
+
+
+# --- the parts of the file ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What limits training: a Diagnosis without its remedies and measurements."""
+
+    bottleneck: Bottleneck
+    cause: Cause
+    grade: Grade
+    confidence: Confidence
+    evidence: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    why_not: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Step time, turned into rates."""
+
+    batches_per_s: float | None
+    samples_per_s: float | None
+    """None: the batch size is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedRemedy(Remedy):
+    """A remedy, with its prediction as a rate."""
+
+    predicted_samples_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of ``feed_report.json`` beside ``schema`` and ``written_at``. All are always there."""
+
+    environment: Environment
+    run: LoopFacts
+    verdict: Verdict
+    step: StarvationStats
+    throughput: Throughput
+    loaders: LoaderStats
+    ranks: RankStats | None
+    hooks: tuple[HookTime, ...]
+    by_loader: tuple[LoaderSteps, ...] = ()
+    wall: WallStats | None = None
+    validation: LoopMeasurements | None = None
+    experiments: ExperimentResults | None
+    remedies: tuple[ReportedRemedy, ...]
+    report_card: tuple[RemedyCheck, ...]
+
+
+def _parts_of(report: Report) -> Parts:
+    measured = report.diagnosis.measurements
+    step_ms, batch_size = measured.stats.step_ms, measured.facts.batch_size
+    return Parts(
+        environment=report.environment,
+        run=measured.facts,
+        verdict=Verdict(**_shared(report.diagnosis, Verdict)),
+        step=measured.stats,
+        throughput=Throughput(batches_per_s=rate(step_ms, 1), samples_per_s=rate(step_ms, batch_size)),
+        **_shared(measured, Parts),
+        remedies=tuple(
+            ReportedRemedy(**vars(one), predicted_samples_per_s=rate(one.predicted_step_ms, batch_size))
+            for one in report.diagnosis.remedies
+        ),
+        report_card=report.report_card,
+    )
+
+
+def _report_of(parts: Parts, written_at: str, path: Path | None) -> Report:
+    measured = Measurements(stats=parts.step, facts=parts.run, **_shared(parts, Measurements))
+    remedies = tuple(Remedy(**_shared(one, Remedy)) for one in parts.remedies)
+    return Report(
+        diagnosis=Diagnosis(**vars(parts.verdict), remedies=remedies, measurements=measured),
+        environment=parts.environment,
+        written_at=written_at,
+        report_card=parts.report_card,
+        path=path,
+    )
+
+
+def _shared(value: object, kind: Any) -> dict[str, Any]:
+    """The fields of a value that another dataclass has under the same names."""
+    return {one.name: getattr(value, one.name) for one in fields(kind) if hasattr(value, one.name)}
+
+
+# --- reports as JSON ----------------------------------------------------------------------------------------------
 
 
 def make_report(
@@ -31,32 +142,16 @@ def make_report(
         previous: the report of an earlier run. Its predictions for remedies that are in effect now are checked, and
             the result is the new report's ``report_card``.
     """
-    when = (written_at or datetime.now(timezone.utc)).astimezone(timezone.utc)
-    bare = Report(
-        diagnosis=diagnosis,
-        environment=environment or read_environment(),
-        written_at=when.isoformat(timespec="seconds"),
-    )
-    if previous is None:
-        return bare
-    card = compare(previous, bare).predictions
-    return Report(diagnosis=diagnosis, environment=bare.environment, written_at=bare.written_at, report_card=card)
-
-
-def to_document(
-    diagnosis: Diagnosis,
-    *,
-    environment: Environment | None = None,
-    written_at: datetime | None = None,
-    previous: Report | None = None,
-) -> dict[str, Any]:
-    """A verdict as a JSON object; see :func:`make_report` for the arguments and the reference for its keys."""
-    return as_document(make_report(diagnosis, environment=environment, written_at=written_at, previous=previous))
+    when = (written_at or datetime.now(timezone.utc)).astimezone(timezone.utc).isoformat(timespec="seconds")
+    where = environment or read_environment()
+    bare = Report(diagnosis=diagnosis, environment=where, written_at=when)
+    card = () if previous is None else compare(previous, bare).predictions
+    return Report(diagnosis=diagnosis, environment=where, written_at=when, report_card=card)
 
 
 def as_document(report: Report) -> dict[str, Any]:
-    """A report as a JSON object. Figures that are not finite are None."""
-    return {"schema": SCHEMA, "written_at": report.written_at, **to_plain(to_parts(report))}
+    """A report as a JSON object; its keys are in the reference. Figures that are not finite are None."""
+    return {"schema": SCHEMA, "written_at": report.written_at, **to_plain(_parts_of(report))}
 
 
 def as_json(report: Report) -> str:
@@ -73,17 +168,34 @@ def read_document(path: str | Path) -> Report:
     Raises:
         ReportError: when there is none, or it cannot be read, is no JSON, not of this version, or lacks a part.
     """
-    file = find_report(Path(path))
     try:
-        document = json.loads(file.read_bytes(), parse_constant=_no_constant)
+        file = _find_report(Path(path))
+        text = file.read_bytes()
     except OSError as error:
-        raise ReportError(f"{file} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ReportError(f"{file} is not JSON ({error}). Give a feed_report.json.") from error
+        raise ReportError(f"{path} cannot be read: {error.strerror or error}. Give a feed_report.json.") from error
     try:
-        return from_document(document, path=file)
+        return from_document(json.loads(text, parse_constant=_refuse_constant), path=file)
     except ReportError as error:
         raise ReportError(f"{file}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{file} is not JSON ({error}). Give a feed_report.json.") from error
+
+
+def _find_report(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise ReportError(f"{path} does not exist. Give a feed_report.json, or the folder of a run.")
+    inside = path / f"{NAME}.json"
+    if inside.is_file():
+        return inside
+    below = [file for file in path.rglob(inside.name) if file.is_file()]
+    if not below:
+        raise ReportError(
+            f"there is no {NAME}.json in {path} or below it. GPUStarvationCallback writes one into the Trainer's "
+            "log_dir at the end of fit, and `lightning-feed diagnose` where --out says."
+        )
+    return max(below, key=lambda file: file.stat().st_mtime_ns)
 
 
 def from_document(document: object, *, path: Path | None = None) -> Report:
@@ -102,20 +214,155 @@ def from_document(document: object, *, path: Path | None = None) -> Report:
     written_at = document.get("written_at")
     if not isinstance(written_at, str):
         raise ReportError("written_at is missing. Write the report anew.")
-    return from_parts(from_plain(Parts, document, ""), written_at=written_at, path=path)
+    return _report_of(_read_object(Parts, document, ""), written_at, path)
 
 
 def _check_schema(found: str) -> None:
     if found == SCHEMA:
         return
-    name, _, number = SCHEMA.rpartition("/")
-    found_name, _, found_number = found.rpartition("/")
-    if found_name == name and found_number.isdecimal() and int(found_number) > int(number):
+    (name, _, number), (ours, _, our_number) = found.rpartition("/"), SCHEMA.rpartition("/")
+    if name == ours and number.isdecimal() and int(number) > int(our_number):
         raise ReportError(
             f"its schema is {found!r}, and this lightning_feed reads {SCHEMA!r}. Update lightning_feed to read it."
         )
     raise ReportError(f"its schema is {found[:80]!r}, and not {SCHEMA!r}. Give a feed_report.json.")
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+# --- dataclasses to JSON values, and back by the type hints of their fields ---------------------------------------
+
+
+def to_plain(value: object) -> Any:
+    """A value as ``json.dumps(..., allow_nan=False)`` takes it. Numbers that are not finite become None.
+
+    Raises:
+        TypeError: for what is neither a dataclass, a sequence, text, a number nor None.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):  # NumPy's numbers too
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(one) for one in value]
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+def _read_object(kind: type[Value], value: object, where: str) -> Value:
+    """A dataclass from a JSON object. Keys that it has no field for are left out."""
+    if not isinstance(value, dict):
+        raise _wrong(where, value, "an object")
+    hints = get_type_hints(kind)
+    given: dict[str, Any] = {}
+    for one in fields(cast(Any, kind)):
+        below = f"{where}.{one.name}" if where else one.name
+        if one.name in value:
+            given[one.name] = _read(hints[one.name], value[one.name], below)
+        elif _is_required(one):
+            raise ReportError(f"{below} is missing. Write the report anew with the lightning_feed that is installed.")
+    return kind(**given)
+
+
+def _is_required(field: Any) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _read(hint: Any, value: object, where: str) -> Any:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return None if value is None else _read(_not_none(inner), value, where)
+    if is_dataclass(hint):
+        return _read_object(cast(type[Any], hint), value, where)
+    if origin is tuple:
+        return _read_tuple(inner, value, where)
+    if origin is Literal:
+        if value not in inner:
+            raise _wrong(where, value, f"one of {', '.join(map(repr, inner))}")
+        return value
+    return _read_scalar(hint, value, where)
+
+
+def _not_none(kinds: tuple[Any, ...]) -> Any:
+    (kind,) = (one for one in kinds if one is not NoneType)
+    return kind
+
+
+def _read_tuple(inner: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _wrong(where, value, "a list")
+    kinds = inner[:1] * len(value) if inner[1:] == (...,) else inner
+    if len(value) != len(kinds):
+        raise _wrong(where, value, f"a list of {len(kinds)}")
+    return tuple(_read(kind, one, f"{where}[{at}]") for at, (kind, one) in enumerate(zip(kinds, value, strict=True)))
+
+
+_SCALARS = {
+    float: "a finite number",
+    int: "a whole number of up to 63 bits",
+    str: "text",
+    bool: "true or false",
+}
+
+
+def _read_scalar(hint: Any, value: object, where: str) -> Any:
+    if hint is float and value is None:  # a figure that was not finite when it was written
+        return math.nan
+    if hint in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if abs(value) <= 2**63 and (hint is int and value == int(value)):
+            return int(value)
+        if hint is float and abs(value) <= sys.float_info.max:
+            return float(value)
+    elif hint in (str, bool) and isinstance(value, hint):
+        return value
+    raise _wrong(where, value, _SCALARS[hint])
+
+
+def _wrong(where: str, value: object, wanted: str) -> ReportError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    return ReportError(f"{where or 'the report'} is {shown}, and must be {wanted}. Write the report anew.")
+
+
+# --- the schema ---------------------------------------------------------------------------------------------------
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) that every ``feed_report.json`` of this version obeys."""
+    parts = _form(Parts)
+    own = {"schema": {"const": SCHEMA}, "written_at": {"type": "string", "format": "date-time"}}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": SCHEMA,
+        "type": "object",
+        "properties": {**own, **parts["properties"]},
+        "required": [*own, *parts["required"]],
+    }
+
+
+def _form(hint: Any) -> dict[str, Any]:
+    origin, inner = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        properties = {one.name: _form(hints[one.name]) for one in fields(hint)}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": [o.name for o in fields(hint) if _is_required(o)],
+        }
+    if origin in (Union, UnionType):
+        form = _form(_not_none(inner))
+        return form if form == _form(float) else {"anyOf": [form, {"type": "null"}]}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin is tuple and inner[1:] == (...,):
+        return {"type": "array", "items": _form(inner[0])}
+    if origin is tuple:
+        return {"type": "array", "prefixItems": [_form(one) for one in inner], "minItems": len(inner), "items": False}
+    kinds = {float: ["number", "null"], bool: "boolean", int: "integer", str: "string"}  # null: what is not finite
+    return {"type": kinds[hint]}

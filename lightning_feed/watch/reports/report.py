@@ -1,28 +1,46 @@
-"""A verdict with where and when it was found: what the files hold, and what is read from them."""
+"""A report: a verdict, and where and when it was found."""
 
-from dataclasses import dataclass, fields
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lightning_feed.watch.experiments.results import ExperimentResults
-from lightning_feed.watch.reports.environment import Environment
-from lightning_feed.watch.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats
-from lightning_feed.watch.verdict.diagnosis import (
-    Bottleneck,
-    Cause,
-    Diagnosis,
-    Grade,
-    HookTime,
-    LoopFacts,
-    LoopMeasurements,
-    Measurements,
-    Remedy,
-)
-from lightning_feed.watch.wall import WallStats
+from lightning_feed.load.machine import read_machine
+from lightning_feed.watch.verdict.diagnosis import Diagnosis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Versions and machine of a run, to compare two runs by. None: not installed, or not known."""
+
+    lightning_feed: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    torchvision: str | None = None
+    lightning: str | None = None
+    pytorch_lightning: str | None = None
+    platform: str | None = None
+    """Operating system and C library, as Python names them."""
+    cpu: str | None = None
+    """Model of the CPU."""
+    device: str | None = None
+    """Model of the GPU."""
+    usable_cpus: int | None = None
+    """CPUs that the process may keep busy."""
+    cpu_reason: str | None = None
+    """The limit that gave ``usable_cpus``."""
+    available_memory_bytes: int | None = None
+    """Memory that could be taken when the report was written."""
+    free_shm_bytes: int | None = None
+    """Free space of /dev/shm then."""
+    start_method: str | None = None
+    """How worker processes start: ``fork``, ``forkserver`` or ``spawn``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemedyCheck:
-    """What a remedy was to give, and what a later run with it gave."""
+    """The step time that a remedy was predicted to give, and the one that a later run with it achieved."""
 
     code: str
     """The remedy, as the earlier report put it."""
@@ -50,140 +68,62 @@ class Report:
     """What an earlier report predicted for this run. Empty: there was none to compare with, or none of its remedies
     is in effect."""
     path: Path | None = None
-    """Where it was read from."""
+    """The file that it was read from."""
 
     def __repr__(self) -> str:
         return f"<Report of {self.written_at}: {self.diagnosis!r}>"
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
-        from lightning_feed.watch.reports.html import as_html, in_frame  # which are made of this
+        from lightning_feed.watch.reports.html import as_html, in_frame  # which import this module
 
         return in_frame(as_html(self))
 
 
-# --- the parts of the file ----------------------------------------------------------------------------------------
+def read_environment(root: Path = Path("/")) -> Environment:
+    """Versions of the installed packages, and the limits of this process.
 
+    The GPU is named only where CUDA is in use already: asking would start it.
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What limits training."""
-
-    bottleneck: Bottleneck
-    cause: Cause
-    grade: Grade
-    confidence: Confidence
-    evidence: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    why_not: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Throughput:
-    """Step time, turned into rates."""
-
-    batches_per_s: float | None
-    samples_per_s: float | None
-    """None: the batch size is not known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportedRemedy(Remedy):
-    """A remedy, with its prediction as a rate."""
-
-    predicted_samples_per_s: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """The parts of ``feed_report.json`` beside ``schema`` and ``written_at``. All are always there."""
-
-    environment: Environment
-    run: LoopFacts
-    verdict: Verdict
-    step: StarvationStats
-    throughput: Throughput
-    loaders: LoaderStats
-    ranks: RankStats | None
-    hooks: tuple[HookTime, ...]
-    by_loader: tuple[LoaderSteps, ...] = ()
-    wall: WallStats | None = None
-    validation: LoopMeasurements | None = None
-    experiments: ExperimentResults | None
-    remedies: tuple[ReportedRemedy, ...]
-    report_card: tuple[RemedyCheck, ...]
-
-
-def to_parts(report: Report) -> Parts:
-    """Lay a report out as it is written."""
-    found, measured = report.diagnosis, report.diagnosis.measurements
-    batch_size = measured.facts.batch_size
-    return Parts(
-        environment=report.environment,
-        run=measured.facts,
-        verdict=Verdict(
-            bottleneck=found.bottleneck,
-            cause=found.cause,
-            grade=found.grade,
-            confidence=found.confidence,
-            evidence=found.evidence,
-            notes=found.notes,
-            why_not=found.why_not,
-        ),
-        step=measured.stats,
-        throughput=Throughput(
-            batches_per_s=rate(measured.stats.step_ms, 1), samples_per_s=rate(measured.stats.step_ms, batch_size)
-        ),
-        loaders=measured.loaders,
-        ranks=measured.ranks,
-        hooks=measured.hooks,
-        by_loader=measured.by_loader,
-        wall=measured.wall,
-        validation=measured.validation,
-        experiments=measured.experiments,
-        remedies=tuple(
-            ReportedRemedy(**vars(one), predicted_samples_per_s=rate(one.predicted_step_ms, batch_size))
-            for one in found.remedies
-        ),
-        report_card=report.report_card,
-    )
-
-
-def from_parts(parts: Parts, *, written_at: str, path: Path | None) -> Report:
-    """The report that :func:`to_parts` laid out."""
-    verdict = parts.verdict
-    diagnosis = Diagnosis(
-        bottleneck=verdict.bottleneck,
-        cause=verdict.cause,
-        grade=verdict.grade,
-        confidence=verdict.confidence,
-        evidence=verdict.evidence,
-        notes=verdict.notes,
-        why_not=verdict.why_not,
-        remedies=tuple(
-            Remedy(**{each.name: getattr(one, each.name) for each in fields(Remedy)}) for one in parts.remedies
-        ),
-        measurements=Measurements(
-            stats=parts.step,
-            facts=parts.run,
-            loaders=parts.loaders,
-            ranks=parts.ranks,
-            hooks=parts.hooks,
-            by_loader=parts.by_loader,
-            wall=parts.wall,
-            validation=parts.validation,
-            experiments=parts.experiments,
-        ),
-    )
-    return Report(
-        diagnosis=diagnosis,
-        environment=parts.environment,
-        written_at=written_at,
-        report_card=parts.report_card,
-        path=path,
+    Args:
+        root: the file system to read ``proc``, ``sys`` and ``dev/shm`` from.
+    """
+    machine = read_machine(root)
+    torch = sys.modules.get("torch")  # importing it takes a second, and without it nothing runs on a device
+    return Environment(
+        lightning_feed=_version("lightning-feed"),
+        python=platform.python_version(),
+        torch=_version("torch"),
+        torchvision=_version("torchvision"),
+        lightning=_version("lightning"),
+        pytorch_lightning=_version("pytorch-lightning"),
+        platform=platform.platform(),
+        cpu=_cpu_model(root),
+        device=str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else None,
+        usable_cpus=machine.usable_cpus,
+        cpu_reason=machine.cpu_reason,
+        available_memory_bytes=machine.available_memory_bytes,
+        free_shm_bytes=machine.free_shm_bytes,
+        start_method=machine.start_method,
     )
 
 
 def rate(step_ms: float | None, batch_size: int | None) -> float | None:
     """Samples per second at a step time; None where one of both is not known or the step took no time."""
     return None if not step_ms or batch_size is None else 1000 * batch_size / step_ms
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_model(root: Path) -> str | None:
+    try:
+        lines = (root / "proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine()) or None

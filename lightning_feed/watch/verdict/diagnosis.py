@@ -290,7 +290,7 @@ class Diagnosis:
     """All that was measured."""
 
     def __repr__(self) -> str:
-        from lightning_feed.watch.reports.text import headline  # which is made of this
+        from lightning_feed.watch.reports.headline import headline  # which is made of this
 
         return f"<Diagnosis: {headline(self)}>"
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
 from lightning_feed.watch.reports.document import make_report
-from lightning_feed.watch.reports.environment import Environment
-from lightning_feed.watch.reports.report import Report
+from lightning_feed.watch.reports.report import Environment, Report
 from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, LoopFacts, Measurements, Remedy
 

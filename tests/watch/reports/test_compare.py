@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from watch.reports.any_reports import any_report
 from watch.reports.sample_reports import (
-    WHEN,
     nothing_measured,
     sample,
     sample_environment,
@@ -17,10 +16,8 @@ from watch.reports.sample_reports import (
     sample_stats,
 )
 
-from lightning_feed.watch.reports.compare import Comparison, compare, wanted_settings
-from lightning_feed.watch.reports.compare_text import comparison_text
-from lightning_feed.watch.reports.document import as_document, from_document, make_report, to_document
-from lightning_feed.watch.reports.plain import to_plain
+from lightning_feed.watch.reports.compare import Comparison, compare, comparison_text, wanted_settings
+from lightning_feed.watch.reports.document import as_document, from_document, to_plain
 from lightning_feed.watch.reports.report import Report
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Remedy
 
@@ -127,12 +124,12 @@ def test_settings_of_a_remedy() -> None:
 
 def test_the_report_card_is_part_of_the_next_report() -> None:
     found = sample(stats=FED, facts=sample_facts(num_workers=14))
-    document = to_document(found, environment=sample_environment(), written_at=WHEN, previous=sample_report())
+    document = as_document(sample_report(found, previous=sample_report()))
     (row,) = document["report_card"]
     assert (row["changes"], row["predicted_step_ms"], row["achieved_step_ms"]) == ("num_workers=14", 57.6, 60.0)
     assert row["error_pct"] == pytest.approx(-4.0)
     again = from_document(json.loads(json.dumps(document)))
-    assert again == make_report(found, environment=sample_environment(), written_at=WHEN, previous=sample_report())
+    assert again == sample_report(found, previous=sample_report())
     assert as_document(again) == document
 
 

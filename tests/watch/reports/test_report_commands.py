@@ -16,12 +16,11 @@ from watch.reports.sample_reports import nothing_measured, sample, sample_facts,
 from lightning_feed.cli import main
 from lightning_feed.errors import ReportError
 from lightning_feed.watch.experiments.results import ExperimentResults
-from lightning_feed.watch.reports.gate import check_starved
+from lightning_feed.watch.reports.compare import check_starved
+from lightning_feed.watch.reports.document import json_schema
+from lightning_feed.watch.reports.files import write_report
 from lightning_feed.watch.reports.html import as_html
-from lightning_feed.watch.reports.markdown import as_markdown
-from lightning_feed.watch.reports.schema import json_schema
-from lightning_feed.watch.reports.text import as_text
-from lightning_feed.watch.reports.writing import write_report
+from lightning_feed.watch.reports.text import as_markdown, as_text
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
 from lightning_feed.watch.verdict.tree import diagnose
 

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 
 from lightning_feed import cli
-from lightning_feed.watch.reports.report import Parts
+from lightning_feed.watch.reports.document import Parts
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Bottleneck, Cause, Diagnosis, Grade
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -1,4 +1,4 @@
-"""The report in words: on the console, as Markdown, and the road."""
+"""The report in words: on the console, as Markdown, and the pipeline."""
 
 import io
 import sys
@@ -20,19 +20,19 @@ from watch.reports.sample_reports import (
 )
 
 from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse, NamedCost
+from lightning_feed.watch.reports.files import print_text, show_report
+from lightning_feed.watch.reports.headline import headline
 from lightning_feed.watch.reports.html import as_html
-from lightning_feed.watch.reports.markdown import as_markdown, diagnosis_markdown
+from lightning_feed.watch.reports.pipeline import Pipeline, in_rate, pipeline_text, read_pipeline
 from lightning_feed.watch.reports.report import Report
-from lightning_feed.watch.reports.road import in_rate, read_road, road_text
-from lightning_feed.watch.reports.showing import files_text, print_text, show_report
-from lightning_feed.watch.reports.tables import batch_parts
-from lightning_feed.watch.reports.text import as_text, headline
+from lightning_feed.watch.reports.sections import batch_parts
+from lightning_feed.watch.reports.text import as_markdown, as_text, diagnosis_markdown
 from lightning_feed.watch.stats import LoaderStats, RankStats
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, LoopFacts, Measurements, Remedy
 from lightning_feed.watch.verdict.tree import diagnose
 
 TURNS = "num_workers=0, so loading and training take turns"
-ANY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ANY = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def _bare(**changes: Any) -> Diagnosis:
@@ -81,9 +81,9 @@ def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
 def test_a_sample_that_is_loaded_as_a_whole_is_no_transform() -> None:
     found = sample()
     whole = replace(sample_experiments(), costs=(NamedCost(name="load", cpu_ms=2.0, wall_ms=2.0),))
-    road = read_road(replace(found, measurements=replace(found.measurements, experiments=whole)))
-    assert road is not None
-    assert [one.name for one in road.stations][:2] == ["load", "collate, IPC"]
+    pipeline = read_pipeline(replace(found, measurements=replace(found.measurements, experiments=whole)))
+    assert pipeline is not None
+    assert [one.name for one in pipeline.bars][:2] == ["load", "collate, IPC"]
 
 
 def test_no_interval_is_said_where_there_is_none() -> None:
@@ -112,10 +112,6 @@ def test_parts_of_lists_are_named_together() -> None:
     keys = tuple(KeyUse(name=f"1.{at}.image_id", bytes_per_batch=500, used=None) for at in range(9))
     keys += (KeyUse(name="0", bytes_per_batch=9, used=None),)
     assert batch_parts(keys) == [("batch[1][*].image_id", 4500, None), ("batch[0]", 9, None)]
-
-
-def test_files_are_named_in_few_words() -> None:
-    assert files_text([Path("a/b.html"), Path("a/b.json"), Path("a/b.md")]) == f"{Path('a/b.html')}, .json, .md"
 
 
 def test_no_verdict() -> None:
@@ -167,7 +163,7 @@ def test_the_cause_holds_what_is_known() -> None:
     )
 
 
-def test_the_dearest_hooks_are_the_cause_of_a_slow_framework() -> None:
+def test_the_slowest_hooks_are_the_cause_of_a_slow_framework() -> None:
     hooks = tuple(HookTime(name=f"hook{index}", ms_per_step=9.0 - index) for index in range(5))
     found = _bare(bottleneck="framework", cause="hooks")
     found = replace(found, measurements=replace(found.measurements, hooks=hooks))
@@ -179,7 +175,7 @@ def test_a_compute_bound_run_needs_no_cause() -> None:
     assert _cause(_bare(bottleneck="compute", cause="launch", grade="fed")) == "cause launch"
 
 
-def test_what_experiments_found_beside_the_road() -> None:
+def test_what_experiments_found_beside_the_pipeline() -> None:
     found = sample()
     results = replace(sample_experiments(), keys=(KeyUse(name="meta.path", bytes_per_batch=2500, used=False),))
     lines = as_text(replace(found, measurements=replace(found.measurements, experiments=results))).splitlines()
@@ -228,8 +224,8 @@ def test_a_slow_rank_has_no_interval_and_the_gain_of_all_ranks() -> None:
     assert first.endswith("all ranks wait 84 % of each step for the data of rank 1 (confidence high, 412 steps)")
     assert second.endswith("if data were free: 6.25 x as fast")
     page = diagnosis_markdown(found)
-    assert "interval" not in page
-    assert "If data were free: 6.25 x as fast." in page
+    assert "CI" not in page
+    assert "Confidence high, 412 steps; if data were free: 6.25 x as fast." in page
     assert "<b>6.25 <small>x</small></b>" in as_html(sample_report(found))
 
 
@@ -262,7 +258,7 @@ def test_the_headline_of_a_slow_start_is_of_epochs_as_the_verdict_is() -> None:
     assert headline(_slow_start(device="cuda")) == (
         "highly data-bound: GPU idle 67 % of each epoch waiting for its first batch"
     )
-    assert "interval" not in diagnosis_markdown(_slow_start())
+    assert "CI" not in diagnosis_markdown(_slow_start())
     assert headline(_slow_start(start_s=0.05)) == "moderately data-bound: training waits for data 6 % of each step"
 
 
@@ -297,87 +293,96 @@ def test_any_report_can_be_told(report: Report) -> None:
     assert as_markdown(report).startswith("# ")
 
 
-# --- the road -----------------------------------------------------------------------------------------------------
+# --- the pipeline -------------------------------------------------------------------------------------------------
 
 
-def _road(facts: Any = None, remedies: tuple[Remedy, ...] = (), **changes: Any) -> Any:
+def _pipeline(facts: Any = None, remedies: tuple[Remedy, ...] = (), **changes: Any) -> Any:
     found = sample(facts=facts, remedies=remedies)
     measured = replace(found.measurements, experiments=ExperimentResults(**changes))
-    return read_road(replace(found, measurements=measured))
+    return read_pipeline(replace(found, measurements=measured))
 
 
-def test_the_rates_of_the_stations() -> None:
-    road = read_road(sample())
-    assert road is not None
-    assert road.unit == "samples/s"
-    assert [(one.name, round(one.per_s)) for one in road.stations] == [
-        ("read", 3158),  # 6 workers, 1.9 ms each
-        ("decode", 612),
-        ("transforms", 1304),  # 3.2 + 1.4 ms
-        ("collate, IPC", 3040),
-        ("loader", 371),
-        ("copy", 35556),
-        ("model", 589),
-    ]
-    assert [one.name for one in road.stations if one.narrowest] == ["decode", "loader"]
-    assert road.achieved_per_s == pytest.approx(32_000 / 87.2)
-    assert road.what_if[0] == ("loader, files in memory", pytest.approx(412.8))
-    assert [round(per_s) for _, per_s in road.remedies] == [556, 525]
-    assert road.full_per_s == pytest.approx(3 * 371.2)
+def _rates(pipeline: Pipeline | None, *kinds: str) -> dict[str, float]:
+    assert pipeline is not None
+    return {one.name: one.per_s for one in pipeline.bars if one.kind in (kinds or ("stage", "part"))}
+
+
+def _narrowest(pipeline: Pipeline | None) -> list[str]:
+    assert pipeline is not None
+    return [one.name for one in pipeline.bars if one.narrowest]
+
+
+def test_the_rates_of_the_stages() -> None:
+    pipeline = read_pipeline(sample())
+    assert pipeline is not None
+    assert pipeline.unit == "samples/s"
+    assert {name: round(per_s) for name, per_s in _rates(pipeline).items()} == {
+        "read": 3158,  # 6 workers, 1.9 ms each
+        "decode": 612,
+        "transforms": 1304,  # 3.2 + 1.4 ms
+        "collate, IPC": 3040,
+        "loader": 371,
+        "copy": 35556,
+        "model": 589,
+    }
+    assert _narrowest(pipeline) == ["decode", "loader"]
+    assert _rates(pipeline, "fit") == {"fit as it ran": pytest.approx(32_000 / 87.2)}
+    assert _rates(pipeline, "if")["files in memory"] == pytest.approx(412.8)
+    assert [round(per_s) for per_s in _rates(pipeline, "remedy").values()] == [556, 525]
+    assert pipeline.full_per_s == pytest.approx(3 * 371.2)
 
 
 def test_the_narrowest_is_the_model_where_it_is() -> None:
     costs = sample_experiments().costs
-    road = _road(batch_size=32, loader_per_s=20.0, ceiling_per_s=30.0, costs=costs, model_per_s=11.5)
-    assert len(road.stations) == 6
-    assert [one.name for one in road.stations if one.narrowest] == ["model"]
+    pipeline = _pipeline(batch_size=32, loader_per_s=20.0, ceiling_per_s=30.0, costs=costs, model_per_s=11.5)
+    assert len(_rates(pipeline)) == 6
+    assert _narrowest(pipeline) == ["model"]
 
 
-def test_a_model_alone_that_was_disturbed_is_no_station() -> None:
-    stations = {ms: [one.name for one in _road(loader_per_s=20.0, model_per_s=1000 / ms).stations] for ms in (95, 96)}
-    assert stations == {95: ["loader", "model"], 96: ["loader"]}  # steps of 87.2 ms
+def test_a_model_alone_that_was_disturbed_is_no_stage() -> None:
+    stages = {ms: [*_rates(_pipeline(loader_per_s=20.0, model_per_s=1000 / ms))] for ms in (95, 96)}
+    assert stages == {95: ["loader", "model"], 96: ["loader"]}  # steps of 87.2 ms
 
 
-def test_one_station_alone_is_not_called_the_narrowest() -> None:
-    assert not any(one.narrowest for one in _road(loader_per_s=20.0).stations)
+def test_one_stage_alone_is_not_called_the_narrowest() -> None:
+    assert _narrowest(_pipeline(loader_per_s=20.0)) == []
 
 
 def test_more_workers_than_cpus_do_not_decode_faster() -> None:
     costs = sample_experiments().costs
-    road = _road(sample_facts(num_workers=40, usable_cpus=2), batch_size=32, costs=costs)
-    decode = next(one for one in road.stations if one.name == "decode")
-    assert decode.per_s == pytest.approx(2 / 9.6e-3)
+    pipeline = _pipeline(sample_facts(num_workers=40, usable_cpus=2), batch_size=32, costs=costs)
+    assert _rates(pipeline)["decode"] == pytest.approx(2 / 9.6e-3)
 
 
-def test_with_several_loaders_their_stations_are_named_alike() -> None:
+def test_with_several_loaders_their_stages_are_named_alike() -> None:
     costs = tuple(NamedCost(name=name, cpu_ms=0.1, wall_ms=4.5) for name in ("a: load", "b: read", "b: decode"))
-    road = _road(sample_facts(num_workers=2), batch_size=16, costs=costs)
-    assert [one.name for one in road.stations] == ["read", "decode", "load"]
-    assert [one.per_s for one in road.stations] == pytest.approx([2 / 4.5e-3] * 3)
+    pipeline = _pipeline(sample_facts(num_workers=2), batch_size=16, costs=costs)
+    assert _rates(pipeline) == dict.fromkeys(("read", "decode", "load"), pytest.approx(2 / 4.5e-3))
 
 
 def test_without_workers_one_process_decodes() -> None:
-    road = _road(sample_facts(num_workers=0, usable_cpus=None), batch_size=32, costs=sample_experiments().costs)
-    assert next(one for one in road.stations if one.name == "decode").per_s == pytest.approx(1 / 9.8e-3)
+    facts = sample_facts(num_workers=0, usable_cpus=None)
+    pipeline = _pipeline(facts, batch_size=32, costs=sample_experiments().costs)
+    assert _rates(pipeline)["decode"] == pytest.approx(1 / 9.8e-3)
 
 
 def test_without_a_batch_size_rates_are_in_batches() -> None:
-    road = _road(sample_facts(batch_size=None), loader_per_s=20.0, costs=sample_experiments().costs)
-    assert (road.unit, [one.per_s for one in road.stations]) == ("batches/s", [20.0])
-    assert road.achieved_per_s == pytest.approx(1000 / 87.2)
+    pipeline = _pipeline(sample_facts(batch_size=None), loader_per_s=20.0, costs=sample_experiments().costs)
+    assert (pipeline.unit, _rates(pipeline)) == ("batches/s", {"loader": 20.0})
+    assert _rates(pipeline, "fit") == {"fit as it ran": pytest.approx(1000 / 87.2)}
 
 
-def test_no_road_without_a_station() -> None:
-    assert _road() is None
-    assert _road(cold_per_s=3.0) is None
-    assert _road(loader_per_s=0.0) is None
-    assert _road(loader_per_s=float("inf")) is None
+def test_no_pipeline_without_a_stage() -> None:
+    assert _pipeline() is None
+    assert _pipeline(cold_per_s=3.0) is None
+    assert _pipeline(loader_per_s=0.0) is None
+    assert _pipeline(loader_per_s=float("inf")) is None
 
 
-def test_the_picture_of_the_road() -> None:
+def test_the_pipeline_as_text() -> None:
     remedies = (Remedy(code="x" * 60, why="", predicted_step_ms=64.0),)
-    road = _road(remedies=remedies, batch_size=32, loader_per_s=10.0, model_per_s=20.0, copy_ms=0.1)
-    lines = road_text(road).splitlines()
+    pipeline = _pipeline(remedies=remedies, batch_size=32, loader_per_s=10.0, model_per_s=20.0, copy_ms=0.1)
+    lines = pipeline_text(pipeline)
     assert lines[0] == "Pipeline (samples/s)"
     assert lines[1].split() == ["loader", "320", "#" * 11, "<-", "bottleneck"]  # a third of 32, as 3 times it is full
     assert lines[2].split() == ["copy", "320", "000", "#" * 31 + ">"]
@@ -396,11 +401,11 @@ def test_rates_have_three_digits() -> None:
 def test_the_markdown_of_a_report() -> None:
     text = as_markdown(sample_report())
     assert text.startswith("# highly data-bound: GPU idle 34 % of each step waiting for data\n")
-    assert "Confidence high, 412 steps, 95 % interval 32 to 36 %." in text
-    assert "| data | 29.6 | 33.9 | the device waited for data |" in text
-    assert "| 1 | `FastDataModule(loader=LoaderSettings(num_workers=14))` | num\\_workers 6 -> 14; 20 CPUs" in text
+    assert "95 % CI 32-36, confidence high, 412 steps; if data were free: 1.51 x as fast." in text
+    assert "| `data` | 29.6 | 33.9 | the device waited for data |" in text
+    assert "| `FastDataModule(loader=LoaderSettings(num_workers=14))` | num\\_workers 6 -> 14; 20 CPUs" in text
     assert "| 57.6 ms | 556 samples/s |" in text
-    assert road_text(read_road(sample())) in text  # type: ignore[arg-type]
+    assert "\n".join(pipeline_text(read_pipeline(sample()))) in text  # type: ignore[arg-type]
     assert "| `rank 1 (the slow one)` | 29.60 |" in text
     assert "| `decode` | 9.600 | 9.800 |" in text
     assert "| `[Callback]ModelCheckpoint.on_train_batch_end` | 2.40 |" in text
@@ -424,7 +429,7 @@ def test_names_cannot_break_the_tables() -> None:
     assert "<script>" not in rows[0]
     for row in rows[1:]:
         bars = row.replace("\\|", "").count("|")
-        assert bars in (3, 6)  # the cells of its table and no more
+        assert bars in (3, 5)  # the cells of its table and no more
 
 
 def test_what_was_not_measured_is_left_out() -> None:

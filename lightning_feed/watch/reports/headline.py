@@ -1,0 +1,195 @@
+"""The verdict in words: what limits training, how much time it takes, and why."""
+
+from typing import Literal, NamedTuple
+
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
+from lightning_feed.watch.verdict.shares import LOOP_WORDS, grade_of, in_ms, plural, shares_of, toy_sentence
+from lightning_feed.watch.verdict.whole_run import share_text
+
+_OF_THE_STEP = {
+    "compute": "OK: limited by the model",
+    "launch": "limited by Python, which hardly issues the GPU's work as fast as it is done",
+}
+"""Cause -> verdict, where it is neither data nor what lies between the steps."""
+_OF_THE_RUN = ("validation", "checkpoints")
+"""Bottlenecks that lie outside the training steps."""
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """The verdict in a line. Of what was not measured: ``no verdict``."""
+    verdict, share = headline_parts(diagnosis)
+    if not share:
+        return verdict
+    return f"{verdict}. {share}." if verdict.startswith("OK") else f"{verdict}: {share}"
+
+
+def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
+    """The verdict, and the share of time that it rests on; empty where there is none to tell."""
+    stats = diagnosis.stats
+    if diagnosis.bottleneck in _OF_THE_RUN:
+        return f"limited by {diagnosis.bottleneck}", share_text(diagnosis.measurements)
+    if diagnosis.bottleneck == "unknown" or stats.starved_pct is None:
+        return "no verdict", ""
+    toy = toy_sentence(stats.step_ms)
+    if toy is not None:
+        return toy.rstrip("."), ""
+    waits = _waits(diagnosis, stats.starved_pct)
+    if diagnosis.bottleneck == "data":
+        return diagnosis.grade, waits
+    if diagnosis.bottleneck == "compute":
+        return _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data"), waits
+    part, where = stats.other_ms, "between the steps"
+    if diagnosis.bottleneck == "copy":
+        part = stats.h2d_ms
+        where = "in batch hooks" if diagnosis.device_type == "cpu" else "copying batches to the device"
+    taken = 100 * (part or 0.0) / (stats.step_ms or 1.0)
+    return f"{diagnosis.bottleneck}-bound", f"{taken:.0f} % of each step {where}; {waits}"
+
+
+def is_toy(diagnosis: Diagnosis) -> bool:
+    """Whether steps are so short that Python takes most of them, and there is no advice to give."""
+    judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
+    return judged and toy_sentence(diagnosis.stats.step_ms) is not None
+
+
+def trust(diagnosis: Diagnosis) -> str:
+    """How far to trust the verdict: ``95 % CI 32-36, confidence high, 412 steps``.
+
+    The interval is that of this rank's steps: it is left out where the headline names what all ranks lose, or what an
+    epoch loses before its first batch, and where it has no width.
+    """
+    said = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
+    low, high = diagnosis.stats.starved_low_pct, diagnosis.stats.starved_high_pct
+    of_steps = _counted(diagnosis) == "steps" and diagnosis.bottleneck not in _OF_THE_RUN
+    if low is None or high is None or not of_steps or f"{low:.0f}" == f"{high:.0f}":
+        return said
+    return f"95 % CI {low:.0f}-{high:.0f}, {said}"
+
+
+def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
+    """The share of time that training waits for data, in words."""
+    on_cpu, ranks = diagnosis.device_type == "cpu", diagnosis.measurements.ranks
+    loop = LOOP_WORDS[diagnosis.measurements.facts.stage]
+    shares, counted = shares_of(diagnosis.measurements), _counted(diagnosis)
+    if counted == "ranks" and ranks is not None:
+        whose = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
+        return f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
+    if counted == "epochs" and shares is not None:
+        if on_cpu:
+            return f"{loop} waits for data {shares.epoch_pct:.0f} % of each epoch, for its first batch"
+        return f"GPU idle {shares.epoch_pct:.0f} % of each epoch waiting for its first batch"
+    if diagnosis.bottleneck == "compute":
+        proven = shares is not None and shares.acquitted
+        more = ", which faster loading would not change: the model alone takes as long as a step"
+        return f"{starved_pct:.0f} % of time waiting for data{more if proven else ''}"
+    if on_cpu:
+        return f"{loop} waits for data {starved_pct:.0f} % of each step"
+    return f"GPU idle {starved_pct:.0f} % of each step waiting for data"
+
+
+def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
+    """What the grade goes by: waiting in this rank's steps, in those of all ranks, or for an epoch's first batch."""
+    measured = diagnosis.measurements
+    starved, shares = measured.stats.starved_pct, shares_of(measured)
+    if diagnosis.cause == "one rank" and measured.ranks is not None and measured.ranks.starved_pct is not None:
+        return "ranks"
+    if shares is None or starved is None or (diagnosis.cause != "epoch start" and grade_of(starved) == diagnosis.grade):
+        return "steps"
+    if shares.epoch_pct is not None and shares.epoch_pct == shares.data_pct:
+        return "epochs"
+    return "ranks" if shares.by_ranks and not shares.acquitted else "steps"
+
+
+# --- without waiting ----------------------------------------------------------------------------------------------
+
+
+def if_free(diagnosis: Diagnosis) -> str:
+    """What free data would give. Empty: not known."""
+    faster = speedup(diagnosis)
+    if faster is None:
+        return ""
+    starts = ", starts of epochs included" if _counted(diagnosis) == "epochs" else ""
+    return f"if data were free: {faster:.2f} x as fast{starts}"
+
+
+def speedup(diagnosis: Diagnosis) -> float | None:
+    """Times as fast if data were free, by the share that the headline names; None: not known."""
+    measured, counted = diagnosis.measurements, _counted(diagnosis)
+    stats, ranks, batches = measured.stats, measured.ranks, measured.facts.batches_per_epoch or 0
+    if counted == "steps":
+        return stats.speedup_if_free
+    if counted == "ranks":
+        whole, busy = 100.0, 100.0 - ((ranks.starved_pct if ranks is not None else None) or 0.0)
+    else:
+        step_ms = stats.step_ms or 0.0
+        whole = 1e3 * (stats.epoch_start_s or 0.0) + batches * step_ms
+        busy = batches * (step_ms - (stats.data_idle_ms or 0.0))
+    return whole / busy if busy > 0 else None
+
+
+# --- the parts of a step, and the cause ---------------------------------------------------------------------------
+
+
+class StepPart(NamedTuple):
+    """A part of a step."""
+
+    name: str
+    ms: float
+    meaning: str
+    inside: str = ""
+    """What it divides into: `` (forward 4.9, backward 0.4, optimizer 0.6)``; empty where that was not measured."""
+
+
+def step_parts(diagnosis: Diagnosis) -> list[StepPart]:
+    """The measured parts of a step as they follow each other on the device; they add up to the step.
+
+    On a CPU nothing is copied: what little time the transfer takes there counts as ``other``.
+    """
+    stats, copy_ms, other_ms = diagnosis.stats, diagnosis.stats.h2d_ms, diagnosis.stats.other_ms
+    if diagnosis.device_type == "cpu" and diagnosis.bottleneck != "copy":
+        copy_ms, other_ms = None, None if other_ms is None else other_ms + (copy_ms or 0.0)
+    named = {"forward": stats.forward_ms, "backward": stats.backward_ms, "optimizer": stats.optimizer_ms}
+    inside = ", ".join(f"{name} {in_ms(ms, stats.step_ms or 0.0)}" for name, ms in named.items() if ms is not None)
+    parts = (
+        ("compute", stats.compute_ms, "forward, backward and optimizer", f" ({inside})" if inside else ""),
+        ("data", stats.data_idle_ms, "the device waited for data", ""),
+        ("copy to device", copy_ms, "as far as no computing hides it, with the hooks before it", ""),
+        ("other", other_ms, "between the steps: callbacks, logging, checkpoints", ""),
+    )
+    return [StepPart(name, ms, meaning, inside) for name, ms, meaning, inside in parts if ms is not None]
+
+
+def cause_text(diagnosis: Diagnosis) -> str:
+    """The cause with what the workers did meanwhile. Empty: the cause is not known, or the bottleneck says it all."""
+    name = "" if diagnosis.cause in ("unknown", diagnosis.bottleneck) else diagnosis.cause
+    said = ""
+    if diagnosis.bottleneck == "data":
+        cpus = _cpus(diagnosis.measurements.facts, crowded=diagnosis.cause == "oversubscribed")
+        said = "; ".join(one for one in (_worker_time(diagnosis), cpus) if one)
+    elif diagnosis.bottleneck == "framework":
+        said = "; ".join(f"{one.name} {one.ms_per_step:.1f} ms a step" for one in diagnosis.measurements.hooks[:3])
+    return f"{name}: {said}" if name and said else name or said
+
+
+def _worker_time(diagnosis: Diagnosis) -> str:
+    loaders = diagnosis.measurements.loaders
+    shares = {
+        "on CPU": loaders.workers_on_cpu_pct,
+        "run queue": loaders.workers_run_queue_pct,
+        "blocked": loaders.workers_blocked_pct,
+    }
+    known = [f"{name} {pct:.0f} %" for name, pct in shares.items() if pct is not None]
+    return f"workers {', '.join(known)}" if known else ""
+
+
+def _cpus(facts: LoopFacts, *, crowded: bool) -> str:
+    if facts.num_workers is None:
+        return ""
+    if facts.num_workers == 0:
+        return f"num_workers=0, so loading and {LOOP_WORDS[facts.stage]} take turns"
+    workers = plural(facts.num_workers, "worker")
+    if facts.usable_cpus is None:
+        return workers
+    if crowded:  # workers do not get the CPUs that are left for them
+        return f"{workers}, {plural(facts.usable_cpus, 'CPU')} may be used"
+    return f"{workers} on {plural(facts.usable_cpus, 'CPU')}"
