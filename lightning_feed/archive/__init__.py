@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from lightning_feed.archive.stage_background import stage_in_background
     from lightning_feed.archive.stage_path import StagedPath
     from lightning_feed.archive.stage_room import mount_command
-    from lightning_feed.archive.stage_users import unstage
-    from lightning_feed.archive.staging import Staged, stage
+    from lightning_feed.archive.staging import Staged, stage, unstage
 
 __all__ = [
     "PackReport",
@@ -37,7 +36,7 @@ _HOMES = {
     "pack": "packing",
     "stage": "staging",
     "stage_in_background": "stage_background",
-    "unstage": "stage_users",
+    "unstage": "staging",
     "verify_pack": "packing",
 }
 

@@ -15,11 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from lightning_feed.archive.folder_source import FolderSource
 from lightning_feed.archive.pack_manifest import Format, Kind, is_pack
 from lightning_feed.archive.pack_samples import Payloads
 from lightning_feed.archive.pack_spool import records_of
-from lightning_feed.archive.stage_lock import FileLock
 from lightning_feed.errors import ArchiveError
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,11 @@ def alone_in(partial: Path) -> Iterator[None]:
     mine = _make_private(partial)
     lock = FileLock(partial / _LOCK)
     try:
-        held = lock.try_acquire()
-    except FileNotFoundError:  # renamed by the other process, which is done
-        held = False
-    if not held:
-        raise ArchiveError(f"Another process is packing to {partial}. Wait for it to end, or give another DEST.")
+        lock.acquire(timeout=0)
+    except (Timeout, FileNotFoundError):  # not found: renamed by the other process, which is done
+        raise ArchiveError(
+            f"Another process is packing to {partial}. Wait for it to end, or give another DEST."
+        ) from None
     try:
         _refuse_foreign(partial, mine)
         yield
@@ -193,8 +194,12 @@ def complete_replacement(partial: Path, target: Path) -> None:
     if not is_pack(target) or not (target / _PLAN).exists() or target.stat().st_uid != os.geteuid():
         return
     lock = FileLock(target / _LOCK)
-    if not lock.try_acquire():
-        raise ArchiveError(f"Another process is packing to {target}. Wait for it to end, or give another DEST.")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ArchiveError(
+            f"Another process is packing to {target}. Wait for it to end, or give another DEST."
+        ) from None
     try:
         _clear_up(partial, target)
     finally:

@@ -1,14 +1,207 @@
-"""A path that leads to the source until the copy is complete, and to the copy from then on."""
+"""What stands beside a staged copy, its record and its locks, and a path that leads to it once it is complete."""
 
+import errno
+import fcntl
+import json
+import logging
 import os
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 
-from lightning_feed.archive.stage_record import StagePlace, is_ours, read_boot_id
-from lightning_feed.archive.stage_tree import shown
+from filelock import FileLock, SoftFileLock, Timeout
 
+from lightning_feed.errors import ArchiveError, printable
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+_SAY_AFTER_S = 1.0
+"""A wait that is over sooner, for a process that finds the copy up to date, is not worth a line."""
 _LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """What is known of a copy, kept beside it. No list of files: each has the size and time of its source."""
+
+    source: str
+    """Absolute path."""
+    boot_id: str
+    """Of the machine's present run; ``checked_s`` means nothing in another."""
+    remove_at_exit: bool
+    """The copy goes with the last process that uses it."""
+    copied_by: str = "an earlier version"
+    """Who copies or copied it, for people."""
+    files: int = 0
+    total_bytes: int = 0
+    checked_s: float | None = None
+    """When the copy was seen to equal the source, on the clock of :func:`now_s`; None while it is being made."""
+    hashed: bool = False
+    """Contents were compared then, not only sizes and times."""
+    version: int = VERSION
+
+    def is_current(self, source: str) -> bool:
+        """Whether the copy is complete, of that source, and made in this run of the machine."""
+        return self.checked_s is not None and self.source == source and self.boot_id == read_boot_id()
+
+
+def start_record(source: str, *, remove_at_exit: bool) -> StageRecord:
+    """The record of a copy that this process begins to make now."""
+    who = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    return StageRecord(source=source, boot_id=read_boot_id(), remove_at_exit=remove_at_exit, copied_by=who)
+
+
+class StagePlace:
+    """The paths of one staged copy. All but the copy itself lies in ``DEST/.NAME.staging``, which is its owner's alone.
+
+    Args:
+        target: where the copy is, or will be.
+    """
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        self.target = Path(target)
+        self.folder = self.target.parent / f".{self.target.name}.staging"
+        self.lock = self.folder / "lock"
+        self.users = self.folder / "users"
+        self.record = self.folder / "complete.json"
+        self.parts = self.folder / "parts"
+
+    def read(self) -> StageRecord | None:
+        """The record of a copy; None when there is none, or another user's, or another version's."""
+        try:
+            if owner_of(self.folder) != os.geteuid():
+                return None
+            found = StageRecord(**json.loads(self.record.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+        return found if found.version == VERSION else None
+
+    def write(self, record: StageRecord) -> None:
+        """Replace the record atomically."""
+        partial = self.record.with_suffix(".tmp")
+        partial.write_text(json.dumps(asdict(record)))
+        partial.replace(self.record)
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path as text that can be printed everywhere."""
+    return printable(os.fspath(path))
+
+
+def owner_of(path: str | os.PathLike[str]) -> int | None:
+    """The user who made what lies there; None where there is nothing."""
+    with suppress(OSError):
+        return os.lstat(path).st_uid
+    return None
+
+
+def read_boot_id() -> str:
+    """What tells this run of the machine from the one before the last reboot; "" where the kernel does not say."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def now_s() -> float:
+    """Seconds since the machine started: one clock for all of its processes."""
+    return time.monotonic()
+
+
+# --- one process copies, the others wait --------------------------------------------------------------------------
+
+
+def claim(place: StagePlace, *, wait_s: float | None = None) -> FileLock:
+    """Wait until no other process copies to this place, then keep them all out until the lock is released.
+
+    The kernel drops the lock when its process ends, however it ends: there are no stale locks.
+
+    Args:
+        place: where the copy goes; the folder beside it is made when it is not there.
+        wait_s: how long to wait, in seconds. None waits for as long as the other process lives.
+
+    Raises:
+        ArchiveError: when another process still copies after ``wait_s``, or when the folder cannot be written.
+    """
+    lock, began, said = FileLock(place.lock), time.monotonic(), False
+    while True:
+        _make_private(place.folder)
+        left_s = _SAY_AFTER_S if wait_s is None else wait_s - (time.monotonic() - began)
+        try:
+            lock.acquire(timeout=min(_SAY_AFTER_S, max(0.0, left_s)))
+            break
+        except Timeout:
+            record = place.read()
+            who = record.copied_by if record and record.checked_s is None else "another process"
+            if left_s <= _SAY_AFTER_S and wait_s is not None:
+                raise ArchiveError(
+                    f"{shown(place.target)} is being copied by {who}, and is not complete after the {wait_s:g} s that "
+                    "were given to wait. Wait longer, or stop that process: what it has copied is kept."
+                ) from None
+            if not said:
+                logger.warning("Waiting for the copy at %s, which is being made by %s.", shown(place.target), who)
+                said = True
+        except FileNotFoundError:
+            continue  # removed just now, with the copy: make it again
+        except OSError as error:
+            raise ArchiveError(
+                f"{shown(place.lock)} cannot be opened or locked: {error.strerror}. Give a folder of your own on a "
+                "tmpfs or a local disk as DEST."
+            ) from error
+    if isinstance(lock, SoftFileLock):  # which would outlive a process that is killed
+        lock.release()
+        raise ArchiveError(f"{shown(place.lock)} cannot be locked. Stage to a tmpfs or a local disk.")
+    return lock
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        todo = "Give SRC a shorter name" if error.errno == errno.ENAMETOOLONG else "Give a folder of your own as DEST"
+        raise ArchiveError(f"{shown(folder)} cannot be made: {error.strerror}. {todo}.") from error
+    if owner_of(folder) not in (None, os.geteuid()):
+        raise ArchiveError(f"{shown(folder)} belongs to another user. Give a folder of your own as DEST.")
+
+
+_uses: dict[tuple[int, str], int] = {}
+"""By process and path of the copy: a file that is locked with the other users. Module state, because it is the process
+that uses copies. Forked children share the lock, and it ends for them too when the parent releases it."""
+
+
+def hold(place: StagePlace, *, at_exit: Callable[[StagePlace], object]) -> None:
+    """Use a copy until this process ends, so that nobody removes it before. Called while the place is claimed."""
+    key = (os.getpid(), str(place.target))
+    if key not in _uses:
+        _uses[key] = os.open(place.users, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(_uses[key], fcntl.LOCK_SH)
+        # Below zero: after multiprocessing has ended its daemonic children, the workers that still read.
+        Finalize(None, at_exit, args=(place,), exitpriority=-10)
+
+
+def release(place: StagePlace) -> None:
+    """Use a copy no longer."""
+    fd = _uses.pop((os.getpid(), str(place.target)), None)
+    if fd is not None:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def is_used(place: StagePlace) -> bool:
+    """Whether another process uses the copy. Called while the place is claimed, and not used by this process."""
+    with place.users.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+# --- for readers ------------------------------------------------------------------------------------------------------
 
 
 class StagedPath:
@@ -18,7 +211,7 @@ class StagedPath:
         source: what is copied.
         staged: the copy, there or not.
         since_s: only a copy that was seen to equal its source at this time or later counts, on the clock of
-            :func:`~lightning_feed.archive.stage_record.now_s`. None takes any complete copy of this run of the machine.
+            :func:`now_s`. None takes any complete copy of this run of the machine.
         clock: seconds.
 
     Example:
@@ -37,46 +230,27 @@ class StagedPath:
     ) -> None:
         self.source = Path(os.path.abspath(source))  # noqa: PTH100 - as it stands in the record, links not resolved
         self.staged = Path(os.path.abspath(staged))  # noqa: PTH100
-        self._since_s = since_s
-        self._clock = clock
-        self._current = self.source
+        self._since_s, self._clock = since_s, clock
         self._look_at_s = float("-inf")
+        self._found = False
 
     def current(self) -> Path:
-        """The source, or the copy once it is complete. Looks for the copy once a second at most, and never again after
-        it was found."""
-        if self._current is self.source:
-            now_s = self._clock()
-            if now_s >= self._look_at_s:
-                self._look_at_s = now_s + _LOOK_EVERY_S
-                if self._is_complete():
-                    self._current = self.staged
-        return self._current
+        """The source, or the copy once it is complete. Looks for it once a second, until it is found."""
+        return self.staged if self.is_staged else self.source
 
     @property
     def is_staged(self) -> bool:
         """Whether :meth:`current` leads to the copy."""
-        return self.current() is self.staged
-
-    def _is_complete(self) -> bool:
-        found = StagePlace(self.staged).read_complete()
-        if (
-            found is None
-            or found.source != str(self.source)
-            or found.boot_id != read_boot_id()
-            or not is_ours(self.staged)
-        ):
-            return False
-        return self._since_s is None or found.checked_s >= self._since_s
-
-    def __getstate__(self) -> dict[str, object]:
-        # The choice goes along, not the objects that `is` compares.
-        return {**self.__dict__, "_current": None, "_staged_found": self._current is not self.source}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        found = state.pop("_staged_found")
-        self.__dict__.update(state)
-        self._current = self.staged if found else self.source
+        if not self._found and self._clock() >= self._look_at_s:
+            self._look_at_s = self._clock() + _LOOK_EVERY_S
+            record = StagePlace(self.staged).read()
+            self._found = (
+                record is not None
+                and record.is_current(str(self.source))
+                and (record.checked_s or 0.0) >= (self._since_s or 0.0)
+                and owner_of(self.staged) == os.geteuid()
+            )
+        return self._found
 
     def __repr__(self) -> str:
         return f"StagedPath({shown(self.source)!r}, {shown(self.staged)!r})"

@@ -1,4 +1,4 @@
-"""Is there room for the copy, on the file system and in memory? Asked before a byte is written."""
+"""Room for a copy on a file system and in memory, checked before a byte is written, and mounts."""
 
 import os
 import re
@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_feed.archive.memory import cgroup_memory_limits, memory_limits, read_text
-from lightning_feed.archive.stage_tree import shown
+from lightning_feed.archive.stage_path import shown
 from lightning_feed.errors import ArchiveError
 
 RAM_SHARE = 0.9
 """How much of the free memory, and of the free space of a file system in memory, a copy may take. A loader's workers
 hand over their batches through /dev/shm and are killed when it is full; so is whoever asks next when memory is."""
 _RAM_KINDS = ("tmpfs", "ramfs")
-_RAM_DEVICE = re.compile(r"/dev/(ram|zram)\d+$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,23 +25,12 @@ class Mount:
     """Where it is mounted."""
     kind: str
     """``"tmpfs"``, ``"ext4"`` ..."""
-    device: str
     options: frozenset[str]
 
     @property
     def in_memory(self) -> bool:
-        """Whether what is written there takes memory: a tmpfs, a ramfs, or a RAM disk with any file system."""
-        return self.kind in _RAM_KINDS or _RAM_DEVICE.match(self.device) is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """What a copy takes, beyond what lies there already."""
-
-    bytes: int
-    """In whole blocks of the file system."""
-    files: int
-    """New files and folders."""
+        """Whether what is written there takes memory."""
+        return self.kind in _RAM_KINDS
 
 
 def find_mount(path: str, root: Path = Path("/")) -> Mount | None:
@@ -66,15 +54,16 @@ def find_mount(path: str, root: Path = Path("/")) -> Mount | None:
             found is None or len(point) >= len(found.point)
         ):  # of two on one point the later hides the other
             options = frozenset([*words[5].split(","), *tail[2].split(",")])
-            found = Mount(point=point, kind=tail[0], device=_unescaped(tail[1]), options=options)
+            found = Mount(point=point, kind=tail[0], options=options)
     return found
 
 
-def check_room(need: Need, folder: str, root: Path = Path("/")) -> None:
+def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/")) -> None:
     """Refuse a copy that does not fit.
 
     Args:
-        need: what it takes.
+        new_bytes: what it takes, in whole blocks of the file system.
+        new_files: files and folders.
         folder: where it goes; exists.
         root: the file system to read ``proc`` and ``sys`` from.
 
@@ -86,25 +75,25 @@ def check_room(need: Need, folder: str, root: Path = Path("/")) -> None:
     status = os.statvfs(folder)
     free = int(status.f_bavail * status.f_frsize * (RAM_SHARE if in_memory else 1))
     where = f"{shown(mount.point)} ({mount.kind})" if mount else shown(folder)
-    if need.bytes > free:
+    if new_bytes > free:
         kept = f", of which {1 - RAM_SHARE:.0%} are kept free" if in_memory else ""
         raise ArchiveError(
-            f"{size_text(need.bytes)} are to be copied to {shown(folder)}, and {where} has "
+            f"{size_text(new_bytes)} are to be copied to {shown(folder)}, and {where} has "
             f"{size_text(status.f_bavail * status.f_frsize)} left{kept}. Nothing was written. Make room there, pack "
             "the images smaller first (lightning-feed pack --short-side), or mount a tmpfs of the right size and give "
-            f"that:\n  {mount_command(folder, need.bytes, root)}"
+            f"that:\n  {mount_command(folder, new_bytes, root)}"
         )
-    if status.f_files > 0 and need.files > status.f_favail:  # a file system without inodes of its own says 0
+    if status.f_files > 0 and new_files > status.f_favail:  # a file system without inodes of its own says 0
         raise ArchiveError(
-            f"{need.files} files are to be copied to {shown(folder)}, and {where} has room for {status.f_favail} more, "
+            f"{new_files} files are to be copied to {shown(folder)}, and {where} has room for {status.f_favail} more, "
             "whatever their size. Nothing was written. Pack them into one first (lightning-feed pack)."
         )
     if not in_memory:
         return
     limit = min(memory_limits(root), default=None)
-    if limit is not None and need.bytes > limit.left_bytes * RAM_SHARE:
+    if limit is not None and new_bytes > limit.left_bytes * RAM_SHARE:
         raise ArchiveError(
-            f"{size_text(need.bytes)} are to be copied to {shown(folder)}, which is memory, and the "
+            f"{size_text(new_bytes)} are to be copied to {shown(folder)}, which is memory, and the "
             f"{limit.reason} leaves {size_text(max(0, limit.left_bytes))}, of which {1 - RAM_SHARE:.0%} are kept free. "
             "Nothing was written. Ask for more memory, pack the images smaller first (lightning-feed pack "
             "--short-side), or stage to a local disk."
@@ -134,7 +123,7 @@ def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
             "disk. A tmpfs mounted with noswap (Linux 6.4) is not."
         )
     limit = min(cgroup_memory_limits(root), default=None)
-    if limit is not None and mount.kind in _RAM_KINDS:
+    if limit is not None:
         found.append(
             f"The copy counts against the {limit.reason}, which leaves {size_text(max(0, limit.left_bytes))} to "
             "training now."

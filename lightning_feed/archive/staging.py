@@ -1,21 +1,48 @@
-"""Stages: copies a folder or a file to memory or a local disk, once per node, and brings the copy up to date."""
+"""Staging: a folder or a file, copied to memory or a local disk once per node and kept up to date."""
 
 import logging
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_feed.archive.stage_lock import claim
-from lightning_feed.archive.stage_path import StagedPath
-from lightning_feed.archive.stage_record import Complete, StagePlace, now_s, read_boot_id
-from lightning_feed.archive.stage_room import find_caveats, find_mount
-from lightning_feed.archive.stage_tree import identities_above, identity_of, overlap_error, shown
-from lightning_feed.archive.stage_users import hold
-from lightning_feed.archive.stage_work import StageOptions, StageWork
+from lightning_feed.archive.stage_copy import (
+    CopyPlan,
+    FileWork,
+    Tree,
+    below,
+    identities_above,
+    identity_of,
+    overlap_error,
+    plan_copy,
+    remove_entries,
+    scan_copy,
+    scan_source,
+)
+from lightning_feed.archive.stage_path import (
+    StagedPath,
+    StagePlace,
+    StageRecord,
+    claim,
+    hold,
+    is_used,
+    now_s,
+    owner_of,
+    release,
+    shown,
+    start_record,
+)
+from lightning_feed.archive.stage_room import check_room, find_caveats, find_mount
 from lightning_feed.errors import ArchiveError
 
 logger = logging.getLogger(__name__)
+
+_SAY_AFTER_S = 1.0
+"""A wait that is over sooner, for a process that finds the copy up to date, is not worth a line."""
+_PASSES = 3
+"""How often a source that changes while it is copied is copied again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +86,8 @@ def stage(
     """Copy ``source`` to ``dest/<name of source>``, or bring the copy there up to date.
 
     Every process of a node may call it: one copies, the others wait and get the same copy. Each file is whole or not
-    there; a copy that was broken off is gone on with. Files are compared by size and time of change. Until this process
-    ends, nobody removes the copy.
+    there; a copy that was broken off is completed file by file. Files are compared by size and time of change. Until
+    this process ends, nobody removes the copy.
 
     Args:
         source: a folder or a file. Symbolic links in it are followed.
@@ -82,8 +109,8 @@ def stage(
         PosixPath('/dev/shm/me/birds')
     """
     place, origin = find_place(source, dest)
-    options = StageOptions(hash=hash, force=force, remove_at_exit=remove_at_exit, wait_s=wait_s)
-    done = bring_up_to_date(place, origin, options)
+    work = StageWork(place=place, origin=origin, hash=hash, force=force, remove_at_exit=remove_at_exit, wait_s=wait_s)
+    done = work.run()
     for caveat in done.caveats if done.copied_files else ():
         logger.warning("%s", caveat)
     return done
@@ -96,72 +123,288 @@ def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> 
         ArchiveError: when one lies in the other, or when ``dest`` cannot be made.
     """
     origin = os.path.abspath(source)  # noqa: PTH100 - not resolved: the copy has the name that was given
-    name = os.path.basename(origin)  # noqa: PTH119
+    target = Path(os.path.realpath(dest), os.path.basename(origin))  # noqa: PTH119
     real = os.path.realpath(origin)
-    target = os.path.join(os.path.realpath(dest), name)  # noqa: PTH118
     # By identity, since the same folder has other paths where it is mounted twice. What lies deeper the scan finds.
     above_source = identities_above(real) | identities_above(origin)
-    if identity_of(real) in identities_above(target) or identity_of(target) in above_source:
-        raise overlap_error(source, target)
-    folder = Path(target).parent
+    if identity_of(real) in identities_above(str(target)) or identity_of(str(target)) in above_source:
+        raise overlap_error(os.fspath(source), str(target))
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ArchiveError(
-            f"{shown(folder)} cannot be made: {error.strerror}. Give a folder, or a new one in a folder that exists."
+            f"{shown(target.parent)} cannot be made: {error.strerror}. Give a folder, or a new one in a folder that "
+            "exists."
         ) from error
     return StagePlace(target), origin
 
 
-def bring_up_to_date(
-    place: StagePlace, origin: str, options: StageOptions, *, use: bool = True, show: bool = True
-) -> Staged:
-    """What :func:`stage` does, for a place that was found.
+@dataclass(kw_only=True)
+class StageWork:
+    """Makes a copy equal its source; the options are those of :func:`stage`."""
+
+    place: StagePlace
+    origin: str
+    """Absolute path of what is copied."""
+    hash: bool = False
+    force: bool = False
+    remove_at_exit: bool = False
+    wait_s: float | None = None
+    in_background: bool = False
+    """Without a bar, and without using the copy."""
+    copied_files: int = 0
+    copied_bytes: int = 0
+    removed: int = 0
+
+    def run(self) -> Staged:
+        """Do it, or wait for the process that does.
+
+        Raises:
+            ArchiveError: as :func:`stage`.
+        """
+        place, began_s = self.place, now_s()
+        lock = claim(place, wait_s=self.wait_s)
+        try:
+            record = place.read()
+            # Another process made the copy, or looked at it, while this one waited.
+            fresh = record is not None and record.is_current(self.origin) and (record.checked_s or 0.0) >= began_s
+            if record is None or not fresh or (self.hash and not record.hashed):
+                record = self._bring_up_to_date(record)
+            if not self.in_background:
+                hold(place, at_exit=leave)
+        except ArchiveError:
+            raise
+        except OSError as error:
+            raise ArchiveError(
+                f"{shown(self.origin)} could not be staged to {shown(place.target)}: {error}. Give a DEST that you may "
+                "write to, with room for it."
+            ) from error
+        finally:
+            if place.read() is None:
+                shutil.rmtree(place.folder, ignore_errors=True)  # refused before a byte was written
+            lock.release()
+        folder = str(place.target.parent)
+        mount = find_mount(folder)
+        return Staged(
+            source=Path(self.origin),
+            path=place.target,
+            files=record.files,
+            total_bytes=record.total_bytes,
+            copied_files=self.copied_files,
+            copied_bytes=self.copied_bytes,
+            removed=self.removed,
+            took_s=now_s() - began_s,
+            in_memory=mount is not None and mount.in_memory,
+            caveats=find_caveats(folder),
+            checked_s=record.checked_s or 0.0,
+        )
+
+    def _bring_up_to_date(self, found: StageRecord | None) -> StageRecord:
+        """Copy and look again, until the copy equals the source, then say that it is complete."""
+        may_go = (
+            found.remove_at_exit if found else not self.place.target.is_symlink() and not self.place.target.exists()
+        )
+        record = start_record(self.origin, remove_at_exit=self.remove_at_exit and may_go)
+        self._check_owner()
+        tree, plan = self._look(afresh=self.force)
+        self._check_what_is_there(found)
+        passes = 0
+        while plan.to_copy or plan.to_remove:
+            if passes == _PASSES:
+                raise ArchiveError(
+                    f"{shown(self.origin)} still differs from its copy after it was copied {_PASSES} times, in "
+                    f"{len(plan.to_copy)} files, for example {shown((plan.to_copy or plan.to_remove)[0])}: it changes, "
+                    "or a disk or memory is faulty. Stage it when nothing writes to it any more; what is copied is "
+                    "kept."
+                )
+            self._apply(tree, plan, record)
+            passes += 1
+            tree, plan = self._look()
+        return self._finish(tree, record)
+
+    def _look(self, *, afresh: bool = False) -> tuple[Tree, CopyPlan]:
+        tree, target = scan_source(self.origin), str(self.place.target)
+        if not tree.files:
+            raise ArchiveError(f"There are no files in {shown(self.origin)}. Give the folder that has them.")
+        plan = plan_copy(tree, scan_copy(target, tree), afresh=afresh)
+        if self.hash and not plan.to_copy and not plan.to_remove:
+            with self._file_work(tree, "Comparing", tree.files) as work:
+                plan = CopyPlan(work.compare(), [])
+            if plan.to_copy:
+                logger.warning(
+                    "%d files in %s had another content than their source in the same size and time, and are copied "
+                    "again.",
+                    len(plan.to_copy),
+                    shown(target),
+                )
+        return tree, plan
+
+    def _check_owner(self) -> None:
+        if owner_of(self.place.target) not in (None, os.geteuid()):
+            raise ArchiveError(
+                f"{shown(self.place.target)} belongs to another user. Give a folder of your own as DEST, for example "
+                "/dev/shm/<user>."
+            )
+
+    def _check_what_is_there(self, found: StageRecord | None) -> None:
+        target = shown(self.place.target)
+        if self.force:
+            release(self.place)
+            if is_used(self.place):
+                raise ArchiveError(
+                    f"{target} is used by another process, and force=True would remove it first. Wait for that to end, "
+                    "or leave force out: files are replaced one by one then."
+                )
+        elif owner_of(self.place.target) is not None and (found is None or found.source != self.origin):
+            what = f"a copy of {shown(found.source)}" if found else "no staged copy"
+            raise ArchiveError(
+                f"{target} is there already, and is {what}. Give another DEST, or force=True (--force) to remove it."
+            )
+        if found is not None and found.checked_s is None:
+            logger.info("Going on with the copy at %s, which %s did not complete.", target, found.copied_by)
+
+    def _apply(self, tree: Tree, plan: CopyPlan, record: StageRecord) -> None:
+        target, parts = str(self.place.target), self.place.parts
+        check_room(plan.new_bytes, plan.new_files, str(self.place.target.parent))
+        self.place.write(record)  # no longer complete, and ours
+        remove_entries(target, plan.to_remove)
+        self.removed += len(plan.to_remove)
+        shutil.rmtree(parts, ignore_errors=True)  # of a process that was killed
+        parts.mkdir(mode=0o700)
+        for name, (mode, _) in tree.folders.items():
+            try:
+                os.mkdir(below(target, name), mode | 0o700 if name else 0o700)  # noqa: PTH102
+            except FileExistsError:
+                if not name:
+                    self._check_owner()  # another user may have been first
+        with self._file_work(tree, "Staging", plan.to_copy) as work:
+            copied = work.copy(plan.to_copy)
+        self.copied_files += len(copied)
+        self.copied_bytes += sum(tree.files[name].size for name in copied)
+
+    def _finish(self, tree: Tree, record: StageRecord) -> StageRecord:
+        target = str(self.place.target)
+        mode = os.stat(target).st_mode  # noqa: PTH116
+        if mode & 0o077:  # made by a version that did not keep it from other users
+            os.chmod(target, mode & 0o700)  # noqa: PTH101
+        # Folders get the time of their source after all that is in them, so that an index of the source fits the copy.
+        for name, (_, mtime_ns) in reversed(tree.folders.items()):
+            folder = below(target, name)
+            if os.stat(folder).st_mtime_ns != mtime_ns:  # noqa: PTH116 - or their ctime would change each time
+                os.utime(folder, ns=(mtime_ns, mtime_ns))
+        shutil.rmtree(self.place.parts, ignore_errors=True)
+        done = replace(
+            record,
+            files=len(tree.files),
+            total_bytes=sum(stamp.size for stamp in tree.files.values()),
+            checked_s=now_s(),
+            hashed=self.hash,
+        )
+        self.place.write(done)
+        return done
+
+    @contextmanager
+    def _file_work(self, tree: Tree, what: str, names: Iterable[str]) -> Iterator[FileWork]:
+        from tqdm import tqdm
+
+        with tqdm(
+            total=sum(tree.files[name].size for name in names),
+            desc=f"{what} {shown(self.place.target.name)}",
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=True if self.in_background else None,  # None: hidden where stderr is no terminal
+        ) as bar:
+            yield FileWork(tree, str(self.place.target), self.place.parts, bar.update)
+
+
+# --- removal ----------------------------------------------------------------------------------------------------------
+
+
+def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> bool:
+    """Remove the staged copy of ``source`` in ``dest``, complete or not.
 
     Args:
-        place: where the copy goes.
-        origin: absolute path of what is copied.
-        options: those of :func:`stage`.
-        use: this process uses the copy until it ends.
-        show: draw progress bars, where stderr is a terminal.
+        source: as it was given to :func:`stage`; it need not exist any more.
+        dest: as above.
+
+    Returns:
+        False when there is none.
 
     Raises:
-        ArchiveError: as :func:`stage`.
+        ArchiveError: when what lies there is no copy of ``source``, when it cannot be removed, or when a process uses
+            it or copies.
     """
-    began_s = now_s()
-    lock = claim(place, wait_s=options.wait_s)
+    origin = os.path.abspath(source)  # noqa: PTH100 - not resolved: the copy has the name that was given
+    place = StagePlace(Path(os.path.realpath(dest), os.path.basename(origin)))  # noqa: PTH119
     try:
-        work = StageWork(place, origin, options, show=show)
-        found = place.read_complete()
-        if found is None or not _made_since(found, origin, began_s, hash=options.hash):
-            found = work.run()
-        if use:
-            hold(place, origin, remove_at_exit=options.remove_at_exit)
+        return _unstage(place, origin)
     except ArchiveError:
         raise
     except OSError as error:
-        raise ArchiveError(f"{shown(origin)} could not be staged to {shown(place.target)}: {error}") from error
+        raise ArchiveError(
+            f"{shown(place.target)} cannot be removed: {error.strerror}. Give the DEST that it was staged to, as the "
+            "user who staged it."
+        ) from error
+
+
+def _unstage(place: StagePlace, origin: str) -> bool:
+    try:
+        place.folder.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    release(place)
+    lock = claim(place, wait_s=0)
+    try:
+        _refuse_removal(place, origin)
+        remove_copy(place, origin)
     finally:
-        if place.read_complete() is None and place.read_copying() is None:
-            shutil.rmtree(place.folder, ignore_errors=True)  # refused before a byte was written
         lock.release()
-    mount = find_mount(str(place.target.parent))
-    return Staged(
-        source=Path(origin),
-        path=place.target,
-        files=found.files,
-        total_bytes=found.total_bytes,
-        copied_files=work.copied_files,
-        copied_bytes=work.copied_bytes,
-        removed=work.removed,
-        took_s=now_s() - began_s,
-        in_memory=mount is not None and mount.in_memory,
-        caveats=find_caveats(str(place.target.parent)),
-        checked_s=found.checked_s,
-    )
+    return True
 
 
-def _made_since(found: Complete, origin: str, began_s: float, *, hash: bool) -> bool:
-    """Whether another process made the copy, or looked at it, while this one waited."""
-    current = found.boot_id == read_boot_id() and found.checked_s >= began_s
-    return current and found.source == origin and (found.hashed or not hash)
+def _refuse_removal(place: StagePlace, origin: str) -> None:
+    target, source, record = shown(place.target), shown(origin), place.read()
+    if record is None or record.source != origin:
+        raise ArchiveError(f"{target} is not a staged copy of {source}. Remove it yourself.")
+    if _is_source(place, origin):
+        raise ArchiveError(
+            f"{target} is {source} itself by now, by another mount or a link, so nothing was removed. Unmount it or "
+            "remove the link."
+        )
+    if is_used(place):
+        raise ArchiveError(f"{target} is used by another process. Remove it when that has ended.")
+
+
+def _is_source(place: StagePlace, source: str) -> bool:
+    return identity_of(str(place.target)) in identities_above(os.path.realpath(source)) | identities_above(source)
+
+
+def remove_copy(place: StagePlace, source: str) -> None:
+    """Remove a copy and what was written beside it. Killed in the middle, it leaves a copy that is not complete."""
+    place.write(start_record(source, remove_at_exit=True))
+    if owner_of(place.target) == os.geteuid():  # removed by hand, it may have made room for another user's
+        copy = scan_copy(str(place.target), source=Tree(source))
+        remove_entries(copy.root, [*copy.files, *reversed(copy.folders)])
+    shutil.rmtree(place.folder)
+
+
+def leave(place: StagePlace) -> bool:
+    """Use a copy no longer, and remove it if it may go and nobody else uses it. Tells whether it was removed."""
+    release(place)
+    record = place.read()
+    if record is None or not record.remove_at_exit:
+        return False
+    try:
+        lock = claim(place, wait_s=0)
+    except ArchiveError:
+        return False  # somebody brings it up to date
+    try:
+        record = place.read()
+        may_go = record is not None and record.remove_at_exit and not is_used(place)
+        if record is None or not may_go or _is_source(place, record.source):
+            return False
+        remove_copy(place, record.source)
+        return True
+    finally:
+        lock.release()

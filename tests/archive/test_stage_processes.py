@@ -10,26 +10,22 @@ from pathlib import Path
 import pytest
 
 from lightning_feed.archive import StagedPath, stage, stage_in_background
-from lightning_feed.archive.stage_lock import FileLock, claim
-from lightning_feed.archive.stage_record import StagePlace, now_s
-from lightning_feed.archive.stage_users import release
+from lightning_feed.archive.stage_path import StagePlace, claim, now_s, release
 from lightning_feed.errors import ArchiveError
 
 # A process that says so when its first file is in place, then stands still until it is told to go on, or is killed.
 PAUSED = """
 import sys
 from lightning_feed.archive import stage, stage_copy
-real, told = stage_copy._copy_one, []
-def copy_one(job, name, add):
+real, told = stage_copy.FileWork._copy_file, []
+def copy_file(self, name):
     if told:
         sys.stdin.readline()
-    real(job, name, add)
+    real(self, name)
     if not told:
         told.append(name)
         print("copied one", flush=True)
-stage_copy._copy_one, stage_copy._in_threads.__kwdefaults__ = copy_one, None
-real_threads = stage_copy._in_threads
-stage_copy._in_threads = lambda *a, report, threads: real_threads(*a, report=report, threads=1)
+stage_copy.FileWork._copy_file, stage_copy.THREADS = copy_file, 1
 done = stage(sys.argv[1], sys.argv[2])
 print(done.copied_files, flush=True)
 sys.stdin.readline()
@@ -139,9 +135,7 @@ def test_a_forked_child_neither_holds_nor_removes(source: Path, dest: Path) -> N
         os._exit(0)
     os.read(ready[0], 1)
     lock.release()
-    other = FileLock(place.lock)
-    assert other.try_acquire()
-    other.release()
+    claim(place, wait_s=0).release()
     os.write(go[1], b".")
     assert os.waitpid(child, 0)[1] == 0
     for fd in (*ready, *go):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.archive.stage_room import Need, check_room, find_caveats, find_mount, mount_command
+from lightning_feed.archive.stage_room import check_room, find_caveats, find_mount, mount_command
 from lightning_feed.errors import ArchiveError
 
 GIB = 2**30
@@ -54,13 +54,14 @@ def test_the_deepest_mount_is_found_with_blanks_in_its_path(tmp_path: Path, fold
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_limit_of_the_container_binds_in_memory_only(tmp_path: Path, folder: Path, version: int) -> None:
     root = made_up(tmp_path / "root", folder, **limited(version))
-    check_room(Need(bytes=int(1.7 * GIB), files=1), str(folder), root)
+    check_room(int(1.7 * GIB), 1, str(folder), root)
     with pytest.raises(
         ArchiveError, match=r"1\.9 GiB .* is memory, .*limit of the cgroup .* leaves 2\.0 GiB, of which 10%"
     ):
-        check_room(Need(bytes=int(1.9 * GIB), files=1), str(folder), root)
+        check_room(int(1.9 * GIB), 1, str(folder), root)
     check_room(
-        Need(bytes=int(1.9 * GIB), files=1),
+        int(1.9 * GIB),
+        1,
         str(folder),
         made_up(tmp_path / "disk", folder, kind="ext4", **limited(version)),
     )
@@ -69,7 +70,7 @@ def test_the_limit_of_the_container_binds_in_memory_only(tmp_path: Path, folder:
 def test_memory_of_the_machine_binds(tmp_path: Path, folder: Path) -> None:
     root = made_up(tmp_path / "root", folder, **{"proc/meminfo": f"MemAvailable: {2**20} kB\n"})
     with pytest.raises(ArchiveError, match=r"MemAvailable of the machine leaves 1\.0 GiB"):
-        check_room(Need(bytes=GIB, files=1), str(folder), root)
+        check_room(GIB, 1, str(folder), root)
 
 
 def test_caveats_are_those_that_hold(tmp_path: Path, folder: Path) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.archive import stage, stage_copy, stage_work, unstage
-from lightning_feed.archive.stage_record import StagePlace
-from lightning_feed.archive.stage_users import release
+from lightning_feed.archive import stage, stage_copy, staging, unstage
+from lightning_feed.archive.stage_path import StagePlace, release
 from lightning_feed.errors import ArchiveError
 
 
@@ -40,8 +39,12 @@ def listing(root: Path) -> dict[str, tuple[bytes, int] | None]:
 
 def is_clean(target: Path) -> bool:
     """No part of a file is left, and nobody is said to be copying."""
-    place = StagePlace(target)
-    return not place.parts.exists() and not place.copying.exists()
+    return not StagePlace(target).parts.exists() and is_complete(target)
+
+
+def is_complete(target: Path) -> bool:
+    record = StagePlace(target).read()
+    return record is not None and record.checked_s is not None
 
 
 # --- equal --------------------------------------------------------------------------------------------------------
@@ -84,7 +87,7 @@ def test_changed_added_and_deleted_files_are_brought_up_to_date(source: Path, de
     (source / "train/a b.jpg").unlink()
     (source / "train/a b.jpg").mkdir()  # a folder where a file was
     done = stage(source, dest)
-    assert (done.copied_files, done.removed) == (2, 2)
+    assert (done.copied_files, done.removed) == (2, 3)
     assert listing(done.path) == listing(source)
 
 
@@ -129,29 +132,10 @@ def test_contents_are_compared_when_asked(source: Path, dest: Path, caplog: pyte
 def test_a_copy_that_never_equals_its_source_is_an_error(
     source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_work, "differing_files", lambda job, names, report: ["val/1.jpg"])
-    with pytest.raises(ArchiveError, match=r"1 files differ.*val/1\.jpg.*faulty"):
+    monkeypatch.setattr(stage_copy.FileWork, "compare", lambda work: ["val/1.jpg"])
+    with pytest.raises(ArchiveError, match=r"still differs .* in 1 files, for example val/1\.jpg: .*faulty"):
         stage(source, dest, hash=True)
-    assert StagePlace(dest / "birds").read_complete() is None
-
-
-@pytest.mark.parametrize("ways", [["_range", "_send", "_by_hand"], ["_send", "_by_hand"], ["_by_hand"]])
-@pytest.mark.parametrize("already", [0, 1, 70_000])
-def test_every_way_to_copy_gives_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: list[str], already: int
-) -> None:
-    content = os.urandom(200_001)
-    (tmp_path / "one").write_bytes(content)
-    (tmp_path / "part").write_bytes(content[:already])
-    monkeypatch.setattr(stage_copy, "_CHUNK_BYTES", 65_536)
-    monkeypatch.setattr(stage_copy, "_steps", lambda source, target: [getattr(stage_copy, way) for way in ways])
-    added: list[int] = []
-    with (tmp_path / "one").open("rb") as opened:
-        stamp = stage_copy.FileStamp(len(content), 0)
-        stop = stage_copy.threading.Event()
-        assert stage_copy._write_part(opened.fileno(), str(tmp_path / "part"), stamp, stop=stop, add=added.append)
-    assert (tmp_path / "part").read_bytes() == content
-    assert sum(added) == len(content)
+    assert not is_complete(dest / "birds")
 
 
 # --- refused ------------------------------------------------------------------------------------------------------
@@ -254,16 +238,16 @@ def test_unreadable_files_are_named_and_the_others_kept(
 ) -> None:
     real_open = os.open
 
-    def refuse(path: str, *args: object) -> int:
+    def refuse(path: str, *args: object, **options: object) -> int:
         if str(path) == str(source / "val/1.jpg"):
             raise PermissionError(13, "Permission denied", path)
-        return real_open(path, *args)  # type: ignore[arg-type]
+        return real_open(path, *args, **options)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
         with pytest.raises(ArchiveError, match=r"1 of 5 files cannot be read: .*val/1\.jpg: Permission denied"):
             stage(source, dest)
-    assert StagePlace(dest / "birds").read_complete() is None
+    assert not is_complete(dest / "birds")
     done = stage(source, dest)
     assert done.copied_files == 1
     assert is_clean(done.path)
@@ -272,17 +256,17 @@ def test_unreadable_files_are_named_and_the_others_kept(
 def test_a_source_that_changes_while_it_is_copied_is_copied_again(
     source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, changes = stage_copy._write_part, iter([True])
+    real, changes = stage_copy.FileWork._write_part, iter([True])
 
-    def change_after(fd: int, part: str, stamp: object, **options: object) -> bool:
-        done = real(fd, part, stamp, **options)  # type: ignore[arg-type]
+    def change_after(*args: object) -> bool:
+        done = real(*args)  # type: ignore[arg-type]
         if next(changes, False):
             (source / "train/a b.jpg").write_bytes(b"changed")
             (source / "val/1.jpg").unlink()
             (source / "late.jpg").write_bytes(b"late")
         return done
 
-    monkeypatch.setattr(stage_copy, "_write_part", change_after)
+    monkeypatch.setattr(stage_copy.FileWork, "_write_part", change_after)
     done = stage(source, dest)
     assert listing(done.path) == listing(source)
     assert is_clean(done.path)
@@ -291,16 +275,17 @@ def test_a_source_that_changes_while_it_is_copied_is_copied_again(
 def test_a_source_that_does_not_stop_to_change_is_an_error(
     source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, times = stage_work.copy_files, iter(range(1, 100))
+    real, times = stage_copy.FileWork.copy, iter(range(1, 100))
 
-    def change_after(*args: object, **options: object) -> None:
-        real(*args, **options)  # type: ignore[arg-type]
+    def change_after(*args: object) -> list[str]:
+        copied = real(*args)  # type: ignore[arg-type]
         (source / "val/1.jpg").write_bytes(b"x" * next(times))
+        return copied
 
-    monkeypatch.setattr(stage_work, "copy_files", change_after)
-    with pytest.raises(ArchiveError, match="still changes after it was copied 3 times"):
+    monkeypatch.setattr(stage_copy.FileWork, "copy", change_after)
+    with pytest.raises(ArchiveError, match="still differs from its copy after it was copied 3 times"):
         stage(source, dest)
-    assert StagePlace(dest / "birds").read_complete() is None
+    assert not is_complete(dest / "birds")
 
 
 @pytest.fixture
@@ -331,16 +316,15 @@ def test_a_disk_full_in_the_middle_leaves_whole_files_and_is_gone_on_with(
         (source / f"{number}.jpg").write_bytes(bytes([number]) * (1 << 20))
     with monkeypatch.context() as patch:
         # Somebody else takes the space after the check.
-        patch.setattr(stage_work, "check_room", lambda need, folder: None)
+        patch.setattr(staging, "check_room", lambda *need: None)
         with pytest.raises(ArchiveError, match=r"is full .*Make room and run it again"):
             stage(source, small_tmpfs)
-    target, place = small_tmpfs / "birds", StagePlace(small_tmpfs / "birds")
-    assert place.read_complete() is None
+    target = small_tmpfs / "birds"
+    assert not is_complete(target)
     expected = listing(source)
     there = {name: found for name, found in listing(target).items() if found}
     assert there
     assert all(expected[name] == found for name, found in there.items())
-    # The failed part gave its space back at once; others stay to be gone on with.
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_tmpfs)], check=True)
     done = stage(source, small_tmpfs)
     assert done.copied_files == 10 - len(there)

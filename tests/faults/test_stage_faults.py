@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.archive import StagedPath, stage, stage_work, unstage
-from lightning_feed.archive.stage_lock import claim
-from lightning_feed.archive.stage_record import StagePlace
+from lightning_feed.archive import StagedPath, stage, stage_copy, stage_path, staging, unstage
+from lightning_feed.archive.stage_path import StagePlace, claim, release
 from lightning_feed.archive.stage_room import find_caveats
-from lightning_feed.archive.stage_users import release
 from lightning_feed.cli import main
 from lightning_feed.errors import ArchiveError
 
@@ -130,15 +128,15 @@ REMOVED = """
 import subprocess, sys
 from pathlib import Path
 from lightning_feed.archive import stage, unstage
-from lightning_feed.archive.stage_users import remove_if_last, release
-from lightning_feed.archive.stage_record import StagePlace
+from lightning_feed.archive.staging import leave
+from lightning_feed.archive.stage_path import StagePlace, release
 from lightning_feed.errors import ArchiveError
 
 source, dest = map(Path, sys.argv[1:])
 place = StagePlace(stage(source, dest, remove_at_exit=True).path)
 release(place)
 subprocess.run(["mount", "--bind", source, place.target], check=True)
-print(remove_if_last(place, str(source)))
+print(leave(place))
 try:
     unstage(source, dest)
 except ArchiveError as error:
@@ -186,13 +184,10 @@ def plant(folder: Path) -> None:
 def test_a_folder_that_another_user_makes_after_the_check_is_not_written_to(
     source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = stage_work.StageWork._begin
-
-    def begin(self: stage_work.StageWork) -> None:
+    def check_room(*need: object) -> None:
         plant(dest / "birds")
-        real(self)
 
-    monkeypatch.setattr(stage_work.StageWork, "_begin", begin)
+    monkeypatch.setattr(staging, "check_room", check_room)
     with pytest.raises(ArchiveError, match=r"birds belongs to another user\. Give .*/dev/shm/<user>\.$"):
         stage(source, dest)
     assert contents(dest / "birds") == {}
@@ -215,12 +210,12 @@ def test_another_users_folder_in_the_place_of_a_copy_that_was_removed(source: Pa
 def test_another_users_record_of_a_copy_is_not_believed(source: Path, dest: Path) -> None:
     place = StagePlace(stage(source, dest).path)
     assert StagedPath(source, place.target).is_staged
-    os.chown(place.complete, NOBODY, NOBODY)
+    os.chown(place.folder, NOBODY, NOBODY)
     assert not StagedPath(source, place.target).is_staged
-    place.complete.unlink()
-    os.mkfifo(place.complete)
-    os.chown(place.complete, NOBODY, NOBODY)
-    assert place.read_complete() is None
+    assert place.read() is None
+    with pytest.raises(ArchiveError, match="belongs to another user"):
+        stage(source, dest)
+    os.chown(place.folder, 0, 0)
 
 
 @as_root
@@ -263,19 +258,19 @@ def test_the_copying_process_imports_nothing_from_the_working_folder(source: Pat
 # --- waiting ------------------------------------------------------------------------------------------------------
 
 
-def test_a_wait_is_said_once_when_it_lasts(dest: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_is_said_once_when_it_lasts(
+    dest: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dest.mkdir()
-    place, now = StagePlace(dest / "birds"), [0.0]
+    place = StagePlace(dest / "birds")
     held = claim(place)
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-        if now[0] < 1:
-            assert not caplog.records
-        if now[0] > 3:
-            held.release()
-
-    claim(place, clock=lambda: now[0], sleep=sleep).release()
+    with pytest.raises(ArchiveError, match=r"not complete after the 0\.05 s"):
+        claim(place, wait_s=0.05)
+    assert not caplog.records
+    monkeypatch.setattr(stage_path, "_SAY_AFTER_S", 0.02)
+    with pytest.raises(ArchiveError, match=r"is being copied by another process, .*after the 0\.2 s"):
+        claim(place, wait_s=0.2)
+    held.release()
     assert caplog.text.count("Waiting for the copy at") == 1
     assert caplog.records[0].levelname == "WARNING"  # which is seen where nobody has set up logging
 
@@ -348,14 +343,14 @@ def test_removing_from_a_folder_that_another_user_has_closed_is_told(source: Pat
 
 
 def test_a_file_that_became_a_fifo_is_not_waited_for(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = stage_work.copy_files
+    real = stage_copy.FileWork.copy
 
-    def copy_files(*args: object, **options: object) -> None:
+    def copy(*args: object) -> list[str]:
         (source / "1.jpg").unlink()
         os.mkfifo(source / "1.jpg")
-        real(*args, **options)  # type: ignore[arg-type]
+        return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stage_work, "copy_files", copy_files)
+    monkeypatch.setattr(stage_copy.FileWork, "copy", copy)
     with pytest.raises(ArchiveError, match=r"1\.jpg is neither a file nor a folder"):
         stage(source, dest)
     assert not (dest / "birds/1.jpg").exists()
