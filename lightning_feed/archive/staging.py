@@ -261,7 +261,7 @@ class StageWork:
                 f"{target} is there already, and is {what}. Give another DEST, or force=True (--force) to remove it."
             )
         if found is not None and found.checked_s is None:
-            logger.info("Going on with the copy at %s, which %s did not complete.", target, found.copied_by)
+            logger.info("Going on with the copy at %s, which was not completed by %s.", target, found.copied_by)
 
     def _apply(self, tree: Tree, plan: CopyPlan, record: StageRecord) -> None:
         target, parts = str(self.place.target), self.place.parts
