@@ -9,13 +9,19 @@ from lightning_feed.diagnosing.replay import own_loaders
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.experiments.data_experiments import run_data_experiments
-from lightning_feed.watch.experiments.keys import key_bytes
 from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse
-from lightning_feed.watch.experiments.subject import parts_of
+from lightning_feed.watch.experiments.session import key_bytes, parts_of
 from lightning_feed.watch.verdict.diagnosis import LoopFacts
 
-_BESIDE = {"X3": ("keys", "scaling"), "X4": ("disk",), "X6": ("disk",)}
-"""What is measured along with an experiment, though it has no number."""
+_PARTS = {
+    "X3": ("loader", "keys", "workers"),
+    "X4": ("cached-files", "disk"),
+    "X5": ("transforms", "functions", "no-transforms", "uint8", "device-decode"),
+    "X6": ("cold-files", "disk"),
+    "X7": ("constant-samples", "hand-over"),
+    "X8": ("copies",),
+}
+"""The experiments with the loader that stand for each name that a user can ask for."""
 
 
 def request_loaders(bench: Bench) -> None:
@@ -70,7 +76,7 @@ def measure_loader(
     Raises:
         FeedError: a sample cannot be loaded, or the loader hangs.
     """
-    names = frozenset(name for each in wanted for name in (each, *_BESIDE.get(each, ())))
+    names = frozenset(name for each in wanted for name in _PARTS[each])
     device = bench.trainer.strategy.root_device
     return run_data_experiments(
         own_loaders(bench.train_loaders), device=device, budget_s=budget_s, only=names, on_progress=on_progress

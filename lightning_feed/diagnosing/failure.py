@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_feed.errors import DatasetError, FeedError, LoaderError
 from lightning_feed.load.blame import blamed
-from lightning_feed.watch.experiments.subject import parts_of
+from lightning_feed.watch.experiments.session import parts_of
 
 _NOT_THEIRS = tuple(
     {

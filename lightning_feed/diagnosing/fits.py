@@ -23,7 +23,7 @@ from lightning_feed.errors import FeedError
 from lightning_feed.load.untouched import untouched
 from lightning_feed.loader_place import place_of
 from lightning_feed.watch.clocks import event_maker
-from lightning_feed.watch.experiments.subject import parts_of
+from lightning_feed.watch.experiments.session import parts_of
 from lightning_feed.watch.verdict.diagnosis import Measurements, Place
 from lightning_feed.watch.windows import WARM_UP_STEPS
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_feed.watch.experiments.keys import WHOLE, key_leaves
+from lightning_feed.watch.experiments.session import WHOLE, key_leaves
 
 _Take = Callable[[Any, bool], None]
 """``(key, named)``: the part under ``key`` was handed out, by its name or with all others."""

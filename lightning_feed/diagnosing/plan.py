@@ -13,7 +13,6 @@ from lightning_feed.diagnosing.fits import AS_IT_IS, FEWEST_CYCLES, Bench
 from lightning_feed.diagnosing.replay import Sample
 from lightning_feed.diagnosing.trainer import LATEST, Limits
 from lightning_feed.errors import FeedError
-from lightning_feed.watch.experiments.data_experiments import DATA_EXPERIMENTS as DESCRIPTIONS
 from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.verdict.diagnosis import Measurements
@@ -109,9 +108,8 @@ def _measure_loader(found: Found, bench: Bench, bar: Any) -> None:
         return
     spent = RUN_SHARE + 2 * REPLAY_SHARE if bench.model is not None else 0.0
 
-    def on_progress(name: str, share: float) -> None:
+    def on_progress(words: str, share: float) -> None:
         bench.stops.look()
-        words = f"{name}: {DESCRIPTIONS[name]}" if name in DESCRIPTIONS else name
         _phase(bar, words, 100 * (spent + (1 - spent) * share), 0)
 
     mine = found.results

@@ -19,7 +19,7 @@ from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.untouched import untouched
 from lightning_feed.load.variant import Changes, with_changes
 from lightning_feed.load.worker_end import end_pass
-from lightning_feed.watch.experiments.subject import parts_of
+from lightning_feed.watch.experiments.session import parts_of
 
 ARRAYS_KEPT = 64 * 2**20
 """Bytes. Larger arrays of a data module are taken to be read only."""

@@ -7,7 +7,7 @@ from lightning_feed.errors import SettingsError
 from lightning_feed.watch.doctor import device_decode_findings, gpu_findings, machine_findings, software_findings
 from lightning_feed.watch.doctor.finding import NOT_KNOWN, Finding
 from lightning_feed.watch.doctor.sources import Sources
-from lightning_feed.watch.experiments.disk import file_system
+from lightning_feed.watch.experiments.storage import file_system
 
 LOOKS: dict[str, Callable[[Sources], Iterator[Finding]]] = {
     "CPUs": machine_findings.cpus,

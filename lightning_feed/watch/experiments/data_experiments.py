@@ -1,28 +1,66 @@
-"""The experiments that need a loader only: X3 to X8, what its batches and its files weigh."""
+"""The experiments that need a loader only, one after the other: their names, their order and their time."""
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from lightning_feed.errors import SettingsError
-from lightning_feed.watch.experiments.data_session import LEAST_S, DataSession
+import torch
+
+from lightning_feed.errors import FeedError, LoaderError, SettingsError
+from lightning_feed.watch.experiments.device import measure_copies, measure_device_decode
+from lightning_feed.watch.experiments.functions import measure_functions
+from lightning_feed.watch.experiments.loader_alone import (
+    measure_ceiling,
+    measure_hand_over,
+    measure_keys,
+    measure_loader,
+    measure_scaling,
+)
 from lightning_feed.watch.experiments.results import ExperimentResults
+from lightning_feed.watch.experiments.session import LeftOut, Session
+from lightning_feed.watch.experiments.storage import measure_cached, measure_cold, measure_disk
+from lightning_feed.watch.experiments.transforms import measure_as_uint8, measure_costs, measure_without_transforms
 
-DATA_EXPERIMENTS = {
-    "X3": "the loader alone, as configured",
-    "keys": "bytes of each part of a batch",
-    "disk": "the files that samples are made of",
-    "X7": "constant samples, same workers",
-    "X5": "transforms, one by one and left out",
-    "X4": "files in the page cache",
-    "X6": "files out of the page cache",
-    "scaling": "other numbers of workers",
-    "X8": "copies to the device",
+_LEAST_S = 0.3
+"""A share is never smaller; with less time left, an experiment is not begun."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One of them."""
+
+    what: str
+    """What is done, for the progress bar."""
+    measure: Callable[[Session], None]
+    """Puts figures among the session's results, or raises LeftOut."""
+    weight: float
+    """How the time is shared out."""
+
+
+EXPERIMENTS = {
+    "loader": Experiment("the loader alone, as configured", measure_loader, 4.0),
+    "keys": Experiment("bytes of each part of a batch", measure_keys, 0.0),
+    "disk": Experiment("the files that samples are made of", measure_disk, 0.5),
+    "constant-samples": Experiment("constant samples, same workers", measure_ceiling, 1.6),
+    "hand-over": Experiment("a ready batch, from worker to training", measure_hand_over, 0.4),
+    "transforms": Experiment("reading, decoding and each transform", measure_costs, 1.3),
+    "functions": Experiment("your functions, by time", measure_functions, 0.7),
+    "no-transforms": Experiment("transforms left out", measure_without_transforms, 1.0),
+    "uint8": Experiment("pixel work left to the device", measure_as_uint8, 1.0),
+    "device-decode": Experiment("decoding on the device", measure_device_decode, 0.7),
+    "cached-files": Experiment("files in the page cache", measure_cached, 3.0),
+    "cold-files": Experiment("files out of the page cache", measure_cold, 3.0),
+    "workers": Experiment("other numbers of workers", measure_scaling, 4.0),
+    "copies": Experiment("copies to the device", measure_copies, 0.5),
 }
-"""Name -> what is done, in the order in which it is done."""
-
-_WEIGHTS = {"X3": 4.0, "disk": 0.5, "X7": 2.0, "X5": 4.0, "X4": 3.0, "X6": 3.0, "scaling": 4.0, "X8": 0.5}
-"""How the time is shared out among those that take any."""
+"""By name, in the order in which they are made."""
+_BUILD_ON_LOADER = {"keys", "disk", "cached-files", "cold-files", "workers", "copies"}
+"""Those that need what the loader alone gave."""
+_OF_ANY_ITERABLE = {"loader", "keys", "copies"}
+"""Those that need no DataLoader."""
+_FAIL_WITH_DATA = {"loader", "disk", "transforms", "no-transforms"}
+"""Those in which an error of the data set is raised; in all others it is the reason why they are left out."""
 
 
 def run_data_experiments(
@@ -45,8 +83,8 @@ def run_data_experiments(
             iterable that can be gone through again, the rate alone is measured.
         device: that batches go to; None: none.
         budget_s: for all of them together. One may take a little longer where a single batch does.
-        only: names, of :data:`DATA_EXPERIMENTS`; None: all. X3 is made for every one that builds on it.
-        on_progress: called with a name and the share of the work that is done, 0 to 1, before each.
+        only: names, of :data:`EXPERIMENTS`; None: all. ``loader`` is made for every one that builds on it.
+        on_progress: called with what is done next and the share of the work that is done, 0 to 1.
         clock: seconds.
 
     Raises:
@@ -54,30 +92,52 @@ def run_data_experiments(
         DatasetError: a sample cannot be loaded, with the sample and the worker as far as they can be told.
         LoaderError: the loader hangs or is empty.
     """
-    unknown = sorted((only or frozenset()) - DATA_EXPERIMENTS.keys())
-    if unknown or budget_s <= 0:
-        raise SettingsError(
-            f"only={unknown} is none of {', '.join(DATA_EXPERIMENTS)}."
-            if unknown
-            else f"budget_s={budget_s}: give a number of seconds above 0."
-        )
-    asked = [name for name in DATA_EXPERIMENTS if only is None or name in only]
-    return _run(DataSession(loader, device, clock), asked, budget_s, on_progress)
+    unknown = sorted((only or frozenset()) - EXPERIMENTS.keys())
+    if unknown:
+        raise SettingsError(f"only={unknown} is none of {', '.join(EXPERIMENTS)}.")
+    if budget_s <= 0:
+        raise SettingsError(f"budget_s={budget_s}: give a number of seconds above 0.")
+    asked = [name for name in EXPERIMENTS if only is None or name in only]
+    if _BUILD_ON_LOADER.intersection(asked) and "loader" not in asked:
+        asked.insert(0, "loader")
+    session = Session(loader, None if device is None else torch.device(device), clock)
+    return _run(session, asked, budget_s, on_progress)
 
 
 def _run(
-    session: DataSession, asked: list[str], budget_s: float, on_progress: Callable[[str, float], object] | None
+    session: Session, names: list[str], budget_s: float, on_progress: Callable[[str, float], object] | None
 ) -> Iterator[ExperimentResults]:
     began = session.clock()
-    names = asked if "X3" in asked or set(asked) == {"X7"} or set(asked) == {"X5"} else ["X3", *asked]
-    session.prepare(names)
+    no_loader: str | None = None
+    try:
+        session.prepare()
+    except LoaderError as error:
+        no_loader = str(error)
     for done, name in enumerate(names):
         if on_progress is not None:
-            on_progress(name, done / len(names))
-        left = budget_s - (session.clock() - began)
-        weight = _WEIGHTS.get(name, 0.0)
-        share = left * weight / (sum(_WEIGHTS.get(other, 0.0) for other in names[done:]) or 1.0)
-        session.make(name, max(LEAST_S, share), late=left < LEAST_S)
+            on_progress(f"{name}: {EXPERIMENTS[name].what}", done / len(names))
+        left_s = budget_s - (session.clock() - began)
+        weights = sum(EXPERIMENTS[other].weight for other in names[done:]) or 1.0
+        session.share_s = max(_LEAST_S, left_s * EXPERIMENTS[name].weight / weights)
+        try:
+            if no_loader is not None and name not in _OF_ANY_ITERABLE:
+                raise LeftOut(no_loader)
+            _make(session, name, late=left_s < _LEAST_S)
+        except LeftOut as reason:
+            session.leave_out(name, str(reason))
         yield session.results
     if on_progress is not None:
         on_progress("", 1.0)
+
+
+def _make(session: Session, name: str, *, late: bool) -> None:
+    if late and name not in ("loader", "keys"):
+        raise LeftOut("no time was left for it")
+    if name in _BUILD_ON_LOADER and session.alone is None:
+        raise LeftOut("it builds on the loader alone, which was not measured")
+    try:
+        EXPERIMENTS[name].measure(session)
+    except FeedError as error:
+        if name == "loader" or (name in _FAIL_WITH_DATA and not isinstance(error, LoaderError)):
+            raise
+        raise LeftOut(str(error)) from error

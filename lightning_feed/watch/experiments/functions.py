@@ -1,4 +1,4 @@
-"""X5: what making a batch takes, samples and collating told apart, and the user's functions in which that time goes by.
+"""The time to make a batch, samples and collating told apart, and the user's functions in which that time goes by.
 
 A thread looks at the stack of the one that makes batches, about every millisecond. Time belongs to the innermost
 function of the user's; what that calls in a library is named beside it.
@@ -12,107 +12,105 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.untouched import untouched
 from lightning_feed.load.watched import Beat, watched
 from lightning_feed.watch.experiments.results import FunctionCost
-from lightning_feed.watch.experiments.subject import Part
-from lightning_feed.watch.experiments.transform_cost import threads_of_a_worker
+from lightning_feed.watch.experiments.session import Part, Session
+from lightning_feed.watch.experiments.transforms import threads_of_a_worker
 
 _LOOK_S = 0.001
 _SWITCH_S = 0.0001
-"""So long pure Python keeps the one who looks waiting: what runs after it would be seen in its place."""
+"""How long pure Python may keep the sampling thread waiting: what runs after it would be seen in its place."""
 _SILENT_S = 60.0
-"""A sample that takes longer is taken to hang."""
-_MOST_BATCHES = 1000
-MOST_FUNCTIONS = 6
+"""A batch that takes longer is taken to hang."""
+_MOST_FUNCTIONS = 6
 _LEAST_SHARE = 0.05
-"""Functions that take less of a batch's time are not told."""
+"""Functions that take less of a batch's time are not reported."""
+_CLASS_CALLS = {"__call__", "__init__", "forward", "_call_impl", "_wrapped_call_impl"}
+"""Methods by which a class itself is meant."""
 
 Stage = Literal["samples", "collate"]
 
-_CALLS = {"__call__", "__init__", "forward", "_call_impl", "_wrapped_call_impl"}
-"""Methods by which a class itself is meant."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Making:
-    """What one batch takes in one process."""
-
-    samples_ms: float
-    collate_ms: float
-    functions: tuple[FunctionCost, ...]
-
-
-@dataclass
 class StackTally:
     """Time by the user's functions, as stacks show it.
 
     Attributes:
         stage: what is going on.
-        looked: when the last look was, or the stage began.
     """
 
-    stage: Stage = "samples"
-    looked: float = 0.0
-    seen: dict[Stage, float] = field(default_factory=lambda: defaultdict(float))
-    """All time, by stage."""
-    spent: dict[tuple[Stage, CodeType, str | None], dict[int, float]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(float))
-    )
-    """Of functions and what they call, by line."""
-    names: dict[CodeType, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.stage: Stage = "samples"
+        self._looked = 0.0
+        self._seen: dict[Stage, float] = defaultdict(float)
+        self._spent: dict[tuple[Stage, CodeType, str | None], dict[int, float]] = {}
+        """Of functions and what they call, by line."""
+        self._names: dict[CodeType, str] = {}
 
     def enter(self, stage: Stage, now: float) -> None:
         """The stage begins: what went by before is not its own."""
-        self.stage, self.looked = stage, now
+        self.stage, self._looked = stage, now
 
     def clear(self) -> None:
         """Forget all."""
-        self.seen.clear()
-        self.spent.clear()
+        self._seen.clear()
+        self._spent.clear()
 
     def add(self, frame: FrameType | None, now: float) -> None:
         """Book the time since the last look by the innermost ``frame`` of the stack."""
-        elapsed, self.looked = max(0.0, now - self.looked), now
-        self.seen[self.stage] += elapsed
+        elapsed, self._looked = max(0.0, now - self._looked), now
+        self._seen[self.stage] += elapsed
         called: FrameType | None = None
-        while frame is not None:
-            if is_users(frame.f_code.co_filename):
-                calls = None if called is None else _name_of_call(called)
-                self.spent[self.stage, frame.f_code, calls][frame.f_lineno] += elapsed
-                self.names.setdefault(frame.f_code, _name_of(frame))
-                return
+        while frame is not None and not is_users(frame.f_code.co_filename):
             called, frame = frame, frame.f_back
+        if frame is not None:
+            calls = None if called is None else _name_of_call(called)
+            lines = self._spent.setdefault((self.stage, frame.f_code, calls), defaultdict(float))
+            lines[frame.f_lineno] += elapsed
+            self._names.setdefault(frame.f_code, _name_of(frame))
 
     def result(self, stage_ms: dict[Stage, float]) -> tuple[FunctionCost, ...]:
-        """The dearest functions, of stages that take so long for a batch."""
+        """The most expensive functions, of stages that take so long for a batch."""
         costs = [
             FunctionCost(
-                name=self.names[code],
+                name=self._names[code],
                 file=code.co_filename,
                 line=max(lines, key=lambda line: lines[line]),
                 calls=calls,
                 stage=stage,
-                ms_per_batch=stage_ms[stage] * sum(lines.values()) / self.seen[stage],
+                ms_per_batch=stage_ms[stage] * sum(lines.values()) / (self._seen[stage] or 1.0),
             )
-            for (stage, code, calls), lines in self.spent.items()
-            if self.seen[stage] > 0
+            for (stage, code, calls), lines in self._spent.items()
         ]
         least = _LEAST_SHARE * sum(stage_ms.values())
-        dear = [one for one in costs if one.ms_per_batch >= least]
-        return tuple(sorted(dear, key=lambda one: -one.ms_per_batch)[:MOST_FUNCTIONS])
+        return _most_expensive(one for one in costs if one.ms_per_batch >= least)
 
 
-def measure_making(part: Part, max_s: float, *, clock: Callable[[], float] = time.perf_counter) -> Making:
+def _most_expensive(costs: Iterator[FunctionCost]) -> tuple[FunctionCost, ...]:
+    return tuple(sorted(costs, key=lambda one: -one.ms_per_batch)[:_MOST_FUNCTIONS])
+
+
+def measure_functions(session: Session) -> None:
+    """What making samples and collating them take, of all loaders, and the user's functions in them."""
+    made = [time_batches(part, session.share_s / len(session.parts)) for part in session.parts]
+    session.note(
+        samples_ms=sum(stage_ms["samples"] for stage_ms, _ in made),
+        collate_ms=sum(stage_ms["collate"] for stage_ms, _ in made),
+        functions=_most_expensive(one for _, functions in made for one in functions),
+    )
+
+
+def time_batches(
+    part: Part, max_s: float, *, clock: Callable[[], float] = time.perf_counter
+) -> tuple[dict[Stage, float], tuple[FunctionCost, ...]]:
     """Make batches in this process, with one thread where workers would have one. The first does not count, unless it
     takes all the time.
 
@@ -121,81 +119,70 @@ def measure_making(part: Part, max_s: float, *, clock: Callable[[], float] = tim
         max_s: how long; at least one batch is made.
         clock: seconds.
 
+    Returns:
+        Milliseconds per batch by stage, and the most expensive functions.
+
     Raises:
-        LoaderError: when no batch can be made in this process, or a sample takes very long.
+        LoaderError: when no batch can be made in this process, or one takes very long.
     """
     tally = StackTally()
+    took: list[tuple[float, float]] = []
 
-    def work(beat: Beat) -> list[tuple[float, float]]:
-        began, took = clock(), list[tuple[float, float]]()
-        batches = _samples(part, beat)
+    def work(beat: Beat) -> None:
+        collated = 0.0
+
+        def collate(samples: Any) -> None:
+            nonlocal collated
+            start = clock()
+            tally.enter("collate", start)
+            part.loader.collate_fn(samples)
+            end = clock()
+            tally.enter("samples", end)
+            collated += end - start
+            beat.beat()
+
         with sampled(tally, clock):
-            while True:
-                start = clock()
-                samples = next(batches, None)
-                if samples is None:
-                    break
-                drawn = clock()
-                tally.enter("collate", drawn)
-                part.loader.collate_fn(samples)
+            began = start = clock()
+            for _ in _in_this_process(part, collate):
                 end = clock()
-                tally.enter("samples", end)
-                took.append((drawn - start, end - drawn))
-                beat.beat()
+                took.append((end - start - collated, collated))
                 if end - began > max_s or beat.stopped:
                     break
                 if len(took) == 1:
                     tally.clear()
-        return took
+                start, collated = end, 0.0
 
     with untouched(part.loader), threads_of_a_worker(part):
         try:
-            took = watched(
+            watched(
                 work,
                 silent_s=max(max_s, _SILENT_S),
                 unblock=lambda: False,
-                what=lambda seconds: f"A sample of the data set took longer than {seconds:g} s in this process.",
+                what=lambda seconds: f"A batch took longer than {seconds:g} s in this process.",
             )
         except FeedError:
             raise
         except Exception as error:
             raise LoaderError(f"no batch can be made in this process: {type(error).__name__}: {error}") from error
-    counted = took[1:] or took
-    if not counted:
+    if not took:
         raise LoaderError("the loader gives no batch")
+    samples, collating = zip(*(took[1:] or took), strict=True)
     stage_ms: dict[Stage, float] = {
-        "samples": 1e3 * sum(one for one, _ in counted) / len(counted),
-        "collate": 1e3 * sum(one for _, one in counted) / len(counted),
+        "samples": 1e3 * sum(samples) / len(samples),
+        "collate": 1e3 * sum(collating) / len(collating),
     }
-    return Making(samples_ms=stage_ms["samples"], collate_ms=stage_ms["collate"], functions=tally.result(stage_ms))
+    return stage_ms, tally.result(stage_ms)
 
 
-def _samples(part: Part, beat: Beat) -> Iterator[Any]:
-    """What ``collate_fn`` is given, batch for batch, as torch's fetchers make it."""
+def _in_this_process(part: Part, collate: Callable[[Any], object]) -> DataLoader[Any]:
+    """A plain loader of the same samples without workers."""
     loader = part.loader
-    dataset: Any = loader.dataset
-    batched = loader.batch_size is not None or loader.batch_sampler is not None
+    order: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
     if part.stream:
-        stream = iter(dataset)
-        size = loader.batch_size or 1
-        while samples := _beating(islice(stream, size), beat):
-            yield samples if batched else samples[0]
-        return
-    for index in part.first_batches(_MOST_BATCHES):
-        if not batched:
-            yield dataset[index]
-        elif getattr(dataset, "__getitems__", None):
-            yield dataset.__getitems__(index)
-        else:
-            yield _beating((dataset[one] for one in index), beat)
-
-
-def _beating(samples: Iterator[Any], beat: Beat) -> list[Any]:
-    made = []
-    for sample in samples:
-        made.append(sample)
-        beat.beat()
-    return made
+        order = {"batch_size": loader.batch_size}
+    elif loader.batch_sampler is None:
+        order = {"batch_size": None, "sampler": loader.sampler}
+    return DataLoader(loader.dataset, collate_fn=collate, generator=loader.generator, **order)
 
 
 @contextmanager
@@ -251,4 +238,4 @@ def _name_of_call(frame: FrameType) -> str:
     if "self" not in frame.f_locals:
         return name
     kind = type(frame.f_locals["self"]).__name__
-    return kind if name in _CALLS else f"{kind}.{name}"
+    return kind if name in _CLASS_CALLS else f"{kind}.{name}"

@@ -1,4 +1,4 @@
-"""What the experiments gave: a frozen value, None for what was not run or could not be measured."""
+"""The results of experiments: frozen values, None for what was not run or could not be measured."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class NamedCost:
-    """What one step of a sample's way takes."""
+    """The cost of one step of making a sample."""
 
     name: str
     """As in the user's code: ``RandomResizedCrop``, ``read``, ``decode``."""
@@ -63,57 +63,57 @@ class DiskFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentResults:
-    """Rates in batches per second, each of whole rounds after warm-up. Which experiment gives which is in brackets."""
+    """Rates in batches per second, each of whole rounds after warm-up."""
 
     batch_size: int | None = None
     model_per_s: float | None = None
-    """[X1] What the model takes when the same device batch comes again and again: G."""
+    """What the model takes when the same device batch comes again and again."""
     host_batch_per_s: float | None = None
-    """[X2] The same with the same host batch, copied in each step."""
+    """The same with the same host batch, copied in each step."""
     loader_per_s: float | None = None
-    """[X3] What the loader gives, alone, as configured: L."""
+    """What the loader gives, alone, as configured."""
     loader_start_s: float | None = None
-    """[X3] From ``iter(loader)`` to its first batch."""
+    """From ``iter(loader)`` to its first batch."""
     taking_ms: float | None = None
-    """[X3] CPU time that the training process spends on taking one batch from its workers; null without workers."""
+    """CPU time that the training process spends on taking one batch from its workers; null without workers."""
     cached_bytes_per_s: float | None = None
-    """[X4] The loader with all files that it opens in the page cache: P."""
+    """The loader with all files that it opens in the page cache."""
     no_transform_per_s: float | None = None
-    """[X5] The loader without the dataset's transforms."""
+    """The loader without the dataset's transforms."""
     as_uint8_per_s: float | None = None
-    """[X5] The loader with uint8 pictures at their final size: what else the transforms do is left to the device."""
+    """The loader with uint8 images at their final size: what else the transforms do is left to the device."""
     device_decode_per_s: float | None = None
-    """[X5] What the device decodes, crops and resizes of an image folder, with nothing beside it."""
+    """What the device decodes, crops and resizes of an image folder, with nothing beside it."""
     costs: tuple[NamedCost, ...] = ()
-    """[X5] Per sample: reading, decoding, and every transform by name."""
+    """Per sample: reading, decoding, and every transform by name."""
     samples_ms: float | None = None
-    """[X5] Wall time to make the samples of one batch, one after the other in one process."""
+    """Wall time to make the samples of one batch, one after the other in one process."""
     collate_ms: float | None = None
-    """[X5] The same for what makes a batch of them: ``collate_fn``."""
+    """The same for what makes a batch of them: ``collate_fn``."""
     functions: tuple[FunctionCost, ...] = ()
-    """[X5] Where that time goes in the user's own code, the dearest first."""
+    """Where that time goes in the user's own code, the most expensive first."""
     cold_per_s: float | None = None
-    """[X6] The loader with none of its files in the page cache."""
+    """The loader with none of its files in the page cache."""
     ceiling_per_s: float | None = None
-    """[X7] A data set of constant samples of the same shapes, same workers: what IPC, collating, pinning allow."""
+    """A data set of constant samples of the same shapes, same workers: what IPC, collating, pinning allow."""
     hand_over_ms: float | None = None
-    """[X7] Median wall time to take a batch that is ready from a worker process, without pinning. A training loop pays
+    """Median wall time to take a batch that is ready from a worker process, without pinning. A training loop pays
     it in each step, or the pin thread does. Without workers: what one would cost."""
     hand_over_file_system_ms: float | None = None
-    """[X7] The same with the sharing strategy ``file_system``. None: it is in force already, or cannot be tried."""
+    """The same with the sharing strategy ``file_system``. None: it is in force already, or cannot be tried."""
     sharing_strategy: str | None = None
-    """[X7] That in force: ``torch.multiprocessing.get_sharing_strategy()``."""
+    """That in force: ``torch.multiprocessing.get_sharing_strategy()``."""
     pinned_gb_per_s: float | None = None
-    """[X8] Host to device."""
+    """Host to device, from pinned memory."""
     pageable_gb_per_s: float | None = None
-    """[X8]"""
+    """The same from memory that is not pinned."""
     copy_ms: float | None = None
-    """[X8] One batch to the device, from the memory that the loader gives."""
+    """One batch to the device, from the memory that the loader gives."""
     worker_scaling: tuple[tuple[int, float], ...] = ()
-    """[X3] (num_workers, batches per second) of the settings that were tried; the median where several times. With 0
+    """(num_workers, batches per second) of the settings that were tried; the median where several times. With 0
     workers the process that trains makes the batches itself."""
     worker_spread: tuple[tuple[int, float, float], ...] = ()
-    """[X3] (num_workers, lowest rate, highest rate) of those that were tried more than once."""
+    """(num_workers, lowest rate, highest rate) of those that were tried more than once."""
     keys: tuple[KeyUse, ...] = ()
     disk: DiskFacts | None = None
     left_out: tuple[tuple[str, str], ...] = ()

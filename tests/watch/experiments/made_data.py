@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_feed.load.machine import Machine
+from lightning_feed.load.rounds import LoaderRate
+from lightning_feed.watch.experiments.session import Part, Session
 
 
 def burn(seconds: float) -> None:
@@ -79,3 +83,24 @@ class Stream(IterableDataset[Any]):
         for index in range(self.size):
             image = torch.rand(3, 8, 8)
             yield (image if self.transform is None else self.transform(image)), index
+
+
+def machine_of(cpus: int = 8, *, shm: int | None = None, memory: int | None = None) -> Machine:
+    """A machine of which no more is known than what is given."""
+    return Machine(
+        usable_cpus=cpus, cpu_reason="", available_memory_bytes=memory, free_shm_bytes=shm, start_method="fork"
+    )
+
+
+def session_of(*loaders: Any, machine: Machine | None = None, rate: float | None = None) -> Session:
+    """A session over one loader or several, with the shortest times; ``rate``: what they are said to give."""
+    session = Session(loaders[0] if len(loaders) == 1 else list(loaders), share_s=0.0, machine=machine or machine_of())
+    session.prepare()
+    if rate is not None:
+        session.alone = LoaderRate(batches_per_s=rate, start_s=0, batches=9, rounds=9, elapsed_s=1, settled=True)
+    return session
+
+
+def part_of(dataset: Any, **options: Any) -> Part:
+    """The only part of a loader."""
+    return Part("", DataLoader(dataset, **{"batch_size": 4, **options}))

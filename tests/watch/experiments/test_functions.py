@@ -1,4 +1,4 @@
-"""X5: the user's own functions, by file and line, in samples and in collating."""
+"""The user's own functions, by file and line, in samples and in collating."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ from torchvision.transforms import v2
 from watch.experiments.made_data import Images, Slow, Stream, burn
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.watch.experiments.functions import StackTally, is_users, measure_making
-from lightning_feed.watch.experiments.subject import Part
+from lightning_feed.watch.experiments.functions import StackTally, is_users, time_batches
+from lightning_feed.watch.experiments.session import Part
 
 HERE = __file__
 
@@ -38,7 +38,7 @@ class Listed(Images):
         self.steps = [v2.Resize(8), v2.GaussianBlur(63), v2.RandomHorizontalFlip()]
 
     def __getitem__(self, index: int) -> Any:
-        image = torch.rand(3, 600, 600)
+        image = torch.rand(3, 200, 200)
         image = self.steps[1](image)  # the blur
         return self.steps[0](image), index
 
@@ -49,8 +49,8 @@ def slow_collate(samples: list[Any]) -> Any:
 
 
 def test_a_step_of_a_list_in_getitem_is_named_with_its_line() -> None:
-    made = measure_making(Part("", DataLoader(Listed(), batch_size=4)), 1.0)
-    dearest = made.functions[0]
+    stages, functions = time_batches(Part("", DataLoader(Listed(), batch_size=4)), 0.3)
+    dearest = functions[0]
     assert (dearest.name, dearest.file, dearest.calls, dearest.stage) == (
         "Listed.__getitem__",
         HERE,
@@ -58,15 +58,15 @@ def test_a_step_of_a_list_in_getitem_is_named_with_its_line() -> None:
         "samples",
     )
     assert dearest.line == line_of("# the blur")
-    assert 0 < dearest.ms_per_batch <= made.samples_ms
-    assert made.samples_ms > made.collate_ms
+    assert 0 < dearest.ms_per_batch <= stages["samples"]
+    assert stages["samples"] > stages["collate"]
 
 
 def test_collating_that_takes_the_time_is_told_as_that() -> None:
-    made = measure_making(Part("", DataLoader(Images(), batch_size=4, collate_fn=slow_collate)), 0.3)
-    assert made.collate_ms > made.samples_ms
-    assert {one.stage for one in made.functions} == {"collate"}
-    assert made.functions[0].name == "burn"  # of the user's too, and further in
+    stages, functions = time_batches(Part("", DataLoader(Images(), batch_size=4, collate_fn=slow_collate)), 0.3)
+    assert stages["collate"] > stages["samples"]
+    assert {one.stage for one in functions} == {"collate"}
+    assert functions[0].name == "burn"  # of the user's too, and further in
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 3}, {"batch_size": None}, {"batch_size": 4, "num_workers": 1}])
@@ -74,9 +74,9 @@ def test_collating_that_takes_the_time_is_told_as_that() -> None:
 def test_kinds_of_loaders(kind: Callable[..., Dataset[Any]], options: dict[str, Any]) -> None:
     dataset: Any = kind(Slow(0.005))
     random, interval = torch.get_rng_state(), sys.getswitchinterval()
-    made = measure_making(Part("", DataLoader(dataset, **options)), 0.2)
-    assert made.samples_ms >= 5.0
-    assert made.functions[0].name == "burn"
+    stages, functions = time_batches(Part("", DataLoader(dataset, **options)), 0.2)
+    assert stages["samples"] >= 5.0
+    assert functions[0].name == "burn"
     assert dataset.transform.calls == 0  # put back
     assert torch.equal(random, torch.get_rng_state())
     assert sys.getswitchinterval() == interval
@@ -92,7 +92,7 @@ class Together(Images):
 
 
 def test_samples_that_come_together() -> None:
-    assert measure_making(Part("", DataLoader(Together(), batch_size=4)), 0.05).samples_ms >= 2.0
+    assert time_batches(Part("", DataLoader(Together(), batch_size=4)), 0.05)[0]["samples"] >= 2.0
 
 
 class Empty(Stream):
@@ -108,7 +108,7 @@ class Failing(Images):
 @pytest.mark.parametrize(("dataset", "said"), [(Empty(), "gives no batch"), (Failing(), "KeyError: 'label'")])
 def test_what_cannot_be_made_here_is_said(dataset: Any, said: str) -> None:
     with pytest.raises(LoaderError, match=said):
-        measure_making(Part("", DataLoader(dataset, batch_size=2)), 1.0)
+        time_batches(Part("", DataLoader(dataset, batch_size=2)), 1.0)
 
 
 def frames_of(call: Callable[[Callable[..., Any]], Any]) -> Any:

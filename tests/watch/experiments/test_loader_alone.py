@@ -1,84 +1,248 @@
-"""X3 with other numbers of workers: which are tried, and which are not."""
+"""The loader alone: numbers of workers, constant samples, what workers read, and the hand-over of a ready batch."""
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
-from watch.experiments.made_data import Images
+from torch.utils.data import DataLoader, Dataset, default_collate
+from watch.experiments.made_data import Files, Images, Slow, Stream, machine_of, session_of
 
+from lightning_feed.errors import DatasetError
+from lightning_feed.load.feed_loader import FeedLoader
 from lightning_feed.load.machine import Machine
-from lightning_feed.load.rounds import RoundLimits
-from lightning_feed.watch.experiments.loader_alone import measure_scaling, workers_to_try
-from lightning_feed.watch.experiments.subject import Part, too_large
-
-FAST = RoundLimits(min_s=0.0, max_s=30)
-
-
-def _machine(cpus: int = 8, *, shm: int | None = None, memory: int | None = None) -> Machine:
-    return Machine(
-        usable_cpus=cpus,
-        cpu_reason="",
-        available_memory_bytes=memory,
-        free_shm_bytes=shm,
-        start_method="fork",
-    )
+from lightning_feed.watch.experiments import loader_alone
+from lightning_feed.watch.experiments.loader_alone import (
+    NullDataset,
+    NullStream,
+    measure_ceiling,
+    measure_hand_over,
+    measure_loader,
+    measure_scaling,
+    taking_times,
+    workers_to_try,
+)
+from lightning_feed.watch.experiments.session import LeftOut, Session
+from lightning_feed.watch.loader_state import QueueState
 
 
-def _part(workers: int = 0, **options: object) -> Part:
-    return Part("", DataLoader(Images(), batch_size=4, num_workers=workers, **options))  # type: ignore[arg-type]
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_workers_read_is_counted(tmp_path: Path, workers: int) -> None:
+    session = session_of(DataLoader(Files(tmp_path, length=300_000), batch_size=2, num_workers=workers))
+    measure_loader(session)
+    assert session.alone is not None
+    rate = session.reads.read_mb_per_s
+    assert rate == pytest.approx(0.6 * session.alone.batches_per_s, rel=0.7)
+    assert session.reads.page_cache_pct is not None
+
+
+# --- other numbers of workers -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("workers", "cpus", "expected"),
-    [(0, 8, [8, 1, 4]), (2, 8, [8, 0, 1, 4, 3]), (2, 1, [1, 0]), (0, 1, [1]), (1, 2, [2, 0])],
+    ("workers", "cpus", "loaders", "expected"),
+    [
+        (0, 8, 1, [8, 1, 0, 4]),
+        (2, 8, 1, [8, 0, 2, 1, 4, 3]),
+        (2, 1, 1, [1, 0, 2]),
+        (0, 1, 1, [1, 0]),
+        (1, 2, 1, [2, 0, 1]),
+        (0, 8, 2, [4, 1, 0, 2]),
+    ],
 )
-def test_the_numbers_that_are_tried(workers: int, cpus: int, expected: list[int]) -> None:
-    assert workers_to_try((_part(workers),), _machine(cpus)) == expected
+def test_the_numbers_that_are_tried(workers: int, cpus: int, loaders: int, expected: list[int]) -> None:
+    made = [DataLoader(Images(), batch_size=4, num_workers=workers) for _ in range(loaders)]
+    assert workers_to_try(session_of(*made, machine=machine_of(cpus))) == expected
 
 
-def test_several_loaders_share_the_cpus() -> None:
-    assert workers_to_try((_part(), _part()), _machine(8)) == [4, 1, 2]
+class Rates(Session):
+    """Counts what was tried, and is as fast as the number of tries."""
+
+    tried: list[int]
+
+    def rate(self, change: Any, **options: Any) -> float:
+        self.tried.append(change(self.parts[0]).num_workers)
+        return float(len(self.tried))
 
 
-def _numbers(part: Part, machine: Machine, sample_bytes: int = 1) -> list[int | str]:
-    tried = measure_scaling((part,), [sample_bytes], machine, FAST, go_on=lambda: True)
-    return [one if isinstance(one, str) else one[0] for one in tried]
+def _scaled(loader: Any, machine: Machine, share_s: float = 10.0, kind: type[Rates] = Rates) -> tuple[Rates, str]:
+    session = kind(loader, machine=machine, clock=lambda: float(len(session.tried)), share_s=share_s)
+    session.tried = []
+    session.prepare()
+    try:
+        measure_scaling(session)
+    except LeftOut as reason:
+        return session, str(reason)
+    return session, ""
 
 
-def test_what_does_not_fit_is_not_run_and_told_once() -> None:
-    told, *tried = _numbers(_part(), _machine(2, shm=5 * 4 * 1000), 1000)
-    assert str(told).startswith("2 workers: its queue would take")
-    assert tried == [1, 0] * 3
+def test_each_number_is_tried_three_times_and_the_configured_one_too() -> None:
+    session, _ = _scaled(DataLoader(Images(), num_workers=1), machine_of(2))
+    assert session.tried == [2, 0, 1] * 3
+    assert session.results.worker_scaling == ((0, 5.0), (1, 6.0), (2, 4.0))
+    assert session.results.worker_spread == ((0, 2.0, 8.0), (1, 3.0, 9.0), (2, 1.0, 7.0))
+    assert session.results.noise_pct == 150
+    assert _scaled(DataLoader(Images(), num_workers=1), machine_of(2), share_s=4.4)[0].tried == [2, 0, 1, 2, 0]
 
 
-def test_each_number_is_tried_again_and_the_configured_one_too() -> None:
-    assert _numbers(_part(1), _machine(2)) == [2, 0, 1] * 3
+def test_what_does_not_fit_is_not_tried_and_told_once() -> None:
+    session, told = _scaled(DataLoader(Images(), batch_size=4), machine_of(2, shm=60_000))
+    assert session.tried == [1, 0] * 3
+    assert told.startswith("2 workers: its queue would take 0 MiB of the 0 MiB that are free in /dev/shm")
+    assert told.count("2 workers") == 1
 
 
-class NeedsWorkers(Images):
-    def __getitem__(self, index: int) -> object:
-        worker = torch.utils.data.get_worker_info()
-        assert worker is not None, "no worker"
-        return super().__getitem__(index)
+class NeedsWorkers(Rates):
+    def rate(self, change: Any, **options: Any) -> float:
+        if not change(self.parts[0]).num_workers:
+            raise DatasetError("no worker")
+        return super().rate(change, **options)
 
 
 def test_a_data_set_that_needs_workers_is_not_tried_without_again() -> None:
-    told = _numbers(Part("", DataLoader(NeedsWorkers(), batch_size=4, num_workers=1)), _machine(1))
-    assert "no worker" in str(told.pop(0))
-    assert told == [2, 1] * 3
+    session, told = _scaled(DataLoader(Images(), num_workers=1), machine_of(1), kind=NeedsWorkers)
+    assert session.tried == [2, 1] * 3
+    assert told == "no worker"
 
 
-def test_it_ends_when_time_is_over() -> None:
-    asked = iter([True, False])
-    found = list(measure_scaling((_part(1),), [1], _machine(2), FAST, go_on=lambda: next(asked)))
-    assert [number for number, _ in found] == [2]  # type: ignore[misc]
+# --- constant samples -------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_a_queue() -> None:
-    # Two workers, three batches ahead each, and the batch in hand: 7 x 4 samples.
-    part = _part(2, prefetch_factor=3)
-    assert too_large((part,), [1000], _machine(shm=35_000, memory=56_000)) is None
-    assert "/dev/shm" in str(too_large((part,), [1000], _machine(shm=34_999)))
-    assert "free memory" in str(too_large((part,), [1000], _machine(memory=55_999)))
-    assert too_large((_part(),), [1000], _machine(shm=0, memory=8_000)) is None  # no workers: nothing is handed over
-    assert too_large((part, part), [1000, 1000], _machine(shm=69_999)) is not None
-    assert too_large((part,), [10**12], _machine()) is None  # nothing is known of the machine
+class Dicts(Dataset[Any]):
+    scale = 3
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return {"image": torch.full((3, 4), index), "drop": "path"}
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        raise AssertionError("the original was asked for a whole batch")
+
+
+def pop_and_collate(samples: list[Any]) -> Any:
+    for sample in samples:
+        sample.pop("drop")
+    return default_collate(samples)
+
+
+def wants_the_data_set(worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    assert info.dataset.scale == 3
+
+
+def test_collate_functions_and_worker_inits_get_what_they_are_used_to() -> None:
+    session = session_of(
+        DataLoader(Dicts(), batch_size=4, num_workers=1, collate_fn=pop_and_collate, worker_init_fn=wants_the_data_set)
+    )
+    measure_ceiling(session)
+    assert session.results.ceiling_per_s is not None
+    assert set(session.samples[0]) == {"image", "drop"}
+
+
+def test_constant_samples_have_the_length_and_the_shapes_of_the_original() -> None:
+    null = pickle.loads(pickle.dumps(NullDataset(Dicts()[5], Dicts())))
+    assert len(null) == 12
+    assert torch.equal(null[0]["image"], null[11]["image"])
+    assert null[0] is not null[0]
+    assert not hasattr(null, "__getitems__")
+    with pytest.raises(AttributeError):
+        null.nothing  # noqa: B018
+
+
+def test_constant_streams_do_not_end_and_have_no_state() -> None:
+    class Stateful(Stream):
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    null = NullStream(7, Stateful())
+    assert list(islice(null, 100)) == [7] * 100
+    assert not hasattr(null, "state_dict")
+    assert null.size == 60
+
+
+def test_the_ceiling_does_without_the_data_sets_own_work() -> None:
+    session = session_of(DataLoader(Images(Slow(0.003)), batch_size=4))
+    measure_ceiling(session)
+    assert (session.results.ceiling_per_s or 0) > 2 / (4 * 0.003)
+
+
+# --- handing a batch over ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("data", "workers"), [(Images, 0), (Stream, 2)])
+def test_both_sharing_strategies_are_tried_and_nothing_of_it_stays(data: type, workers: int) -> None:
+    before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    loader = DataLoader(data(), batch_size=4, num_workers=workers)
+    session = session_of(loader)
+    measure_hand_over(session)
+    found = session.results
+    assert found.sharing_strategy == before == torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    assert (found.hand_over_ms or 0) > 0
+    assert (found.hand_over_file_system_ms or 0) > 0
+    assert loader._iterator is None
+    assert multiprocessing.active_children() == []
+
+
+def _why_not(loader: Any) -> str:
+    with pytest.raises(LeftOut) as reason:
+        measure_hand_over(session_of(loader))
+    return str(reason.value)
+
+
+def test_our_loaders_hand_over_without_their_background_thread() -> None:
+    session = session_of(FeedLoader(Images(), batch_size=4, num_workers=1, background=2))
+    measure_hand_over(session)
+    assert session.results.hand_over_ms is not None
+    threads = FeedLoader(Images(), batch_size=4, num_workers=1, workers="thread")
+    assert _why_not(threads) == "worker threads hand nothing over"
+
+
+def _fails(samples: list[Any]) -> Any:
+    raise ValueError("no two alike")
+
+
+def test_what_cannot_be_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawned = DataLoader(Images(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
+    assert "spawn" in _why_not(spawned)
+    assert "no two alike" in _why_not(DataLoader(Images(), batch_size=4, collate_fn=_fails))
+    monkeypatch.setattr(loader_alone, "_compare", lambda *args: os._exit(3))
+    assert _why_not(DataLoader(Images())) == "the process that measured it ended before it was done"
+
+
+class Script:
+    """An iterator whose queue is full every third time that one looks, and whose batches take three ticks."""
+
+    def __init__(self, clock: list[int], *, fills: bool = True) -> None:
+        self.clock, self.fills, self.looks = clock, fills, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.clock[0] += 3
+            yield default_collate([1])
+
+    def read(self) -> QueueState:
+        self.looks += 1
+        return QueueState(2 if self.fills and self.looks % 3 == 0 else 1, None, 0)
+
+    def capacity(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(("fills", "expected"), [(True, [3] * 20), (False, [])])
+def test_only_batches_that_were_ready_count(fills: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+
+    def slept(seconds: float) -> None:
+        now[0] += 100
+
+    script = Script(now, fills=fills)
+    monkeypatch.setattr(loader_alone, "probe_loader", lambda batches: script)
+    assert taking_times(script, clock=lambda: now[0], sleep=slept) == expected

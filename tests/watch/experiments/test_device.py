@@ -1,4 +1,4 @@
-"""X5: what the device decodes of an image folder. Here the device is the CPU, where the same code runs."""
+"""Copies to the device, and the images that it decodes. Here the device is the CPU, where the same code runs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +11,17 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError, MissingExtraError
 from lightning_feed.load.encoded_batch import EncodedImageDataset
-from lightning_feed.watch.experiments import data_session, device_decode
+from lightning_feed.watch.experiments import device
 from lightning_feed.watch.experiments.data_experiments import run_data_experiments
-from lightning_feed.watch.experiments.device_decode import FEWEST_ROUNDS, MOST_IMAGES, measure_device_decode
+from lightning_feed.watch.experiments.device import (
+    BUFFER_BYTES,
+    FEWEST_ROUNDS,
+    MOST_IMAGES,
+    decode_rate,
+    measure_copies,
+)
 from lightning_feed.watch.experiments.results import ExperimentResults
-from lightning_feed.watch.experiments.subject import Part
+from lightning_feed.watch.experiments.session import LeftOut, Part, Session
 
 CPU = torch.device("cpu")
 
@@ -29,7 +35,7 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def wait(self) -> None:
+    def wait(self, device: torch.device) -> None:
         self.now += 1.0
         self.waits += 1
 
@@ -41,7 +47,7 @@ def _loader(root: Path, **options: Any) -> Any:
 
 def _measure(loader: Any, clock: Clock | None = None, max_s: float = 5.0) -> float | None:
     clock = clock or Clock()
-    return measure_device_decode((Part("", loader),), CPU, max_s, clock=clock, wait=clock.wait)
+    return decode_rate(Part("", loader), CPU, max_s, clock=clock, wait=clock.wait)
 
 
 @pytest.mark.parametrize("batch_size", [4, 10])
@@ -64,8 +70,8 @@ def test_the_files_are_decoded_as_the_loader_would_crop_them(
     class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    decode = device_decode.decode_batch
-    monkeypatch.setattr(device_decode, "decode_batch", lambda batch, dataset: seen.append(decode(batch, dataset)))
+    decode = device.decode_batch
+    monkeypatch.setattr(device, "decode_batch", lambda batch, dataset: seen.append(decode(batch, dataset)))
     _measure(_loader(class_folders), max_s=0.0)
     pictures, labels = seen[0]
     assert (pictures.dtype, pictures.shape[1:]) == (torch.uint8, (3, 32, 32))
@@ -76,8 +82,8 @@ def test_as_many_images_as_a_device_can_hold_before_they_are_cropped(
     class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(device_decode, "decode_batch", lambda batch, dataset: sizes.append(len(batch)))
-    monkeypatch.setattr(device_decode, "MOST_IMAGES", 3)
+    monkeypatch.setattr(device, "decode_batch", lambda batch, dataset: sizes.append(len(batch)))
+    monkeypatch.setattr(device, "MOST_IMAGES", 3)
     _measure(_loader(class_folders), max_s=0.0)
     assert set(sizes) == {3}
     assert MOST_IMAGES >= 32
@@ -113,8 +119,6 @@ def test_where_it_is_not_possible(class_folders: Path) -> None:
     assert _measure(_loader(class_folders, cache="decoded")) is None
     assert _measure(DataLoader([(torch.zeros(3), 0)])) is None
     assert _measure(DataLoader(Stream())) is None
-    part = Part("", _loader(class_folders))
-    assert measure_device_decode((part, part), CPU, 1.0, wait=lambda: None) is None
 
 
 def test_a_broken_image_is_named(class_folders: Path) -> None:
@@ -123,17 +127,42 @@ def test_a_broken_image_is_named(class_folders: Path) -> None:
         _measure(_loader(class_folders, val_fraction=0.01))
 
 
+def _why_no_copies(kind: torch.device | None) -> str:
+    with pytest.raises(LeftOut) as reason:
+        measure_copies(Session(None, kind, first=[torch.ones(5)]))
+    return str(reason.value)
+
+
+def test_why_no_copies_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is the CPU" in _why_no_copies(None)
+    assert "is the CPU" in _why_no_copies(CPU)
+    assert "type 'mps'" in _why_no_copies(torch.device("mps"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (BUFFER_BYTES, 10**12))
+    assert "more than half of the free device memory" in _why_no_copies(torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+def test_copies_on_a_device() -> None:
+    batch = {"image": torch.ones(64, 3, 224, 224).pin_memory(), "label": torch.ones(64)}
+    session = Session(None, torch.device("cuda", 0), first=[batch])
+    measure_copies(session)
+    found = session.results
+    assert (found.pinned_gb_per_s or 0) >= 0.8 * (found.pageable_gb_per_s or 0) > 0
+    assert (found.copy_ms or 0) > 0
+
+
 # --- among the experiments ------------------------------------------------------------------------------------------
 
 
-def _results(loader: Any, device: str) -> ExperimentResults:
-    found = list(run_data_experiments(loader, device=device, budget_s=3, only=frozenset({"X5"})))
+def _results(loader: Any, kind: str) -> ExperimentResults:
+    only = frozenset({"transforms", "no-transforms", "device-decode"})
+    found = list(run_data_experiments(loader, device=kind, budget_s=1, only=only))
     return found[-1]
 
 
 def test_it_is_measured_on_cuda_only(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(data_session, "measure_device_decode", lambda *args: given.append(args) or 7.0)
+    monkeypatch.setattr(device, "decode_rate", lambda *args: given.append(args) or 7.0)
     assert _results(_loader(class_folders), "cpu").device_decode_per_s is None
     assert not given
     assert _results(_loader(class_folders), "cuda").device_decode_per_s == 7.0
@@ -150,10 +179,10 @@ def test_a_failure_hides_no_other_result(
     def fail(*args: Any) -> float:
         raise error
 
-    monkeypatch.setattr(data_session, "measure_device_decode", fail)
+    monkeypatch.setattr(device, "decode_rate", fail)
     found = _results(_loader(class_folders), "cuda")
     assert found.device_decode_per_s is None
-    assert found.left_out == (("decoding on the device", str(error).split("\n")[0]),)
+    assert found.left_out == (("device-decode", str(error).split("\n")[0]),)
     assert {cost.name for cost in found.costs} == {"read", "decode", "TrainRecipe"}
 
 
@@ -170,6 +199,6 @@ def test_costs_of_workers_that_only_read(class_folders: Path, monkeypatch: pytes
 @pytest.mark.gpu
 def test_on_a_gpu(class_folders: Path) -> None:
     part = Part("", _loader(class_folders))
-    rate = measure_device_decode((part,), torch.device("cuda", 0), 0.2)
+    rate = decode_rate(part, torch.device("cuda", 0), 0.2)
     assert rate is not None
     assert rate > 0

@@ -1,0 +1,395 @@
+"""The loaders under experiment, and what the experiments on them share."""
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_feed.errors import DatasetError, FeedError, LoaderError
+from lightning_feed.load.blame import blamed
+from lightning_feed.load.machine import Machine, read_machine
+from lightning_feed.load.recommend import MEMORY_SHARE, SHM_SHARE, TORCH_PREFETCH
+from lightning_feed.load.rounds import LoaderRate, RoundLimits, time_loader
+from lightning_feed.load.untouched import untouched
+from lightning_feed.load.variant import Changes, burst_of, with_changes
+from lightning_feed.load.watched import watched
+from lightning_feed.load.worker_end import end_pass
+from lightning_feed.transfer.nested import tensors
+from lightning_feed.watch.experiments.results import ExperimentResults
+from lightning_feed.watch.worker_time import WorkerTime
+
+WHOLE = "batch"
+"""The name of a batch that has no parts."""
+START_S = 60.0
+"""The loader as configured may take this long to give its first batches, whatever the budget: every other experiment
+needs it, and spawned workers may import for long."""
+_LEAST_S = 2.0
+"""Every loader may run this long, whatever its share of the budget, and twice the start-up time of the user's."""
+_NUMBER_BYTES = 8
+
+
+class LeftOut(Exception):
+    """The reason why an experiment is left out."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One loader."""
+
+    name: str
+    """Its place among several: ``real``, ``0``; empty for a single one."""
+    loader: DataLoader[Any]
+
+    @property
+    def stream(self) -> bool:
+        """Whether its data set is iterable, not map-style."""
+        return isinstance(self.loader.dataset, IterableDataset)
+
+    def first_batches(self, count: int) -> list[Any]:
+        """What its sampler gives for the first batches of a pass: lists of indices, or indices where the loader does
+        not batch. Fewer where the pass is shorter."""
+        with untouched(self.loader):
+            source = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+            return list(islice(source, count))
+
+    def first_samples(self, count: int) -> list[Any]:
+        """Indices of the first samples of a pass."""
+        if self.loader.batch_sampler is None:
+            return self.first_batches(count)
+        per_batch = max(1, self.loader.batch_size or 1)
+        return list(chain.from_iterable(self.first_batches(-(-count // per_batch))))[:count]
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch."""
+        if self.loader.batch_size is not None:
+            return self.loader.batch_size
+        if self.stream or self.loader.batch_sampler is None:
+            return 1
+        return len(next(iter(self.first_batches(1)), [None]))
+
+
+def parts_of(loader: Any) -> tuple[Part, ...]:
+    """The DataLoaders in what a ``train_dataloader`` returned: one, a dict or list of them, or a CombinedLoader.
+
+    Raises:
+        LoaderError: when there is anything else in it.
+    """
+    found = tuple(_parts_in(loader, ""))
+    if not found:
+        raise LoaderError("There is no loader in it.")
+    return found
+
+
+def _parts_in(loader: Any, place: str) -> Iterator[Part]:
+    inner = getattr(loader, "iterables", loader)
+    stages = getattr(loader, "pipeline", None)
+    if isinstance(stages, list) and len(stages) == 1:
+        inner = stages[0]  # a WebLoader that gives the batches as they come
+    if isinstance(inner, DataLoader):
+        yield Part(place, inner)
+    elif isinstance(inner, (dict, list, tuple)):
+        for key, one in inner.items() if isinstance(inner, dict) else enumerate(inner):
+            yield from _parts_in(one, f"{place}.{key}" if place else str(key))
+    else:
+        raise LoaderError(f"a {type(loader).__name__} is no torch DataLoader, so it cannot be built anew with changes")
+
+
+class Together(Iterator[Any]):
+    """Passes side by side: a batch of each is one batch. Keeps the first one, and reports every one.
+
+    Attributes:
+        iterators: of the loaders.
+        first: a batch of each.
+        came: how many batches came.
+    """
+
+    def __init__(self, iterators: list[Iterator[Any]], on_batch: Callable[["Together"], object] | None = None) -> None:
+        self.iterators = iterators
+        self.first: list[Any] | None = None
+        self.came = 0
+        self._on_batch = on_batch
+
+    def __next__(self) -> list[Any]:
+        batch = [next(one) for one in self.iterators]
+        self.came += 1
+        if self.first is None:
+            self.first = batch
+        if self._on_batch is not None:
+            self._on_batch(self)
+        return batch
+
+    def close(self) -> None:
+        """End all of them."""
+        for one in self.iterators:
+            end_pass(one)
+
+
+def as_configured(part: Part) -> Changes:
+    """The loader as it is; samplers begin again at their end."""
+    return Changes(endless=not part.stream)
+
+
+def rate_of(
+    parts: Sequence[Part],
+    limits: RoundLimits,
+    change: Callable[[Part], Changes] = as_configured,
+    *,
+    prepare: Callable[[], object] | None = None,
+    on_batch: Callable[[Together], object] | None = None,
+) -> tuple[LoaderRate, list[Any]]:
+    """Drain the loaders together, each with its changes; (rate, first batch of each).
+
+    The user's loaders are as before afterwards, whatever happens.
+
+    Args:
+        parts: the loaders.
+        limits: how long.
+        change: what to change in each.
+        prepare: called before each pass, its time not counted.
+        on_batch: called after each batch with all passes.
+
+    Raises:
+        DatasetError: when loading fails, with the worker and the sample as far as they can be told.
+        LoaderError: when a loader hangs, is empty or cannot be built anew.
+    """
+    passes: list[Together] = []
+    try:
+        with untouched([part.loader for part in parts]), warnings.catch_warnings():
+            # As with_changes does: torch warns once more when a pass begins. The user's own run has told both.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
+            variants = [with_changes(part.loader, change(part)) for part in parts]
+
+            def begin() -> Together:
+                passes.append(Together([iter(variant) for variant in variants], on_batch))
+                return passes[-1]
+
+            rate = time_loader(begin, burst=max(map(burst_of, variants)), limits=limits, prepare=prepare)
+    except Exception as error:
+        if isinstance(error, FeedError) and not isinstance(error, DatasetError):
+            raise
+        raise blamed(parts, error, passes[-1].came if len(passes) == 1 else None) from error
+    return rate, passes[0].first or []
+
+
+@contextmanager
+def naming(dataset: Any, index: Any) -> Iterator[None]:
+    """Within it, an error of the data set becomes one that names the sample.
+
+    Raises:
+        DatasetError: in place of the data set's own error.
+    """
+    try:
+        yield
+    except FeedError:
+        raise
+    except Exception as error:
+        kind, why = type(dataset).__name__, f"{type(error).__name__}: {str(error).rstrip('.')}"
+        if "thread" in str(error):  # of sqlite3 and others that are bound to the thread that made them
+            raise DatasetError(
+                f"The data set ({kind}) works only in the thread that made it ({why}). Experiments load in a thread of "
+                "their own, so that one that hangs can be given up. Your fit is not concerned. To experiment, open "
+                "what is bound to a thread in each thread that uses it."
+            ) from error
+        raise DatasetError(
+            f"The data set ({kind}) cannot give sample {index}: {why}. Mend it, or leave the sample out."
+        ) from error
+
+
+def record_sample(part: Part, max_s: float = 60.0) -> Any:
+    """One sample of the part, made in this process, as a worker would.
+
+    Raises:
+        DatasetError: when it cannot be made, or there is none.
+        LoaderError: when it takes longer than ``max_s``.
+    """
+    dataset = part.loader.dataset
+    indices = ["the first"] if part.stream else part.first_samples(1)
+    if not indices:
+        raise DatasetError("The sampler gives no batch at all. Check the length of the data set, and drop_last.")
+    with untouched(part.loader), naming(dataset, indices[0]):
+        samples = watched(
+            lambda _: list(islice(iter(dataset), 1)) if part.stream else [dataset[indices[0]]],
+            silent_s=max_s,
+            unblock=lambda: False,
+            what=lambda seconds: (
+                f"Sample {indices[0]} of the data set ({type(dataset).__name__}) was not there after {seconds:g} s. "
+                "See what it waits for: a lock, a connection, a file system that does not answer."
+            ),
+        )
+    if not samples:
+        raise DatasetError("The iterable data set gives nothing at all. Check where it reads from.")
+    return samples[0]
+
+
+@dataclass
+class Session:
+    """What the experiments know of the loaders, and what they have found so far.
+
+    Args:
+        loader: what ``train_dataloader`` returned.
+        device: that batches go to; None: none.
+        clock: seconds.
+    """
+
+    loader: Any
+    device: torch.device | None = None
+    clock: Callable[[], float] = time.monotonic
+    machine: Machine = field(default_factory=read_machine)
+    results: ExperimentResults = field(default_factory=ExperimentResults)
+    parts: tuple[Part, ...] = ()
+    samples: list[Any] = field(default_factory=list)
+    """One of each loader."""
+    first: list[Any] = field(default_factory=list)
+    """The first batch of each loader."""
+    alone: LoaderRate | None = None
+    """What the loaders give as configured."""
+    reads: WorkerTime = field(default_factory=WorkerTime)
+    """What the workers read meanwhile."""
+    share_s: float = 1.0
+    """Seconds that the present experiment has."""
+    subset: Any = None
+    """The first batches, and the files that they are made of; the same for all experiments, so that they compare."""
+
+    def prepare(self) -> None:
+        """Look at the loaders, and draw a sample of each.
+
+        Raises:
+            LoaderError: what is not a DataLoader, or cannot be built anew.
+            DatasetError: a sample cannot be made.
+        """
+        parts = parts_of(self.loader)
+        for part in parts:
+            with untouched(part.loader):
+                with_changes(part.loader)
+        self.parts = parts
+        self.samples = [record_sample(part) for part in parts]
+        self.note(batch_size=sum(part.batch_size for part in parts))
+
+    def note(self, **figures: Any) -> None:
+        """Put figures among the results."""
+        self.results = replace(self.results, **figures)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Say why an experiment is left out."""
+        self.note(left_out=(*self.results.left_out, (name, reason)))
+
+    def rate(
+        self,
+        change: Callable[[Part], Changes] = as_configured,
+        *,
+        share: float = 1.0,
+        warm_rounds: int = 2,
+        prepare: Callable[[], object] | None = None,
+    ) -> float:
+        """Batches per second of the loaders with changes, in a share of the experiment's time."""
+        start_s = START_S if self.alone is None else self.alone.start_s
+        given_s = share * self.share_s
+        limits = RoundLimits(
+            min_s=counted_s(given_s), max_s=max(given_s, _LEAST_S) + 2 * start_s, warm_rounds=warm_rounds
+        )
+        return rate_of(self.parts, limits, change, prepare=prepare)[0].batches_per_s
+
+    def check_memory(self, num_workers: int | None = None) -> None:
+        """Make sure that the loaders' queues fit into memory.
+
+        Args:
+            num_workers: in place of those that are configured.
+
+        Raises:
+            LeftOut: they would take too much.
+        """
+        shared = private = 0
+        for part, sample in zip(self.parts, self.samples, strict=True):
+            workers = part.loader.num_workers if num_workers is None else num_workers
+            prefetch = part.loader.prefetch_factor or TORCH_PREFETCH
+            batches = workers * prefetch + getattr(part.loader, "background", 0) + 1
+            taken = batches * part.batch_size * size_of_leaf(sample)
+            private += taken
+            if workers and getattr(part.loader, "workers", "process") == "process":
+                shared += taken
+        for taken, free, most, where in (
+            (shared, self.machine.free_shm_bytes, SHM_SHARE, "that are free in /dev/shm"),
+            (private, self.machine.available_memory_bytes, MEMORY_SHARE, "of free memory"),
+        ):
+            if free is not None and taken > most * free:
+                raise LeftOut(f"its queue would take {taken / 2**20:,.0f} MiB of the {free / 2**20:,.0f} MiB {where}")
+
+
+def counted_s(share_s: float) -> float:
+    """How much of an experiment's share is counted; the rest is for start-up and warm-up."""
+    return max(0.1, min(3.0, 0.4 * share_s))
+
+
+def key_bytes(batch: Any) -> dict[str, int]:
+    """The bytes of every leaf of a batch by its place in it, in order.
+
+    Mappings, lists, tuples, named tuples and dataclasses are entered; any other object counts as one leaf with the
+    tensors that it holds. Lists of plain values, such as paths, are one leaf too.
+
+    Args:
+        batch: as a loader gives it.
+
+    Returns:
+        ``{"image": 602112, "meta.path": 1830}``, ``{"0": 602112, "1": 32}`` for a tuple, ``{"batch": 602112}`` for a
+        batch without parts. Tensors and arrays by their elements, text and bytes by length, numbers as 8.
+
+    Example:
+        >>> key_bytes({"image": Tensor(2, 3), "meta": {"path": ["a.jpg", "b.jpg"]}})
+        {'image': 24, 'meta.path': 10}
+    """
+    return {place: size_of_leaf(leaf) for place, leaf in key_leaves(batch)}
+
+
+def key_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a batch in order, each with its place, as :func:`key_bytes` names them."""
+    parts = _named_parts(batch)
+    if parts is None:
+        yield place or WHOLE, batch
+        return
+    for key, value in parts:
+        yield from key_leaves(value, f"{place}.{key}" if place else str(key))
+
+
+def size_of_leaf(leaf: Any) -> int:
+    """Bytes of a leaf; of a whole sample or batch too."""
+    if isinstance(leaf, Tensor):
+        return leaf.numel() * leaf.element_size()
+    if isinstance(leaf, np.ndarray):
+        return int(leaf.nbytes)
+    if isinstance(leaf, str):
+        return len(leaf.encode("utf-8", "surrogatepass"))
+    if isinstance(leaf, (bytes, bytearray, memoryview)):
+        return len(leaf)
+    if isinstance(leaf, (int, float, complex, np.generic)):
+        return _NUMBER_BYTES
+    if isinstance(leaf, (Mapping, list, tuple, set, frozenset)):
+        return sum(map(size_of_leaf, leaf.values() if isinstance(leaf, Mapping) else leaf))
+    if hasattr(leaf, "getbands"):
+        return int(leaf.width * leaf.height * len(leaf.getbands()))  # a PIL image
+    return sum(map(size_of_leaf, tensors(leaf)))
+
+
+def _named_parts(value: Any) -> list[tuple[Any, Any]] | None:
+    """The named parts of a container; None for a leaf."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, (list, tuple)):
+        containers = (Tensor, np.ndarray, Mapping, list, tuple)
+        holds_parts = any(isinstance(part, containers) or dataclasses.is_dataclass(part) for part in value)
+        return list(enumerate(value)) if holds_parts else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(one.name, getattr(value, one.name, None)) for one in dataclasses.fields(value)]
+    return None

@@ -1,0 +1,318 @@
+"""Storage: which files samples are made of, where they lie, and the loader with them in and out of the page cache."""
+
+import functools
+import math
+import os
+import re
+import site
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import ConcatDataset, Subset
+
+from lightning_feed.archive.memory import read_text
+from lightning_feed.load.image_dataset import ImageDataset
+from lightning_feed.load.untouched import untouched
+from lightning_feed.load.variant import Changes, burst_of
+from lightning_feed.watch.experiments.results import DiskFacts
+from lightning_feed.watch.experiments.session import LeftOut, Part, Session, naming
+
+ROUNDS = 8
+"""Of the first batches: two that do not count, and six that do."""
+_FILES_SHARE = 0.25
+"""Of free memory, for the files of the first batches."""
+_SAMPLES_OPENED = 16
+_NO_FILE = "no file was seen to be opened by the samples: they lie in memory, or a library opens them in C"
+_NOT_DATA = (".py", ".pyc", ".so", ".pth", ".pyd", ".pyi")
+_SYSTEM = ("/proc/", "/sys/", "/dev/")
+_NETWORK = {
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "mmfs", "beegfs", "glusterfs", "afs", "panfs"),
+    *("wekafs", "orangefs", "pvfs2", "ocfs2", "gfs2", "9p", "virtiofs", "daos", "fuse"),
+}
+"""Besides ``fuse.*``: what is mounted by a user's program is as a rule a bucket or another machine."""
+_MEMORY = {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"}
+_OVERLAY = {"overlay", "overlayfs", "aufs", "fuse.fuse-overlayfs"}
+_VIRTUAL = ("virtio", "vbd-")
+"""In the paths of disks that a hypervisor gives (KVM, Xen). Linux takes those to rotate whatever they are."""
+
+
+# --- the first batches, read warm and read cold -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FirstBatches:
+    """The first batches of each loader."""
+
+    batches: dict[Part, list[Any]]
+    files: dict[str, int]
+    """That their samples are made of, with their sizes in bytes; empty where none was found."""
+
+
+def measure_cached(session: Session) -> None:
+    """The rate over the first batches, again and again. The first time through is not counted: it fetches the files."""
+    first = choose(session)
+    burst = max(burst_of(part.loader) for part in session.parts)
+    once = math.ceil(min(map(len, first.batches.values())) / burst)
+    rate = session.rate(
+        lambda part: Changes(batches=first.batches[part], endless=True), share=0.5, warm_rounds=max(2, once)
+    )
+    session.note(cached_bytes_per_s=rate)
+
+
+def measure_cold(session: Session) -> None:
+    """The rate over the first batches, whose files leave the page cache before each time through."""
+    first = choose(session)
+    if not hasattr(os, "posix_fadvise"):
+        raise LeftOut("this system has no posix_fadvise, by which files are taken out of the page cache")
+    if not first.files:
+        raise LeftOut(_NO_FILE)
+    system, kind = file_system(next(iter(first.files)))
+    if kind == "memory":
+        raise LeftOut(f"the files lie in memory ({system})")
+    rate = session.rate(lambda part: Changes(batches=first.batches[part]), prepare=lambda: forget_files(first.files))
+    session.note(cold_per_s=rate)
+
+
+def forget_files(files: Iterable[str]) -> None:
+    """Take files out of the page cache, as far as no process maps them.
+
+    Needs no rights but to read them (posix_fadvise(2), POSIX_FADV_DONTNEED).
+    """
+    for path in files:
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except OSError:
+            continue  # gone since: it cannot be read at all, and the loader will say so
+        try:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+
+
+def choose(session: Session) -> FirstBatches:
+    """The first batches that the samplers give, as many as can be gone through in time and fit in memory.
+
+    Raises:
+        LeftOut: why there are none.
+        DatasetError: a sample cannot be made.
+    """
+    if session.subset is None:
+        session.check_memory()
+        if any(part.stream for part in session.parts):
+            raise LeftOut("an iterable data set decides itself which samples come")
+        memory = session.machine.available_memory_bytes
+        session.subset = _choose(session, session.share_s / 3, math.inf if memory is None else _FILES_SHARE * memory)
+    found: FirstBatches = session.subset
+    return found
+
+
+def _choose(session: Session, max_s: float, max_bytes: float) -> FirstBatches:
+    assert session.alone is not None, "it is measured first"
+    burst = max(burst_of(part.loader) for part in session.parts)
+    count = min(1 + ROUNDS * burst, int(session.alone.batches_per_s * max_s))
+    batches = {part: part.first_batches(count) for part in session.parts}
+    deadline = session.clock() + max_s
+    files: dict[str, int] = {}
+    taken = 0
+    for together in zip(*batches.values(), strict=False):
+        found = dict(files)
+        for part, batch in zip(batches, together, strict=True):
+            indices = [batch] if part.loader.batch_sampler is None else list(batch)
+            found |= sizes_of(files_of_samples(part, indices))
+        if sum(found.values()) > max_bytes or session.clock() > deadline:
+            break
+        files, taken = found, taken + 1
+    if taken < 1 + burst:
+        raise LeftOut(f"only {taken} batches can be gone through in time and memory, and a round has {burst}")
+    return FirstBatches({part: given[:taken] for part, given in batches.items()}, files)
+
+
+# --- the files of samples ---------------------------------------------------------------------------------------------
+
+
+def innermost(dataset: Any, index: Any) -> tuple[Any, Any]:
+    """The data set under subsets and concatenations, and the sample's index there."""
+    while True:
+        if isinstance(dataset, Subset):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        elif isinstance(dataset, ConcatDataset):
+            index = index + len(dataset) if index < 0 else index
+            part = bisect_right(dataset.cumulative_sizes, index)
+            index -= dataset.cumulative_sizes[part - 1] if part else 0
+            dataset = dataset.datasets[part]
+        else:
+            return dataset, index
+
+
+def files_of_samples(part: Part, indices: list[Any]) -> list[str]:
+    """The files that these samples are made of: by the data set's list of them, or by making the samples in this
+    process and listening to what is opened.
+
+    Raises:
+        DatasetError: when a sample cannot be made.
+    """
+    dataset: Any = part.loader.dataset
+    found: list[str] = []
+    with untouched(part.loader):
+        for index in indices:
+            path = _listed_file(*innermost(dataset, index))
+            if path is not None:
+                found.append(path)
+                continue
+            with naming(dataset, index):
+                found += opened_by(functools.partial(dataset.__getitem__, index))
+    return found
+
+
+def _listed_file(dataset: Any, index: Any) -> str | None:
+    """The file of a sample, where the data set has a list of them (``samples``, ``imgs``; ours); None where not."""
+    item: Any = None
+    if isinstance(dataset, ImageDataset):
+        item = str(dataset.source.name(index))
+    for attribute in ("samples", "imgs"):
+        listed = getattr(dataset, attribute, None)
+        if isinstance(listed, (list, tuple)) and -len(listed) <= index < len(listed):
+            item = listed[index]
+            break
+    first = item[0] if isinstance(item, (list, tuple)) and item else item
+    return os.fspath(first) if isinstance(first, (str, os.PathLike)) and Path(first).is_file() else None
+
+
+def opened_by(work: Callable[[], object]) -> list[str]:
+    """The files of data that ``work`` opens for reading, in this thread, each once.
+
+    Python reports every ``open`` of its own to audit hooks (https://docs.python.org/3/library/audit_events.html).
+    Libraries that open files in C, as OpenCV and HDF5 do, are not seen. A hook cannot be removed again, so one is
+    installed when this is called first, and does nothing but look into an empty dict afterwards.
+    """
+    _install_hook()
+    heard: list[str] = []
+    _heard[threading.get_ident()] = heard
+    try:
+        work()
+    finally:
+        del _heard[threading.get_ident()]
+    return [path for path in dict.fromkeys(heard) if _is_data(path)]
+
+
+_heard: dict[int, list[str]] = {}
+"""Files opened so far, by the thread that is listened to."""
+
+
+@functools.cache
+def _install_hook() -> None:
+    sys.addaudithook(_hear)
+
+
+def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _heard or event != "open":
+        return
+    paths = _heard.get(threading.get_ident())
+    path, mode, flags = (*arguments, None, None)[:3]
+    writes = isinstance(mode, str) and set(mode) & set("wax+")
+    if paths is None or writes or not isinstance(path, (str, bytes, os.PathLike)):
+        return
+    if not (isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)):
+        paths.append(os.fsdecode(path))
+
+
+def _is_data(path: str) -> bool:
+    absolute = os.path.abspath(path)  # noqa: PTH100  # links stay as they are
+    packages = {sys.prefix, sys.base_prefix, *site.getsitepackages()} - {"/usr", "/"}
+    if absolute.endswith(_NOT_DATA) or absolute.startswith((*_SYSTEM, *(f"{folder}{os.sep}" for folder in packages))):
+        return False
+    return Path(absolute).is_file()
+
+
+def sizes_of(paths: Iterable[str]) -> dict[str, int]:
+    """Bytes of each file that is there."""
+    return {path: Path(path).stat().st_size for path in paths if Path(path).is_file()}
+
+
+# --- where they lie ---------------------------------------------------------------------------------------------------
+
+
+def measure_disk(session: Session) -> None:
+    """Where the files of some samples lie, and how fast they are read while the loader runs alone."""
+    assert session.alone is not None, "it is measured first"
+    if any(part.stream for part in session.parts):
+        raise LeftOut("an iterable data set does not tell which files a sample is made of")
+    opened = {part: part.first_samples(_SAMPLES_OPENED) for part in session.parts}
+    files = [path for part, indices in opened.items() for path in dict.fromkeys(files_of_samples(part, indices))]
+    if not files:
+        raise LeftOut(_NO_FILE)
+    sizes = sizes_of(files)
+    per_sample = len(files) / max(1, sum(map(len, opened.values())))
+    samples_per_s = session.alone.batches_per_s * (session.results.batch_size or 1)
+    # Many samples of one file: files are not opened at the rate of samples.
+    files_per_s = samples_per_s * per_sample if per_sample >= 0.9 else None
+    mean = sum(sizes.values()) / len(sizes) if sizes else None
+    rate = session.reads.read_mb_per_s
+    if rate is None and mean is not None and files_per_s is not None:
+        rate = mean * files_per_s / 1e6
+    system, kind = file_system(files[0])
+    session.note(
+        disk=DiskFacts(
+            file_system=system,
+            kind=kind,
+            read_mb_per_s=rate,
+            files_per_s=files_per_s,
+            mean_file_bytes=mean,
+            page_cache_pct=session.reads.page_cache_pct,
+        )
+    )
+
+
+def file_system(path: str | Path, root: Path = Path("/")) -> tuple[str | None, str | None]:
+    """(type, kind) of the file system that a path lies on, from ``/proc/self/mountinfo``; None where that is not told.
+
+    Types are the kernel's names, ``ext4`` or ``nfs4``; kinds are ``"memory"``, ``"local"``, ``"rotational"``,
+    ``"overlay"`` and ``"network"`` (proc(5), section mountinfo).
+    """
+    target = Path(path).resolve()
+    found: tuple[str | None, str | None] = None, None
+    deepest = 0
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, after = left.split(), right.split()
+        if len(fields) < 5 or len(after) < 2:
+            continue
+        mount = Path(_unescaped(fields[4]))
+        # Of two mounts at one place the later one covers the earlier.
+        if target.is_relative_to(mount) and len(mount.parts) >= deepest:
+            deepest = len(mount.parts)
+            places = (root / "sys/dev/block" / fields[2], root / "sys/class/block" / Path(_unescaped(after[1])).name)
+            found = after[0], _kind(after[0], places)
+    return found
+
+
+def _kind(system: str, places: Sequence[Path]) -> str:
+    for names, kind in ((_MEMORY, "memory"), (_OVERLAY, "overlay"), (_NETWORK, "network")):
+        if system in names:
+            return kind
+    if system.startswith("fuse."):
+        return "network"
+    return "rotational" if any(_rotates(place) for place in places) else "local"
+
+
+def _rotates(block: Path, depth: int = 0) -> bool:
+    """Whether a block device, the disk that it is a partition of, or one of the disks under it, rotates."""
+    if depth > 8 or not block.exists():
+        return False
+    block = block.resolve()  # a partition's folder lies in its disk's
+    if any(part.startswith(_VIRTUAL) for part in block.parts):
+        return False
+    queues = (block / "queue/rotational", block.parent / "queue/rotational")
+    if any(read_text(queue).strip() == "1" for queue in queues):
+        return True
+    slaves = block / "slaves"
+    return slaves.is_dir() and any(_rotates(slave, depth + 1) for slave in slaves.iterdir())
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found.group(1), 8)), text)

@@ -1,0 +1,484 @@
+"""The cost of making a sample: reading, decoding and every transform by name, and the loader without transforms."""
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+import torchvision.transforms as v1
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from lightning_feed.load.cacheable import CacheableDataset
+from lightning_feed.load.encoded_batch import EncodedImageDataset
+from lightning_feed.load.given_transform import GivenTransform
+from lightning_feed.load.image_dataset import ImageDataset
+from lightning_feed.load.untouched import untouched
+from lightning_feed.load.watched import Beat, watched
+from lightning_feed.watch.experiments.results import NamedCost
+from lightning_feed.watch.experiments.session import Part, Session, naming
+from lightning_feed.watch.experiments.storage import innermost
+
+_NAMES = {
+    *("transform", "transforms", "target_transform", "transform_fn", "tfm", "tfms", "preprocess", "preprocessing"),
+    *("augment", "augmentation", "augmentations", "aug", "augs"),
+}
+_PACKAGES = ("torchvision.transforms", "torchaudio.transforms", "albumentations", "kornia", "monai.transforms")
+_BY_CHANCE = ("RandomApply", "RandomChoice", "RandomOrder", "OneOf", "SomeOf", "OneOrOther")
+"""Containers of which each call uses a part only: timed as one step."""
+_DEEPEST = 6
+_MOST_SAMPLES = 200
+_OWN_SHARE = 0.05
+"""Of a sample's CPU time, from which what a container does beside calling its steps is named."""
+
+
+# --- where a data set keeps its transforms ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """An attribute that holds a transform."""
+
+    owner: Any
+    attribute: str
+
+    @property
+    def transform(self) -> Any:
+        """The transform."""
+        return vars(self.owner)[self.attribute]
+
+
+@contextmanager
+def replaced(sites: list[Site], made: Callable[[Site], Any]) -> Iterator[None]:
+    """Within it, each site holds what is made for it; afterwards, what it held before."""
+    before = [(site, site.transform) for site in sites]
+    try:
+        for site in sites:  # past whatever the owner does about attributes
+            vars(site.owner)[site.attribute] = made(site)
+        yield
+    finally:
+        for site, transform in before:
+            vars(site.owner)[site.attribute] = transform
+
+
+def find_sites(dataset: Any) -> list[Site]:
+    """The transforms of a data set and of the data sets in it: subsets, concatenations, wrappers."""
+    found = [Site(owner, name) for one in _data_sets_in(dataset) for owner, name in _attributes(one)]
+    return list({(id(site.owner), site.attribute): site for site in found}.values())
+
+
+def _data_sets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
+    """A data set, and those that it holds in its attributes or in lists there."""
+    yield dataset
+    if depth >= _DEEPEST:
+        return
+    for value in list(getattr(dataset, "__dict__", {}).values()):
+        for held in value[:100] if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(held, Dataset) and held is not dataset:
+                yield from _data_sets_in(held, depth + 1)
+
+
+def _attributes(dataset: Any) -> Iterator[tuple[Any, str]]:
+    if isinstance(dataset, ImageDataset):
+        if not isinstance(dataset, EncodedImageDataset):  # that one only draws by its recipe, and others apply it
+            yield dataset, "recipe"
+        return
+    for name, value in list(getattr(dataset, "__dict__", {}).items()):
+        if value is None or isinstance(value, (type, Dataset)):
+            continue
+        if type(value).__name__ == "StandardTransform":  # torchvision's pair of the two that it is made of
+            yield from ((value, inner) for inner in ("transform", "target_transform") if getattr(value, inner, None))
+        elif callable(value) and (name.lstrip("_") in _NAMES or type(value).__module__.startswith(_PACKAGES)):
+            yield dataset, name
+
+
+def _in_place_of(site: Site, transform: Any) -> Any:
+    """A transform for the place of another: it gets what that one gets."""
+    was = site.transform
+    if not isinstance(was, GivenTransform):
+        return transform
+    return GivenTransform(transform, kind="pil" if was.takes_pil else "tensor")
+
+
+def _users(site: Site) -> Any:
+    """The user's own transform."""
+    return site.transform.transform if isinstance(site.transform, GivenTransform) else site.transform
+
+
+def _is_recipe(site: Site) -> bool:
+    """Whether it is a recipe of ours, which decodes the image."""
+    return isinstance(site.owner, ImageDataset) and not isinstance(site.transform, GivenTransform)
+
+
+# --- transforms whose steps are timed ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Spent:
+    """The time that a step took so far, in nanoseconds, without the steps in it."""
+
+    name: str
+    container: bool = False
+    """Whether it is there to call other steps."""
+    cpu_ns: int = 0
+    wall_ns: int = 0
+
+
+@dataclass
+class StepTimer:
+    """The times of all steps, in the order in which they were met.
+
+    Attributes:
+        on: whether calls count.
+        cpu: CPU time of this process in ns.
+        wall: time in ns.
+    """
+
+    on: bool = False
+    cpu: Callable[[], int] = time.process_time_ns
+    wall: Callable[[], int] = time.perf_counter_ns
+    steps: list[Spent] = field(default_factory=list)
+    _inner: tuple[int, int] = (0, 0)
+    """CPU and wall time of the steps in the present one."""
+
+    def step(self, name: str, *, container: bool = False) -> Spent:
+        """A new step; a name that is taken gets a number."""
+        same = sum(one.name == name or one.name.startswith(f"{name} (") for one in self.steps)
+        self.steps.append(Spent(f"{name} ({same + 1})" if same else name, container))
+        return self.steps[-1]
+
+    def call(self, spent: Spent, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Call, and add the time to the step, but for that of the steps in it."""
+        if not self.on:
+            return function(*args, **named)
+        outer, self._inner = self._inner, (0, 0)
+        cpu, wall = self.cpu(), self.wall()
+        made = function(*args, **named)
+        wall, cpu = self.wall() - wall, self.cpu() - cpu
+        spent.wall_ns += wall - self._inner[1]
+        spent.cpu_ns += cpu - self._inner[0]
+        self._inner = outer[0] + cpu, outer[1] + wall
+        return made
+
+
+class _Timed:
+    """Stands for a step and times it. It has the step's attributes, and passes ``isinstance`` as the step does."""
+
+    def __init__(self, step: Any, spent: Spent, timer: StepTimer) -> None:
+        self._step, self._spent, self._timer = step, spent, timer
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._step)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._timer.call(self._spent, self._step, *args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._step, name)
+
+
+def timed(transform: Any, timer: StepTimer) -> Any:
+    """What does the same as a transform and times its steps; the transform itself is not written to.
+
+    ``Compose`` and its like are entered: what has a list ``transforms`` of other steps, as of torchvision,
+    albumentations and MONAI, and ``nn.Sequential``. Steps are called as the container calls them, with positional
+    arguments or keywords. What a container does beside calling them is its own.
+    """
+    steps, twin = getattr(transform, "transforms", None), None
+    if isinstance(transform, nn.Sequential):
+        twin = copy.copy(transform)
+        twin.__dict__["_modules"] = {name: timed(step, timer) for name, step in transform._modules.items()}
+    elif isinstance(steps, (list, tuple)) and _calls(transform, steps):
+        twin = copy.copy(transform)
+        twin.__dict__["transforms"] = type(steps)(timed(step, timer) for step in steps)
+    name = name_of(transform)
+    return _Timed(transform if twin is None else twin, timer.step(name, container=twin is not None), timer)
+
+
+def _calls(transform: Any, steps: Sequence[Any]) -> bool:
+    """Whether the container calls these steps one after the other; not so the functions that a single step is made of,
+    as albumentations' ColorJitter."""
+    if not steps or type(transform).__name__ in _BY_CHANCE or not all(map(callable, steps)):
+        return False
+    named = any("Compose" in kind.__name__ for kind in type(transform).__mro__)
+    return named or not all(isinstance(step, (FunctionType, BuiltinFunctionType)) for step in steps)
+
+
+def name_of(step: Any) -> str:
+    """What users call a step: its class, or the function's name."""
+    function = getattr(step, "__func__", step)
+    name = getattr(function, "__name__", None) or type(step).__name__
+    return str(name).replace("<lambda>", "lambda")
+
+
+# --- costs by name ----------------------------------------------------------------------------------------------------
+
+
+def measure_costs(session: Session) -> None:
+    """The costs of all loaders' samples, by name."""
+    costs: list[NamedCost] = []
+    for part in session.parts:
+        for cost in sample_costs(part, session.share_s / len(session.parts)):
+            costs.append(replace(cost, name=f"{part.name}: {cost.name}") if part.name else cost)
+    session.note(costs=tuple(costs))
+
+
+def sample_costs(
+    part: Part, max_s: float, *, timer: StepTimer | None = None, samples: int = _MOST_SAMPLES
+) -> tuple[NamedCost, ...]:
+    """What the steps that make a sample cost, in this process, with one thread where workers would have one.
+
+    Each sample is made twice and timed the second time, so that its files are in the page cache; of an iterable data
+    set every second one is timed. Data sets that tell reading from decoding (a :class:`CacheableDataset`, torchvision's
+    folders) have both by name; of others, all that is no transform is ``load``.
+
+    Args:
+        part: a loader with a map-style or an iterable data set.
+        max_s: how long at most.
+        timer: keeps the times; its clocks count nanoseconds.
+        samples: how many at most.
+
+    Raises:
+        DatasetError: when a sample cannot be made.
+        LoaderError: when one takes longer than ``max_s``.
+    """
+    timer = timer or StepTimer()
+    dataset: Any = part.loader.dataset
+    indices = range(samples) if part.stream else part.first_samples(samples)
+    with untouched(part.loader), threads_of_a_worker(part):
+        make = _maker(part, indices, timer)
+
+        def work(beat: Beat) -> int:
+            began = time.monotonic()
+            for done, index in enumerate(indices):
+                for counts in (False, True):
+                    timer.on = counts
+                    with naming(dataset, index):
+                        if make(index) is _END:
+                            return done
+                    beat.beat()
+                if beat.stopped or time.monotonic() - began > max_s:
+                    return done + 1
+            return len(indices)
+
+        with replaced(find_sites(dataset), lambda site: _in_place_of(site, timed(_users(site), timer))):
+            count = watched(
+                work,
+                silent_s=max_s,
+                unblock=lambda: False,
+                what=lambda seconds: (
+                    f"A sample of the data set ({type(dataset).__name__}) took longer than {seconds:g} s. See where it "
+                    "waits: for a lock, a connection, or a file system that does not answer."
+                ),
+            )
+    least_ns = _OWN_SHARE * sum(step.cpu_ns for step in timer.steps)
+    met = [step for step in timer.steps if step.wall_ns and (step.cpu_ns > least_ns or not step.container)]
+    per_sample = 1 / max(1, count) / 1e6
+    return tuple(
+        NamedCost(name=one.name, cpu_ms=one.cpu_ns * per_sample, wall_ms=one.wall_ns * per_sample) for one in met
+    )
+
+
+_END = object()
+"""Given by a stream that has come to its end."""
+
+
+def _maker(part: Part, indices: Iterable[Any], timer: StepTimer) -> Callable[[Any], Any]:
+    """What makes a sample of its index, and times what is told apart."""
+    dataset: Any = part.loader.dataset
+    if part.stream:
+        stream, load = iter(dataset), timer.step("load")
+        return lambda _: timer.call(load, next, stream, _END)
+    base = next((innermost(dataset, index)[0] for index in indices), dataset)
+    if isinstance(base, EncodedImageDataset):
+        return partial(timer.call, timer.step("read"), dataset.__getitem__)
+    folder = callable(getattr(base, "loader", None)) and hasattr(base, "samples")
+    if not folder and not isinstance(base, CacheableDataset):
+        return partial(timer.call, timer.step("load"), dataset.__getitem__)
+    read, decode = timer.step("read"), timer.step("decode")
+    if folder:
+        return partial(_make_of_folder, timer, read, decode, dataset)
+    # The recipe of an ImageDataset is all of its augment, and timed by its own name.
+    augment = Spent("augment") if isinstance(base, ImageDataset) else timer.step("augment")
+    return partial(_make_in_steps, timer, read, decode, augment, dataset)
+
+
+def _make_of_folder(timer: StepTimer, read: Spent, decode: Spent, dataset: Any, index: Any) -> None:
+    """torchvision's: ``loader(path)`` reads and decodes; what reading the file again takes is reading."""
+    base, inner = innermost(dataset, index)
+    before = read.cpu_ns, read.wall_ns
+    timer.call(read, Path(base.samples[inner][0]).read_bytes)
+    timer.call(decode, dataset.__getitem__, index)
+    decode.cpu_ns -= read.cpu_ns - before[0]
+    decode.wall_ns -= read.wall_ns - before[1]
+
+
+def _make_in_steps(timer: StepTimer, read: Spent, decode: Spent, augment: Spent, dataset: Any, index: Any) -> None:
+    """Ours, by the public methods. What a cache holds is read and decoded all the same."""
+    base, inner = innermost(dataset, index)
+    decoded = timer.call(decode, base.decode, timer.call(read, base.read, inner), inner)
+    if not getattr(getattr(decoded, "flags", None), "writeable", True):
+        decoded = decoded.copy()
+    timer.call(augment, base.augment, decoded, inner)
+
+
+@contextmanager
+def threads_of_a_worker(part: Part) -> Iterator[None]:
+    """Within it, torch has one thread where the loader has workers."""
+    threads = torch.get_num_threads()
+    try:
+        if part.loader.num_workers:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# --- the loader with less work in its transforms ----------------------------------------------------------------------
+
+
+class Constant:
+    """Stands for a transform, and gives what that gave once, whatever it is called with.
+
+    Args:
+        made: what it gives. Dicts and lists as shallow copies.
+        decodes: whether it stands for the recipe of an ImageDataset: then it decodes the whole image, since that is
+            not its own work.
+    """
+
+    crops = False
+
+    def __init__(self, made: Any, *, decodes: bool = False) -> None:
+        self.made = made
+        self.decodes = decodes
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Give it."""
+        if self.decodes:
+            args[0].whole()
+        return copy.copy(self.made) if isinstance(self.made, (Mapping, list)) else self.made
+
+
+class _Noting:
+    """Calls a transform, and keeps what it last got and gave."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+        self.crops = getattr(transform, "crops", False)  # what a recipe has
+        self.args: tuple[Any, ...] = ()
+        self.made: Any = None
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        self.made = self.transform(*args, **named)
+        self.args = (*args, *named.values())
+        return self.made
+
+
+def _one_sample(part: Part) -> list[tuple[Site, _Noting]]:
+    """The transforms that a sample goes through, with what the user's own got and gave."""
+    sites = find_sites(part.loader.dataset)
+    noting = {site: _Noting(_users(site)) for site in sites}
+    with untouched(part.loader), replaced(sites, lambda site: _in_place_of(site, noting[site])):
+        dataset: Any = part.loader.dataset
+        if part.stream:
+            next(iter(dataset), None)
+        else:
+            for index in part.first_samples(1):
+                dataset[index]
+    return [(site, note) for site, note in noting.items() if note.args]
+
+
+def measure_without_transforms(session: Session) -> None:
+    """The rate of the loaders with every transform's result given instead of made.
+
+    Reading, decoding, collating and handing over stay as they are, with the same shapes. Nothing is noted where there
+    is no transform.
+    """
+    session.check_memory()
+    found = [each for part in session.parts for each in _one_sample(part)]
+    given = {site: Constant(note.made, decodes=_is_recipe(site)) for site, note in found}
+    if given:
+        with replaced(list(given), lambda site: _in_place_of(site, given[site])):
+            session.note(no_transform_per_s=session.rate())
+
+
+class UntilSized:
+    """The first steps of a pipeline, and what they give as a uint8 tensor of shape (C, H, W).
+
+    Args:
+        steps: called one after the other, each with what the one before gave.
+    """
+
+    def __init__(self, steps: list[Any]) -> None:
+        self.steps = steps
+
+    def __call__(self, image: Any) -> Tensor:
+        """Apply them."""
+        for step in self.steps:
+            image = step(image)
+        if isinstance(image, Tensor):
+            return image if image.dtype == torch.uint8 else (image * 255).to(torch.uint8)
+        made: Tensor = v2.functional.pil_to_tensor(image)
+        return made
+
+
+def measure_as_uint8(session: Session) -> None:
+    """The rate of the loaders with the pixel work left to the device: images at their final size, as uint8.
+
+    Of a pipeline of transforms (torchvision's ``Compose`` of either version, ``nn.Sequential``), those up to the last
+    one that changes the image's size stay in the workers, since a batch needs one size. What comes after them (flips,
+    colours, blurs, conversions to floats, normalising) can be done for the whole batch in ``device_transform``, and is
+    left out here. Nothing is noted where no pipeline of images is found.
+    """
+    session.check_memory()
+    kept: dict[Site, UntilSized] = {}
+    for part in session.parts:
+        for site, note in _one_sample(part):
+            with untouched(part.loader):
+                steps = _until_sized(_users(site), note)
+            if steps is not None:
+                kept[site] = UntilSized(steps)
+    if kept:
+        with replaced(list(kept), lambda site: _in_place_of(site, kept[site])):
+            session.note(as_uint8_per_s=session.rate())
+
+
+def _until_sized(pipeline: Any, note: _Noting) -> list[Any] | None:
+    """The steps that would stay in the workers; None for what is not about images, or gives uint8 already.
+
+    Images with boxes or masks are left alone: the device would have to do the same to those.
+    """
+    steps = list(pipeline) if isinstance(pipeline, nn.Sequential) else []
+    if type(pipeline) in (v1.Compose, v2.Compose):
+        steps = list(pipeline.transforms)
+    is_uint8 = isinstance(note.made, Tensor) and note.made.dtype == torch.uint8
+    if not steps or len(note.args) != 1 or is_uint8 or _size_of(note.made) is None:
+        return None
+    (image,) = note.args
+    size, last = _size_of(image), 0
+    for number, step in enumerate(steps, start=1):
+        image = step(image)
+        before, size = size, _size_of(image)
+        if size != before:
+            last = number
+    return steps[:last]
+
+
+def _size_of(image: Any) -> tuple[int, int] | None:
+    """(height, width); None for what is no image."""
+    if isinstance(image, Image.Image):
+        return image.height, image.width
+    if isinstance(image, Tensor) and image.ndim == 3:
+        return int(image.shape[-2]), int(image.shape[-1])
+    return None
