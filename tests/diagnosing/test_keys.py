@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from diagnosing.small_runs import make_parts, make_trainer, short_diagnosis
-from lightning_feed.watch.experiments.session import key_bytes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_feed.diagnosing.keys import KeyWatch, is_opaque
+from lightning_feed.watch.experiments.session import key_bytes
 
 
 class Pair(NamedTuple):

@@ -9,9 +9,9 @@ import torch
 import webdataset
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities import CombinedLoader
-from lightning_feed.watch.experiments.session import parts_of
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_feed.watch.experiments.session import parts_of
 from lightning_feed.watch.facts import with_loaders
 from lightning_feed.watch.loader_state import DirectProbe, TorchProbe, WrappedProbe, probe_loader
 from lightning_feed.watch.loader_watch import LoaderWatch
