@@ -440,8 +440,8 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from lightning_feed.watch.doctor.examine import examine
-    from lightning_feed.watch.doctor.screen import as_plain, as_text
+    from lightning_feed.watch.doctor import examine
+    from lightning_feed.watch.doctor.finding import as_plain, as_text
 
     found = examine(arguments.data)
     print(json.dumps(as_plain(found), indent=2) if arguments.json else as_text(found))

@@ -1,6 +1,7 @@
 """Optional dependencies: imported where they are used, and a pip line to paste where they are missing."""
 
 import importlib
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 from lightning_feed.errors import MissingExtraError
@@ -12,7 +13,7 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
     Args:
         module: what to import, for example ``"skimage.data"``.
         extra: the extra of this package that brings it.
-        why: what needs it, as the subject of a sentence ("making the demo pictures").
+        why: what needs it, as the subject of a sentence ("making the demo's images").
 
     Raises:
         MissingExtraError: when the module is not installed.
@@ -29,3 +30,11 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
         raise MissingExtraError(
             f"{why} needs {error.name}. Install it:  pip install 'lightning-feed[{extra}]'"
         ) from error
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package that is installed, without importing it; None where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,121 +1,48 @@
-"""CPUs, memory, shared memory, limits: what the machine and its container leave to this process."""
+"""CPUs, memory, /dev/shm, limits, GPUs and disks: what the machine and its container leave to this process."""
 
+import os
+import re
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from lightning_feed.archive.memory import memory_limits, read_text
 from lightning_feed.archive.stage_room import size_text
 from lightning_feed.load.machine import read_machine
-from lightning_feed.watch.doctor.finding import NOT_KNOWN, Finding
-from lightning_feed.watch.doctor.sources import Sources
+from lightning_feed.watch.doctor.finding import NOT_KNOWN, Finding, Sources
+from lightning_feed.watch.experiments.storage import file_system
 
 BATCH_BYTES = 64 * 3 * 224 * 224 * 4
-"""64 pictures of 224 x 224 in float32, 38.5 MB: the batch by which /dev/shm is judged."""
+"""64 images of 224 x 224 in float32, 38.5 MB: the batch by which /dev/shm is judged."""
 BATCHES_PER_WORKER = 2
 """DataLoader's prefetch_factor where none is given."""
 LITTLE_MEMORY_BYTES = 2 << 30
 MUCH_SWAP_BYTES = 256 << 20
 FEW_FILES = 1024
 UNLIMITED = -1
-NOT_THE_FULL_CLOCK = {"powersave", "conservative"}
-SCALES_BY_ITSELF = {"intel_pstate", "amd-pstate-epp", "amd_pstate_epp"}
+SLOW_GOVERNORS = {"powersave", "conservative"}
+SELF_SCALING_DRIVERS = {"intel_pstate", "amd-pstate-epp", "amd_pstate_epp"}
 """Under these drivers ``powersave`` is the usual name and raises the clock under load (kernel, pm/intel_pstate)."""
+BUSY_PCT = 30
+"""NVML's utilisation above which a GPU no longer lowers its link to save power."""
+
+
+# --- CPUs, memory, limits -----------------------------------------------------------------------------------------
 
 
 def cpus(sources: Sources) -> Iterator[Finding]:
     """CPUs that workers can keep busy, and the limit that says so."""
     machine = read_machine(sources.root)
-    few = machine.usable_cpus < 2
-    yield Finding(
-        topic="CPUs",
-        value=f"{machine.usable_cpus} usable",
-        level="warning" if few else "ok",
-        meaning=machine.cpu_reason + ("; loading and training share one CPU" if few else ""),
-        do="Give the process or its container more CPUs." if few else "",
-    )
-    method = machine.start_method
-    yield Finding(
-        topic="workers start",
-        value=method,
-        meaning="" if method == "fork" else "each worker imports the program anew; keep them (persistent_workers)",
-    )
-
-
-def memory(sources: Sources) -> Iterator[Finding]:
-    """Memory that can be taken, and what was moved out to swap."""
-    limits = list(memory_limits(sources.root))
-    if limits:
-        left, reason = min(limits)
-        little = left < LITTLE_MEMORY_BYTES
-        yield Finding(
-            topic="memory",
-            value=f"{size_text(max(0, left))} available",
-            level="warning" if little else "ok",
-            meaning=reason + ("; workers or a cache may be killed" if little else ""),
-            do="Use fewer workers or none that copy the dataset, or raise the limit." if little else "",
-        )
+    value = f"{machine.usable_cpus} usable"
+    if machine.usable_cpus < 2:
+        meaning = f"{machine.cpu_reason}; loading and training share one CPU"
+        yield Finding("CPUs", value, "warning", meaning, "Give the process or its container more CPUs.")
     else:
-        yield Finding(topic="memory", value=NOT_KNOWN, level="note", meaning="neither /proc/meminfo nor a cgroup tells")
-    yield _swap(sources)
-
-
-def _swap(sources: Sources) -> Finding:
-    words: dict[str, str] = {}
-    for line in read_text(sources.root / "proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        words[name] = value.split()[0] if value.split() else ""
-    total, free = words.get("SwapTotal", ""), words.get("SwapFree", "")
-    if not total.isdigit() or not free.isdigit():
-        return Finding(topic="swap", value=NOT_KNOWN, level="note", meaning="/proc/meminfo does not tell")
-    if int(total) == 0:
-        return Finding(topic="swap", value="none")
-    used = (int(total) - int(free)) * 1024
-    much = used >= MUCH_SWAP_BYTES
-    return Finding(
-        topic="swap",
-        value=f"{size_text(used)} of {size_text(int(total) * 1024)} used",
-        level="warning" if much else "ok",
-        meaning="memory ran short at some time; samples read back from swap are slow" if much else "",
-        do="Free memory: fewer workers, a smaller cache, fewer other programs." if much else "",
-    )
-
-
-def shared_memory(sources: Sources) -> Iterator[Finding]:
-    """/dev/shm, through which workers hand over their batches."""
-    try:
-        size, free = sources.space(sources.root / "dev/shm")
-    except OSError as error:
-        yield Finding(topic="/dev/shm", value=NOT_KNOWN, level="note", meaning=f"{error}")
-        return
-    batches = free // BATCH_BYTES
-    wanted = read_machine(sources.root).usable_cpus * BATCHES_PER_WORKER
-    value = f"{size_text(free)} free of {size_text(size)}"
-    room = f"room for {batches} batches of 64 x 3 x 224 x 224 float32"
-    if batches >= wanted:
-        yield Finding(topic="/dev/shm", value=value, meaning=room)
-        return
-    yield Finding(
-        topic="/dev/shm",
-        value=value,
-        level="problem" if batches < BATCHES_PER_WORKER else "warning",
-        meaning=f"{room}; one worker for each CPU wants {wanted}, and dies with a bus error when it is full",
-        do="Docker: --shm-size=8g or --ipc=host. Kubernetes: an emptyDir with medium: Memory at /dev/shm.",
-    )
-
-
-def limits(sources: Sources) -> Iterator[Finding]:
-    """How many files may be open."""
-    soft, hard = sources.limit("RLIMIT_NOFILE")
-    few = soft != UNLIMITED and soft < FEW_FILES
-    yield Finding(
-        topic="open files",
-        value=f"{_count(soft)} (may be raised to {_count(hard)})",
-        level="warning" if few else "ok",
-        meaning="each tensor that a worker hands over keeps a file open: Too many open files" if few else "",
-        do=f"ulimit -n {65536 if hard == UNLIMITED else min(hard, 65536)}; above that, raise the hard limit, or "
-        'torch.multiprocessing.set_sharing_strategy("file_system").'
-        if few
-        else "",
-    )
+        yield Finding("CPUs", value, meaning=machine.cpu_reason)
+    method = machine.start_method
+    slow_start = "each worker imports the program anew; keep them (persistent_workers)"
+    yield Finding("workers start", method, meaning="" if method == "fork" else slow_start)
 
 
 def clock(sources: Sources) -> Iterator[Finding]:
@@ -123,21 +50,76 @@ def clock(sources: Sources) -> Iterator[Finding]:
     folder = sources.root / "sys/devices/system/cpu/cpu0/cpufreq"
     governor, driver = read_text(folder / "scaling_governor"), read_text(folder / "scaling_driver")
     if not governor:
-        yield Finding(
-            topic="CPU clock",
-            value=NOT_KNOWN,
-            level="note",
-            meaning="no governor is shown, as in most virtual machines",
-        )
+        yield Finding("CPU clock", NOT_KNOWN, "note", "no governor is shown, as in most virtual machines")
         return
-    slow = governor in NOT_THE_FULL_CLOCK and driver not in SCALES_BY_ITSELF
     yield Finding(
-        topic="CPU clock",
-        value=f"governor {governor}",
-        level="warning" if slow else "ok",
-        meaning="the CPUs may stay below their full clock while they decode" if slow else "",
-        do="sudo cpupower frequency-set -g performance" if slow else "",
+        "CPU clock",
+        f"governor {governor}",
+        "warning",
+        "the CPUs may stay below their full clock while they decode",
+        "sudo cpupower frequency-set -g performance",
+    ).only_if(governor in SLOW_GOVERNORS and driver not in SELF_SCALING_DRIVERS)
+
+
+def memory(sources: Sources) -> Iterator[Finding]:
+    """Memory that can be taken, and what was moved out to swap."""
+    limits = list(memory_limits(sources.root))
+    left, reason = min(limits, default=(0, ""))
+    value = f"{size_text(max(0, left))} available"
+    if not limits:
+        yield Finding("memory", NOT_KNOWN, "note", "neither /proc/meminfo nor a cgroup tells")
+    elif left < LITTLE_MEMORY_BYTES:
+        do = "Use fewer workers or none that copy the dataset, or raise the limit."
+        yield Finding("memory", value, "warning", f"{reason}; workers or a cache may be killed", do)
+    else:
+        yield Finding("memory", value, meaning=reason)
+    swap = dict(re.findall(r"^(Swap\w+):\s*(\d+)", read_text(sources.root / "proc/meminfo"), re.MULTILINE))
+    if not {"SwapTotal", "SwapFree"} <= swap.keys():
+        yield Finding("swap", NOT_KNOWN, "note", "/proc/meminfo does not tell")
+    elif int(swap["SwapTotal"]) == 0:
+        yield Finding("swap", "none")
+    else:
+        total, free = (int(swap[name]) * 1024 for name in ("SwapTotal", "SwapFree"))
+        yield Finding(
+            "swap",
+            f"{size_text(total - free)} of {size_text(total)} used",
+            "warning",
+            "memory ran short at some time; samples read back from swap are slow",
+            "Free memory: fewer workers, a smaller cache, fewer other programs.",
+        ).only_if(total - free >= MUCH_SWAP_BYTES)
+
+
+def shared_memory(sources: Sources) -> Iterator[Finding]:
+    """/dev/shm, through which workers hand over their batches."""
+    size, _, free = sources.space(sources.root / "dev/shm")
+    batches = free // BATCH_BYTES
+    wanted = read_machine(sources.root).usable_cpus * BATCHES_PER_WORKER
+    value = f"{size_text(free)} free of {size_text(size)}"
+    room = f"room for {batches} batches of 64 x 3 x 224 x 224 float32"
+    if batches >= wanted:
+        yield Finding("/dev/shm", value, meaning=room)
+        return
+    yield Finding(
+        "/dev/shm",
+        value,
+        "problem" if batches < BATCHES_PER_WORKER else "warning",
+        f"{room}; one worker for each CPU wants {wanted}, and dies with a bus error when it is full",
+        "Docker: --shm-size=8g or --ipc=host. Kubernetes: an emptyDir with medium: Memory at /dev/shm.",
     )
+
+
+def open_files(sources: Sources) -> Iterator[Finding]:
+    """How many files may be open."""
+    soft, hard = sources.open_files()
+    names = ["unlimited" if one == UNLIMITED else str(one) for one in (soft, hard)]
+    yield Finding(
+        "open files",
+        f"{names[0]} (may be raised to {names[1]})",
+        "warning",
+        "each tensor that a worker hands over keeps a file open: Too many open files",
+        f"ulimit -n {65536 if hard == UNLIMITED else min(hard, 65536)}; above that, raise the hard limit, or "
+        'torch.multiprocessing.set_sharing_strategy("file_system").',
+    ).only_if(soft != UNLIMITED and soft < FEW_FILES)
 
 
 def container(sources: Sources) -> Iterator[Finding]:
@@ -150,13 +132,143 @@ def container(sources: Sources) -> Iterator[Finding]:
         "KUBERNETES_SERVICE_HOST": bool(sources.environ.get("KUBERNETES_SERVICE_HOST")),
         "/proc/1/cgroup": any(word in first for word in ("docker", "kubepods", "containerd", "lxc")),
     }
-    seen = [sign for sign, there in signs.items() if there]
-    yield Finding(
-        topic="container",
-        value="yes" if seen else "none seen",
-        meaning=f"by {seen[0]}; CPUs, memory and /dev/shm are set where it is started" if seen else "",
+    sign = next((sign for sign, there in signs.items() if there), None)
+    where = f"by {sign}; CPUs, memory and /dev/shm are set where it is started"
+    yield Finding("container", "none seen") if sign is None else Finding("container", "yes", meaning=where)
+
+
+def data(path: Path, sources: Sources) -> Iterator[Finding]:
+    """The file system that the data lies on."""
+    system, kind = file_system(path, sources.root)
+    if system is None:
+        yield Finding("data", NOT_KNOWN, "note", "/proc/self/mountinfo does not tell")
+    elif kind == "network":
+        meaning = "each file is a round trip, and others share the line"
+        do = "Copy it to a local disk or memory (lightning-feed stage), or pack it (lightning-feed pack)."
+        yield Finding("data", f"{system}, over a network", "warning", meaning, do)
+    elif kind == "rotational":
+        meaning = "a seek of some milliseconds for each small file in random order; virtual disks often only say so"
+        do = "Pack it (lightning-feed pack), or stage it to an SSD or memory (lightning-feed stage)."
+        yield Finding("data", f"{system}, on a disk that calls itself rotating", "warning", meaning, do)
+    elif kind == "overlay":
+        meaning = "opening files is slower here, and the disk below is not known"
+        yield Finding("data", f"{system}, the container's own layers", "note", meaning, "Mount the data as a volume.")
+    else:
+        yield Finding("data", f"{system}, {'in memory' if kind == 'memory' else 'on a local disk'}")
+
+
+# --- GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def gpus(sources: Sources) -> Iterator[Finding]:
+    """Driver and boards by NVML; a board's link and node each on their own."""
+    nvml = sources.load("pynvml")
+    nvml.nvmlInit()
+    try:
+        yield _driver(nvml, torch_cuda(sources))
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            yield Finding(f"GPU {index}", _name(nvml.nvmlDeviceGetName(handle)))
+            for topic, look in ((f"PCIe link {index}", _link), (f"GPU {index} node", _node)):
+                try:
+                    yield look(topic, nvml, handle, sources)
+                except (nvml.NVMLError, AttributeError) as error:  # not every board and driver tells everything
+                    yield Finding(topic, NOT_KNOWN, meaning=f"NVML: {error}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def torch_cuda(sources: Sources) -> tuple[int, int] | None:
+    """The CUDA that torch is built for, as (12, 6); None without."""
+    try:
+        built = sources.load("torch").version.cuda
+    except ImportError:
+        return None
+    if built is None:
+        return None
+    major, minor = str(built).split(".")[:2]
+    return int(major), int(minor)
+
+
+def _driver(nvml: Any, wanted: tuple[int, int] | None) -> Finding:
+    number = int(nvml.nvmlSystemGetCudaDriverVersion())  # 12040 is 12.4
+    driver = (number // 1000, number % 1000 // 10)
+    value = f"{_name(nvml.nvmlSystemGetDriverVersion())}, CUDA {driver[0]}.{driver[1]} at most"
+    if wanted is None:
+        return Finding("driver", value)
+    built = f"CUDA {wanted[0]}.{wanted[1]}"
+    # Within one major version of CUDA an older driver runs newer builds ("minor version compatibility").
+    if driver[0] < wanted[0]:
+        do = f"Update the driver, or install a torch built for CUDA {driver[0]}."
+        return Finding("driver", value, "problem", f"too old for torch, which is built for {built}", do)
+    if driver < wanted:
+        return Finding("driver", value, "note", f"torch is built for {built}, which is newer: it runs")
+    return Finding("driver", value, meaning=f"torch is built for {built}")
+
+
+def _link(topic: str, nvml: Any, handle: Any, _: Sources) -> Finding:
+    width, widest = int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)), int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
+    now = int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle))
+    most = int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+    value = f"x{width} of x{widest}, generation {now} of {most}"
+    if width < widest:
+        meaning = f"copies to the GPU run at {100 * width / widest:.0f} % of the link's width"
+        do = "Look again while it trains; if it stays, reseat the board or use another slot or riser."
+        return Finding(topic, value, "warning", meaning, do)
+    if now >= most:
+        return Finding(topic, value)
+    try:
+        busy = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) >= BUSY_PCT
+    except nvml.NVMLError:
+        busy = False
+    if not busy:
+        return Finding(topic, value, meaning="an idle GPU lowers the generation by itself: no fault")
+    meaning = "the GPU is busy and the link still below its best generation"
+    return Finding(
+        topic, value, "warning", meaning, "Check the slot's generation in the firmware (BIOS), and the riser."
     )
 
 
-def _count(limit: int) -> str:
-    return "unlimited" if limit == UNLIMITED else str(limit)
+def _node(topic: str, nvml: Any, handle: Any, sources: Sources) -> Finding:
+    domain, _, rest = _name(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
+    place = sources.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}"  # NVML writes eight digits, sysfs four
+    node, near = read_text(place / "numa_node"), _cpu_set(read_text(place / "local_cpulist"))
+    if not node or node == "-1" or not near or not hasattr(os, "sched_getaffinity"):
+        return Finding(topic, NOT_KNOWN, meaning="the system does not tell which CPUs are near")
+    ours = os.sched_getaffinity(0) & near
+    if ours:
+        return Finding(topic, f"NUMA node {node}", meaning=f"{len(ours)} of our CPUs are near it")
+    meaning = "all our CPUs belong to another node: each copy crosses between sockets"
+    do = f"numactl --cpunodebind={node} --membind={node} python ..."
+    return Finding(topic, f"NUMA node {node}", "warning", meaning, do)
+
+
+def pinned_memory(sources: Sources) -> Iterator[Finding]:
+    """The limit on locked memory, and whether pinning works here."""
+    soft = sources.locked_memory()
+    value = "no limit" if soft == UNLIMITED else f"limit {size_text(soft)}"
+    torch = sources.load("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a driver that is too old is named above, in our words
+        there = torch.cuda.is_available()
+    if not there:
+        yield Finding("pinned memory", value, meaning="not tried: torch sees no CUDA device")
+        return
+    try:
+        torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
+    except RuntimeError as error:
+        meaning = f"1 MiB could not be pinned: {str(error).strip().partition(chr(10))[0]}"
+        do = "Raise the limit (ulimit -l unlimited), or train with pin_memory=False."
+        yield Finding("pinned memory", value, "problem", meaning, do)
+        return
+    yield Finding("pinned memory", f"works, {value}")
+
+
+def _cpu_set(text: str) -> set[int]:
+    """``"0-3,8"`` as numbers."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return {number for first, last in ranges for number in range(int(first), int(last or first) + 1)}
+
+
+def _name(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name

@@ -3,9 +3,9 @@
 import platform
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
@@ -91,12 +91,12 @@ def read_environment(root: Path = Path("/")) -> Environment:
     machine = read_machine(root)
     torch = sys.modules.get("torch")  # importing it takes a second, and without it nothing runs on a device
     return Environment(
-        lightning_feed=_version("lightning-feed"),
+        lightning_feed=installed_version("lightning-feed"),
         python=platform.python_version(),
-        torch=_version("torch"),
-        torchvision=_version("torchvision"),
-        lightning=_version("lightning"),
-        pytorch_lightning=_version("pytorch-lightning"),
+        torch=installed_version("torch"),
+        torchvision=installed_version("torchvision"),
+        lightning=installed_version("lightning"),
+        pytorch_lightning=installed_version("pytorch-lightning"),
         platform=platform.platform(),
         cpu=_cpu_model(root),
         device=str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else None,
@@ -111,13 +111,6 @@ def read_environment(root: Path = Path("/")) -> Environment:
 def rate(step_ms: float | None, batch_size: int | None) -> float | None:
     """Samples per second at a step time; None where one of both is not known or the step took no time."""
     return None if not step_ms or batch_size is None else 1000 * batch_size / step_ms
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cpu_model(root: Path) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_feed.watch.doctor.sources import Sources
+from lightning_feed.watch.doctor.finding import Sources
 
 GIB = 1 << 30
 MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapTotal: 8388608 kB\nSwapFree: 8388608 kB\n"
@@ -131,8 +131,9 @@ def made_machine(root: Path, **changes: Any) -> Sources:
                 "load": loader(modules),
                 "version": versions.get,
                 "requirements": lambda: ["torch>=2.6", "lightning>=2.4", 'pytorch_lightning>=2.4; extra == "pl"'],
-                "limit": lambda name: (65536, 65536),
-                "space": lambda folder: (64 * GIB, 32 * GIB),
+                "open_files": lambda: (65536, 65536),
+                "locked_memory": lambda: -1,
+                "space": lambda folder: (64 * GIB, 32 * GIB, 32 * GIB),
             }
             | changes
         )

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_feed import cli
-from lightning_feed.watch.doctor.finding import LEVELS, Finding
-from lightning_feed.watch.doctor.screen import as_plain, as_text
+from lightning_feed.watch.doctor.finding import LEVELS, Finding, as_plain, as_text
 
 
 def test_it_looks_at_this_machine_without_lightning(tmp_path: Path) -> None:
@@ -34,7 +33,7 @@ def test_a_path_that_is_not_there_is_1(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_screen_shows_the_worst_first() -> None:
     found = [
-        Finding(topic="a", value="1"),
+        Finding("a", "1"),
         Finding(topic="b", value="2", level="warning", meaning="slow", do="mend it"),
         Finding(topic="c", value="3", level="problem", meaning="word " * 60),
     ]

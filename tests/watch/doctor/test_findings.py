@@ -10,10 +10,13 @@ import pytest
 from watch.doctor.made_machine import MEMINFO, FakeNvml, FakeNvmlError, fake_torch, made_machine, unpinnable, write
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.watch.doctor.examine import LOOKS, examine
+from lightning_feed.watch.doctor import LOOKS, examine
 from lightning_feed.watch.doctor.finding import Finding
 
 MIB = 1 << 20
+NO_DALI = {"nvidia-dali-cuda120": None}
+FOR_13 = {"nvidia-dali-cuda120": None, "nvidia-dali-cuda130": "2.4.0"}
+CPU_TORCH = {"torch": fake_torch(cuda=None, available=False)}
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +41,10 @@ def test_a_machine_in_good_order_has_nothing_to_mend(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "topic", "level", "words"),
     [
-        ({"space": lambda folder: (64 * MIB, 64 * MIB)}, "/dev/shm", "problem", "room for 1 batches"),
-        ({"space": lambda folder: (256 * MIB, 256 * MIB)}, "/dev/shm", "warning", "--shm-size"),
-        ({"limit": lambda name: (256, 4096)}, "open files", "warning", "ulimit -n 4096"),
-        ({"limit": lambda name: (256, -1)}, "open files", "warning", "ulimit -n 65536"),
+        ({"space": lambda folder: (64 * MIB, 0, 64 * MIB)}, "/dev/shm", "problem", "room for 1 batches"),
+        ({"space": lambda folder: (256 * MIB, 0, 256 * MIB)}, "/dev/shm", "warning", "--shm-size"),
+        ({"open_files": lambda: (256, 4096)}, "open files", "warning", "ulimit -n 4096"),
+        ({"open_files": lambda: (256, -1)}, "open files", "warning", "ulimit -n 65536"),
         ({"modules": {"pynvml": FakeNvml(width=4)}}, "PCIe link 0", "warning", "25 %"),
         ({"modules": {"pynvml": FakeNvml(gen=1, util=90)}}, "PCIe link 0", "warning", "generation"),
         ({"modules": {"pynvml": FakeNvml(cuda=11080)}}, "driver", "problem", "too old for torch"),
@@ -186,18 +189,95 @@ def test_what_one_board_does_not_tell_hides_nothing(tmp_path: Path) -> None:
     assert nvml.open == 0
 
 
-@pytest.mark.parametrize("topic", LOOKS)
-def test_a_look_that_breaks_is_told_and_hides_no_other(
-    topic: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_look_that_breaks_is_told_and_hides_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sources = made_machine(tmp_path)
-    whole = examine(None, sources)
+    whole = {one.topic for one in examine(None, sources)}
 
     def broken(sources: object) -> Any:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setitem(LOOKS, topic, broken)
-    found = examine(None, sources)
-    (told,) = (one for one in found if "planted" in one.meaning)
-    assert (told.topic, told.value, told.level) == (topic, "not known", "note")
-    assert {one.topic for one in found} - {topic} < {one.topic for one in whole} | {topic}
+    for topic in LOOKS:
+        with monkeypatch.context() as patch:
+            patch.setitem(LOOKS, topic, broken)
+            found = examine(None, sources)
+        (told,) = (one for one in found if "planted" in one.meaning)
+        assert (told.topic, told.value, told.level) == (topic, "not known", "note")
+        assert {one.topic for one in found} - {topic} < whole | {topic}
+
+
+# --- DALI, nvJPEG, torchcodec -------------------------------------------------------------------------------------
+
+
+def _look(root: Path, topic: str, **changes: Any) -> Finding:
+    (found,) = [one for one in examine(None, made_machine(root, **changes)) if one.topic == topic]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("versions", "cuda", "level", "value", "words", "do"),
+    [
+        ({}, "12.6", "ok", "2.4.0 for CUDA 12", "", ""),
+        (FOR_13, "13.2", "ok", "2.4.0 for CUDA 13", "", ""),
+        (NO_DALI, "12.6", "note", "not installed", "need it", "pip install nvidia-dali-cuda120"),
+        (NO_DALI, "13.2", "note", "not installed", "need it", "pip install nvidia-dali-cuda130"),
+        (NO_DALI, None, "ok", "not installed", "need it", ""),
+        ({}, None, "ok", "2.4.0 for CUDA 12", "dali-gpu does not", ""),
+        (
+            FOR_13, "12.6", "warning", "2.4.0 for CUDA 13", "torch is built for CUDA 12",
+            "pip uninstall --yes nvidia-dali-cuda130 && pip install nvidia-dali-cuda120",
+        ),
+        ({}, "11.8", "warning", "2.4.0 for CUDA 12", "torch is built for CUDA 11", ""),
+        (
+            {"nvidia-dali-cuda120": "1.50.0"}, "12.6", "warning", "1.50.0 for CUDA 12", "older than 2.0",
+            "pip install --upgrade nvidia-dali-cuda120",
+        ),
+        (
+            {"nvidia-dali-cuda130": "2.4.0"}, "13.2", "warning", "2.4.0 for CUDA 12, 2.4.0 for CUDA 13", "two builds",
+            "pip uninstall --yes nvidia-dali-cuda120 nvidia-dali-cuda130 && pip install nvidia-dali-cuda130",
+        ),
+    ],
+)  # fmt: skip
+def test_dali(
+    versions: dict[str, Any], cuda: str | None, level: str, value: str, words: str, do: str, tmp_path: Path
+) -> None:
+    torch = fake_torch(cuda=cuda, available=cuda is not None)
+    found = _look(tmp_path, "DALI", versions=versions, modules={"torch": torch})
+    assert (found.level, found.value, found.do) == (level, value, do)
+    assert words in found.meaning
+
+
+def test_nvjpeg_is_seen_by_the_build(tmp_path: Path) -> None:
+    found = _look(tmp_path, "nvJPEG")
+    assert (found.level, found.value) == ("ok", "in torchvision")
+
+
+def test_a_torchvision_for_the_cpu_beside_a_torch_for_cuda(tmp_path: Path) -> None:
+    found = _look(tmp_path, "nvJPEG", modules={"torchvision.version": SimpleNamespace()})
+    assert (found.level, found.value) == ("note", "not in torchvision")
+    assert found.do.endswith("whl/cu126")
+
+
+def test_a_torchvision_without_the_operator(tmp_path: Path) -> None:
+    torch = fake_torch()
+    torch.ops = SimpleNamespace(image=SimpleNamespace())
+    assert _look(tmp_path, "nvJPEG", modules={"torch": torch}).value == "not in torchvision"
+
+
+def test_without_cuda_nothing_is_missing(tmp_path: Path) -> None:
+    modules = {**CPU_TORCH, "torchvision.version": SimpleNamespace()}
+    found = _look(tmp_path, "nvJPEG", modules=modules)
+    assert (found.level, found.value, found.do) == ("ok", "not in torchvision", "")
+
+
+def test_a_torchvision_that_cannot_be_loaded_is_not_known(tmp_path: Path) -> None:
+    found = _look(
+        tmp_path, "nvJPEG", modules={"torchvision.io": RuntimeError("operator torchvision::nms does not exist")}
+    )
+    assert (found.level, found.value) == ("note", "not known")
+    assert "torchvision::nms" in found.meaning
+
+
+@pytest.mark.parametrize(("version", "value"), [("0.17", "0.17"), (None, "not installed")])
+def test_torchcodec_is_never_missed(version: str | None, value: str, tmp_path: Path) -> None:
+    found = _look(tmp_path, "torchcodec", versions={"torchcodec": version})
+    assert (found.level, found.value, found.do) == ("ok", value, "")

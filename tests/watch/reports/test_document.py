@@ -3,7 +3,9 @@
 import copy
 import json
 import os
+import platform
 from dataclasses import MISSING, fields, is_dataclass, replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -16,7 +18,6 @@ from watch.reports.json_checker import problems
 from watch.reports.sample_reports import HOSTILE, nothing_measured, sample, sample_report, sample_stats
 
 from lightning_feed.errors import ReportError
-from lightning_feed.watch.reports import report as report_module
 from lightning_feed.watch.reports.document import (
     SCHEMA,
     Parts,
@@ -341,13 +342,13 @@ def test_the_environment_of_this_process(tmp_path: Path, monkeypatch: pytest.Mon
     )
     assert read_environment(tmp_path).cpu == "Example: CPU"
     (tmp_path / "proc/cpuinfo").write_text("processor : 0\n")
-    assert read_environment(tmp_path).cpu == report_module.platform.machine()
-    monkeypatch.setattr(report_module, "version", _not_installed)
+    assert read_environment(tmp_path).cpu == platform.machine()
+    monkeypatch.setattr("lightning_feed.extras.version", _not_installed)
     assert read_environment(tmp_path / "none").torch is None
 
 
 def _not_installed(name: str) -> str:
-    raise report_module.PackageNotFoundError(name)
+    raise PackageNotFoundError(name)
 
 
 def test_hostile_names_survive_the_round_trip() -> None:
