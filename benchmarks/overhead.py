@@ -32,7 +32,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.transfer.streams import NullStream, SideStream
+from lightning_feed.transfer.prefetcher import NullStream, SideStream
 
 WARM_UP = 100
 GOALS_US = {"GPUStarvationCallback": 30.0, "PrefetchCallback": 60.0}

@@ -18,7 +18,7 @@ from lightning_feed.load.tuning.online import Move, Online, decide, worst
 from lightning_feed.load.tuning.resettle import resettle, why_fixed, why_no_workers
 from lightning_feed.starvation_callback import GPUStarvationCallback
 from lightning_feed.starvation_run import StarvationRun
-from lightning_feed.transfer.resident_loader import ResidentLoader
+from lightning_feed.transfer.resident import ResidentLoader
 from lightning_feed.watch.guard import Guard, guarded, say
 from lightning_feed.watch.verdict.diagnosis import Measurements
 

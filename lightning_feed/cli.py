@@ -343,7 +343,8 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _diagnose(arguments: argparse.Namespace) -> None:
-    from lightning_feed.diagnosing import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten, diagnose
+    from lightning_feed.diagnosing import diagnose
+    from lightning_feed.diagnosing.outcomes import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
     from lightning_feed.watch.reports.document import as_json, make_report, read_document
     from lightning_feed.watch.reports.files import check_writable
 

@@ -27,8 +27,7 @@ from lightning_feed.load.tuning.even import even_batch_size
 from lightning_feed.load.tuning.values import Tuned
 from lightning_feed.load.untouched import untouched
 from lightning_feed.load.worker_init import WorkerInit
-from lightning_feed.transfer.resident import ResidentData, Shard, free_device_bytes, load_resident
-from lightning_feed.transfer.resident_loader import ResidentLoader
+from lightning_feed.transfer.resident import ResidentData, ResidentLoader, Shard, free_device_bytes, load_resident
 from lightning_feed.tuning.fit import explained, for_trials, settled, tune_for_fit, why_not_now
 from lightning_feed.watch.guard import say
 

@@ -18,7 +18,7 @@ from lightning_feed.load.backend_choice import BackendChoice, BackendFacts, choo
 from lightning_feed.load.dali.install import require_dali
 from lightning_feed.load.image_findings import ImageFinding, ImageFindings, key_of_images
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.transfer.nvjpeg import nvjpeg
+from lightning_feed.transfer.gpu_decode import nvjpeg
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from lightning_feed.load.image_dataset import ImageDataset, collate_images
 from lightning_feed.load.image_recipe import EvalRecipe, Recipe, SquareRecipe, TrainRecipe
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.transfer.device_augment import crop_and_flip, draw_boxes
-from lightning_feed.transfer.device_decode import decode_batch
+from lightning_feed.transfer.gpu_decode import decode_batch
 
 logger = logging.getLogger(__name__)
 

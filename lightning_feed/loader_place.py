@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_feed._host.loader_source import cli_config, train_loader_source
+from lightning_feed._host.loops import cli_config, train_loader_source
 from lightning_feed.errors import source_line
 from lightning_feed.load.feed_loader import FeedLoader
 from lightning_feed.watch.verdict.diagnosis import Place

@@ -13,15 +13,15 @@ import torch
 
 from lightning_feed.load.machine import read_machine
 from lightning_feed.loader_traits import divides_among_workers, may_leave_process, may_persist
-from lightning_feed.transfer.streams import STREAM_BACKENDS
+from lightning_feed.transfer.prefetcher import STREAM_BACKENDS
 from lightning_feed.watch.clocks import Clock, host_clock, open_ring
-from lightning_feed.watch.cpu_times import CpuTimes
+from lightning_feed.watch.cpu import CpuTimes
 from lightning_feed.watch.facts import batches_ahead, with_batch, with_loaders
 from lightning_feed.watch.guard import Guard
+from lightning_feed.watch.loader_state import loaders_in
 from lightning_feed.watch.loader_watch import LoaderWatch
 from lightning_feed.watch.reports.document import make_report
 from lightning_feed.watch.reports.files import show_report, write_report
-from lightning_feed.watch.seen_through import loaders_in
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.step_meter import StepMeter
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements

@@ -14,9 +14,8 @@ from lightning_feed.exact_resume import ExactResume
 from lightning_feed.load.drop_keys import check_drop_keys
 from lightning_feed.load.trace import traced
 from lightning_feed.transfer.lean import LeanTransfer, PackSmall
-from lightning_feed.transfer.nested import off_host
-from lightning_feed.transfer.prefetcher import Prefetcher, Staged
-from lightning_feed.transfer.streams import SideStream, open_stream
+from lightning_feed.transfer.prefetcher import Prefetcher, SideStream, Staged, open_stream
+from lightning_feed.transfer.tree import off_host
 from lightning_feed.watch.guard import say
 
 logger = logging.getLogger(__name__)

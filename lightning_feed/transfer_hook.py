@@ -7,7 +7,7 @@ import torch
 from lightning_feed import _host
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.trace import traced
-from lightning_feed.transfer.nested import release
+from lightning_feed.transfer.tree import release
 
 TRANSFER = "transfer_batch_to_device"
 

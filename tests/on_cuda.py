@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import PrefetchCallback
-from lightning_feed.transfer.streams import DeviceStream
+from lightning_feed.transfer.prefetcher import DeviceStream
 
 # --- work of known length ---------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_feed import PrefetchCallback
-from lightning_feed.transfer.streams import NullStream
+from lightning_feed.transfer.prefetcher import NullStream
 
 
 class NullStreamPrefetch(PrefetchCallback):

@@ -22,7 +22,7 @@ from lightning_feed import (
 from lightning_feed.errors import ArchiveError, DatasetError, SettingsError
 from lightning_feed.load import build
 from lightning_feed.load.recommend import recommend
-from lightning_feed.transfer.resident_loader import ResidentLoader
+from lightning_feed.transfer.resident import ResidentLoader
 
 HERE = LoaderSettings(num_workers=0, seed=1)
 

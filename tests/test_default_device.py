@@ -14,10 +14,9 @@ from torch.utils.data import TensorDataset
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings
 from lightning_feed.load.epoch_order import EpochOrder
 from lightning_feed.load.feed_loader import FeedLoader
-from lightning_feed.transfer import packing
-from lightning_feed.transfer.device_decode import decode_batch
-from lightning_feed.transfer.resident import load_resident
-from lightning_feed.transfer.resident_loader import ResidentLoader
+from lightning_feed.transfer import small_tensors as packing
+from lightning_feed.transfer.gpu_decode import decode_batch
+from lightning_feed.transfer.resident import ResidentLoader, load_resident
 
 NUMBERS = torch.arange(20.0)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_feed import GPUStarvationCallback, LoaderSettings, PrefetchCallback, cli, errors
-from lightning_feed.watch.tags import choose_tags, tag_table
+from lightning_feed.watch.stats import choose_tags, tag_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -9,7 +9,7 @@ from on_cuda import PrefetchOver, SlowCopies, Unordered, Unrecorded
 from simulated.device import SimulatedDevice
 from simulated.training import Model, SimulatedLoader, fit
 
-from lightning_feed.transfer.streams import DeviceStream
+from lightning_feed.transfer.prefetcher import DeviceStream
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),

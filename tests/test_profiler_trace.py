@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, PrefetchCallback
 from lightning_feed.load.trace import PREFIX
-from lightning_feed.transfer.streams import NullStream
+from lightning_feed.transfer.prefetcher import NullStream
 
 pytestmark = [
     # These fits are small on purpose, and have no validation.

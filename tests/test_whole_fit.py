@@ -17,10 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 from watch.small_fits import CpuPrefetch, Memory, make_trainer
 from watch.test_wall import Clock, told
 
-from lightning_feed import GPUStarvationCallback, starvation_callback, starvation_loop
+from lightning_feed import GPUStarvationCallback, starvation_callback
+from lightning_feed import starvation_run as starvation_loop
 from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.reports.document import as_document, make_report, read_document
-from lightning_feed.watch.reports.text import as_text, headline
+from lightning_feed.watch.reports.headline import headline
+from lightning_feed.watch.reports.text import as_text
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Remedy
 
 pytestmark = [
@@ -363,7 +365,7 @@ def test_the_room_for_batches_of_workers_is_known_of_validation_too(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = replace(read_machine(), free_shm_bytes=1)
-    monkeypatch.setattr("lightning_feed.starvation_facts.read_machine", lambda: machine)
+    monkeypatch.setattr("lightning_feed.starvation_report.read_machine", lambda: machine)
     measured = run_of(clock).measurements
     assert measured.validation is not None
     assert (measured.facts.free_shm_bytes, measured.validation.facts.free_shm_bytes) == (1, 1)
@@ -399,7 +401,7 @@ def test_every_form_of_the_report_has_the_parts(clock: Clock, tmp_path: Path) ->
 
 
 def test_other_programs_lower_the_confidence(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_feed.watch.cpu_share.CpuShare.others_pct", lambda *_: 40.0)
+    monkeypatch.setattr("lightning_feed.watch.cpu.CpuShare.others_pct", lambda *_: 40.0)
     found = measured_fit(clock, max_epochs=10)
     assert found.confidence == "low"
     assert "40 % of the CPUs were taken by other programs: low confidence" in found.evidence

@@ -5,13 +5,6 @@ Each function says in which versions it was read, and what public thing would re
 what they have, not by what they are. The files are used through this package's own names: ``_host.adopt_fetcher``.
 """
 
-from lightning_feed._host.checkpoint import (
-    checkpoint_loader_states,
-    count_the_batch_in_hand,
-    resumes_in_a_new_epoch,
-    shift_batches,
-    write_loader_states,
-)
 from lightning_feed._host.fetcher import (
     Fetched,
     FetcherTap,
@@ -23,6 +16,7 @@ from lightning_feed._host.hooks import (
     arguments_of,
     defined_by_lightning,
     is_overridden,
+    known_syncs,
     optimizes_by_the_book,
     replace_in_class,
     wrap_transfer,
@@ -30,6 +24,8 @@ from lightning_feed._host.hooks import (
 from lightning_feed._host.loops import (
     batches_of,
     change_saved_arguments,
+    checkpoint_loader_states,
+    count_the_batch_in_hand,
     epochs_processed,
     live_fetcher,
     loader_names,
@@ -37,11 +33,14 @@ from lightning_feed._host.loops import (
     loop_loaders,
     ranks_that_share_samples,
     read_already,
+    resumes_in_a_new_epoch,
+    shift_batches,
     stage_now,
     train_batches_to_follow,
     train_fetcher,
     train_loaders,
     train_progress,
+    write_loader_states,
 )
 from lightning_feed._host.replay import (
     detects_anomalies,
@@ -63,7 +62,6 @@ from lightning_feed._host.reporting import (
     step_to_log,
     steps_logged,
 )
-from lightning_feed._host.syncs import known_syncs
 
 __all__ = [
     "Fetched",

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.transfer.nested import map_tensors, tensors
+from lightning_feed.transfer.tree import map_tensors, tensors
 
 MOST_KEPT, MOST_BYTES = 32, 256 * 2**20
 """Batches that a sample of a run holds at most, and their memory."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from lightning_feed._host import is_overridden
+from lightning_feed._host.hooks import is_overridden
 from lightning_feed.diagnosing.beside import own_callbacks
 from lightning_feed.diagnosing.fits import Bench
 from lightning_feed.diagnosing.globals import ProcessState

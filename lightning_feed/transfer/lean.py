@@ -7,10 +7,9 @@ from typing import Any, Literal
 import torch
 
 from lightning_feed.load.drop_keys import drop, missing_keys
-from lightning_feed.transfer.nested import hold, release
-from lightning_feed.transfer.pack_trial import PackTrial
-from lightning_feed.transfer.packing import AT_LEAST, pack, small_tensors
-from lightning_feed.transfer.streams import SideStream
+from lightning_feed.transfer.prefetcher import SideStream
+from lightning_feed.transfer.small_tensors import AT_LEAST, PackTrial, pack, small_tensors
+from lightning_feed.transfer.tree import hold, release
 
 PackSmall = bool | Literal["auto"]
 

@@ -1,12 +1,162 @@
 """Prepares a batch on the host, copies it on a side stream, and hands it over to the stream that computes."""
 
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Protocol
+
+import torch
 
 from lightning_feed.load.trace import traced
-from lightning_feed.transfer.nested import off_host
-from lightning_feed.transfer.streams import SideStream
+from lightning_feed.transfer.tree import bytes_off_host, off_host, record_stream
+
+STREAM_BACKENDS: Final = ("cuda", "xpu")
+"""Device types whose streams, events and allocator were read (torch 2.6 and 2.15) and order work as this file needs it.
+
+``torch.mps`` has classes of the same names from torch 2.15 on, but one queue, and events that take no stream; the
+modules of other backends (HPU, XLA) come from packages of their own.
+"""
+
+
+RUN_AHEAD: Final = 2
+RUN_AHEAD_BYTES: Final = 64 * 2**20
+MOST_AHEAD: Final = 60
+"""How far the host may be ahead of the device when it copies the next batch: 2 batches that the device has not come to,
+or as many more as fit into these bytes, up to 60.
+
+``record_stream`` gives memory back only once the device is past it, so a host that runs M steps ahead holds M batches.
+Running ahead is worth something, too: while the loader stalls, the device works off what is queued. Steps of large
+batches are long, and two of them are enough; small batches cost little memory. 60 steps are about what the ring of
+``watch.clocks`` can measure.
+"""
+
+
+class SideStream(Protocol):
+    """Where a copy is issued, and how its result becomes safe to use on the stream that computes."""
+
+    def issue(self) -> AbstractContextManager[Any]:
+        """While entered, work goes to the side stream."""
+        ...
+
+    def mark(self) -> Any:
+        """An event after all work issued so far."""
+        ...
+
+    def hand_over(self, batch: Any, mark: Any) -> None:
+        """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
+        ...
+
+    def follow_compute(self, batch: Any = None) -> None:
+        """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
+        ...
+
+    def limit_run_ahead(self) -> None:
+        """Wait while the device is too far behind the batch that was handed over last: see ``RUN_AHEAD``."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured on the compute stream: nothing else may be issued then."""
+        ...
+
+    def stamp(self) -> Any:
+        """An event with the device's time after all work issued so far; None where there is no such clock."""
+        ...
+
+
+class DeviceStream:
+    """A real stream of any backend whose module has streams and events: ``torch.cuda``, ``torch.xpu``.
+
+    One object serves a whole run. A new stream for each epoch would leave its memory pool behind every time, because
+    the caching allocator keeps one pool per stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._backend: Any = torch.get_device_module(device)
+        self._stream = self._backend.Stream(device=device)
+        self._handed_over: deque[tuple[Any, int]] = deque()
+        """An event before the step on each batch, and the batch's bytes."""
+
+    def issue(self) -> AbstractContextManager[Any]:
+        """While entered, work goes to the side stream."""
+        context: AbstractContextManager[Any] = self._backend.stream(self._stream)
+        return context
+
+    def mark(self) -> Any:
+        """An event after all work issued so far."""
+        event = self._backend.Event()
+        event.record(self._stream)
+        return event
+
+    def hand_over(self, batch: Any, mark: Any) -> None:
+        """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
+        compute = self._backend.current_stream(self._device)
+        # 1. The compute stream waits for the copy. 2. Only then may a kernel of the step read the batch.
+        # 3. The allocator learns that the compute stream uses memory which came from the side stream's pool.
+        compute.wait_event(mark)
+        record_stream(batch, compute)
+        # An event that lets the host sleep: torch's default would spin on a CPU that the loader's workers need.
+        reached = self._backend.Event(blocking=True) if self._device.type == "cuda" else self._backend.Event()
+        reached.record(compute)
+        self._handed_over.append((reached, bytes_off_host(batch)))
+
+    def follow_compute(self, batch: Any = None) -> None:
+        """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
+        self._stream.wait_stream(self._backend.current_stream(self._device))
+        if off_host(batch):
+            record_stream(batch, self._stream)
+
+    def limit_run_ahead(self) -> None:
+        """Wait while the device is too far behind the batch that was handed over last: see ``RUN_AHEAD``."""
+        ahead = self._handed_over
+        while ahead and ahead[0][0].query():
+            ahead.popleft()
+        while len(ahead) > MOST_AHEAD or (len(ahead) > RUN_AHEAD and sum(size for _, size in ahead) > RUN_AHEAD_BYTES):
+            ahead.popleft()[0].synchronize()
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured on the compute stream: nothing else may be issued then."""
+        asks = getattr(self._backend, "is_current_stream_capturing", None)  # torch.xpu has had graphs for short
+        return asks is not None and bool(asks())
+
+    def stamp(self) -> Any:
+        """An event with the device's time after all work issued so far."""
+        event = self._backend.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+
+class NullStream:
+    """No stream at all: everything happens in program order. The same code runs on it where there is no accelerator."""
+
+    def issue(self) -> AbstractContextManager[Any]:
+        """Do nothing special."""
+        return nullcontext()
+
+    def mark(self) -> None:
+        """No event: the work is done when the call returns."""
+
+    def hand_over(self, batch: Any, mark: Any) -> None:
+        """The batch is ready already."""
+
+    def follow_compute(self, batch: Any = None) -> None:
+        """Program order does."""
+
+    def limit_run_ahead(self) -> None:
+        """The host is never ahead."""
+
+    def is_capturing(self) -> bool:
+        """There are no graphs."""
+        return False
+
+    def stamp(self) -> None:
+        """There is no clock but the host's."""
+
+
+def open_stream(device: torch.device) -> SideStream | None:
+    """A side stream for ``device``, or None for a device that is not one of ``STREAM_BACKENDS``."""
+    return DeviceStream(device) if device.type in STREAM_BACKENDS else None
 
 
 @dataclass(frozen=True)

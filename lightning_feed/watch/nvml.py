@@ -6,32 +6,16 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
-from lightning_feed.watch.stats import tagged
+from lightning_feed.watch.stats import GpuStats
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 JOIN_S = 5.0
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuStats:
-    """Means over the samples of a window. None: this GPU or driver does not say."""
-
-    util_pct: float | None = tagged("feed_gpu/util_pct")
-    """Share of time in which some kernel ran, 0 to 100. A rank that spins waiting for its peers reads 100."""
-    sm_pct: float | None = tagged("feed_gpu/sm_pct")
-    """Share of the multiprocessors that were busy, 0 to 100; from Hopper on. Low beside a high util_pct: small work."""
-    mem_used_mib: float | None = tagged("feed_gpu/mem_used_mib")
-    """Device memory in use by all processes, MiB."""
-    power_w: float | None = tagged("feed_gpu/power_w")
-    """Power drawn, watts. Far below the limit of the board: the GPU has little to do."""
-    pcie_rx_mb_per_s: float | None = tagged("feed_gpu/pcie_rx_mb_per_s")
-    """Data received over PCIe, MB/s. Near the speed of the link: send less."""
 
 
 class NvmlSampler:

@@ -19,7 +19,7 @@ from diagnosing.small_runs import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_feed.diagnosing import DiagnosisInterrupted
+from lightning_feed.diagnosing.outcomes import DiagnosisInterrupted
 from lightning_feed.errors import FeedError
 
 pytestmark = [

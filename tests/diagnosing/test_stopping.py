@@ -19,8 +19,9 @@ from diagnosing.small_runs import (
     state_of_process,
 )
 
-from lightning_feed.diagnosing import DiagnosisInterrupted, diagnose, plan
+from lightning_feed.diagnosing import diagnose, plan
 from lightning_feed.diagnosing.data import measure_loader
+from lightning_feed.diagnosing.outcomes import DiagnosisInterrupted
 from lightning_feed.diagnosing.plan import QUICK_RUN_STEPS
 from lightning_feed.diagnosing.stopping import StopSignals
 from lightning_feed.errors import LoaderError

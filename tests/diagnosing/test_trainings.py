@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from watch.small_fits import CpuPrefetch
 
-from lightning_feed._host import Wrap
-from lightning_feed.diagnosing import DiagnosisInterrupted, diagnose, fits
+from lightning_feed._host.hooks import Wrap
+from lightning_feed.diagnosing import diagnose, fits
 from lightning_feed.diagnosing import trainer as diagnosing_trainer
 from lightning_feed.diagnosing.fits import Bench, _Pace
+from lightning_feed.diagnosing.outcomes import DiagnosisInterrupted
 from lightning_feed.diagnosing.plan import QUICK_REPLAY_STEPS
 from lightning_feed.diagnosing.replay import Replay, own_loaders
 from lightning_feed.diagnosing.trainer import Limits, package_of

@@ -24,10 +24,12 @@ from torch.utils.data import DataLoader
 from watch.small_fits import CpuPrefetch, Memory, make_trainer
 
 import lightning_feed
-from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, starvation_loop, starvation_run
+from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, starvation_run
+from lightning_feed import starvation_run as starvation_loop
 from lightning_feed.autotune_callback import AutotuneCallback
 from lightning_feed.load.tuning import online
-from lightning_feed.watch import guard, hook_times
+from lightning_feed.watch import guard
+from lightning_feed.watch import hooks as hook_times
 from lightning_feed.watch.clocks import EventRing
 
 pytestmark = [

@@ -17,8 +17,7 @@ from lightning_feed.errors import DecodeError, MissingExtraError
 from lightning_feed.load.cut import Cut
 from lightning_feed.load.encoded_batch import decode_on_cpu
 from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
-from lightning_feed.transfer.device_decode import MOST_BYTES, cut_out_on_device, decode_batch
-from lightning_feed.transfer.nvjpeg import nvjpeg
+from lightning_feed.transfer.gpu_decode import MOST_BYTES, cut_out_on_device, decode_batch, nvjpeg
 
 pytestmark = pytest.mark.gpu
 

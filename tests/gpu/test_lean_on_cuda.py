@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import PrefetchCallback
-from lightning_feed.transfer.packing import pack, small_tensors
-from lightning_feed.transfer.streams import DeviceStream
+from lightning_feed.transfer.prefetcher import DeviceStream
+from lightning_feed.transfer.small_tensors import pack, small_tensors
 
 pytestmark = pytest.mark.gpu
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import FastDataModule, LoaderSettings, PrefetchCallback
-from lightning_feed.transfer.streams import RUN_AHEAD, DeviceStream
+from lightning_feed.transfer.prefetcher import RUN_AHEAD, DeviceStream
 
 pytestmark = pytest.mark.gpu
 

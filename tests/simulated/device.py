@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_feed.transfer import streams
+from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.watch.clocks import EventRing
 from lightning_feed.watch.step_meter import StepMeter, StepTimes
 

@@ -14,10 +14,8 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
 from lightning_feed.load.image_recipe import TrainRecipe
-from lightning_feed.transfer.device_decode import decode_batch
-from lightning_feed.transfer.nvjpeg import NvJpeg
-from lightning_feed.transfer.resident import load_resident
-from lightning_feed.transfer.resident_loader import ResidentLoader
+from lightning_feed.transfer.gpu_decode import NvJpeg, decode_batch
+from lightning_feed.transfer.resident import ResidentLoader, load_resident
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import PrefetchCallback
-from lightning_feed.transfer.streams import DeviceStream
+from lightning_feed.transfer.prefetcher import DeviceStream
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

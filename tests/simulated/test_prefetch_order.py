@@ -12,9 +12,8 @@ from simulated.training import Model, SimulatedLoader, fit
 from torch import Tensor
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.transfer import streams
-from lightning_feed.transfer.prefetcher import Prefetcher
-from lightning_feed.transfer.streams import DeviceStream
+from lightning_feed.transfer import prefetcher as streams
+from lightning_feed.transfer.prefetcher import DeviceStream, Prefetcher
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -10,8 +10,8 @@ from simulated.grid import BYTES, Case, run
 from simulated.training import Model, SimulatedLoader, evaluate, fit
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.transfer import streams
-from lightning_feed.transfer.streams import MOST_AHEAD, RUN_AHEAD, DeviceStream
+from lightning_feed.transfer import prefetcher as streams
+from lightning_feed.transfer.prefetcher import MOST_AHEAD, RUN_AHEAD, DeviceStream
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -22,8 +22,8 @@ from lightning_feed.errors import DatasetError, DecodeError, LoaderError
 from lightning_feed.load.cut import QUALITIES, Cut
 from lightning_feed.load.encoded_batch import decode_on_cpu
 from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
-from lightning_feed.transfer import device_decode
-from lightning_feed.transfer.device_decode import cut_out_on_device, decode_batch
+from lightning_feed.transfer import gpu_decode as device_decode
+from lightning_feed.transfer.gpu_decode import cut_out_on_device, decode_batch
 
 TRAIN, EVAL = TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)
 BAD_INSIDE = torn(jpegs(9)[8])

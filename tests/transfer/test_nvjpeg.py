@@ -11,8 +11,8 @@ from decode.made_images import BROKEN, WHOLE, encoded
 from made_samples import photo
 
 from lightning_feed.errors import MissingExtraError
-from lightning_feed.transfer import nvjpeg
-from lightning_feed.transfer.nvjpeg import NvJpeg, not_for_nvjpeg
+from lightning_feed.transfer import gpu_decode as nvjpeg
+from lightning_feed.transfer.gpu_decode import NvJpeg, not_for_nvjpeg
 
 JPEG = WHOLE["colour"]
 

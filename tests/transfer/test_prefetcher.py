@@ -7,9 +7,8 @@ import pytest
 import torch
 from simulated.device import DEVICE, MS, SimulatedDevice, simulated
 
-from lightning_feed.transfer import streams
-from lightning_feed.transfer.prefetcher import Prefetcher, Staged
-from lightning_feed.transfer.streams import RUN_AHEAD, DeviceStream, NullStream, open_stream
+from lightning_feed.transfer import prefetcher as streams
+from lightning_feed.transfer.prefetcher import RUN_AHEAD, DeviceStream, NullStream, Prefetcher, Staged, open_stream
 
 
 @pytest.fixture

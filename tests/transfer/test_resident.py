@@ -35,8 +35,14 @@ from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.load.epoch_order import EpochOrder
 from lightning_feed.load.feed_loader import FeedLoader
 from lightning_feed.transfer import resident
-from lightning_feed.transfer.resident import ResidentData, Shard, free_device_bytes, load_resident
-from lightning_feed.transfer.resident_loader import ResidentLoader, order_of
+from lightning_feed.transfer.resident import (
+    ResidentData,
+    ResidentLoader,
+    Shard,
+    free_device_bytes,
+    load_resident,
+    order_of,
+)
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["image", "label"])

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.transfer.streams import NullStream
+from lightning_feed.transfer.prefetcher import NullStream
 
 
 class Memory(Logger):

@@ -6,10 +6,9 @@ import random
 import pytest
 import torch
 
-from lightning_feed.watch import bootstrap
-from lightning_feed.watch.bootstrap import MOST_CHUNKS, PairSums, block_length, ratio_interval_pct
+from lightning_feed.watch import windows as bootstrap
 from lightning_feed.watch.step_meter import StepTimes
-from lightning_feed.watch.windows import WARM_UP_STEPS, Ledger
+from lightning_feed.watch.windows import MOST_CHUNKS, WARM_UP_STEPS, Ledger, PairSums, block_length, ratio_interval_pct
 
 WORKERS, STEPS, SEEDS, SEEDS_ALONE = 8, 800, 200, 40
 TRUE_PCT = 100 * math.exp(0.125) * 10 / (math.exp(0.125) * 10 + 10)

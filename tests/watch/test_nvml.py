@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.watch.nvml import GpuStats, NvmlSampler, find_handle
+from lightning_feed.watch.nvml import NvmlSampler, find_handle
+from lightning_feed.watch.stats import GpuStats
 
 UUID = "ba4d9f52-91d3-4d3f-9a1e-3f6a0e0a1234"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.watch.pressure import PressureClock
+from lightning_feed.watch.cpu import PressureClock
 
 SECOND = 1_000_000_000
 

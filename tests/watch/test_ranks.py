@@ -10,9 +10,16 @@ import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_feed.watch import rank_exchange
-from lightning_feed.watch.rank_exchange import MOST_STEPS, PATIENCE_S, RankExchange, open_rank_exchange
-from lightning_feed.watch.ranks import align, rank_stats, step_rows
+from lightning_feed.watch import ranks as rank_exchange
+from lightning_feed.watch.ranks import (
+    MOST_STEPS,
+    PATIENCE_S,
+    RankExchange,
+    align,
+    open_rank_exchange,
+    rank_stats,
+    step_rows,
+)
 from lightning_feed.watch.stats import RankStats
 from lightning_feed.watch.step_meter import StepMeter, StepTimes
 

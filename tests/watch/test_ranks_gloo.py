@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from watch.small_fits import Memory
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.watch.rank_exchange import RankExchange, open_rank_exchange
+from lightning_feed.watch.ranks import RankExchange, open_rank_exchange
 from lightning_feed.watch.stats import RankStats
 from lightning_feed.watch.step_meter import StepMeter, StepTimes
 

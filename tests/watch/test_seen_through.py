@@ -13,9 +13,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.watch.experiments.session import parts_of
 from lightning_feed.watch.facts import with_loaders
-from lightning_feed.watch.loader_state import DirectProbe, TorchProbe, WrappedProbe, probe_loader
+from lightning_feed.watch.loader_state import (
+    DirectProbe,
+    TorchProbe,
+    WrappedProbe,
+    iterator_in,
+    loaders_in,
+    probe_loader,
+)
 from lightning_feed.watch.loader_watch import LoaderWatch
-from lightning_feed.watch.seen_through import iterator_in, loaders_in
 from lightning_feed.watch.verdict.diagnosis import LoopFacts
 
 

@@ -5,9 +5,17 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.watch.nvml import GpuStats
-from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
-from lightning_feed.watch.tags import STACK, choose_tags, custom_scalar_layout, tag_table, to_tags
+from lightning_feed.watch.stats import (
+    STACK,
+    GpuStats,
+    LoaderStats,
+    RankStats,
+    StarvationStats,
+    choose_tags,
+    custom_scalar_layout,
+    tag_table,
+    to_tags,
+)
 
 FULL = StarvationStats(
     steps=50,

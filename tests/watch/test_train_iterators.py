@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_feed import PrefetchCallback, _host, pl
 from lightning_feed.load.feed_loader import FeedLoader
 from lightning_feed.load.loader_pass import LoaderPass
-from lightning_feed.transfer.streams import NullStream
+from lightning_feed.transfer.prefetcher import NullStream
+from lightning_feed.watch.hooks import tap_profiler
 from lightning_feed.watch.loader_watch import LoaderWatch
-from lightning_feed.watch.profiler_tap import tap_profiler
 
 pytestmark = pytest.mark.filterwarnings(
     # What Lightning says of small runs without workers, and of the length of an iterable dataset.

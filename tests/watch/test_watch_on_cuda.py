@@ -11,7 +11,8 @@ from on_cuda import NoWaiting, fitted, spin, warm_up
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.watch.nvml import GpuStats, NvmlSampler
+from lightning_feed.watch.nvml import NvmlSampler
+from lightning_feed.watch.stats import GpuStats
 from lightning_feed.watch.windows import WARM_UP_STEPS
 
 pytestmark = pytest.mark.gpu

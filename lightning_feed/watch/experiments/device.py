@@ -12,8 +12,8 @@ from lightning_feed.load.encoded_batch import EncodedImageDataset, collate_encod
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
 from lightning_feed.load.untouched import untouched
-from lightning_feed.transfer.device_decode import decode_batch
-from lightning_feed.transfer.nested import tensors
+from lightning_feed.transfer.gpu_decode import decode_batch
+from lightning_feed.transfer.tree import tensors
 from lightning_feed.watch.experiments.session import LeftOut, Part, Session, counted_s
 from lightning_feed.watch.experiments.storage import innermost
 

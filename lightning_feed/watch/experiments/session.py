@@ -16,14 +16,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, FeedError, LoaderError
 from lightning_feed.load.blame import blamed
+from lightning_feed.load.bounds import MEMORY_SHARE, SHM_SHARE
 from lightning_feed.load.machine import Machine, read_machine
-from lightning_feed.load.recommend import MEMORY_SHARE, SHM_SHARE, TORCH_PREFETCH
+from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.rounds import LoaderRate, RoundLimits, time_loader
 from lightning_feed.load.untouched import untouched
 from lightning_feed.load.variant import Changes, burst_of, with_changes
 from lightning_feed.load.watched import watched
 from lightning_feed.load.worker_end import end_pass
-from lightning_feed.transfer.nested import tensors
+from lightning_feed.transfer.tree import tensors
 from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.worker_time import WorkerTime
 
