@@ -40,8 +40,9 @@ from tuning_workloads import WORKLOADS, Workload
 from lightning_feed.errors import FeedError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.rounds import RoundLimits, time_loader
+from lightning_feed.load.tuning.search import Goal, Tuned
+from lightning_feed.load.tuning.trial import Setting
 from lightning_feed.load.tuning.tune_loader import tune_loader
-from lightning_feed.load.tuning.values import Goal, Setting, Tuned
 from lightning_feed.load.variant import burst_of
 
 HIT = 0.95

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.load.feed_loader import FeedLoader
-from lightning_feed.load.tuning.values import Setting
+from lightning_feed.load.tuning.trial import Setting
 
 _BLOCK = 4096
 """What O_DIRECT reads are aligned to."""

@@ -1,7 +1,7 @@
-"""AutotuneCallback: workers and prefetch of the training loader, adjusted between epochs by what was measured."""
+"""AutotuneCallback: workers and prefetch of the training loader, adjusted between epochs by measured starvation."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,18 +9,30 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed.autotune_figures import Figures
-from lightning_feed.autotune_ranks import Told, narrowest, of_all_ranks, room_of
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.bounds import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES
+from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.settings import MOST
-from lightning_feed.load.tuning.online import Move, Online, decide, worst
-from lightning_feed.load.tuning.resettle import resettle, why_fixed, why_no_workers
+from lightning_feed.load.tuning.epoch_controller import (
+    FEWEST_STEPS,
+    ControllerState,
+    EpochFigures,
+    Move,
+    Room,
+    decide,
+    reconfigure,
+    why_fixed,
+    why_no_workers,
+    worst,
+)
 from lightning_feed.starvation_callback import GPUStarvationCallback
 from lightning_feed.starvation_run import StarvationRun
 from lightning_feed.transfer.resident import ResidentLoader
+from lightning_feed.tuning.fit import gather
 from lightning_feed.watch.guard import Guard, guarded, say
-from lightning_feed.watch.verdict.diagnosis import Measurements
+from lightning_feed.watch.verdict.diagnosis import LoopFacts, Measurements
+from lightning_feed.watch.windows import FEW_STEPS, WARM_UP_STEPS
 
 logger = logging.getLogger(__name__)
 _FAILED = "its measuring failed on a rank, which has said why"
@@ -34,6 +46,20 @@ class EpochMove:
     epoch: int
     """The first that has it, as the Trainer counts."""
     move: Move
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """What one rank tells the others before an epoch, so that all of them decide the same."""
+
+    aside: str
+    """Why its loader cannot be changed; empty where it can."""
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    room: Room | None = None
+    """None where it stands aside."""
+    figures: EpochFigures | None = None
+    """None while there are too few steps."""
 
 
 class AutotuneCallback(Callback):
@@ -75,7 +101,7 @@ class AutotuneCallback(Callback):
             )
         self.max_workers = max_workers
         self._moves: list[EpochMove] = []
-        self._told: set[str] = set()
+        self._said: set[str] = set()
         self._guard = self._new_guard()
         self._forget()
 
@@ -86,7 +112,7 @@ class AutotuneCallback(Callback):
         self._measure: Callable[[], Measurements] | None = None
         self._run: StarvationRun | None = None
         self._figures = Figures()
-        self._online: Online | None = None
+        self._state: ControllerState | None = None
         self._aside = ""
         self._over = False
         self._tried_a_worker = False
@@ -133,11 +159,11 @@ class AutotuneCallback(Callback):
             return
         if not self._over:
             # Told by a rank that has failed, too: the others wait for it.
-            mine = self._guard.measure(self._tell, trainer) or Told(aside=self._aside or _FAILED)
-            every = self._guard.attempt("ask the other ranks", of_all_ranks, trainer, mine)
+            mine = self._guard.measure(self._tell, trainer) or RankState(aside=self._aside or _FAILED)
+            every = self._guard.attempt("ask the other ranks", gather, trainer, mine)
             self._over = every is None or any(one.aside for one in every)
-            self._guard.measure(self._decide, trainer, every or [Told(aside=_FAILED)])
-        self._guard.measure(self._settle, trainer)
+            self._guard.measure(self._decide, trainer, every or [RankState(aside=_FAILED)])
+        self._guard.measure(self._apply, trainer)
 
     def _epoch_began(self) -> None:
         if self._run is not None:
@@ -201,7 +227,7 @@ class AutotuneCallback(Callback):
 
     # --- between epochs -----------------------------------------------------------------------------------------------
 
-    def _decide(self, trainer: Any, every: list[Told]) -> None:
+    def _decide(self, trainer: Any, every: list[RankState]) -> None:
         aside = next((one.aside for one in every if one.aside), "")
         if aside:
             self._aside = aside
@@ -210,38 +236,38 @@ class AutotuneCallback(Callback):
         if aside or len(known) < len(every):
             return
         self._figures.close()
-        now = self._online or Online(num_workers=every[0].num_workers, prefetch_factor=every[0].prefetch_factor)
-        self._online, move = decide(now, worst(known), narrowest([one.room for one in every]))
-        self._over = bool(self._online.frozen)  # the same on all ranks, whatever fails on one of them below
-        self._settle(trainer)
+        now = self._state or ControllerState(num_workers=every[0].num_workers, prefetch_factor=every[0].prefetch_factor)
+        self._state, move = decide(now, worst(known), _narrowest([one.room for one in every if one.room is not None]))
+        self._over = bool(self._state.frozen)  # the same on all ranks, whatever fails on one of them below
+        self._apply(trainer)
         if move is not None:
             self._moves.append(EpochMove(epoch=trainer.current_epoch, move=move))
             if trainer.is_global_zero:
                 said = f"AutotuneCallback, epoch {trainer.current_epoch}: {_described(now, move)}"
                 say(logger, logging.INFO, said)
             self._log(trainer)
-        elif self._online.held:
-            self._say_once(trainer, f"AutotuneCallback changes nothing: {self._online.held}.", of="held")
-        if self._online.frozen:
-            self._say_once(trainer, f"AutotuneCallback is done: {self._online.frozen}.")
+        elif self._state.held:
+            self._say_once(trainer, f"AutotuneCallback changes nothing: {self._state.held}.", of="held")
+        if self._state.frozen:
+            self._say_once(trainer, f"AutotuneCallback is done: {self._state.frozen}.")
 
-    def _tell(self, trainer: Any) -> Told:
+    def _tell(self, trainer: Any) -> RankState:
         """What this rank knows before the next epoch."""
         aside = self._aside or self._why_aside(trainer)
         if aside or self._measure is None:
-            return Told(aside=aside or "it was not set up")
+            return RankState(aside=aside or "it was not set up")
         (loader,) = _host.train_loaders(trainer)
-        workers = self._online.num_workers if self._online is not None else loader.num_workers
+        workers = self._state.num_workers if self._state is not None else loader.num_workers
         measured = self._measure()
         figures = self._figures.since(measured, workers=workers)
         if figures is not None and not workers and not self._tried_a_worker:
             self._tried_a_worker = True
             aside = why_no_workers(loader)
-        return Told(
+        return RankState(
             aside=aside,
             num_workers=workers,
             prefetch_factor=loader.prefetch_factor if workers else None,
-            room=room_of(trainer, loader, measured.facts, most=self.max_workers),
+            room=_room(trainer, loader, measured.facts, most=self.max_workers),
             figures=figures,
         )
 
@@ -259,9 +285,9 @@ class AutotuneCallback(Callback):
             return "the training set is on the device, so there is nothing to load"
         return why_fixed(loaders[0])
 
-    def _settle(self, trainer: Any) -> None:
+    def _apply(self, trainer: Any) -> None:
         """Let the loader have what was decided. Loaders that were made anew for this epoch do not have it yet."""
-        now = self._online
+        now = self._state
         loaders = _host.train_loaders(trainer)
         if now is None or self._aside or len(loaders) != 1:
             return
@@ -269,7 +295,7 @@ class AutotuneCallback(Callback):
         has = loader.num_workers, loader.prefetch_factor if loader.num_workers else None
         if has != (now.num_workers, now.prefetch_factor if now.num_workers else None):
             prefetch = (now.prefetch_factor or TORCH_PREFETCH) if now.num_workers else None
-            self._put_back = resettle(loader, now.num_workers, prefetch)
+            self._put_back = reconfigure(loader, now.num_workers, prefetch)
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
@@ -287,12 +313,12 @@ class AutotuneCallback(Callback):
             self._guard.attempt(task, each.log_metrics, tags, step=step)
 
     def _say_once(self, trainer: Any, what: str, *, of: str | None = None) -> None:
-        if (of or what) not in self._told and trainer.is_global_zero:
+        if (of or what) not in self._said and trainer.is_global_zero:
             say(logger, logging.INFO, what)
-        self._told.add(of or what)
+        self._said.add(of or what)
 
 
-def _described(before: Online, move: Move) -> str:
+def _described(before: ControllerState, move: Move) -> str:
     changed = [
         f"{name} {old} -> {new}"
         for name, old, new in (
@@ -302,3 +328,100 @@ def _described(before: Online, move: Move) -> str:
         if old != new
     ]
     return f"{', '.join(changed)}: {move.reason}"
+
+
+def _room(trainer: Any, loader: Any, facts: LoopFacts, *, most: int | None) -> Room:
+    """What the machine leaves to this rank's loader, its present workers included.
+
+    Args:
+        trainer: that fits.
+        loader: that loads for it.
+        facts: of the run. An epoch's batches are as many workers as can be used.
+        most: workers that the user allows; None for any number.
+    """
+    machine, ranks = read_machine(), max(1, trainer.num_devices)
+    limits, in_flight = [most], None
+    if getattr(loader, "workers", "process") != "thread":
+        limits.append(facts.batches_per_epoch)
+        if machine.available_memory_bytes is not None:
+            more = MEMORY_SHARE * machine.available_memory_bytes / (WORKER_BYTES[machine.start_method] * ranks)
+            limits.append(loader.num_workers + int(more))
+        if machine.free_shm_bytes is not None and facts.batch_bytes:
+            in_flight = int(SHM_SHARE * machine.free_shm_bytes / (facts.batch_bytes * ranks))
+    return Room(usable_cpus=max(1, machine.usable_cpus // ranks), most_in_flight=in_flight, most_workers=_least(limits))
+
+
+def _narrowest(rooms: list[Room]) -> Room:
+    """The room that all ranks have."""
+    return Room(
+        usable_cpus=min(room.usable_cpus for room in rooms),
+        most_in_flight=_least(room.most_in_flight for room in rooms),
+        most_workers=_least(room.most_workers for room in rooms),
+    )
+
+
+def _least(limits: Iterable[int | None]) -> int | None:
+    return min((one for one in limits if one is not None), default=None)
+
+
+class Figures:
+    """The figures since the last decision, out of means of the whole run. Short epochs are put together until there
+    are enough steps.
+
+    ``queue_ready`` and ``queue_capacity`` are means over fetches, taken for steps; the workers' shares are means over
+    worker time, taken for step time times workers. So they are a little off where validation lies in the epoch.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[float, float]] = {}
+        """Name -> (weight, weight times the mean), at the last decision."""
+        self._now: dict[str, tuple[float, float]] = {}
+
+    def since(self, measured: Measurements, *, workers: int) -> EpochFigures | None:
+        """The figures since :meth:`close` was called, or since the warm-up; None while there are too few steps.
+
+        Args:
+            measured: of the run so far.
+            workers: of the loader, since then.
+        """
+        stats, loaders, before = measured.stats, measured.loaders, self._before
+        if stats.step_ms is None or stats.data_idle_ms is None:
+            return None
+        if not before and stats.steps < _settled_from(measured):
+            return None
+        steps = stats.steps - before.get("step_ms", (0, 0))[0]
+        if steps < FEWEST_STEPS:
+            return None
+        step_ms = stats.steps * stats.step_ms - before.get("step_ms", (0, 0))[1]
+        worked_ms = before.get("on_cpu_pct", (0, 0))[0] + workers * step_ms
+        weighted = {
+            "step_ms": (stats.steps, stats.step_ms),
+            "data_idle_ms": (stats.steps, stats.data_idle_ms),
+            "queue_ready": (stats.steps, loaders.queue_ready),
+            "queue_capacity": (stats.steps, loaders.queue_capacity),
+            "on_cpu_pct": (worked_ms, loaders.workers_on_cpu_pct),
+            "run_queue_pct": (worked_ms, loaders.workers_run_queue_pct),
+        }
+        self._now = {name: (weight, weight * (mean or 0.0)) for name, (weight, mean) in weighted.items()}
+        means = {name: self._mean_since(name) for name, (_, mean) in weighted.items() if mean is not None}
+        return EpochFigures(steps=int(steps), **means)  # type: ignore[arg-type]  # step_ms and data_idle_ms are known
+
+    def _mean_since(self, name: str) -> float | None:
+        (weight, total), (before, total_before) = self._now[name], self._before.get(name, (0.0, 0.0))
+        if weight <= before:
+            return None
+        mean = max(0.0, (total - total_before) / (weight - before))
+        return min(100.0, mean) if name.endswith("_pct") else mean
+
+    def close(self) -> None:
+        """Begin anew: what comes after belongs to the next figures."""
+        self._before = self._now
+
+
+def _settled_from(measured: Measurements) -> int:
+    """Steps from which the totals surely have left the warm-up out. With fewer, they may still take it in, and would
+    shrink when they no longer do."""
+    if measured.stats.starved_low_pct is not None:
+        return FEW_STEPS  # it is told of settled figures only
+    queue = (measured.facts.num_workers or 0) * (measured.facts.prefetch_factor or 0)
+    return WARM_UP_STEPS + FEW_STEPS + max(queue, round(measured.loaders.queue_capacity or 0))

@@ -411,8 +411,8 @@ def _tune(arguments: argparse.Namespace) -> None:
     from lightning_feed.errors import SettingsError
     from lightning_feed.extras import require
     from lightning_feed.load.tuning.sweep import write_plot
-    from lightning_feed.tuning.command import Wanted, run_tune
     from lightning_feed.tuning.output import tuned_document, tuned_text
+    from lightning_feed.tuning.run import Wanted, run_tune
 
     if arguments.plot is not None and arguments.sweep is None:
         raise SettingsError("--plot draws a sweep, and there is none. Add --sweep, or leave --plot out.")

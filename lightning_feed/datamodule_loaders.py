@@ -24,7 +24,7 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import SEEDS, LoaderSettings
 from lightning_feed.load.tuning.even import even_batch_size
-from lightning_feed.load.tuning.values import Tuned
+from lightning_feed.load.tuning.search import Tuned
 from lightning_feed.load.untouched import untouched
 from lightning_feed.load.worker_init import WorkerInit
 from lightning_feed.transfer.resident import ResidentData, ResidentLoader, Shard, free_device_bytes, load_resident

@@ -70,3 +70,8 @@ class ArchiveError(FeedError, OSError):
 
 class ReportError(FeedError, ValueError):
     """A report that cannot be written, read or understood, or a run that is starved beyond the given limit."""
+
+
+def plural(count: int, thing: str, things: str = "") -> str:
+    """A count with its noun: ``1 worker``, ``2 workers``, ``3 batches``."""
+    return f"{count} {thing if count == 1 else things or thing + 's'}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_feed.load.image_findings import ImageFinding, ImageFindings
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.tuning.values import Tuned
+from lightning_feed.load.tuning.search import Tuned
 from lightning_feed.watch.verdict.causes import BUSY_PCT
 from lightning_feed.watch.verdict.diagnosis import Cause, Diagnosis, LoopFacts
 from lightning_feed.watch.verdict.predict import read_share

@@ -15,7 +15,7 @@ from lightning_feed.errors import SettingsError
 from lightning_feed.prefetch_callback import Stage
 from lightning_feed.starvation_report import Pace, Schedule, achieved, give_report, run_folder, tells_nothing
 from lightning_feed.starvation_run import StarvationRun
-from lightning_feed.tuning.hparams import log_hparams, tuned_hparams
+from lightning_feed.tuning.output import log_hparams, tuned_hparams
 from lightning_feed.watch.guard import Guard, guarded, say
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.reports.document import make_report

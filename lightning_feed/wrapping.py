@@ -1,20 +1,41 @@
-"""wrap: any LightningDataModule, its loaders with workers that fit the machine."""
+"""wrap: any LightningDataModule, its loaders with workers that fit the machine; all else in them stays."""
 
+import copy
 import functools
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from torch.utils._pytree import keystr, tree_map_with_path
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_feed import _host
 from lightning_feed.dali_loaders import DaliLoaders
+from lightning_feed.datamodule_loaders import hush, job_of
 from lightning_feed.diagnosing.trainer import package_of
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.recommend import Recommendation
+from lightning_feed.load.build import Job
+from lightning_feed.load.dali.reader_loader import ReaderLoader
+from lightning_feed.load.machine import read_machine
+from lightning_feed.load.picklable import why_not_picklable
+from lightning_feed.load.recommend import Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.wrapping_loaders import WrappedLoaders
+from lightning_feed.load.tuning.search import Tuned
+from lightning_feed.tuning.fit import explained, settled, tune_for_fit, why_not_now
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test", "predict")
 _OURS = "_feed_wrapped"
+_CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+_OF_DALI = (
+    "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline, or make the data "
+    "module a DaliDataModule, which chooses them."
+)
+_DECIDED = (*_CHANGED, "sample_bytes")
 
 
 def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
@@ -124,3 +145,172 @@ def _class_around(kind: Any) -> Any:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     doors = {f"{split}_dataloader": _Door(split, kind) for split in SPLITS}
     return type(kind.__name__, (_Wrapped, kind), {**names, **doors})
+
+
+# --- the loaders ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class WrappedLoaders:
+    """What was chosen for the loaders of a wrapped data module.
+
+    Raises:
+        SettingsError: for settings of things that the user's loaders decide.
+    """
+
+    settings: LoaderSettings
+    chosen: dict[str, Recommendation] = field(default_factory=dict)
+    tuned: dict[str, Tuned | None] = field(default_factory=dict)
+    left_alone: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        plain = LoaderSettings()
+        for name, value in vars(self.settings).items():
+            if name not in _DECIDED and value != getattr(plain, name):
+                raise SettingsError(
+                    f"{name}={value!r} would have no effect: wrap() keeps what the loaders of the data module say, and "
+                    f"changes only {', '.join(_CHANGED)}. Set it where the loaders are made."
+                )
+
+    def change(self, trainer: Any, split: str, made: Any) -> Any:
+        """The same structure of loaders, each DataLoader of it with other workers. Other loaders are left alone."""
+        # Training goes through its loaders side by side, evaluation through one after the other.
+        loaders: list[Any] = []
+        _map_loaders(made, split, lambda loader, _: loaders.append(loader))
+        count = sum(isinstance(loader, DataLoader) for loader in loaders)
+        together = max(1, count) if split == "train" else 1
+        return _map_loaders(made, split, lambda loader, name: self._change(trainer, split, name, loader, together))
+
+    def report(self) -> str:
+        """What was chosen, and why: one line for each value."""
+        if not self.chosen:
+            return "No loader has been made yet."
+        return "\n".join(f"{name}: {line}" for name, one in self.chosen.items() for line in one.describe().splitlines())
+
+    def _change(self, trainer: Any, split: str, name: str, loader: Any, together: int) -> Any:
+        if not isinstance(loader, DataLoader):
+            return self._leave(name, loader)
+        job = Job() if trainer is None else job_of(trainer)
+        settings, tuned, why_not = self.settings, None, ""
+        if settings.num_workers == "tune":
+            why_not = why_not_now(trainer, split)
+            if not why_not:
+                if name not in self.tuned:
+                    self.tuned[name] = tune_for_fit(loader, trainer, name)
+                tuned = self.tuned[name]
+            settings = settled(settings, tuned)
+            settings = replace(settings, workers="process", start_method=None)
+        found = _recommended(loader, split, settings, job, together)
+        if self.settings.num_workers == "tune":
+            found = explained(found, self.settings, tuned, why_not)
+        self._tell(trainer, split, name, found)
+        return _rebuilt(loader, found)
+
+    def _leave(self, name: str, loader: Any) -> Any:
+        if name not in self.left_alone:
+            self.left_alone.add(name)
+            of_dali = any(kind.__module__.startswith("nvidia.dali.") for kind in type(loader).__mro__)
+            logger.warning(
+                "%s is a %s, not a torch DataLoader, so it is left as it is.%s",
+                name,
+                type(loader).__name__,
+                f" {_OF_DALI}" if of_dali or isinstance(loader, ReaderLoader) else "",
+            )
+        return loader
+
+    def _tell(self, trainer: Any, split: str, name: str, found: Recommendation) -> None:
+        """Keep what was chosen, and say it once. Lightning is kept from complaining about it."""
+        if self.chosen.get(name) != found and (trainer is None or trainer.is_global_zero):
+            logger.info("%s", "\n".join(f"{name}: {line}" for line in found.describe().splitlines()))
+            for warning in found.warnings:
+                logger.warning("%s: %s", name, warning)
+        self.chosen[name] = found
+        if found.num_workers < 2:
+            hush(f"The '{split}_dataloader' does not have many workers")
+        if found.num_workers and not found.persistent_workers:
+            hush(f"Consider setting `persistent_workers=True` in '{split}_dataloader'")
+
+
+def _rebuilt(loader: DataLoader[Any], found: Recommendation) -> DataLoader[Any]:
+    """A copy of a loader, around the same data set, samplers and functions, with other workers.
+
+    Its constructor is not called: it may take other arguments than its objects have attributes. A StatefulDataLoader
+    keeps the place that it was told to go on from.
+    """
+    changed: dict[str, Any] = {name: getattr(found, name) for name in _CHANGED}
+    context = loader.multiprocessing_context
+    if not found.num_workers:
+        context = None
+        changed |= {"multiprocessing_context": None, "timeout": 0}
+    twin = object.__new__(type(loader))
+    twin.__dict__.update({**vars(loader), **changed, "_iterator": None})
+    twin.__dict__.pop("multiprocessing_context", None)  # a property
+    twin.multiprocessing_context = context
+    _host.change_saved_arguments(twin, changed, always=_CHANGED)
+    return twin
+
+
+def _recommended(
+    loader: DataLoader[Any], split: str, settings: LoaderSettings, job: Job, together: int
+) -> Recommendation:
+    stream = isinstance(loader.dataset, IterableDataset)
+    kept = ""
+    if settings.num_workers == "auto":
+        kept = _why_kept(loader, stream=stream)
+        if kept:
+            settings = _with_workers(settings, loader.num_workers)
+    found = recommend(
+        read_machine(),
+        settings,
+        Workload(
+            split=split,
+            batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1,
+            batches=_batches(loader, 1 if stream else job.sharing_ranks),
+            loaders=together,
+            iterable=stream,
+            device_type=job.device_type,
+            local_ranks=job.local_ranks,
+            reload_every_n_epochs=job.reload_every_n_epochs,
+        ),
+    )
+    return replace(found, reasons={**found.reasons, "num_workers": kept}) if kept else found
+
+
+def _why_kept(loader: DataLoader[Any], *, stream: bool) -> str:
+    """Why the number of workers stays what it is; empty where it is chosen."""
+    if stream:
+        return "as the loader has it: each worker of an IterableDataset goes through what it takes for its own part"
+    context: Any = loader.multiprocessing_context
+    method = context.get_start_method() if context is not None else read_machine().start_method
+    for name in ("dataset", "collate_fn", "worker_init_fn") if method != "fork" else ():
+        problem = why_not_picklable(getattr(loader, name))
+        if problem is not None:
+            return f"as the loader has it: its {name} cannot be sent to worker processes: {problem}"
+    return ""
+
+
+def _with_workers(settings: LoaderSettings, workers: int) -> LoaderSettings:
+    if workers:
+        return replace(settings, num_workers=workers)
+    return replace(settings, num_workers=0, prefetch_factor="auto", persistent_workers="auto")
+
+
+def _batches(loader: DataLoader[Any], ranks: int) -> int | None:
+    try:
+        return -(-len(loader) // ranks)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _map_loaders(made: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
+    """The same structure, with ``change(loader, its name)`` in place of each loader."""
+
+    def each(path: Any, leaf: Any) -> Any:
+        place = f"{name}{keystr(path)}"
+        if not (hasattr(leaf, "flattened") and hasattr(leaf, "limits")):  # a CombinedLoader, of either package
+            return change(leaf, place)
+        combined = copy.copy(leaf)
+        combined.flattened = [change(one, f"{place}[{index}]") for index, one in enumerate(leaf.flattened)]
+        return combined
+
+    return tree_map_with_path(each, made)

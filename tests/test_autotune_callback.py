@@ -45,7 +45,7 @@ def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         free_shm_bytes=2**40,
         start_method=multiprocessing.get_all_start_methods()[0],
     )
-    monkeypatch.setattr("lightning_feed.autotune_ranks.read_machine", lambda: machine)
+    monkeypatch.setattr("lightning_feed.autotune_callback.read_machine", lambda: machine)
 
 
 class Watching(Callback):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.autotune_figures import Figures
+from lightning_feed.autotune_callback import Figures
 from lightning_feed.watch.stats import LoaderStats, StarvationStats
 from lightning_feed.watch.verdict.diagnosis import LoopFacts, Measurements
 

@@ -15,7 +15,8 @@ from torch.utils.data import TensorDataset
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, diagnose, tune
 from lightning_feed.image_measured import finding_of_diagnosis, finding_of_tuning
 from lightning_feed.load.image_findings import ImageFinding, ImageFindings
-from lightning_feed.load.tuning.values import Setting, Trial, Tuned
+from lightning_feed.load.tuning.search import Tuned
+from lightning_feed.load.tuning.trial import Setting, Trial
 from lightning_feed.tuning import run as tuning
 from lightning_feed.watch.experiments.results import ExperimentResults, NamedCost
 from lightning_feed.watch.stats import LoaderStats, StarvationStats

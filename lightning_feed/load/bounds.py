@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lightning_feed.errors import plural
 from lightning_feed.load.machine import Machine
 
 MIB = 2**20
@@ -48,8 +49,8 @@ def broken_bound(machine: Machine, taken: Footprint) -> str:
     total = batches_bytes + taken.workers * taken.worker_bytes
     if memory is not None and total > MEMORY_SHARE * memory / taken.sharers:
         return (
-            f"{taken.workers} workers at {mib(taken.worker_bytes)} and {taken.size} need {mib(total)}{for_all}, more "
-            f"than {MEMORY_SHARE:.0%} of the {mib(memory)} of free memory"
+            f"{plural(taken.workers, 'worker')} at {mib(taken.worker_bytes)} and {taken.size} need {mib(total)}"
+            f"{for_all}, more than {MEMORY_SHARE:.0%} of the {mib(memory)} of free memory"
         )
     return ""
 

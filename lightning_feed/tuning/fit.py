@@ -1,24 +1,25 @@
-"""``num_workers="tune"`` when a fit begins: trials with a training loader, and what of them goes into the settings."""
+"""``num_workers="tune"`` in a fit: trials with a training loader, and their result in the settings."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
+from lightning_feed.errors import LoaderError
 from lightning_feed.load.feed_loader import FeedLoader
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.tuning.search import Goal, Tuned
 from lightning_feed.load.tuning.store import Store
+from lightning_feed.load.tuning.trial import Trial
 from lightning_feed.load.tuning.tune_loader import tune_loader
-from lightning_feed.load.tuning.values import Goal, Trial, Tuned
-from lightning_feed.tuning import ranks as tuning_ranks
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 3.0
-"""Ranks wait for the one that tunes as many times the budget: a first trial may take longer, and workers must start."""
 _NEED_WORKERS: dict[str, Any] = {
     "workers": "process", "prefetch_factor": "auto", "persistent_workers": "auto", "in_order": True, "timeout_s": 0,
     "start_method": None,
@@ -48,7 +49,7 @@ def tune_for_fit(loader: DataLoader[Any], trainer: Any, name: str) -> Tuned | No
         name: of the loader, for the progress bar.
 
     Returns:
-        None, on all ranks of a node, where tuning took too long for them, or ranks could not agree.
+        What was found; None, on all ranks, where they are not connected by torch.distributed.
 
     Raises:
         FeedError: the loader cannot be tuned: its data set raises, hangs, or gives nothing.
@@ -67,8 +68,52 @@ def tune_for_fit(loader: DataLoader[Any], trainer: Any, name: str) -> Tuned | No
 
             return tune_loader(loader, goal, store=Store(), on_trial=on_trial)
 
-    patience_s = PATIENCE * goal.budget_s
-    return tuning_ranks.tune_once_per_node(tune, tuning_ranks.place_of(trainer), patience_s=patience_s)
+    if trainer.world_size < 2:
+        return tune()
+    if not connected():
+        logger.warning("The loaders are not tuned: the ranks are not connected by torch.distributed, so none can tell.")
+        return None
+    return _once_per_node(tune, trainer)
+
+
+def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
+    """The result of local rank 0, on all ranks of its node.
+
+    Raises:
+        LoaderError: on the others, when ``tune`` raised. On local rank 0 its own error comes through.
+    """
+    mine: Tuned | Exception | None = None
+    if trainer.local_rank == 0:
+        try:
+            mine = tune()
+        except Exception as error:  # noqa: BLE001  # raised below, when the others have heard of it
+            mine = error
+    told = mine if not isinstance(mine, Exception) else f"{type(mine).__name__}: {mine}"
+    for node, found in gather(trainer, (trainer.node_rank, told)):
+        if node == trainer.node_rank and isinstance(found, Tuned):
+            return found
+        if node == trainer.node_rank and found is not None:
+            if isinstance(mine, Exception):
+                raise mine
+            raise LoaderError(
+                f"The rank that tunes the loaders for this node failed: {found} Its own message says more. Give "
+                "LoaderSettings(num_workers=...) to train without tuning."
+            )
+    raise AssertionError("each node has a local rank 0")
+
+
+def connected() -> bool:
+    """Whether the ranks of this run can tell each other anything."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def gather(trainer: Any, mine: Any) -> list[Any]:
+    """The same kind of thing from each rank, by rank. All take part, and wait for each other."""
+    if trainer.world_size == 1 or not connected():
+        return [mine]
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, mine)
+    return every
 
 
 def for_trials(loader: FeedLoader, settings: LoaderSettings) -> DataLoader[Any]:

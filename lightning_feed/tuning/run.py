@@ -1,17 +1,39 @@
-"""tune: the loader settings for this machine, this data and this model, found by a few trials."""
+"""``tune`` and its command: loader settings found by a few trials, everything left as it was."""
 
-from dataclasses import replace
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+from lightning_feed.diagnosing.data import request_loaders
+from lightning_feed.diagnosing.failure import told
 from lightning_feed.diagnosing.fits import Bench
+from lightning_feed.diagnosing.globals import ProcessState
+from lightning_feed.diagnosing.program import Fit
+from lightning_feed.diagnosing.replay import own_loaders
+from lightning_feed.diagnosing.snapshot import Snapshot
+from lightning_feed.diagnosing.trainer import Limits, Package, check_trainer, package_of, quiet
+from lightning_feed.errors import LoaderError, SettingsError, plural
 from lightning_feed.image_measured import remember_tuning
+from lightning_feed.load.tuning.search import Goal, Tuned
 from lightning_feed.load.tuning.store import Store
+from lightning_feed.load.tuning.sweep import Sweep, check_grid, sweep_loader
+from lightning_feed.load.tuning.trial import Trial
 from lightning_feed.load.tuning.tune_loader import tune_loader
-from lightning_feed.load.tuning.values import Goal, Trial, Tuned
-from lightning_feed.tuning.demand import bench_of, measure_demand
+from lightning_feed.load.untouched import untouched
+from lightning_feed.load.variant import Changes, with_changes
+from lightning_feed.load.worker_end import end_pass
+from lightning_feed.watch.experiments.session import parts_of
+from lightning_feed.watch.verdict.diagnosis import Place
+
+ARRAYS_KEPT = 64 * 2**20
+"""Bytes. Larger arrays of a data module are taken to be read only."""
+REPLAY_STEPS, FEWEST_STEPS, REPLAY_S = 300, 12, 5.0
 
 
 def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
@@ -80,7 +102,7 @@ def find(bench: Bench, loader: DataLoader[Any], goal: Goal, *, batch_size: int |
             goal = replace(goal, demand_per_s=measure_demand(bench))
 
         def on_trial(trial: Trial) -> None:
-            bar.set_description_str(f"tune: {trial.setting.num_workers} workers tried")
+            bar.set_description_str(f"tune: {plural(trial.setting.num_workers, 'worker')} tried")
             bar.update()
 
         tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=on_trial)
@@ -104,3 +126,180 @@ def batch_size_of(loader: DataLoader[Any]) -> int | None:
     """Samples in a batch; None where the loader does not tell."""
     size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     return size
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the command line asks for."""
+
+    samples_per_s: float | None = None
+    """That the model can take; None: measured where there is a module."""
+    budget_s: float = 30.0
+    max_trials: int = 5
+    fresh: bool = False
+    grid: Sequence[int] | None = None
+    """Numbers of workers to sweep; None: no sweep."""
+    loader: str | None = None
+    """Which of several loaders: its place."""
+
+
+def run_tune(fit: Fit, wanted: Wanted) -> tuple[Tuned, Sweep | None, Place | None]:
+    """Tune, and sweep where that is wanted, with the tuner's choice marked; and where the loader is set up, if known.
+
+    Args:
+        fit: what is to train, and on what.
+        wanted: what for.
+
+    Raises:
+        FeedError: as for ``tune``; and for a demand in samples where nothing says how many a batch has.
+    """
+    goal = Goal(demand_per_s=wanted.samples_per_s, budget_s=wanted.budget_s, max_trials=wanted.max_trials)
+    if wanted.grid is not None:
+        check_grid(wanted.grid)  # before seconds are spent on trials
+    data = next((one for one in (fit.datamodule, fit.train_dataloaders) if one is not None), fit.model)
+    with bench_of(data, fit.model, fit.trainer, wanted.loader) as (bench, loader):
+        size = batch_size_of(loader)
+        if wanted.samples_per_s is not None:
+            if size is None:
+                raise SettingsError(
+                    f"--demand {wanted.samples_per_s:g} is in samples per second, and the loader does not say how many "
+                    "samples a batch has. Leave it out, or call tune(demand_per_s=...), in batches per second."
+                )
+            goal = replace(goal, demand_per_s=wanted.samples_per_s / size)
+        tuned = find(bench, loader, goal_for(bench, goal, ranks=False), batch_size=size, fresh=wanted.fresh)
+        place = bench.place()
+        if wanted.grid is None:
+            return tuned, None, place
+        with tqdm(total=len(wanted.grid), desc="sweep", disable=None, leave=False) as bar:
+            swept = sweep_loader(loader, grid=wanted.grid, on_trial=bar.update)
+    return tuned, replace(swept, chosen=tuned.setting, demand_per_s=tuned.demand_per_s), place
+
+
+# --- what is tuned, and what its model can take -----------------------------------------------------------------------
+
+
+@contextmanager
+def bench_of(target: Any, model: Any, trainer: Any, name: str | None = None) -> Iterator[tuple[Bench, DataLoader[Any]]]:
+    """The training loader of a target, with what is needed to train on it. Afterwards all is as it was before.
+
+    Args:
+        target: a data module, which is prepared and set up, or loaders; or ``model``, which has its own.
+        model: the module, or None.
+        trainer: the user's; None: one that Lightning chooses a device for.
+        name: the place of the loader among several, as messages name it.
+
+    Raises:
+        SettingsError: for a target of another kind, one that has several training loaders or none that is a DataLoader,
+            and for a Trainer that cannot be used.
+        FeedError: the data module fails when it is set up.
+    """
+    has_loaders = hasattr(target, "train_dataloader")
+    if not has_loaders:
+        try:
+            parts_of(target)
+        except LoaderError as error:
+            raise SettingsError(
+                f"A {type(target).__name__} cannot be tuned: {error}. Give a LightningDataModule, or torch DataLoaders."
+            ) from error
+    plain = getattr(model, "_orig_mod", model)
+    known = next((one for one in (trainer, plain, target if has_loaders else None) if one is not None), None)
+    package = Package("lightning.pytorch") if known is None else package_of(known)
+    process = ProcessState()
+    kept: list[Any] = [process]
+    try:
+        with quiet():
+            if trainer is None:
+                used = package.root.Trainer(
+                    logger=False, enable_checkpointing=False, devices=1, enable_progress_bar=False
+                )
+            else:
+                check_trainer(trainer)
+                used = trainer
+            if used.strategy.root_device.type == "cuda":
+                process.keep_cuda()
+            datamodule = target if has_loaders and target is not model else None
+            loaders = None if has_loaders else target
+            compiled = model if plain is not model else None
+            leave = [one for one in (trainer, used) if one is not None]
+            kept.append(Snapshot(plain, compiled, leave=(*leave, datamodule, loaders)))
+            kept.append(Snapshot(datamodule, loaders, leave=(*leave, plain), array_limit=ARRAYS_KEPT))
+            bench = Bench(package, used, plain, datamodule, loaders, compiled)
+            with told("the data module could not be set up"):
+                request_loaders(bench)
+            yield bench, _named_loader(bench, name)
+    finally:
+        _put_back(kept)
+
+
+def measure_demand(bench: Bench) -> float:
+    """Batches per second of a fit in which each step gets the same batch, its way to the device included.
+
+    The batch comes from the host, as from a loader that costs nothing: where the run has PrefetchCallback the copy
+    overlaps with computing, and where not it is part of what the model needs for a batch.
+
+    Raises:
+        FeedError: the fit fails, or is too slow to be measured.
+    """
+    with told("a batch could not be loaded"), untouched(bench.train_loaders):
+        batch = _first_batch(bench)
+    if batch is None:
+        raise LoaderError("The training loader gives no batch. Check the length of the data set, and drop_last.")
+    accumulate = bench.trainer.accumulate_grad_batches
+    limits = Limits(least=FEWEST_STEPS * accumulate, most=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
+    with told("training on one batch again and again failed"):
+        per_s = bench.replay([batch], limits, _silent, on_device=False)
+    if per_s is None:
+        raise LoaderError(
+            "Training on one batch again and again was too slow to tell what the model can take. Give demand_per_s="
+            "..., in batches per second, or leave the model out to look for the fastest setting."
+        )
+    return per_s
+
+
+def _first_batch(bench: Bench) -> Any:
+    """As the loop gets it, made in this process: of several loaders a batch of each. None: there is none."""
+    mine = own_loaders(bench.train_loaders, lambda loader: with_changes(loader, Changes(num_workers=0)))
+    if isinstance(mine, DataLoader):
+        batches = iter(mine)
+        try:
+            return next(batches, None)
+        finally:
+            end_pass(batches)
+    combined = bench.package.root.utilities.CombinedLoader
+    whole = mine if isinstance(mine, combined) else combined(mine, "max_size_cycle")  # as a fit would
+    batch, _, _ = next(iter(whole), (None, 0, 0))
+    return batch
+
+
+def _named_loader(bench: Bench, name: str | None) -> DataLoader[Any]:
+    try:
+        parts = {part.name: part.loader for part in parts_of(bench.train_loaders)}
+    except LoaderError as error:
+        raise SettingsError(f"The training loader cannot be tuned: {error}.") from error
+    if name is None and len(parts) == 1:
+        return next(iter(parts.values()))
+    if name in parts:
+        return parts[name]
+    first = next(iter(parts))
+    if len(parts) == 1:
+        raise SettingsError(f"loader={name!r}: there is one training loader only. Leave the name out.")
+    what = "Tune them one by one" if name is None else f"None is named {name!r}"
+    raise SettingsError(
+        f"There are {len(parts)} training loaders: {', '.join(parts)}. {what}: --loader {first} on the command line, "
+        f"loader={first!r} in a call of tune()."
+    )
+
+
+def _put_back(kept: list[Any]) -> None:
+    """Everything as it was, whatever Ctrl-C does meanwhile; the process last, which has the handler of Ctrl-C."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for one in reversed(kept):
+        one.restore()
+
+
+def _silent(done: int, most: int) -> None:
+    """Nobody asked for the steps of a replay."""

@@ -27,7 +27,7 @@ import lightning_feed
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, starvation_run
 from lightning_feed import starvation_run as starvation_loop
 from lightning_feed.autotune_callback import AutotuneCallback
-from lightning_feed.load.tuning import online
+from lightning_feed.load.tuning import epoch_controller
 from lightning_feed.watch import guard
 from lightning_feed.watch import hooks as hook_times
 from lightning_feed.watch.clocks import EventRing
@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
 ]
 PACKAGE = os.path.dirname(lightning_feed.__file__) + os.sep  # noqa: PTH120  # compared with code objects' names
-OBSERVERS = ("watch/", "starvation_", "autotune_", "tuning/hparams")
+OBSERVERS = ("watch/", "starvation_", "autotune_", "tuning/output")
 """Files whose functions observe, whoever calls them; those of others do where they are called under the guard."""
 PASS_ON = {
     # They call what was there before: a profiler's, a loader's, a progress bar's. What they do besides is guarded.
@@ -211,7 +211,7 @@ def small_fits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(starvation_loop, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(starvation_run, "UNFOLDED_STEPS", 3)
     monkeypatch.setattr(hook_times, "FIRST_LOOK", 1)
-    monkeypatch.setattr(online, "FEWEST_STEPS", 1)
+    monkeypatch.setattr(epoch_controller, "FEWEST_STEPS", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -15,11 +15,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.cli import main
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
-from lightning_feed.load.tuning.values import Setting, Trial, Tuned
-from lightning_feed.tuning import command as tuning_command
+from lightning_feed.load.tuning.search import Tuned
+from lightning_feed.load.tuning.trial import Setting, Trial
 from lightning_feed.tuning import run as tuning
-from lightning_feed.tuning.hparams import log_hparams, tuned_hparams
-from lightning_feed.tuning.output import paste_line, pastes, tuned_document, tuned_text
+from lightning_feed.tuning.output import log_hparams, paste_line, pastes, tuned_document, tuned_hparams, tuned_text
 from lightning_feed.tuning.run import tune
 from lightning_feed.watch.verdict.diagnosis import Place
 
@@ -337,11 +336,11 @@ def test_the_command(target: str, tunes: Tunes, capsys: pytest.CaptureFixture[st
 
 
 def test_a_sweep(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def sweep_loader(loader: Any, *, grid: Any, told: Any) -> Any:
-        told(2, 2)
-        return tuning_command.Sweep(trials=TRIALS[:2], cpus=2, batch_size=4)
+    def sweep_loader(loader: Any, *, grid: Any, on_trial: Any) -> Any:
+        on_trial()
+        return tuning.Sweep(trials=TRIALS[:2], cpus=2, batch_size=4)
 
-    monkeypatch.setattr(tuning_command, "sweep_loader", sweep_loader)
+    monkeypatch.setattr(tuning, "sweep_loader", sweep_loader)
     assert main(["tune", f"{target}:Data", "--sweep", "0,2", "--accelerator", "cpu"]) == 0
     assert "<- tuned" in capsys.readouterr().out
     assert main(["tune", f"{target}:Data", "--sweep", "0,2", "--json", "--accelerator", "cpu"]) == 0

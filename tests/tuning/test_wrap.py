@@ -30,9 +30,10 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_feed import FastDataModule, LoaderSettings, wrapping_loaders
+from lightning_feed import FastDataModule, LoaderSettings, wrapping
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.tuning.values import Setting, Tuned
+from lightning_feed.load.tuning.search import Tuned
+from lightning_feed.load.tuning.trial import Setting
 from lightning_feed.tuning import fit as tuning_fit
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
@@ -288,8 +289,8 @@ def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.Monkey
     class Local(Rows):
         pass
 
-    machine = replace(wrapping_loaders.read_machine(), start_method="spawn")
-    monkeypatch.setattr(wrapping_loaders, "read_machine", lambda: machine)
+    machine = replace(wrapping.read_machine(), start_method="spawn")
+    monkeypatch.setattr(wrapping, "read_machine", lambda: machine)
     data = FastDataModule.wrap(Gives(DataLoader(Local())))
     assert data.train_dataloader().num_workers == 0
     assert "cannot be sent to worker processes" in data.loader_report()

@@ -1,4 +1,4 @@
-"""Settings that would break the machine, known before they run: memory, /dev/shm, open files."""
+"""Limits of the machine that a setting would break, known before it runs: memory, /dev/shm, open files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,11 @@ from pathlib import Path
 
 from torch import multiprocessing
 
+from lightning_feed.errors import plural
 from lightning_feed.load.bounds import THREAD_BYTES, WORKER_BYTES, Footprint, broken_bound
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.recommend import TORCH_PREFETCH
-from lightning_feed.load.tuning.values import Setting, Trial
+from lightning_feed.load.tuning.trial import Setting, Trial
 
 try:
     import resource
@@ -86,7 +87,7 @@ class Feasible:
             workers=workers,
             batches=batches,
             batch_bytes=batch_bytes,
-            size=f"{batches} batches of {batch_bytes / 1e6:.3g} MB",
+            size=f"{plural(batches, 'batch', 'batches')} of {batch_bytes / 1e6:.3g} MB",
             worker_bytes=THREAD_BYTES if threads else self._worker_bytes(trials),
             threads=threads,
             sharers=self.local_ranks,
@@ -109,8 +110,9 @@ class Feasible:
         needed = self.files.now + workers * WORKER_FILES + batches * tensors + SPARE_FILES
         if needed <= self.files.most:
             return ""
+        batches_text = f"{plural(batches, 'batch', 'batches')} of {plural(tensors, 'tensor')}"
         return (
-            f"{workers} workers and {batches} batches of {tensors} tensors would keep up to {needed} files open in "
-            f"this process, of {self.files.most} that it may (RLIMIT_NOFILE); `ulimit -n` raises that, and "
-            "tensors keep none open with torch.multiprocessing.set_sharing_strategy('file_system')"
+            f"{plural(workers, 'worker')} and {batches_text} would keep up to {needed} files open in this process, of "
+            f"{self.files.most} that it may (RLIMIT_NOFILE); `ulimit -n` raises that, and tensors keep none open with "
+            "torch.multiprocessing.set_sharing_strategy('file_system')"
         )

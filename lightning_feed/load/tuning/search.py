@@ -1,31 +1,76 @@
-"""Which setting to try next, and which to take: no clock, no loader, only what trials gave.
+"""The search for a loader's setting: which one to try next, and which one to take. Pure: no clock, no loader.
 
-The first trial has no workers. Where it leads, :mod:`lightning_feed.load.tuning.scaling` says; a few trials around the
-knee decide, and only what was tried is taken.
+The first trial has no workers. It says how long a worker needs for a batch, and how many workers keep the CPUs busy:
+the next trial has so many, and each further one more or fewer, where the rates so far say that this may be faster.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from html import escape
 
-import numpy as np
-
-from lightning_feed.load.tuning.lookahead import EVEN, far_enough, prefetch_for, unevenness
-from lightning_feed.load.tuning.scaling import NOISE, UNEVEN_NOISE, Floats, Probe, Scaling
-from lightning_feed.load.tuning.values import Goal, Kind, Setting, Trial
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.recommend import TORCH_PREFETCH
+from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.tuning.trial import Kind, Setting, Trial
 
 SPARE = 1.1
 """A setting meets the demand when it gives so much of it: rates vary, and the model must never wait."""
-TIE = 0.03
+TIE = 0.02
 """Settings this close, as a share, are equally fast; the smaller one is taken."""
 FED_PCT = 2.0
 """Below this starvation a loader without workers, which takes turns with the model, will do."""
-_GAIN = 0.004
-"""A further trial must promise so much more, as a share, weighed over all curves."""
-_PER_DOUBLING = {True: 0.03, False: 0.01}
-"""What twice the workers must bring to be worth it, as a share, with a demand that is met and without one."""
+MOST_PREFETCH = 8
+_PER_CPU = 1.25
+"""Workers for each that would compute all the time: with as many as CPUs, some CPUs are idle now and then."""
+_IN_PROPORTION = 0.7
+"""From this share of what as many separate workers would give, more of them are worth a trial."""
+_IN_THE_WAY = 0.6
+"""Below it, fewer may give as much."""
+_BUSY = 0.95
+"""Share of what the CPUs can give at all, from which more workers are not worth a trial."""
+_CLOSE = 0.85
+"""Share of the best rate, from which further trials of the other kind of workers are worth it."""
+_EVEN = 2.0
+"""A slow batch that takes up to so many times as long as a usual one is covered by torch's prefetch factor."""
 _BLOCKED_PCT = 25.0
-"""From this head-of-line share on another order is worth a trial."""
+"""From this head-of-line share on another order is worth a hint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What the loader is tuned for, and what tuning may take.
+
+    Raises:
+        SettingsError: for values that leave nothing to try.
+    """
+
+    demand_per_s: float | None = None
+    """Batches per second that the model can take; None: not known, so the fastest setting is looked for."""
+    local_ranks: int = 1
+    """Training processes on this machine, which all load at once."""
+    device_type: str = "cpu"
+    """The type of the device that the batches go to, as in ``torch.device.type``."""
+    budget_s: float = 30.0
+    """No trial is begun later than this; one that runs is cut short."""
+    max_trials: int = 5
+    """The first, without workers, included."""
+    most_workers: int | None = None
+    """Never more than this; None: 16, or twice the CPUs if that is more."""
+    may_persist: bool = True
+    """Whether workers may live on from epoch to epoch; False where the Trainer makes loaders anew."""
+
+    def __post_init__(self) -> None:
+        if self.demand_per_s is not None and not 0 < self.demand_per_s < math.inf:
+            raise SettingsError(
+                f"demand_per_s={self.demand_per_s!r} is not possible. Give batches per second, or None if unknown."
+            )
+        if not 0 < self.budget_s < math.inf:
+            raise SettingsError(f"budget_s={self.budget_s!r} is not possible. Give seconds above 0.")
+        for name, lowest in (("local_ranks", 1), ("max_trials", 1), ("most_workers", 0)):
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise SettingsError(f"{name}={value!r} is not possible. Give {lowest} or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +81,61 @@ class Offer:
     """For one rank."""
     most_workers: int
     kinds: tuple[Kind, ...] = ("process",)
-    none: bool = True
-    """Whether it may go without workers."""
     pin_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What the search ends with."""
+class Tuned:
+    """The setting that was found, and what led to it."""
 
-    trial: Trial
-    """Of the setting to take."""
+    setting: Setting
     reason: str
+    """Why this one, in one sentence."""
+    trials: tuple[Trial, ...]
+    """In the order in which they were run."""
+    rejected: tuple[tuple[Setting, str], ...] = ()
+    """Settings that would have broken a limit of the machine, and which."""
+    demand_per_s: float | None = None
+    """Batches per second that the model can take; None: not known, so the fastest setting was looked for."""
+    batch_size: int | None = None
+    batches_per_s: float | None = None
+    """Rate of the chosen setting."""
+    starved_pct: float | None = None
+    """Predicted: 100 * (1 - rate / demand_per_s), 0 or more; None without a demand. The rate is ``batches_per_s``;
+    without workers, where loading and training take turns, 1 / (1 / batches_per_s + 1 / demand_per_s)."""
     options: tuple[str, ...] = ()
+    """What could be gained by more than tuning does by itself, one sentence each."""
+    remembered: bool = False
+    """Whether it was found by an earlier run, and only checked by this one."""
+    seconds: float = 0.0
+    """Duration of the whole tuning."""
+
+    def __repr__(self) -> str:
+        return f"<Tuned: {self._line(self.setting, self.batches_per_s)}; {self.reason}>"
+
+    def _repr_html_(self) -> str:
+        """The form that a notebook shows."""
+        rows = [f"<tr><td>{self._line(one.setting, one.batches_per_s)}</td></tr>" for one in self.trials]
+        found = escape(self._line(self.setting, self.batches_per_s))
+        return f"<p><b>{found}</b><br>{escape(self.reason)}</p><table>{''.join(rows)}</table>"
+
+    def _line(self, setting: Setting, per_s: float | None) -> str:
+        unit = "samples/s" if self.batch_size else "batches/s"
+        rate = "could not run" if per_s is None else f"{per_s * (self.batch_size or 1):,.0f} {unit}"
+        return f"{setting}: {rate}"
+
+    @property
+    def settings(self) -> LoaderSettings:
+        """The same as settings of a FastDataModule."""
+        found = self.setting
+        return LoaderSettings(
+            num_workers=found.num_workers,
+            prefetch_factor=found.prefetch_factor if found.prefetch_factor is not None else "auto",
+            workers=found.workers,
+            persistent_workers=found.persistent_workers if found.num_workers else "auto",
+            pin_memory=found.pin_memory,
+            in_order=found.in_order,
+        )
 
 
 class Search:
@@ -69,55 +156,63 @@ class Search:
         self.trials: list[Trial] = []
         self.rejected: list[tuple[Setting, str]] = []
         self._offer, self._goal, self._broken = offer, goal, broken
-        self._probe: Probe | None = None
-        self._roof: dict[Kind, int] = dict.fromkeys(offer.kinds, offer.most_workers)
-        self._asked: Setting | None = None
+        self._most: dict[Kind, int] = dict.fromkeys(offer.kinds, offer.most_workers)
 
     def next_setting(self) -> Setting | None:
         """The setting to try next; None when the search is over."""
-        if len(self.trials) >= self._goal.max_trials:
-            return None
         if not self.trials:
-            self._asked = Setting(num_workers=0, prefetch_factor=None, pin_memory=self._offer.pin_memory)
-        else:
-            self._asked = self._more_workers() or self._deeper() or self._another_order()
-        return self._asked
+            return Setting(num_workers=0, prefetch_factor=None, pin_memory=self._offer.pin_memory)
+        if len(self.trials) >= self._goal.max_trials or self.trials[0].batches_per_s is None:
+            return None
+        best = self._best()
+        if self._meets(best) and not best.setting.num_workers:
+            return None
+        fastest = {kind: max(map(self._effective, self._of(kind)), default=math.inf) for kind in self._offer.kinds}
+        for kind in sorted(fastest, key=lambda kind: -fastest[kind]):
+            if fastest[kind] < _CLOSE * self._effective(best) or (self._meets(best) and kind != best.setting.workers):
+                continue
+            for workers in self._promising_counts(kind):
+                setting = self._untried(kind, workers)
+                if setting is not None:
+                    return setting
+        return None
 
     def take(self, trial: Trial) -> None:
-        """What the setting gave that was asked for last.
-
-        Raises:
-            ValueError: for a trial of another setting.
-        """
-        if trial.setting != self._asked:
-            raise ValueError(f"{trial.setting} was tried, and {self._asked} was asked for")
+        """Learn what a setting gave."""
         self.trials.append(trial)
-        kind, workers = trial.setting.workers, trial.setting.num_workers
-        if trial.batches_per_s is None:
-            self._roof[kind] = min(self._roof[kind], workers // 2)  # what killed it is near with fewer, too
-        elif not workers:
-            self._probe = Probe.of(trial)
+        if trial.batches_per_s is None:  # what killed it is near with fewer workers, too
+            self._most[trial.setting.workers] = trial.setting.num_workers // 2
 
-    def found(self) -> Found | None:
+    def found(self) -> Tuned | None:
         """The setting to take of those tried; None when none of them could run."""
-        ran = self._ran()
-        if not ran:
+        if all(trial.batches_per_s is None for trial in self.trials):
             return None
-        met = [trial for trial in ran if self._meets(trial)]
-        if met:
-            taken = min(met, key=_size)
-        else:
-            shallow = [trial for trial in ran if self._was_tried_deeper(trial)]
-            likely = self._likely([trial for trial in ran if trial not in shallow])
-            equal = [trial for trial in ran if likely.get(id(trial), 0.0) >= (1 - TIE) * max(likely.values())]
-            telling = [trial for kind in self._offer.kinds for trial in self._telling(kind)]
-            # With too little ahead a trial without slow batches looks as good as one that would stand them.
-            taken = min(
-                [trial for trial in equal if trial in telling or not trial.setting.num_workers] or equal, key=_size
-            )
-        return Found(trial=taken, reason=self._reason(taken, ran), options=self._options(taken))
+        best, demand = self._best(), self._goal.demand_per_s
+        return Tuned(
+            setting=best.setting,
+            reason=self._reason(best),
+            trials=tuple(self.trials),
+            rejected=tuple(self.rejected),
+            demand_per_s=demand,
+            batches_per_s=best.batches_per_s,
+            starved_pct=None if demand is None else max(0.0, 100 * (1 - self._effective(best) / demand)),
+            options=self._options(best),
+        )
 
-    def effective(self, trial: Trial) -> float:
+    # --- what was measured --------------------------------------------------------------------------------------------
+
+    def _of(self, kind: Kind) -> list[Trial]:
+        return [trial for trial in self.trials if trial.setting.num_workers and trial.setting.workers == kind]
+
+    def _meets(self, trial: Trial) -> bool:
+        demand = self._goal.demand_per_s
+        if demand is None or trial.batches_per_s is None:
+            return False
+        if trial.setting.num_workers == 0:
+            return 100 * (1 - self._effective(trial) / demand) <= FED_PCT
+        return trial.batches_per_s >= SPARE * demand
+
+    def _effective(self, trial: Trial) -> float:
         """Batches per second that training gets from a loader, were the model free: those of the loader, except that
         one without workers takes turns with the model."""
         rate, demand = trial.batches_per_s or 0.0, self._goal.demand_per_s
@@ -125,217 +220,131 @@ class Search:
             return rate
         return 1 / (1 / rate + 1 / demand)
 
-    def _likely(self, ran: list[Trial]) -> dict[int, float]:
-        """What each trial's setting gives, by its id: half by what was measured, half by the curves that all trials
-        make likely. A trial that was lucky by a few per cent must not decide."""
-        likely = {id(trial): self._given(trial) for trial in ran}
-        for kind in self._offer.kinds:
-            scaling = self._scaling(kind)
-            for trial in ran if scaling is not None else ():
-                setting = trial.setting
-                if scaling is None or not setting.num_workers or setting.workers != kind or not setting.in_order:
-                    continue
-                curve = min(scaling.expected(setting.num_workers), SPARE * (self._goal.demand_per_s or math.inf))
-                likely[id(trial)] = math.sqrt(likely[id(trial)] * curve)
-        return likely
-
-    def _ran(self) -> list[Trial]:
+    def _best(self) -> Trial:
+        """The smallest that meets the demand; where none does, the smallest of the fastest."""
         ran = [trial for trial in self.trials if trial.batches_per_s is not None]
-        with_workers = [trial for trial in ran if trial.setting.num_workers]
-        return ran if self._offer.none or not with_workers else with_workers
+        enough = [trial for trial in ran if self._meets(trial)]
+        return self._smallest(enough or ran)
 
-    def _meets(self, trial: Trial) -> bool:
-        demand = self._goal.demand_per_s
-        if demand is None or trial.batches_per_s is None:
-            return False
-        if trial.setting.num_workers == 0:
-            return 100 * (1 - self.effective(trial) / demand) <= FED_PCT
-        return trial.batches_per_s >= SPARE * demand
+    def _smallest(self, trials: list[Trial]) -> Trial:
+        """The smallest of the fastest, within the tie."""
+        fastest = max(min(self._effective(trial), self._wanted_per_s()) for trial in trials)
+        return min((trial for trial in trials if self._effective(trial) >= (1 - TIE) * fastest), key=_size)
 
-    def _given(self, trial: Trial) -> float:
-        """What counts of a rate: more than the demand asks for is worth nothing."""
-        demand = self._goal.demand_per_s
-        rate = self.effective(trial)
-        if demand is None:
-            return rate
-        return SPARE * demand if self._meets(trial) else min(rate, SPARE * demand)
+    @property
+    def _worker_s(self) -> float:
+        """What one worker alone needs for a batch, from the trial without workers."""
+        probe = self.trials[0]
+        return max(1 / (probe.batches_per_s or 1.0), probe.cpu_s_per_batch or 0.0)
 
-    def _scaling(self, kind: Kind) -> Scaling | None:
-        """What is known of workers of a kind."""
-        counts = _counts(self._offer.most_workers)
-        if self._probe is None or not counts:
-            return None
-        scaling = Scaling(self._probe, self._offer.cpus, counts, kind)
-        noise = UNEVEN_NOISE if self._unevenness(kind) > EVEN else NOISE
-        for trial in self._telling(kind):
-            scaling.learn(trial.setting.num_workers, trial.batches_per_s or 0.0, noise)
-        return scaling
+    @property
+    def _cpu_s(self) -> float:
+        return self.trials[0].cpu_s_per_batch or self._worker_s
 
-    def _telling(self, kind: Kind) -> list[Trial]:
-        """Trials that tell how workers of a kind scale: those that loaded as much ahead as is now thought right."""
-        telling = []
-        for trial in self._ran():
-            setting = trial.setting
-            if setting.num_workers and setting.workers == kind and setting.in_order:
-                now = self._fitting(self._setting(kind, setting.num_workers))
-                if now is None or far_enough(setting, now):
-                    telling.append(trial)
-        return telling
+    # --- what to try next ---------------------------------------------------------------------------------------------
 
-    def _worth(self, rates: Floats, workers: Floats) -> Floats:
-        """Of rates at numbers of workers, in shares: 0.01 is 1 % more speed."""
-        demand = self._goal.demand_per_s
-        value = np.log(rates) if demand is None else np.minimum(0.0, np.log(rates / (SPARE * demand)))
-        worth: Floats = value - _PER_DOUBLING[demand is not None] * np.log2(1 + workers)
-        return worth
+    def _wanted_per_s(self) -> float:
+        return math.inf if self._goal.demand_per_s is None else SPARE * self._goal.demand_per_s
 
-    def _more_workers(self) -> Setting | None:
-        """The number of workers that promises most, where it promises enough."""
-        ran = [trial for trial in self._ran() if trial.setting.num_workers or self._offer.none]
-        best = -math.inf
-        if ran:
-            given = np.array([self._given(trial) for trial in ran])
-            best = float(self._worth(given, np.array([float(trial.setting.num_workers) for trial in ran])).max())
-        found: list[tuple[float, Setting]] = []
-        for kind in self._offer.kinds:
-            scaling = self._scaling(kind)
-            if scaling is None:
-                continue
-            counts = np.asarray(scaling.workers, dtype=np.float64)
-            worth = self._worth(scaling.rates, counts)
-            gains = worth if best == -math.inf else np.maximum(0.0, worth - best)
-            for workers, gain in zip(scaling.workers, scaling.weights @ gains, strict=True):
-                if workers <= self._roof[kind]:
-                    found.append((float(gain), self._setting(kind, workers)))
-        untried = [
-            kind for kind in self._offer.kinds if all(trial.setting.workers != kind for trial in self.trials[1:])
-        ]
-        if 0 < len(untried) < len(self._offer.kinds) and not any(self._meets(trial) for trial in ran):
-            found = [one for one in found if one[1].workers in untried]  # what threads can do nothing else tells
-        enough = _GAIN if self._settled() else 0.0
-        for gain, setting in sorted(found, key=lambda one: -one[0]):
-            if best > -math.inf and gain < enough:
-                return None
-            fitting = self._fitting(setting)
-            if fitting is not None and not self._was_tried(fitting):
-                return fitting
+    def _promising_counts(self, kind: Kind) -> list[int]:
+        """Workers of a kind to try: as many as its best trial had, with more ahead if need be, then more or fewer."""
+        ran = [trial for trial in self._of(kind) if trial.batches_per_s]
+        if not ran:  # as many as meet the demand, or keep the CPUs busy if that takes fewer
+            for_cpus = _PER_CPU * self._offer.cpus * self._worker_s / self._cpu_s
+            return [math.ceil(min(for_cpus, self._wanted_per_s() * self._worker_s, self._offer.most_workers))]
+        best = self._smallest(ran)
+        workers, rate = best.setting.num_workers, best.batches_per_s or 0.0
+        if self._meets(best):
+            return [workers, min(workers, math.ceil(workers * self._wanted_per_s() / rate))]
+        tried = [trial.setting.num_workers for trial in self._of(kind)]
+        alone = rate * self._worker_s / workers  # share of what as many separate ones would give
+        if alone < _IN_THE_WAY and workers == min(tried):
+            return [workers, max(1, round(_PER_CPU * alone * workers))]
+        idle = rate < _BUSY * self._offer.cpus / self._cpu_s
+        if workers == max(tried) and (alone >= _IN_PROPORTION or (idle and (len(tried) > 1 or kind == "thread"))):
+            more = min(2.0 * workers, 1.1 * workers * self._wanted_per_s() / rate)
+            return [workers, max(workers + 1, math.ceil(more))]
+        return [workers]
+
+    def _untried(self, kind: Kind, workers: int) -> Setting | None:
+        """The setting with so many workers, or with as many as there is room for. None where it was tried, or the
+        machine has no room for workers at all."""
+        workers = min(max(workers, 1), self._most[kind])
+        for count in range(workers, 0, -1):
+            wanted = self._prefetch(kind, count)
+            for prefetch in range(wanted, 0, -1):
+                setting = Setting(
+                    num_workers=count, prefetch_factor=prefetch, workers=kind, pin_memory=self._offer.pin_memory
+                )
+                why = self._broken(setting, self.trials)
+                if not why:
+                    return None if self._was_tried(setting) else setting
+                if count == workers and prefetch == wanted:
+                    self.rejected.append((setting, why))
         return None
-
-    def _was_tried_deeper(self, trial: Trial) -> bool:
-        """Whether the same setting was tried with more ahead because this was found too little."""
-        setting = trial.setting
-        return any(
-            replace(other.setting, prefetch_factor=setting.prefetch_factor) == setting
-            and not far_enough(setting, other.setting)
-            for other in self._ran()
-        )
-
-    def _settled(self) -> bool:
-        """Whether the best so far may be the end: of a demand that is not met, one trial with workers says too little,
-        unless it did worse than none."""
-        found = self.found()
-        if found is None or not found.trial.setting.num_workers or self._meets(found.trial):
-            return True
-        return sum(len(self._telling(kind)) for kind in self._offer.kinds) > 1
 
     def _was_tried(self, setting: Setting) -> bool:
-        """With as many workers, and as much ahead."""
+        """Whether as many workers were tried, with as much ahead or at least more than by default."""
+        enough = min(setting.prefetch_factor or 0, TORCH_PREFETCH + 1)
         return any(
-            (trial.setting.workers, trial.setting.num_workers) == (setting.workers, setting.num_workers)
-            and far_enough(trial.setting, setting)
-            for trial in self.trials
+            trial.setting.num_workers == setting.num_workers and (trial.setting.prefetch_factor or 0) >= enough
+            for trial in self._of(setting.workers)
         )
-
-    def _setting(self, kind: Kind, workers: int) -> Setting:
-        return Setting(
-            num_workers=workers,
-            prefetch_factor=self._prefetch(kind, workers),
-            workers=kind,
-            pin_memory=self._offer.pin_memory,
-        )
-
-    def _unevenness(self, kind: Kind) -> float:
-        return 1.0 if self._probe is None else unevenness(self._probe, self.trials, kind, self._offer.cpus)
 
     def _prefetch(self, kind: Kind, workers: int) -> int:
-        demand = self._goal.demand_per_s
+        """Batches that each worker loads ahead: as many as last while one of them makes a slow batch.
+
+        Twice the slow one: the next may come before the queue is full again. Threads make a slow batch together.
+        """
+        if kind == "thread":
+            return TORCH_PREFETCH
         # A model that is slower than the workers empties the queue more slowly.
-        slower = 1.0 if demand is None or self._probe is None else demand * self._probe.worker_s / workers
-        return prefetch_for(self._unevenness(kind) * min(1.0, slower))
+        slower = 1.0 if self._goal.demand_per_s is None else self._goal.demand_per_s * self._worker_s / workers
+        uneven = self._unevenness() * min(1.0, slower)
+        return TORCH_PREFETCH if uneven <= _EVEN else min(MOST_PREFETCH, math.ceil(2 * uneven))
 
-    def _fitting(self, setting: Setting) -> Setting | None:
-        """The setting, with less loaded ahead if need be; None where the machine has no room for it at all."""
-        for prefetch in range(setting.prefetch_factor or 1, 0, -1):
-            fitting = replace(setting, prefetch_factor=prefetch)
-            why = self._broken(fitting, self.trials)
-            if not why:
-                return fitting
-            if all(fitting != rejected for rejected, _ in self.rejected):
-                self.rejected.append((fitting, why))
-        return None
+    def _unevenness(self) -> float:
+        """How long a slow batch takes, in usual ones: 1 where all are alike.
 
-    def _deeper(self) -> Setting | None:
-        """The best setting with more loaded ahead, where a slow batch was seen to take longer than that lasts."""
-        found = self.found()
-        if found is None or not found.trial.setting.num_workers:
-            return None
-        setting = found.trial.setting
-        wanted = self._prefetch(setting.workers, setting.num_workers)
-        fitting = self._fitting(replace(setting, prefetch_factor=wanted))
-        deeper = fitting is not None and not far_enough(setting, fitting)
-        return fitting if deeper and not any(trial.setting == fitting for trial in self.trials) else None
+        From 99th percentiles, not from means: in order, all workers wait for the one that makes a slow batch.
+        """
+        probe = self.trials[0]
+        uneven = (probe.gap_p99_s or 0.0) * (probe.batches_per_s or 0.0)
+        for trial in self._of("process"):
+            workers, gap_s = trial.setting.num_workers, trial.gap_p99_s or 0.0
+            # Even batches of workers in step come all at once, after the time of one: longer gaps are of slow ones.
+            if gap_s * (trial.batches_per_s or 0.0) > _EVEN * workers:
+                usual_s = max(self._worker_s, workers * self._cpu_s / self._offer.cpus)
+                uneven = max(uneven, gap_s / usual_s)
+        return uneven
 
-    def _another_order(self) -> Setting | None:
-        found = self.found()
-        if found is None or not self._goal.may_reorder or not _held_up(found.trial) or self._meets(found.trial):
-            return None
-        setting = replace(found.trial.setting, in_order=False)
-        return None if any(trial.setting == setting for trial in self.trials) else setting
+    # --- what to say --------------------------------------------------------------------------------------------------
 
-    def _options(self, taken: Trial) -> tuple[str, ...]:
-        if self._goal.may_reorder or not _held_up(taken) or self._meets(taken):
+    def _options(self, best: Trial) -> tuple[str, ...]:
+        if best.setting.num_workers < 2 or (best.head_of_line_pct or 0.0) < _BLOCKED_PCT or self._meets(best):
             return ()
         return (
-            f"in_order=False: {taken.head_of_line_pct:.0f} % of the time a later batch was ready while the next one "
+            f"in_order=False: {best.head_of_line_pct:.0f} % of the time a later batch was ready while the next one "
             "was waited for. It lets that one be overtaken, and leaves the order of the batches to chance.",
         )
 
-    def _reason(self, taken: Trial, ran: list[Trial]) -> str:
-        demand, workers = self._goal.demand_per_s, taken.setting.num_workers
-        if demand is not None and self._meets(taken):
-            if workers == 0:
-                load_ms, step_ms = 1e3 / (taken.batches_per_s or 1), 1e3 / demand
+    def _reason(self, best: Trial) -> str:
+        demand, tried = self._goal.demand_per_s, len(self.trials)
+        if demand is not None and self._meets(best):
+            if best.setting.num_workers == 0:
+                load_ms, step_ms = 1e3 / (best.batches_per_s or 1), 1e3 / demand
                 return f"loading adds {load_ms:.3g} ms to steps of {step_ms:.3g} ms: workers would have little to gain"
             return (
                 f"the smallest tried that gives the {demand:.4g} batches/s that the model can take, and "
                 f"{SPARE - 1:.0%} to spare"
             )
-        fastest = max(ran, key=self._given)
-        if fastest is taken:
-            why = f"the fastest of {len(self.trials)} tried"
-        else:
-            gain = self._given(fastest) / self._given(taken) - 1
-            why = f"the smallest of {len(self.trials)} tried that is within {TIE:.0%} of the fastest ({gain:.1%})"
-        if demand is not None:
-            why += f"; the model could take {demand:.4g} batches/s"
-        return why
-
-
-def _counts(most: int) -> list[int]:
-    """Numbers of workers that may be tried: all to 16, then in steps of a seventh."""
-    counts, now = [], 1
-    while now <= most:
-        counts.append(now)
-        now = now + 1 if now < 16 else math.ceil(now * 8 / 7)
-    if counts and counts[-1] != most:
-        counts.append(most)
-    return counts
+        gain = max(self._effective(trial) for trial in self.trials) / self._effective(best) - 1
+        why = f"the fastest of {tried} tried"
+        if gain > 0:
+            why = f"the smallest of {tried} tried that is within {TIE:.0%} of the fastest ({gain:.1%})"
+        return why if demand is None else f"{why}; the model could take {demand:.4g} batches/s"
 
 
 def _size(trial: Trial) -> tuple[int, int, float]:
     """What makes a setting small: workers, then batches ahead; of equal ones the faster is taken."""
     return trial.setting.num_workers, trial.setting.prefetch_factor or 0, -(trial.batches_per_s or 0.0)
-
-
-def _held_up(trial: Trial) -> bool:
-    return trial.setting.num_workers > 1 and trial.setting.in_order and (trial.head_of_line_pct or 0.0) >= _BLOCKED_PCT

@@ -1,4 +1,4 @@
-"""Results of tuning, remembered between runs: one file for each machine, data set, batch size and set of versions."""
+"""Tuning results remembered between runs: one file for each machine, data set, batch size and set of versions."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ import math
 import platform
 import re
 import socket
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_feed.archive.memory import read_text
 from lightning_feed.archive.remembered import cache_folder, read_remembered, write_remembered
 from lightning_feed.load.machine import Machine
-from lightning_feed.load.tuning.meters import leaves_of
-from lightning_feed.load.tuning.values import Goal, Setting, Trial, Tuned
+from lightning_feed.load.tuning.search import Goal, Tuned
+from lightning_feed.load.tuning.trial import Setting, Trial, leaf_sizes
 from lightning_feed.load.untouched import untouched
 from lightning_feed.load.watched import watched
 
@@ -104,33 +104,21 @@ def key_of(loader: DataLoader[Any], goal: Goal, machine: Machine, version: str) 
             goal.local_ranks,
             goal.device_type,
             goal.most_workers,
-            goal.may_reorder,
+            False,  # in earlier versions batches could be given in another order
             goal.may_persist,
         ],
     }
 
 
 def _tuned(kept: dict[str, Any]) -> Tuned:
-    known = {one.name for one in fields(Tuned)}
-    values = {name: value for name, value in kept.items() if name in known}
-    rate = values["batches_per_s"]
-    if not isinstance(rate, (int, float)) or rate <= 0:
-        raise ValueError(f"batches_per_s is {rate!r}")
-    values["setting"] = _setting(values["setting"])
-    values["trials"] = tuple(Trial(**{**one, "setting": _setting(one["setting"])}) for one in values["trials"])
-    values["rejected"] = tuple((_setting(setting), why) for setting, why in values["rejected"])
-    values["options"] = tuple(values["options"])
-    return Tuned(**values)
-
-
-def _setting(kept: dict[str, Any]) -> Setting:
-    setting = Setting(**kept)
-    workers, ahead = setting.num_workers, setting.prefetch_factor
-    whole = type(workers) is int and workers >= 0 and setting.workers in ("process", "thread")
-    fits = ahead is None if workers == 0 else type(ahead) is int and ahead > 0
-    if not (whole and fits):
-        raise ValueError(f"{setting} is no setting")
-    return setting
+    kept["setting"] = Setting(**kept["setting"])
+    kept["trials"] = tuple(Trial(**{**one, "setting": Setting(**one["setting"])}) for one in kept["trials"])
+    kept["rejected"] = tuple((Setting(**setting), why) for setting, why in kept["rejected"])
+    kept["options"] = tuple(kept["options"])
+    tuned = Tuned(**kept)
+    if not tuned.batches_per_s or tuned.settings.num_workers == "auto":  # settings refuses impossible values
+        raise ValueError(f"{tuned} cannot be used")
+    return tuned
 
 
 def _data(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -161,7 +149,7 @@ def _sample(loader: DataLoader[Any]) -> list[Any] | None:
     except Exception as error:  # noqa: BLE001  # whatever a data set raises, the trials will name it
         logger.debug("The first sample could not be made for the key of the result: %s", error)
         return None
-    return leaves_of(sample)
+    return leaf_sizes(sample)
 
 
 def _name(thing: Any) -> str:

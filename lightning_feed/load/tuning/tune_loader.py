@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import worker
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.feed_loader import FeedLoader
@@ -16,11 +17,11 @@ from lightning_feed.load.picklable import why_not_picklable
 from lightning_feed.load.recommend import PINNING_DEVICES
 from lightning_feed.load.rounds import RoundLimits
 from lightning_feed.load.tuning.feasible import IMPORT_S, Feasible, read_open_files
-from lightning_feed.load.tuning.search import Found, Offer, Search
-from lightning_feed.load.tuning.sharding import divides_itself
+from lightning_feed.load.tuning.search import Goal, Offer, Search, Tuned
 from lightning_feed.load.tuning.store import Store, key_of
-from lightning_feed.load.tuning.trials import not_a_loader, run_trial
-from lightning_feed.load.tuning.values import Goal, Kind, Setting, Trial, Tuned
+from lightning_feed.load.tuning.trial import Kind, Setting, Trial, run_trial
+from lightning_feed.load.untouched import untouched
+from lightning_feed.load.watched import watched
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ _SILENT_S = 60.0
 """A loader that gives no batch for as long hangs. Spawned workers may import for long."""
 _START_SHARE = 0.01
 """Workers live on from epoch to epoch where starting them takes more of an epoch."""
+_FIRST_SAMPLE_S = 10.0
 
 
 def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name, and have a default
@@ -54,9 +56,9 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
     Args:
         loader: any DataLoader, or a FeedLoader, for which threads are tried too.
         goal: what for; None looks for the fastest setting.
-        store: where results are remembered; None remembers nothing. See :class:`Store`.
-        fresh: look anew, whatever is remembered.
-        on_trial: told of each trial when it is over.
+        store: where results are remembered; None remembers nothing.
+        fresh: tune anew, whatever is remembered.
+        on_trial: called with each trial when it is over.
         machine: its limits; None reads them.
         clock: seconds.
 
@@ -64,23 +66,24 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
         LoaderError: it is no DataLoader, gives no batch, or hangs without workers.
         DatasetError: the data set raises; the message names the sample.
     """
-    wrong = not_a_loader(loader)
-    if wrong is not None:
-        raise wrong
+    if not isinstance(loader, DataLoader):
+        raise LoaderError(
+            f"A {type(loader).__name__} cannot be tuned. Give a torch DataLoader, or a loader of a class derived from "
+            "it."
+        )
     run = _Run(loader, goal or Goal(), machine or read_machine(), on_trial, clock)
-    key = key_of(loader, run.goal, run.machine, _version()) if store is not None else {}
-    if store is not None and not fresh:
-        kept = run.check(store.load(key))
-        if kept is not None:
-            return kept
-    tuned = run.search()
-    if store is not None:
+    if store is None:
+        return run.search()
+    key = key_of(loader, run.goal, run.machine, _version())
+    tuned = None if fresh else run.check(store.load(key))
+    if tuned is None:
+        tuned = run.search()
         store.save(key, tuned)
     return tuned
 
 
 def _version() -> str:
-    """Of this package as installed; empty where it is only on the path."""
+    """The installed version of this package; empty where it is only on the path."""
     try:
         return metadata.version("lightning-feed")
     except metadata.PackageNotFoundError:
@@ -88,7 +91,7 @@ def _version() -> str:
 
 
 class _Run:
-    """One tuning."""
+    """One tuning of one loader."""
 
     def __init__(
         self,
@@ -101,15 +104,18 @@ class _Run:
         self.loader, self.goal, self.machine, self._on_trial, self._clock = loader, goal, machine, on_trial, clock
         self._began = clock()
         self._notes: list[str] = []
+        self._cpus = (machine.cpu_time or machine.usable_cpus) / goal.local_ranks
         context: Any = getattr(loader, "multiprocessing_context", None)
         self._method = context.get_start_method() if context is not None else machine.start_method
+        # As many as there are CPUs, or as start within a quarter of the budget.
+        most_started = max(1, int(self._cpus), int(self._cpus * goal.budget_s / 4 / IMPORT_S))
         self._feasible = Feasible(
             machine=machine,
             files=read_open_files(),
             local_ranks=goal.local_ranks,
             background=getattr(loader, "background", 0),
             start_method=self._method,
-            most_started=None if self._method == "fork" else self._most_started(),
+            most_started=None if self._method == "fork" else most_started,
         )
 
     def check(self, kept: Tuned | None) -> Tuned | None:
@@ -133,10 +139,23 @@ class _Run:
             measure = min(_MEASURE_S, self.goal.budget_s / 8)
             longest = max(measure, left if not search.trials else left / 2)
             search.take(self._try(setting, RoundLimits(min_s=measure, max_s=longest, silent_s=_SILENT_S)))
+        failures = [
+            f"num_workers={trial.setting.num_workers} ({trial.setting.workers}): {trial.infeasible}"
+            for trial in search.trials
+            if trial.infeasible
+        ]
         found = search.found()
         if found is None:
-            raise LoaderError("No setting of the loader could be run: " + "; ".join(self._failures(search)))
-        return self._tuned(found, search)
+            raise LoaderError("No setting of the loader could be run: " + "; ".join(failures))
+        persistent, why = self._persistent(found)
+        reasons = [found.reason, *why, *self._notes, *(f"not taken: {failure}" for failure in failures[-1:])]
+        return replace(
+            found,
+            setting=replace(found.setting, persistent_workers=persistent),
+            reason="; ".join(reasons),
+            batch_size=self.loader.batch_size,
+            seconds=self._clock() - self._began,
+        )
 
     def _try(self, setting: Setting, limits: RoundLimits) -> Trial:
         trial = run_trial(self.loader, setting, limits, copies=self.goal.local_ranks, clock=self._clock)
@@ -145,82 +164,89 @@ class _Run:
         return trial
 
     def _offer(self) -> Offer:
-        cpus = (self.machine.cpu_time or self.machine.usable_cpus) / self.goal.local_ranks
+        """What the loader and the machine allow; what they do not is noted."""
         most = self.goal.most_workers
         if most is None:
-            most = max(MOST_WORKERS, int(2 * cpus)) if self.goal.local_ranks == 1 else max(4, int(2 * cpus))
+            most = max(MOST_WORKERS if self.goal.local_ranks == 1 else 4, int(2 * self._cpus))
         kinds: tuple[Kind, ...] = ("process",)
         stream = isinstance(self.loader.dataset, IterableDataset)
-        if isinstance(self.loader, FeedLoader) and not stream and most:
+        if isinstance(self.loader, FeedLoader) and not stream:
             kinds = ("process", "thread")
         why = self._why_no_processes()
         if why:
             self._notes.append(f"no worker processes: {why}")
             kinds = kinds[1:]
-        if cpus < 1:
-            self._notes.append(f"there is {cpus:.2g} of a CPU for each rank ({self.machine.cpu_reason})")
+        if self._cpus < 1:
+            self._notes.append(f"there is {self._cpus:.2g} of a CPU for each rank ({self.machine.cpu_reason})")
         if stream and most > 1 and self.loader.num_workers < 2 and not divides_itself(self.loader):
             most = 1
             self._notes.append(
                 "at most one worker, since the iterable data set does not ask torch.utils.data.get_worker_info() which "
                 "part is its own: each worker would give all samples"
             )
-        pin = self.goal.device_type in PINNING_DEVICES
-        return Offer(cpus=cpus, most_workers=most if kinds else 0, kinds=kinds, pin_memory=pin)
-
-    def _most_started(self) -> int:
-        """As many as there are CPUs, or as start within a quarter of the budget."""
-        cpus = (self.machine.cpu_time or self.machine.usable_cpus) / self.goal.local_ranks
-        return max(1, int(cpus), int(cpus * self.goal.budget_s / 4 / IMPORT_S))
+        return Offer(
+            cpus=self._cpus, most_workers=most, kinds=kinds, pin_memory=self.goal.device_type in PINNING_DEVICES
+        )
 
     def _why_no_processes(self) -> str:
-        if self._method == "fork":
-            return ""
-        for name in ("dataset", "collate_fn", "worker_init_fn"):
+        for name in ("dataset", "collate_fn", "worker_init_fn") if self._method != "fork" else ():
             why = why_not_picklable(getattr(self.loader, name))
             if why is not None:
                 return f"its {name} cannot be sent to processes that are started by {self._method!r}: {why}"
         return ""
 
-    def _tuned(self, found: Found, search: Search) -> Tuned:
-        trial, demand = found.trial, self.goal.demand_per_s
-        persistent, why = self._persistent(trial)
-        starved = None if demand is None else max(0.0, 100 * (1 - search.effective(trial) / demand))
-        failures = [f"not taken: {failure}" for failure in self._failures(search)[-1:]]
-        return Tuned(
-            setting=replace(trial.setting, persistent_workers=persistent),
-            reason="; ".join([found.reason, *why, *self._notes, *failures]),
-            trials=tuple(search.trials),
-            rejected=tuple(search.rejected),
-            demand_per_s=demand,
-            batch_size=self.loader.batch_size,
-            batches_per_s=trial.batches_per_s,
-            starved_pct=starved,
-            options=found.options,
-            seconds=self._clock() - self._began,
-        )
-
-    def _persistent(self, trial: Trial) -> tuple[bool, list[str]]:
+    def _persistent(self, found: Tuned) -> tuple[bool, list[str]]:
         """Whether workers live on from epoch to epoch, and why."""
-        if not trial.setting.num_workers or trial.setting.workers == "thread" or not self.goal.may_persist:
+        setting, rate = found.setting, found.batches_per_s
+        if not setting.num_workers or setting.workers == "thread" or not self.goal.may_persist:
             return False, []
+        start_s = next(trial.start_s for trial in found.trials if trial.setting == setting)
         try:
-            batches: int | None = len(self.loader)
+            batches = len(self.loader)
         except (TypeError, NotImplementedError):
-            batches = None
-        if batches is None or not trial.start_s or not trial.batches_per_s:
+            batches = 0
+        if not batches or not start_s or not rate:
             return True, ["workers live on from epoch to epoch, since the length of one is not known"]
-        epoch_s = batches / trial.batches_per_s
-        if self.goal.demand_per_s is not None:
-            epoch_s = max(epoch_s, batches / self.goal.demand_per_s)
-        if trial.start_s <= _START_SHARE * epoch_s:
-            return False, [f"workers start anew for each epoch, which takes {trial.start_s:.2g} of {epoch_s:.3g} s"]
-        return True, [f"workers live on, since starting them takes {trial.start_s:.2g} s, and an epoch {epoch_s:.3g} s"]
+        epoch_s = batches / min(rate, self.goal.demand_per_s or rate)
+        if start_s <= _START_SHARE * epoch_s:
+            return False, [f"workers start anew for each epoch, which takes {start_s:.2g} of {epoch_s:.3g} s"]
+        return True, [f"workers live on, since starting them takes {start_s:.2g} s, and an epoch {epoch_s:.3g} s"]
 
-    @staticmethod
-    def _failures(search: Search) -> list[str]:
-        return [
-            f"num_workers={trial.setting.num_workers} ({trial.setting.workers}): {trial.infeasible}"
-            for trial in search.trials
-            if trial.infeasible
-        ]
+
+class _ObservedInfo:
+    """A stand-in for torch's WorkerInfo, as the second of two, that notes whether it is asked."""
+
+    asked = False
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.seed = dataset, 1
+
+    def __getattr__(self, name: str) -> int:
+        number = {"id": 1, "num_workers": 2}.get(name)
+        if number is None:
+            raise AttributeError(name)
+        self.asked = True
+        return number
+
+
+def divides_itself(loader: DataLoader[Any]) -> bool:
+    """Whether an iterable data set asks which worker it is in, by the time it gives its first sample.
+
+    False where it gives none, or raises. ``get_worker_info`` reads a private name (``_worker_info``; torch 2.6 and
+    2.15); where that is gone, nobody is seen to ask.
+    """
+    observed, before = _ObservedInfo(loader.dataset), getattr(worker, "_worker_info", None)
+    with untouched(loader):
+        try:
+            worker._worker_info = observed  # type: ignore[assignment]
+            watched(
+                lambda _: next(iter(loader.dataset), None),
+                silent_s=_FIRST_SAMPLE_S,
+                unblock=lambda: False,
+                what=lambda _: "no sample came",
+            )
+        except Exception:  # noqa: BLE001  # whatever a data set raises, the trials will name it
+            return False
+        finally:
+            worker._worker_info = before
+    return observed.asked

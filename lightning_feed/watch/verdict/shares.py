@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_feed.errors import plural as plural
 from lightning_feed.watch.verdict.diagnosis import Grade, Measurements
 
 Part = Literal["framework", "copy", "data"]
@@ -131,11 +132,6 @@ TOY_STEP_MS = 2.0
 def in_ms(value: float | None, step_ms: float) -> str:
     """Milliseconds as text, with a digit more where steps are short."""
     return "?" if value is None else f"{value:.{1 if step_ms >= SHORT_STEP_MS else 2}f}"
-
-
-def plural(count: int, thing: str) -> str:
-    """``1 worker``, ``2 workers``."""
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def toy_sentence(step_ms: float | None) -> str | None:

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.tuning.feasible import Feasible, OpenFiles, read_open_files
-from lightning_feed.load.tuning.values import Setting, Trial
+from lightning_feed.load.tuning.trial import Setting, Trial
 
 MIB = 2**20
 MACHINE = Machine(

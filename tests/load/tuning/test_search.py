@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_loaders import KINDS, SimulatedLoader, draw_loader
 
-from lightning_feed.load.tuning.search import Found, Offer, Search
-from lightning_feed.load.tuning.values import Goal, Setting, Trial
+from lightning_feed.load.tuning.search import Goal, Offer, Search, Tuned
+from lightning_feed.load.tuning.trial import Setting, Trial
 
 NOTHING: Callable[[Setting, Any], str] = lambda setting, trials: ""  # noqa: E731
 PLAIN = SimulatedLoader(cpu_s=0.1, cpus=4, noise=0, crowding=0)
@@ -23,7 +23,7 @@ def run(
     goal: Goal = Goal(),  # noqa: B008
     seed: int = 0,
     broken: Any = NOTHING,
-) -> tuple[Search, Found]:
+) -> tuple[Search, Tuned]:
     search = Search(offer, goal, broken)
     while (setting := search.next_setting()) is not None:
         assert len(search.trials) < goal.max_trials
@@ -47,7 +47,7 @@ def shares(kind: str, demand_of_best: float | None, seeds: range) -> list[float]
         offer = offer_of(loader, kind)
         demand = None if demand_of_best is None else demand_of_best * loader.best(16, offer.kinds)
         _, choice = run(loader, offer, Goal(demand_per_s=demand), seed)
-        found.append(loader.gives(choice.trial.setting, demand) / loader.best(16, offer.kinds, demand))
+        found.append(loader.gives(choice.setting, demand) / loader.best(16, offer.kinds, demand))
     return found
 
 
@@ -83,9 +83,8 @@ def test_it_keeps_its_limits(kind: str, seed: int, demand: float | None, trials:
     assert len(set(tried)) == len(tried)
     assert not any(broken(setting, ()) for setting in tried)
     assert all(setting.num_workers <= most and setting.workers in offer.kinds for setting in tried)
-    assert all(setting.in_order for setting in tried)
     assert not set(tried) & {setting for setting, _ in search.rejected}
-    assert found.trial in search.trials
+    assert found.setting in tried
     assert found.reason
 
 
@@ -101,29 +100,28 @@ def test_the_first_trial_has_no_workers_and_the_next_is_near_the_knee() -> None:
 
 def test_the_smallest_that_meets_the_demand_is_taken() -> None:
     _, found = run(PLAIN, offer_of(PLAIN), Goal(demand_per_s=17))  # of 40 that 4 CPUs give; 2 workers give 20
-    assert found.trial.setting.num_workers == 2
+    assert found.setting.num_workers == 2
     assert "the smallest tried that gives the 17 batches/s" in found.reason
-    assert run(PLAIN, offer_of(PLAIN), Goal(demand_per_s=19))[1].trial.setting.num_workers == 3  # 1.1 x 19 > 20
+    assert run(PLAIN, offer_of(PLAIN), Goal(demand_per_s=19))[1].setting.num_workers == 3  # 1.1 x 19 > 20
 
 
 def test_no_workers_where_loading_is_nothing_beside_the_step() -> None:
     quick = SimulatedLoader(cpu_s=0.001)
     search, found = run(quick, offer_of(quick), Goal(demand_per_s=10))
-    assert found.trial.setting.num_workers == 0
+    assert found.setting.num_workers == 0
     assert len(search.trials) == 1
     assert "loading adds" in found.reason
     # 1 ms of a step of 20 ms is 4.8 % starved, which workers hide.
-    assert run(quick, offer_of(quick), Goal(demand_per_s=50))[1].trial.setting.num_workers == 1
+    assert run(quick, offer_of(quick), Goal(demand_per_s=50))[1].setting.num_workers == 1
 
 
 def test_without_workers_loading_and_training_take_turns() -> None:
-    search = Search(offer_of(PLAIN), Goal(demand_per_s=10), NOTHING)
-    none = Trial(setting=Setting(num_workers=0, prefetch_factor=None), batches_per_s=40.0)
-    assert search.effective(none) == pytest.approx(8)
-    assert search.effective(replace(none, setting=Setting(num_workers=1, prefetch_factor=2))) == 40
+    rates: dict[int, float | None] = {0: 40.0}
+    _, found = by_hand(rates, Offer(cpus=4, most_workers=0), Goal(demand_per_s=10))
+    assert found.starved_pct == pytest.approx(20)  # 1 / (1 / 40 + 1 / 10) are 8 of 10
 
 
-def by_hand(rates: dict[int, float | None], offer: Offer, goal: Goal = Goal(), **fields: Any) -> tuple[Search, Found]:  # noqa: B008
+def by_hand(rates: dict[int, float | None], offer: Offer, goal: Goal = Goal(), **fields: Any) -> tuple[Search, Tuned]:  # noqa: B008
     search = Search(offer, goal, NOTHING)
     while (setting := search.next_setting()) is not None:
         rate = rates[setting.num_workers]
@@ -138,8 +136,8 @@ def test_ties_go_to_the_smaller() -> None:
     flat = {0: 10.0, **{workers: 30 + 0.05 * workers for workers in range(1, 17)}}
     search, found = by_hand(flat, Offer(cpus=16, most_workers=16))
     workers = [trial.setting.num_workers for trial in search.trials if trial.setting.num_workers]
-    assert found.trial.setting.num_workers == min(workers)
-    assert "within 3%" in found.reason
+    assert found.setting.num_workers == min(workers)
+    assert "within 2%" in found.reason
 
 
 def test_a_worker_that_dies_halves_what_is_tried_after_it() -> None:
@@ -147,7 +145,7 @@ def test_a_worker_that_dies_halves_what_is_tried_after_it() -> None:
     search, found = by_hand(dying, Offer(cpus=16, most_workers=16))
     workers = [trial.setting.num_workers for trial in search.trials]
     assert all(after <= before // 2 for before, after in pairwise(workers[1:]) if before >= 4)
-    assert found.trial.batches_per_s is not None
+    assert found.batches_per_s is not None
 
 
 def test_nothing_that_runs_is_nothing_found() -> None:
@@ -159,44 +157,23 @@ def test_nothing_that_runs_is_nothing_found() -> None:
     assert search.found() is None
 
 
-def test_another_setting_than_asked_for_is_refused() -> None:
-    search = Search(Offer(cpus=4, most_workers=4), Goal(), NOTHING)
-    search.next_setting()
-    with pytest.raises(ValueError, match="was asked for"):
-        search.take(Trial(setting=Setting(num_workers=7, prefetch_factor=2), batches_per_s=1.0))
-
-
-def test_a_loader_that_needs_a_worker_is_not_left_without() -> None:
-    quick = SimulatedLoader(cpu_s=1e-5, receive_s=1e-3)
-    assert run(quick, offer_of(quick))[1].trial.setting.num_workers == 0
-    assert run(quick, replace(offer_of(quick), none=False))[1].trial.setting.num_workers > 0
-
-
 def test_more_is_loaded_ahead_where_batches_are_uneven_and_only_there() -> None:
     even = SimulatedLoader(cpu_s=0.001, blocked_s=0.03, noise=0)
     uneven = replace(even, slow_share=0.04, slow_times=6)
     assert {trial.setting.prefetch_factor for trial in run(even, offer_of(even))[0].trials[1:]} == {2}
-    assert (run(uneven, offer_of(uneven))[1].trial.setting.prefetch_factor or 0) > 4
+    assert (run(uneven, offer_of(uneven))[1].setting.prefetch_factor or 0) > 4
 
 
 def test_a_slow_model_gives_the_queue_time_to_fill() -> None:
     uneven = SimulatedLoader(cpu_s=0.001, blocked_s=0.03, slow_share=0.04, slow_times=6, noise=0)
     found = run(uneven, offer_of(uneven), Goal(demand_per_s=8))[1]
-    assert found.trial.setting.prefetch_factor == 2
+    assert found.setting.prefetch_factor == 2
 
 
-HELD_UP: dict[str, Any] = {"head_of_line_pct": 60.0}
-
-
-def test_the_order_is_given_up_only_where_that_is_allowed() -> None:
+def test_another_order_is_an_option_where_batches_wait_for_one() -> None:
     rates: dict[int, float | None] = {workers: 10.0 + workers for workers in range(5)}
     offer = Offer(cpus=4, most_workers=4)
-    search, found = by_hand(rates, offer, **HELD_UP)
-    assert all(trial.setting.in_order for trial in search.trials)
-    assert found.options[0].startswith("in_order=False: 60 % of the time")
-    search, found = by_hand(rates, offer, Goal(may_reorder=True, max_trials=9), **HELD_UP)
-    assert [trial.setting.in_order for trial in search.trials].count(False) == 1
-    assert found.options == ()
+    assert by_hand(rates, offer, head_of_line_pct=60.0)[1].options[0].startswith("in_order=False: 60 % of the time")
     assert by_hand(rates, offer, head_of_line_pct=10.0)[1].options == ()
 
 
@@ -204,5 +181,5 @@ def test_threads_are_tried_where_processes_do_not_do() -> None:
     loader = SimulatedLoader(cpu_s=0.05, gil_share=0.02, receive_s=0.03, noise=0)
     both = Offer(cpus=4, most_workers=8, kinds=("process", "thread"))
     search, found = run(loader, both)
-    assert found.trial.setting.workers == "thread"
+    assert found.setting.workers == "thread"
     assert {trial.setting.workers for trial in search.trials} == {"process", "thread"}

@@ -16,8 +16,8 @@ from lightning_feed.errors import MissingExtraError, SettingsError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.rounds import RoundLimits
 from lightning_feed.load.tuning import sweep as sweep_file
-from lightning_feed.load.tuning.sweep import DEFAULT_GRID, Sweep, sweep, sweep_loader, write_plot
-from lightning_feed.load.tuning.values import Setting, Trial
+from lightning_feed.load.tuning.sweep import DEFAULT_GRID, Sweep, sweep_loader, write_plot
+from lightning_feed.load.tuning.trial import Setting, Trial
 
 
 def trial(setting: Setting) -> Trial:
@@ -27,72 +27,54 @@ def trial(setting: Setting) -> Trial:
     return Trial(setting=setting, batches_per_s=rate, cpu_s_per_batch=0.5, memory_bytes=workers * 100 * 2**20)
 
 
-def tried(**options: Any) -> Sweep:
-    return sweep(trial, **{"cpus": 4, "grid": (0, 1, 2, 4, 8), **options})
+def tried(*workers: int) -> Sweep:
+    settings = [
+        Setting(num_workers=count, prefetch_factor=2 if count else None) for count in workers or (0, 1, 2, 4, 8)
+    ]
+    return Sweep(trials=tuple(map(trial, settings)), cpus=4)
 
 
-def test_the_default_grid_is_that_of_the_usual_script() -> None:
-    asked: list[Setting] = []
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
+    """The settings that were run, by arithmetic."""
+    settings: list[Setting] = []
 
-    def note(setting: Setting) -> Trial:
-        asked.append(setting)
-        return trial(setting)
+    def note(loader: Any, setting: Setting, limits: Any) -> Trial:
+        settings.append(setting)
+        return Trial(setting=setting, infeasible="a worker died") if setting.num_workers == 3 else trial(setting)
 
-    found = sweep(note, cpus=4)
-    assert [one.num_workers for one in asked] == list(DEFAULT_GRID) == [0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50]
-    assert [one.prefetch_factor for one in asked] == [None, *[2] * 10]
-    assert [one.setting for one in found.trials] == asked
+    monkeypatch.setattr(sweep_file, "run_trial", note)
+    return settings
 
 
-def test_any_list_is_tried_in_order_each_once() -> None:
-    done: list[tuple[int, int]] = []
-    found = sweep(trial, cpus=4, grid=[8, 2, 0, 2], told=lambda *how: done.append(how))
-    assert [one.setting.num_workers for one in found.trials] == [0, 2, 8]
-    assert done == [(1, 3), (2, 3), (3, 3)]
+LOADER: DataLoader[Any] = DataLoader(range(64), batch_size=4)  # type: ignore[arg-type]
+
+
+def test_the_default_grid_is_that_of_the_usual_script(ran: list[Setting]) -> None:
+    found = sweep_loader(LOADER)
+    assert [one.num_workers for one in ran] == list(DEFAULT_GRID) == [0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50]
+    assert [one.prefetch_factor for one in ran] == [None, *[2] * 10]
+    assert [one.setting for one in found.trials] == ran
+
+
+def test_any_list_is_tried_in_order_each_once(ran: list[Setting]) -> None:
+    done: list[bool] = []
+    found = sweep_loader(LOADER, grid=[8, 3, 0, 3], on_trial=lambda: done.append(True))
+    assert [one.setting.num_workers for one in found.trials] == [0, 3, 8]
+    assert [one.infeasible for one in found.trials] == [None, "a worker died", None]  # it does not end the sweep
+    assert len(done) == 3
 
 
 @pytest.mark.parametrize("grid", [[], [-1], [2.0], [True], ["4"], [100_000]])
 def test_what_is_no_grid_is_refused(grid: list[Any]) -> None:
     with pytest.raises(SettingsError, match="cannot be tried"):
-        sweep(trial, cpus=4, grid=grid)
+        sweep_loader(LOADER, grid=grid)
 
 
-def test_the_rest_of_the_settings_is_kept() -> None:
-    like = Setting(
-        num_workers=3, prefetch_factor=4, persistent_workers=True, pin_memory=True, in_order=False, workers="process"
-    )
-    none, one, two = (each.setting for each in tried(grid=(0, 1, 2), like=like).trials)
-    assert none == Setting(num_workers=0, prefetch_factor=None, pin_memory=True)
-    assert one == replace(like, num_workers=1, in_order=True)  # one worker has nobody to overtake it
-    assert two == replace(like, num_workers=2)
-
-
-def test_what_would_break_a_limit_is_not_run() -> None:
-    ran: list[int] = []
-
-    def note(setting: Setting) -> Trial:
-        ran.append(setting.num_workers)
-        return trial(setting)
-
-    found = sweep(
-        note,
-        cpus=4,
-        grid=(1, 4, 50),
-        broken=lambda setting, _: "/dev/shm is too small" if setting.num_workers > 8 else "",
-    )
-    assert ran == [1, 4]
-    assert found.trials[-1].infeasible == "/dev/shm is too small"
-    assert "/dev/shm is too small" in found.text()
-
-
-def test_one_that_cannot_run_does_not_end_the_sweep() -> None:
-    def dies(setting: Setting) -> Trial:
-        return Trial(setting=setting, infeasible="a worker died") if setting.num_workers == 2 else trial(setting)
-
-    found = sweep(dies, cpus=4, grid=(1, 2, 4))
-    assert [one.batches_per_s for one in found.trials] == [2.0, None, 8.0]
-    assert found.best is found.trials[2]
-    assert Sweep(trials=found.trials[1:2], cpus=4).best is None
+def test_the_rest_of_the_settings_is_kept(ran: list[Setting]) -> None:
+    sweep_loader(DataLoader(range(8), num_workers=2, prefetch_factor=4, in_order=False), grid=(0, 1, 2))  # type: ignore[arg-type]
+    one = Setting(num_workers=1, prefetch_factor=4)  # it has nobody to overtake it
+    assert ran == [Setting(num_workers=0, prefetch_factor=None), one, replace(one, num_workers=2, in_order=False)]
 
 
 def test_the_table() -> None:
@@ -117,7 +99,7 @@ def test_a_choice_beside_the_grid_is_told() -> None:
     found = replace(tried(), chosen=Setting(num_workers=3, prefetch_factor=2))
     assert found.text().endswith("tuned: num_workers=3, prefetch_factor=2, which is not on this grid")
     threads = replace(tried(), chosen=Setting(num_workers=4, prefetch_factor=2, workers="thread"))
-    assert "tuned: num_workers=4 threads" in threads.text()
+    assert "tuned: num_workers=4, workers='thread'" in threads.text()
     assert "batches/s" in found.text()
 
 
@@ -147,21 +129,6 @@ def test_a_real_loader_is_swept_and_left_as_it_was() -> None:
     assert found.trials[1].memory_bytes is None or found.trials[1].memory_bytes > 0
     assert torch.equal(generator.get_state(), before)
     assert loader.num_workers == 0
-
-
-def test_the_loaders_of_all_local_ranks_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def note(loader: Any, setting: Setting, limits: RoundLimits, *, copies: int) -> Trial:
-        asked.append((setting.num_workers, setting.in_order, copies))
-        return trial(setting)
-
-    monkeypatch.setattr(sweep_file, "run_trial", note)
-    machine = replace(read_machine(), usable_cpus=8)
-    monkeypatch.setattr(sweep_file, "read_machine", lambda: machine)
-    loader = DataLoader(range(64), batch_size=4)  # type: ignore[arg-type]
-    assert sweep_loader(loader, grid=(0, 2), local_ranks=2).cpus == 4
-    assert asked == [(0, True, 2), (2, True, 2)]
 
 
 def test_a_machine_without_room_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:

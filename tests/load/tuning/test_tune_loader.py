@@ -15,9 +15,10 @@ from lightning_feed.load.feed_loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.tuning import tune_loader as door
 from lightning_feed.load.tuning.feasible import OpenFiles
+from lightning_feed.load.tuning.search import Goal
 from lightning_feed.load.tuning.store import Store
+from lightning_feed.load.tuning.trial import Setting, Trial
 from lightning_feed.load.tuning.tune_loader import tune_loader
-from lightning_feed.load.tuning.values import Goal, Setting, Trial
 
 MACHINE = Machine(
     usable_cpus=4, cpu_reason="CPUs by decree", available_memory_bytes=2**36, free_shm_bytes=2**34, start_method="fork"
@@ -80,9 +81,9 @@ def test_starvation_is_predicted(trials: Trials) -> None:
 
 
 def test_the_budget_ends_the_search(trials: Trials) -> None:
-    trials.seconds = 12
+    trials.seconds = 12.5
     found = tune(trials, goal=Goal(budget_s=13))
-    assert len(found.trials) == 2
+    assert len(found.trials) == 1
     assert "the budget of 13 s ended the search" in found.reason
     assert all(limits.max_s <= 13 for limits in trials.limits)
 

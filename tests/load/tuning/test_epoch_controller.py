@@ -1,23 +1,34 @@
-"""What is changed between epochs: cases in a table, and what holds whatever is measured."""
+"""Changes between epochs: decisions in a table, what holds whatever is measured, and the change of a living loader."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
-from lightning_feed.load.tuning.online import (
+from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.tuning.epoch_controller import (
     FEWEST_STEPS,
     MOST_MOVES,
     MOST_PREFETCH,
+    ControllerState,
     EpochFigures,
     Move,
-    Online,
     Room,
     decide,
+    reconfigure,
+    why_fixed,
+    why_no_workers,
     worst,
 )
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+]
 
 ROOM = Room(usable_cpus=8)
 
@@ -30,11 +41,11 @@ def queue(ready: float, capacity: float = 8.0) -> dict[str, float]:
     return {"queue_ready": ready, "queue_capacity": capacity}
 
 
-def start(workers: int, prefetch: int | None = 2) -> Online:
-    return Online(num_workers=workers, prefetch_factor=prefetch if workers else None)
+def start(workers: int, prefetch: int | None = 2) -> ControllerState:
+    return ControllerState(num_workers=workers, prefetch_factor=prefetch if workers else None)
 
 
-CASES: dict[str, tuple[Online, EpochFigures, Room, tuple[str, int, int | None] | None]] = {
+CASES: dict[str, tuple[ControllerState, EpochFigures, Room, tuple[str, int, int | None] | None]] = {
     # A batch costs 2 workers 200 ms; 60 ms are the rest of a step: 200 / 60 with 10 % to spare are 4 workers.
     "starved, CPUs free": (start(2), figures(100, 40, on_cpu_pct=90.0), ROOM, ("up", 4, 2)),
     "starved, no workers": (start(0), figures(100, 60), ROOM, ("up", 2, 2)),
@@ -69,7 +80,7 @@ CASES: dict[str, tuple[Online, EpochFigures, Room, tuple[str, int, int | None] |
 
 
 @pytest.mark.parametrize(("now", "measured", "room", "expected"), CASES.values(), ids=list(CASES))
-def test_the_first_decision(now: Online, measured: EpochFigures, room: Room, expected: Any) -> None:
+def test_the_first_decision(now: ControllerState, measured: EpochFigures, room: Room, expected: Any) -> None:
     then, move = decide(now, measured, room)
     assert (None if move is None else (move.kind, move.num_workers, move.prefetch_factor)) == expected
     assert (then.moves == 1) == (move is not None)
@@ -121,7 +132,7 @@ def test_it_does_not_swing() -> None:
     _, move = decide(up, figures(60, 0, **queue(8)), ROOM)  # now it is more than enough, by its own doing
     assert move is None
     down, _ = decide(start(8), figures(**queue(8)), ROOM)
-    judged, move = decide(replace(down, tried=None), figures(100, 40), ROOM)
+    judged, move = decide(replace(down, before=None), figures(100, 40), ROOM)
     assert move is None
     assert "given back" in judged.held
 
@@ -227,3 +238,103 @@ def test_a_loader_that_scales_is_fed_in_the_end(workers: int, rest_ms: float, lo
         now, _ = decide(now, measured, Room(usable_cpus=cpus))
     best = max(rest_ms, load_ms / cpus)
     assert max(rest_ms, load_ms / min(now.num_workers, cpus)) <= best / 0.94  # under 5 % of waiting is left alone
+
+
+# --- the change -------------------------------------------------------------------------------------------------------
+
+
+def made(kind: Any, **options: Any) -> DataLoader[Any]:
+    loader: DataLoader[Any] = kind(list(range(12)), **{"batch_size": 2, "num_workers": 1, **options})
+    return loader
+
+
+@pytest.mark.parametrize("kind", [DataLoader, FeedLoader])
+def test_kept_workers_end_before_others_start(kind: Any) -> None:
+    loader = made(kind, persistent_workers=True)
+    list(loader)
+    old: Any = loader._iterator
+    (worker,) = old._workers
+    assert worker.is_alive()
+    put_back = reconfigure(loader, 2, 3)
+    assert not worker.is_alive()
+    batches = torch.cat(list(loader))
+    put_back()
+    now: Any = loader._iterator
+    assert (len(now._workers), now._prefetch_factor) == (2, 3)
+    assert batches.tolist() == list(range(12))
+    now._shutdown_workers()
+
+
+def test_kept_threads_end_before_others_start() -> None:
+    loader = made(FeedLoader, workers="thread", persistent_workers=True)
+    list(loader)
+    old: Any = loader._iterator
+    reconfigure(loader, 3, 2)
+    assert not any(thread.is_alive() for thread in old.threads)
+    assert torch.cat(list(loader)).tolist() == list(range(12))
+    now: Any = loader._iterator
+    assert len(now.threads) == 3
+    now.close()
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_nothing_is_drawn_that_kept_workers_would_not_have_drawn(generator: torch.Generator | None) -> None:
+    drawn = []
+    for change in (False, True):
+        torch.manual_seed(0)
+        if generator is not None:
+            generator.manual_seed(0)
+        loader = made(DataLoader, persistent_workers=True, shuffle=True, generator=generator)
+        list(loader)
+        put_back = reconfigure(loader, 2, 2) if change else None
+        second = torch.cat(list(loader)).tolist()
+        if put_back is not None:
+            put_back()
+        third = torch.cat(list(loader)).tolist()
+        assert loader.generator is generator
+        drawn.append((second, third, torch.rand(2, generator=generator).tolist()))
+        kept: Any = loader._iterator
+        kept._shutdown_workers()
+    assert drawn[0] == drawn[1]
+
+
+def test_workers_that_start_each_epoch_draw_as_before() -> None:
+    loader = made(DataLoader)
+    own = loader.generator = torch.Generator()
+    reconfigure(loader, 2, 2)
+    assert loader.generator is own
+
+
+def test_a_thread_that_reads_ahead_is_ended_first() -> None:
+    loader = made(FeedLoader, background=2, persistent_workers=True)
+    batches: Any = iter(loader)
+    next(batches)
+    reconfigure(loader, 2, 2)
+    assert batches.background is None
+    assert torch.cat(list(loader)).tolist() == list(range(12))
+    now: Any = loader._iterator
+    now._shutdown_workers()
+
+
+class OnlyHere:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if torch.utils.data.get_worker_info() is not None:
+            raise RuntimeError("a file that belongs to the training process")
+        return index
+
+
+def test_a_worker_is_tried_before_there_are_any() -> None:
+    assert why_no_workers(made(DataLoader, num_workers=0, shuffle=True)) == ""
+    before = torch.get_rng_state()
+    why = why_no_workers(DataLoader(OnlyHere(), 2))  # type: ignore[arg-type]
+    assert "a file that belongs to the training process" in why
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_threads_cannot_be_added_where_there_are_none() -> None:
+    assert "made for threads" in why_fixed(made(FeedLoader, num_workers=0, workers="thread"))
+    assert why_fixed(made(FeedLoader, workers="thread")) == ""
+    assert "is no DataLoader" in why_fixed([1, 2])

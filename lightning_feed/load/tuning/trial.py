@@ -1,0 +1,275 @@
+"""One loader setting, and the trial run that measures it."""
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_feed.errors import DatasetError, FeedError
+from lightning_feed.load.blame import blamed
+from lightning_feed.load.rounds import LoaderRate, RoundLimits, time_loader
+from lightning_feed.load.untouched import untouched
+from lightning_feed.load.variant import Changes, burst_of, with_changes
+from lightning_feed.load.worker_end import ended_worker, torch_iterators, worker_processes
+
+Kind = Literal["process", "thread"]
+Clock = Callable[[], float]
+
+_READ_EVERY_S = 0.1
+"""Between two readings of CPU times: each costs a file per worker."""
+_DEEPEST = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The values that a trial sets in a loader."""
+
+    num_workers: int
+    prefetch_factor: int | None
+    """None without workers."""
+    workers: Kind = "process"
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    in_order: bool = True
+
+    def __str__(self) -> str:
+        kind = "" if self.workers == "process" else f", workers={self.workers!r}"
+        ahead = f", prefetch_factor={self.prefetch_factor}" if self.prefetch_factor else ""
+        return f"num_workers={self.num_workers}{kind}{ahead}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A setting and what it was measured to give. None stands for what is not known."""
+
+    setting: Setting
+    batches_per_s: float | None = None
+    """Of all ranks of this machine together divided by their number; None: it could not run."""
+    start_s: float | None = None
+    """From ``iter(loader)`` to the first batch."""
+    cpu_s_per_batch: float | None = None
+    """CPU time of this process and its workers."""
+    memory_bytes: int | None = None
+    """Of the workers."""
+    batch_bytes: int | None = None
+    """Of the tensors and arrays of one batch, the largest of the first ones."""
+    batch_tensors: int | None = None
+    """How many tensors and arrays a batch has."""
+    gap_p99_s: float | None = None
+    """99th percentile, over rounds of ``num_workers`` batches, of the longest time between two batches."""
+    head_of_line_pct: float | None = None
+    """Share of time in which the next batch was waited for while a later one was ready, 0 to 100."""
+    seconds: float = 0.0
+    """Duration of the trial."""
+    infeasible: str | None = None
+    """Why it could not run."""
+
+
+def run_trial(
+    loader: DataLoader[Any], setting: Setting, limits: RoundLimits, *, copies: int = 1, clock: Clock = time.perf_counter
+) -> Trial:
+    """Run a loader with a setting. The loader, its samplers and generators, and all random state are left as before.
+
+    A setting that cannot run gives a trial that says why. A data set that fails is an error: no setting would help.
+
+    Args:
+        loader: any DataLoader. Map-style ones begin again at their end, so few samples suffice.
+        setting: what to run it with.
+        limits: how long.
+        copies: loaders that run at once, as those of so many local ranks would. Only with workers.
+        clock: seconds.
+
+    Raises:
+        DatasetError: the data set raised; the message names worker and sample.
+        LoaderError: the loader is empty, or hangs without workers.
+    """
+    began = clock()
+    copies = copies if setting.num_workers else 1
+    passes: list[_Pass] = []
+    try:
+        with untouched(loader), warnings.catch_warnings():
+            # More workers than CPUs: on purpose. Pinning without a device: the user was told by their own loader.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
+            variants = [with_changes(loader, _changes(loader, setting)) for _ in range(copies)]
+            burst = burst_of(variants[0])
+
+            def begin() -> _Pass:
+                passes.append(_Pass([iter(variant) for variant in variants], burst, clock))
+                return passes[-1]
+
+            rate = time_loader(begin, burst=burst, limits=limits, clock=clock)
+    except FeedError as error:
+        if not setting.num_workers or isinstance(error, DatasetError):
+            raise
+        return Trial(setting=setting, infeasible=str(error), seconds=clock() - began)
+    except Exception as error:
+        died = ended_worker(passes[-1], error) if passes else None
+        if died is None:
+            came = passes[-1].taken if len(passes) == 1 and copies == 1 else None
+            part = SimpleNamespace(loader=loader, stream=isinstance(loader.dataset, IterableDataset))
+            raise blamed([part], error, came) from error
+        return Trial(setting=setting, infeasible=died, seconds=clock() - began)
+    return _measured(setting, rate, passes, clock() - began)
+
+
+def _changes(loader: DataLoader[Any], setting: Setting) -> Changes:
+    none = setting.num_workers == 0
+    return Changes(
+        num_workers=setting.num_workers,
+        prefetch_factor=None if none else setting.prefetch_factor,
+        workers=setting.workers,
+        pin_memory=setting.pin_memory,
+        persistent_workers=False,  # each trial ends its own
+        in_order=True if none else setting.in_order,
+        endless=not isinstance(loader.dataset, IterableDataset),
+    )
+
+
+@dataclass
+class _Pass(Iterator[Any]):
+    """Iterators side by side, one for each rank, with the times at which batches came and what they took."""
+
+    iterators: list[Any]
+    """Under this name their workers are found, and ended."""
+    burst: int
+    clock: Clock
+    stamps: list[float] = field(default_factory=list)
+    cpu: list[tuple[int, float]] = field(default_factory=list)
+    """(Batches so far, CPU seconds of this process and its workers), now and then."""
+    memory: int | None = None
+    batch_bytes: int = 0
+    batch_tensors: int = 0
+    held_up_s: float | None = None
+    _read_at: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self.pids = [process.pid for process in worker_processes(self) if process.pid is not None]
+
+    @property
+    def taken(self) -> int:
+        return len(self.stamps)
+
+    def __next__(self) -> Any:
+        asked = self.clock()
+        batches = [next(iterator) for iterator in self.iterators]
+        self.stamps.append(self.clock())
+        if self.taken <= 2:
+            sizes = leaf_sizes(batches[0])
+            self.batch_bytes = max(self.batch_bytes, sum(sizes))
+            self.batch_tensors = max(self.batch_tensors, len(sizes))
+        if self.taken > 1 + self.burst:
+            self._read_counters(asked, self.stamps[-1])
+        return batches
+
+    def _read_counters(self, asked: float, now: float) -> None:
+        waits = [_others_idle(iterator) for one in self.iterators for iterator in torch_iterators(one)]
+        if None not in waits:
+            self.held_up_s = (self.held_up_s or 0.0) + (now - asked if any(waits) else 0.0)
+        if now - self._read_at < _READ_EVERY_S:
+            return
+        self._read_at = now
+        if self.memory is None and self.pids:
+            self.memory = worker_memory(self.pids)
+        seconds = cpu_seconds(self.pids)
+        if seconds is not None:
+            self.cpu.append((self.taken, seconds))
+
+    def longest_gaps(self) -> list[float]:
+        """The longest gap of each round, after the first ones."""
+        stamps = self.stamps[self.burst :] if len(self.stamps) > 3 * self.burst else self.stamps
+        gaps = [after - before for before, after in pairwise(stamps)]
+        return [max(gaps[start : start + self.burst]) for start in range(0, len(gaps), self.burst)]
+
+
+def _measured(setting: Setting, rate: LoaderRate, passes: list[_Pass], seconds: float) -> Trial:
+    ranks = len(passes[0].iterators)
+    spans = [(one.cpu[0], one.cpu[-1]) for one in passes if len(one.cpu) > 1]
+    batches = sum(last[0] - first[0] for first, last in spans) * ranks
+    gaps = sorted(gap for one in passes for gap in one.longest_gaps())
+    watched_s = sum(one.stamps[-1] - one.stamps[0] for one in passes if len(one.stamps) > 1)
+    held_up = [one.held_up_s for one in passes if one.held_up_s is not None]
+    memory = [one.memory for one in passes if one.memory is not None]
+    return Trial(
+        setting=setting,
+        batches_per_s=rate.batches_per_s,
+        start_s=rate.start_s,
+        cpu_s_per_batch=sum(last[1] - first[1] for first, last in spans) / batches if batches else None,
+        memory_bytes=max(memory) // ranks if memory else None,
+        batch_bytes=max(one.batch_bytes for one in passes),
+        batch_tensors=max(one.batch_tensors for one in passes),
+        gap_p99_s=gaps[int(0.99 * (len(gaps) - 1))] if gaps else None,
+        head_of_line_pct=min(100.0, 100 * sum(held_up) / watched_s) if held_up and watched_s else None,
+        seconds=seconds,
+    )
+
+
+def _others_idle(iterator: Any) -> bool | None:
+    """Whether, when a batch has come, some worker has done all it was asked for, and so waited for this one.
+
+    Torch keeps batches that come out of order as tuples of two (``_task_info``; private, read in torch 2.6 and 2.15).
+    None for an iterator without these parts, or without workers.
+    """
+    try:
+        kept = sum(len(info) == 2 for info in iterator._task_info.values())
+        others = int(iterator._num_workers) - 1
+        return others > 0 and kept > others * (int(iterator._prefetch_factor) - 1)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+
+
+# --- what a running loader takes --------------------------------------------------------------------------------------
+
+
+def cpu_seconds(pids: Iterable[int], root: Path = Path("/")) -> float | None:
+    """CPU time so far of this process and of the workers, all their threads. None where a worker's cannot be read."""
+    total = time.process_time()
+    for pid in pids:
+        try:
+            stat = (root / f"proc/{pid}/stat").read_text()
+            user, system = stat.rpartition(")")[2].split()[11:13]  # proc(5), fields 14 and 15
+            total += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError):
+            return None
+    return total
+
+
+def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:
+    """Bytes that the workers have to themselves, /dev/shm apart: what they share counts by their share of it (PSS).
+    None where that cannot be read."""
+    total = 0
+    for pid in pids:
+        try:
+            lines = (root / f"proc/{pid}/smaps_rollup").read_text().splitlines()
+            sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines[1:])}
+            total += 1024 * (sizes["Pss"] - sizes.get("Pss_Shmem", 0))
+        except (OSError, KeyError):
+            return None
+    return total
+
+
+def leaf_sizes(batch: Any, depth: int = 0) -> list[int]:
+    """Bytes of each tensor and array in a batch of any structure."""
+    if isinstance(batch, Tensor):
+        return [batch.numel() * batch.element_size()]
+    if isinstance(batch, np.ndarray):
+        return [int(batch.nbytes)]
+    if isinstance(batch, (bytes, bytearray)) or depth > _DEEPEST:
+        return []
+    if isinstance(batch, Mapping):
+        inside: Iterable[Any] = batch.values()
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        inside = batch
+    else:
+        inside = getattr(batch, "__dict__", {}).values()
+    return [size for one in inside for size in leaf_sizes(one, depth + 1)]
