@@ -30,12 +30,10 @@ import torchvision
 from PIL import Image
 from torchvision import transforms
 
-from lightning_feed.decode.choose import DECODER_NAMES, make_decoder
-from lightning_feed.decode.decoder import Decoder, Pixels, Region, RegionDecoder
-from lightning_feed.decode.fidelity import psnr_db
-from lightning_feed.decode.pillow_decoder import PillowDecoder
+from lightning_feed.decode.choose import DECODER_NAMES, make_decoder, psnr_db
+from lightning_feed.decode.decoders import Decoder, PillowDecoder, Pixels, Region, RegionDecoder
 from lightning_feed.decode.resize import resize
-from lightning_feed.decode.turbo_region_decoder import scale_for, snap
+from lightning_feed.decode.turbo_region import scale_for, snap
 from lightning_feed.errors import MissingExtraError
 
 Box = Callable[[Region, tuple[int, int]], Region]

@@ -1,18 +1,37 @@
-"""Which decoder: the one that was asked for, or the fastest that is true to the reference on the user's own images."""
+"""The choice of a decoder: by name, or the fastest that is true to Pillow on the user's own images.
 
+Behind each stands Pillow, for the images that it refuses; those are counted and said once.
+"""
+
+import logging
 import math
+import os
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from lightning_feed.decode.decoder import Decoder, Encoded, Pixels, Region, RegionDecoder
-from lightning_feed.decode.fallback import with_fallback
-from lightning_feed.decode.fidelity import psnr_db
-from lightning_feed.decode.pillow_decoder import PillowDecoder
+import numpy as np
+import torch
+
+from lightning_feed.decode.decoders import (
+    Decoder,
+    OpenCVDecoder,
+    PillowDecoder,
+    Pixels,
+    Region,
+    RegionDecoder,
+    TorchvisionDecoder,
+    TurboDecoder,
+)
+from lightning_feed.decode.header import JPEG, KINDS, Encoded, jpeg_header, kind_of
+from lightning_feed.decode.turbo_region import TurboRegionDecoder
 from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
+
+log = logging.getLogger(__name__)
 
 MIN_PSNR_DB: Final = 45.0
 """What "auto" asks of every sample, against Pillow."""
@@ -44,7 +63,7 @@ class Choice:
     """A decoder and why it is this one."""
 
     decoder: Decoder
-    """With Pillow behind it for what it cannot do, see :mod:`lightning_feed.decode.fallback`."""
+    """With Pillow behind it for what it cannot do, see :class:`FallbackDecoder`."""
     name: str
     """What to ask for to get the same one elsewhere."""
     reason: str
@@ -53,35 +72,11 @@ class Choice:
     """What was measured, by name; empty when a decoder was asked for by name."""
 
 
-def _opencv() -> Decoder:
-    from lightning_feed.decode.opencv_decoder import OpenCVDecoder
-
-    return OpenCVDecoder()
-
-
-def _torchvision() -> Decoder:
-    from lightning_feed.decode.torchvision_decoder import TorchvisionDecoder
-
-    return TorchvisionDecoder()
-
-
-def _turbo() -> Decoder:
-    from lightning_feed.decode.turbo_decoder import TurboDecoder
-
-    return TurboDecoder()
-
-
-def _turbo_region() -> Decoder:
-    from lightning_feed.decode.turbo_region_decoder import TurboRegionDecoder
-
-    return TurboRegionDecoder()
-
-
 _MAKERS: Final[dict[str, Callable[[], Decoder]]] = {
-    "turbo-region": _turbo_region,
-    "turbo": _turbo,
-    "opencv": _opencv,
-    "torchvision": _torchvision,
+    "turbo-region": TurboRegionDecoder,
+    "turbo": TurboDecoder,
+    "opencv": OpenCVDecoder,
+    "torchvision": TorchvisionDecoder,
     "pillow": PillowDecoder,
 }
 DECODER_NAMES: Final = ("auto", *_MAKERS)
@@ -118,11 +113,7 @@ def make_decoder(
         return _choose(samples, regions=regions, clock=clock)
     if name not in _MAKERS:
         raise SettingsError(f"decoder={name!r} is not known. Choose one of {', '.join(map(repr, DECODER_NAMES))}.")
-    return Choice(decoder=_ready(_MAKERS[name]()), name=name, reason=f"decoder={name!r}, as asked for")
-
-
-def _ready(decoder: Decoder) -> Decoder:
-    return decoder if isinstance(decoder, PillowDecoder) else with_fallback(decoder)
+    return Choice(decoder=with_fallback(_MAKERS[name]()), name=name, reason=f"decoder={name!r}, as asked for")
 
 
 @dataclass(frozen=True)
@@ -152,10 +143,9 @@ def _choose(samples: Sequence[Encoded], *, regions: bool, clock: Callable[[], fl
                 _decode(decoders[name], sample, regions=regions)
             rounds[name].append((clock() - began) * 1e3 / len(kept))
     for name in racing:
-        before = table[name]
-        table[name] = Measured(statistics.median(rounds[name]), before.psnr_db, before.refused)
+        table[name] = replace(table[name], ms=statistics.median(rounds[name]))
     taken = _fastest({name: table[name].ms for name in racing}, decoders)
-    return Choice(_ready(decoders[taken]), taken, _sentence(taken, table, len(kept), regions=regions), table)
+    return Choice(with_fallback(decoders[taken]), taken, _sentence(taken, table, len(kept), regions=regions), table)
 
 
 def _decodable(samples: Sequence[Encoded]) -> list[_Sample]:
@@ -236,3 +226,139 @@ def _sentence(taken: str, table: dict[str, Measured], samples: int, *, regions: 
         f'decoder="auto" took {taken!r}: {winner.ms:.2f} ms per image ({what}, {samples} of your images), {pixels}; '
         f"{', '.join(others)}"
     )
+
+
+def psnr_db(image: Pixels, reference: Pixels) -> float:
+    """Peak signal-to-noise ratio of two uint8 images of one shape, in dB; infinite when they are the same.
+
+    20 log10(255 / root mean square error): 45 dB is an error of 1.4 grey levels, 48 dB of one, 34 dB of five.
+
+    Example:
+        >>> black = np.zeros((2, 2, 3), dtype=np.uint8)
+        >>> psnr_db(black, black), round(psnr_db(black + 1, black), 2)
+        (inf, 48.13)
+    """
+    error = image.astype(np.int16) - reference
+    square = float(np.mean(np.square(error, dtype=np.int32)))
+    return math.inf if square == 0 else 10 * math.log10(255**2 / square)
+
+
+# --- Pillow behind the others -----------------------------------------------------------------------------------------
+
+_CMYK: Final = "CMYK JPEG"
+REASONS: Final = (*KINDS, _CMYK)
+"""What is counted: the kinds of image, and CMYK apart from other JPEGs (those are corrupt, but not for Pillow)."""
+_ROWS: Final = 512
+_tally_lock = threading.Lock()
+os.register_at_fork(before=_tally_lock.acquire, after_in_parent=_tally_lock.release, after_in_child=_tally_lock.release)
+
+
+class FallbackTally:
+    """Counts per reason, in memory that workers share with the process that reads them.
+
+    Each process counts in a row of its own, chosen by its process id, since adding to shared memory is not atomic.
+    Pickled to a worker process, it stays the same memory.
+    """
+
+    def __init__(self) -> None:
+        self._counts = torch.zeros((_ROWS, len(REASONS)), dtype=torch.int64, device="cpu")
+        self._counts.share_memory_()  # type: ignore[no-untyped-call]
+
+    def add(self, reason: str) -> bool:
+        """Count one image. True for the first with this reason, of all workers (two may be first at once)."""
+        column = REASONS.index(reason)
+        with _tally_lock:
+            first = not self._counts[:, column].any()
+            self._counts[os.getpid() % _ROWS, column] += 1
+        return first
+
+    def as_dict(self) -> dict[str, int]:
+        """Images per reason, those that occurred."""
+        totals = self._counts.sum(0).tolist()
+        return {reason: total for reason, total in zip(REASONS, totals, strict=True) if total}
+
+
+class FallbackDecoder:
+    """A fast decoder, and the reference for what it refuses: the images that Pillow reads are all read."""
+
+    def __init__(self, primary: Decoder, reference: Decoder | None = None) -> None:
+        self.primary = primary
+        self.reference = reference or PillowDecoder()
+        self.name = primary.name
+        self.tally = FallbackTally()
+        """What went to the reference, counted by reason; shared with the workers."""
+        self._kinds: frozenset[str] = getattr(primary, "kinds", frozenset(KINDS))
+
+    def decode(self, data: Encoded) -> Pixels:
+        """Decode the whole image.
+
+        Raises:
+            DecodeError: when the reference cannot decode it either.
+        """
+        pixels, _ = self._decode(data, self.primary.decode)
+        return pixels
+
+    def size(self, data: Encoded) -> tuple[int, int]:
+        """(height, width) from the header; never counted."""
+        if kind_of(data) in self._kinds:
+            try:
+                return self.primary.size(data)
+            except DecodeError:  # decode() will count it
+                pass
+        return self.reference.size(data)
+
+    def _decode(self, data: Encoded, primary: Callable[[Encoded], Pixels]) -> tuple[Pixels, bool]:
+        """What the primary gives; else the whole image by the reference, and True."""
+        why: object = f"{self.name!r} decodes only {' and '.join(sorted(self._kinds))}"
+        if kind_of(data) in self._kinds:
+            try:
+                return primary(data), False
+            except DecodeError as error:
+                why = error
+        pixels, reason = self.reference.decode(data), _reason(data)
+        if self.tally.add(reason):
+            log.warning(
+                "decoder=%r leaves images of the kind %s to %s: %s. Further ones are only counted.",
+                self.name,
+                reason,
+                self.reference.name,
+                why,
+            )
+        return pixels, True
+
+
+class RegionFallbackDecoder(FallbackDecoder):
+    """The same around a decoder of regions."""
+
+    primary: RegionDecoder
+
+    def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
+        """Decode the pixels of a region: of the whole image and cut out of it, where the primary refuses it.
+
+        Raises:
+            DecodeError: when the reference cannot decode it either.
+        """
+        pixels, whole = self._decode(data, lambda data: self.primary.decode_region(data, region, cover=cover))
+        if not whole:
+            return pixels
+        region.check_inside(*pixels.shape[:2])
+        top, left, height, width = region
+        crop: Pixels = pixels[top : top + height, left : left + width]
+        return crop
+
+
+def with_fallback(primary: Decoder) -> Decoder:
+    """The decoder with Pillow behind it, if it is not Pillow; it decodes regions if the decoder does."""
+    if isinstance(primary, PillowDecoder):
+        return primary
+    return RegionFallbackDecoder(primary) if isinstance(primary, RegionDecoder) else FallbackDecoder(primary)
+
+
+def _reason(data: Encoded) -> str:
+    kind = kind_of(data)
+    if kind != JPEG:
+        return kind
+    try:
+        return _CMYK if jpeg_header(data).components == 4 else JPEG
+    except DecodeError:  # Pillow found its way through a header that we do not
+        return JPEG

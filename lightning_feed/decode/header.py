@@ -1,11 +1,14 @@
-"""What the first bytes of an image say: its kind, and its size where that takes no library."""
+"""Headers of encoded images: the kind, and the size where reading it takes no library."""
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from lightning_feed.decode.decoder import Encoded
 from lightning_feed.errors import DecodeError
+
+Encoded: TypeAlias = "bytes | bytearray | memoryview | npt.NDArray[np.uint8]"
+"""A whole image file in memory; an array is one-dimensional."""
 
 JPEG: Final = "JPEG"
 PNG: Final = "PNG"

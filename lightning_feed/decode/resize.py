@@ -1,4 +1,4 @@
-"""Pixels to the size that the model takes, uint8 all the way."""
+"""Resizing of uint8 pixels to the size that the model takes."""
 
 from typing import Final, Literal
 
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_feed.decode.decoder import Pixels
-from lightning_feed.decode.opencv_decoder import open_cv2
+from lightning_feed.decode.decoders import Pixels, open_cv2
 
 FIDELITIES: Final = ("exact", "linear")
 

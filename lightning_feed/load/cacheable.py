@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_feed.archive.cache_limit import parse_limit
 from lightning_feed.archive.shared_cache import Kind, SampleCache
-from lightning_feed.decode.decoder import Encoded
+from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.machine import Machine, read_machine
 

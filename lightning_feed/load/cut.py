@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from lightning_feed.decode.decoder import Region
+from lightning_feed.decode.decoders import Region
 from lightning_feed.decode.resize import resize
 from lightning_feed.load.picture import DecodedPicture, EncodedPicture
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from lightning_feed.decode.decoder import Encoded, Region
+from lightning_feed.decode.decoders import Region
+from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError
 from lightning_feed.load.bad_samples import Skipped, fill_skipped
 from lightning_feed.load.cut import Cut, cut_out

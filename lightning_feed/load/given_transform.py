@@ -12,7 +12,7 @@ import torchvision.transforms as v1
 from PIL import Image
 from torchvision.transforms import v2
 
-from lightning_feed.decode.decoder import Pixels
+from lightning_feed.decode.decoders import Pixels
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.cut import Picture
 from lightning_feed.load.image_recipe import draw_region

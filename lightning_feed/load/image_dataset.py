@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 from lightning_feed.archive.source import SampleSource
-from lightning_feed.decode.decoder import Decoder, Encoded, Pixels
+from lightning_feed.decode.decoders import Decoder, Pixels
+from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError, DecodeError
 from lightning_feed.load.bad_samples import BadSamples, fill_skipped
 from lightning_feed.load.cacheable import CacheableDataset

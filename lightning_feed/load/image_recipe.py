@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from lightning_feed.decode.decoder import Region
+from lightning_feed.decode.decoders import Region
 from lightning_feed.decode.resize import resize
 from lightning_feed.load.cut import Cut, Picture, Quality, cut_out
 from lightning_feed.load.thread_random import SampleDraws

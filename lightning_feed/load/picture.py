@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_feed.decode.decoder import Decoder, Encoded, Pixels, Region
+from lightning_feed.decode.decoders import Decoder, Pixels, Region
+from lightning_feed.decode.header import Encoded
 from lightning_feed.load.trace import traced
 
 

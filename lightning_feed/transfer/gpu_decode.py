@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torchvision.io import ImageReadMode
 
-from lightning_feed.decode.decoder import Encoded, Region
-from lightning_feed.decode.header import JPEG, as_array, ends_like_jpeg, kind_of
-from lightning_feed.decode.pillow_decoder import refuse_bomb
+from lightning_feed.decode.decoders import Region, refuse_bomb
+from lightning_feed.decode.header import JPEG, Encoded, as_array, ends_like_jpeg, kind_of
 from lightning_feed.errors import DecodeError, LoaderError, MissingExtraError
 from lightning_feed.load.bad_samples import Skipped, fill_skipped
 from lightning_feed.load.cut import Cut, Quality

@@ -14,12 +14,10 @@ import simplejpeg
 from decode.made_images import BROKEN, WHOLE, encoded, pillow_pixels, waves
 from PIL import Image
 
-from lightning_feed.decode import libturbojpeg
-from lightning_feed.decode.choose import make_decoder
-from lightning_feed.decode.decoder import Region, RegionDecoder
-from lightning_feed.decode.fallback import RegionFallbackDecoder
-from lightning_feed.decode.fidelity import psnr_db
-from lightning_feed.decode.turbo_region_decoder import TurboRegionDecoder, scale_for, snap
+from lightning_feed.decode import turbo_region
+from lightning_feed.decode.choose import RegionFallbackDecoder, make_decoder, psnr_db
+from lightning_feed.decode.decoders import Region, RegionDecoder
+from lightning_feed.decode.turbo_region import TurboRegionDecoder, scale_for, snap
 from lightning_feed.errors import DecodeError, MissingExtraError
 
 SUBSAMPLINGS = ["444", "422", "420", "440", "411"]
@@ -65,27 +63,27 @@ def test_region_is_the_whole_image_cut(decoder: TurboRegionDecoder, subsampling:
             assert np.array_equal(pixels, whole[top : top + rows, left : left + columns]), (seed, region)
 
 
-@pytest.mark.parametrize("image", [name for name in WHOLE if name != "one pixel"])
-def test_region_of_every_kind_of_image(image: str) -> None:
+def test_region_of_every_kind_of_image() -> None:
     """What the library cannot do is cut out of Pillow's image, and counted."""
-    decoder = make_decoder("turbo-region").decoder
-    assert isinstance(decoder, RegionFallbackDecoder)
-    whole = pillow_pixels(WHOLE[image])
-    region = Region(0, 5, whole.shape[0], 20)
-    for cover in (None, (1, 20)):
-        pixels = decoder.decode_region(WHOLE[image], region, cover=cover)
-        assert np.array_equal(pixels, whole[:, 5:25])
-        assert pixels.flags.writeable
-    refused = image not in {"bytes after the end"} and (image == "CMYK" or WHOLE[image][:2] != b"\xff\xd8")
-    assert sum(decoder.tally.as_dict().values()) == (2 if refused else 0)
+    for image in WHOLE.keys() - {"one pixel"}:
+        decoder = make_decoder("turbo-region").decoder
+        assert isinstance(decoder, RegionFallbackDecoder)
+        whole = pillow_pixels(WHOLE[image])
+        region = Region(0, 5, whole.shape[0], 20)
+        for cover in (None, (1, 20)):
+            pixels = decoder.decode_region(WHOLE[image], region, cover=cover)
+            assert np.array_equal(pixels, whole[:, 5:25]), image
+            assert pixels.flags.writeable
+        refused = image not in {"bytes after the end"} and (image == "CMYK" or WHOLE[image][:2] != b"\xff\xd8")
+        assert sum(decoder.tally.as_dict().values()) == (2 if refused else 0), image
 
 
-@pytest.mark.parametrize("image", BROKEN)
-def test_region_of_a_broken_image(image: str, decoder: TurboRegionDecoder) -> None:
+def test_region_of_a_broken_image(decoder: TurboRegionDecoder) -> None:
     for one in (decoder, make_decoder("turbo-region").decoder):
         assert isinstance(one, RegionDecoder)
-        with pytest.raises(DecodeError):
-            one.decode_region(BROKEN[image], Region(0, 0, 8, 8))
+        for broken in BROKEN.values():
+            with pytest.raises(DecodeError):
+                one.decode_region(broken, Region(0, 0, 8, 8))
 
 
 def test_a_cut_file_is_seen_even_where_the_region_is_whole(decoder: TurboRegionDecoder) -> None:
@@ -94,15 +92,13 @@ def test_a_cut_file_is_seen_even_where_the_region_is_whole(decoder: TurboRegionD
         decoder.decode_region(data[: len(data) * 3 // 4], Region(0, 0, 16, 16))
 
 
-@pytest.mark.parametrize(
-    "region", [Region(-1, 0, 5, 5), Region(0, 0, 62, 5), Region(0, 40, 5, 8), Region(0, 0, 0, 5), Region(61, 0, 1, 1)]
-)
 @pytest.mark.parametrize("image", ["colour", "RGB PNG"])
-def test_region_outside_the_image_is_refused(region: Region, image: str) -> None:
+def test_region_outside_the_image_is_refused(image: str) -> None:
     decoder = make_decoder("turbo-region").decoder
     assert isinstance(decoder, RegionDecoder)
-    with pytest.raises(ValueError, match="is not inside an image of 61 x 47 pixels"):
-        decoder.decode_region(WHOLE[image], region)
+    for box in ((-1, 0, 5, 5), (0, 0, 62, 5), (0, 40, 5, 8), (0, 0, 0, 5), (61, 0, 1, 1)):
+        with pytest.raises(ValueError, match="is not inside an image of 61 x 47 pixels"):
+            decoder.decode_region(WHOLE[image], Region(*box))
 
 
 # --- smaller scales -------------------------------------------------------------------------------------------------
@@ -189,8 +185,8 @@ def test_each_thread_has_a_decompressor_of_its_own() -> None:
 
     def mine(_: int) -> int:
         together.wait(30)
-        found = id(libturbojpeg.decompressor())
-        assert id(libturbojpeg.decompressor()) == found
+        found = id(turbo_region.decompressor())
+        assert id(turbo_region.decompressor()) == found
         together.wait(30)
         return found
 
@@ -200,14 +196,14 @@ def test_each_thread_has_a_decompressor_of_its_own() -> None:
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libturbojpeg, "SYSTEM_LIBRARY", "libno-such-library.so.0")
-    monkeypatch.setattr(libturbojpeg.importlib.util, "find_spec", lambda name: None)
-    libturbojpeg.library_path.cache_clear()
+    monkeypatch.setattr(turbo_region, "SYSTEM_LIBRARY", "libno-such-library.so.0")
+    monkeypatch.setattr(turbo_region.importlib.util, "find_spec", lambda name: None)
+    turbo_region.library_path.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _forget_the_library() -> None:
-    libturbojpeg.library_path.cache_clear()
+    turbo_region.library_path.cache_clear()
 
 
 def test_without_the_library(no_library: None) -> None:
@@ -216,25 +212,25 @@ def test_without_the_library(no_library: None) -> None:
 
 
 def test_a_system_library_that_is_too_old_is_named(no_library: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libturbojpeg, "SYSTEM_LIBRARY", "libm.so.6")  # a library without tj3Init
+    monkeypatch.setattr(turbo_region, "SYSTEM_LIBRARY", "libm.so.6")  # a library without tj3Init
     with pytest.raises(MissingExtraError, match=r"libm\.so\.6 of the system is older than 3"):
         TurboRegionDecoder()
 
 
 def test_a_system_library_of_version_3_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = libturbojpeg.library_path()
-    libturbojpeg.library_path.cache_clear()
-    monkeypatch.setattr(libturbojpeg, "SYSTEM_LIBRARY", path)
-    monkeypatch.setattr(libturbojpeg.importlib.util, "find_spec", lambda name: pytest.fail("looked for the wheel"))
-    assert libturbojpeg.library_path() == path
+    path = turbo_region.library_path()
+    turbo_region.library_path.cache_clear()
+    monkeypatch.setattr(turbo_region, "SYSTEM_LIBRARY", path)
+    monkeypatch.setattr(turbo_region.importlib.util, "find_spec", lambda name: pytest.fail("looked for the wheel"))
+    assert turbo_region.library_path() == path
 
 
 def test_an_older_library_is_refused_when_opened() -> None:
     with pytest.raises(MissingExtraError, match="older than 3"):
-        libturbojpeg.TurboJpeg("libm.so.6")
+        turbo_region.TurboJpeg("libm.so.6")
 
 
 def test_the_wheel_holds_the_library() -> None:
-    path = libturbojpeg.library_path()
+    path = turbo_region.library_path()
     assert Path(path).name.startswith("libturbojpeg")
     assert hasattr(ctypes.CDLL(path), "tj3SetCroppingRegion")

@@ -12,7 +12,7 @@ from on_cuda import Seen, fitted, spin, warm_up
 from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback, image_backends
-from lightning_feed.decode.fidelity import psnr_db
+from lightning_feed.decode.choose import psnr_db
 from lightning_feed.errors import DecodeError, MissingExtraError
 from lightning_feed.load.cut import Cut
 from lightning_feed.load.encoded_batch import decode_on_cpu

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from made_samples import photo
 from torchvision.transforms import v2
 
-from lightning_feed.decode.decoder import Pixels, Region
+from lightning_feed.decode.decoders import Pixels, Region
 from lightning_feed.load.cut import Cut, cut_out
 from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe, _logarithms
 from lightning_feed.load.picture import DecodedPicture

@@ -13,7 +13,7 @@ from made_samples import batch_of, dataset, jpegs, photo
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_feed.decode.decoder import Region
+from lightning_feed.decode.decoders import Region
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError
 from lightning_feed.load.cacheable import open_caches
 from lightning_feed.load.cut import Cut

@@ -11,9 +11,9 @@ import torchvision.transforms as v1
 from PIL import Image
 from torchvision.transforms import v2
 
-from lightning_feed.decode.decoder import Encoded, Pixels, Region
-from lightning_feed.decode.fidelity import psnr_db
-from lightning_feed.decode.pillow_decoder import PillowDecoder
+from lightning_feed.decode.choose import psnr_db
+from lightning_feed.decode.decoders import PillowDecoder, Pixels, Region
+from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.given_transform import GivenTransform
 from lightning_feed.load.image_recipe import EvalRecipe, Recipe, TrainRecipe, draw_region

@@ -16,8 +16,8 @@ from made_samples import batch_of, dataset, jpegs, noise, obvious, photo, torn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_feed.decode.decoder import Region
-from lightning_feed.decode.fidelity import psnr_db
+from lightning_feed.decode.choose import psnr_db
+from lightning_feed.decode.decoders import Region
 from lightning_feed.errors import DatasetError, DecodeError, LoaderError
 from lightning_feed.load.cut import QUALITIES, Cut
 from lightning_feed.load.encoded_batch import decode_on_cpu

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_feed.decode.decoder import Encoded
-from lightning_feed.decode.header import JPEG, PNG, WEBP, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
+from lightning_feed.decode.header import JPEG, PNG, WEBP, Encoded, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.errors import DecodeError
 from lightning_feed.load.bad_samples import Skipped, fill_skipped
 from lightning_feed.load.cut import cut_out

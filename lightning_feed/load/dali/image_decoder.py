@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_feed.decode.decoder import Encoded
+from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.cut import Cut
 from lightning_feed.load.dali.host_images import HostImages

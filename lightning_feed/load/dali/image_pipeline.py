@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_feed.decode.decoder import Encoded, Region
+from lightning_feed.decode.decoders import Region
+from lightning_feed.decode.header import Encoded
 from lightning_feed.load.cut import Cut
 from lightning_feed.load.dali.forks import is_inherited, outlive_forks
 from lightning_feed.load.dali.install import require_dali

@@ -16,7 +16,7 @@ from watch.experiments.made_data import Broken, Files, Images, Stream, machine_o
 
 from lightning_feed.archive.folder_index import scan_classes
 from lightning_feed.archive.folder_source import FolderSource
-from lightning_feed.decode.pillow_decoder import PillowDecoder
+from lightning_feed.decode.decoders import PillowDecoder
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.image_recipe import TrainRecipe

@@ -19,7 +19,7 @@ from watch.experiments.made_data import Broken, Images, Slow, Stream, burn, sess
 
 from lightning_feed.archive.folder_index import scan_classes
 from lightning_feed.archive.folder_source import FolderSource
-from lightning_feed.decode.pillow_decoder import PillowDecoder
+from lightning_feed.decode.decoders import PillowDecoder
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.load.given_transform import GivenTransform

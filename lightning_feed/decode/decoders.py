@@ -1,0 +1,303 @@
+"""Decoders: encoded images in, RGB pixels out; Pillow, which is the reference, OpenCV, torchvision and simplejpeg."""
+
+import functools
+import io
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from lightning_feed.decode.header import (
+    JPEG,
+    PNG,
+    WEBP,
+    Encoded,
+    as_array,
+    jpeg_header,
+    kind_of,
+    png_bit_depth,
+    png_size,
+)
+from lightning_feed.errors import DecodeError, MissingExtraError
+from lightning_feed.extras import require
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+"""uint8, shape (H, W, 3), RGB, C-contiguous, owned by the caller."""
+
+
+class Region(NamedTuple):
+    """A box in the full-size image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    def check_inside(self, height: int, width: int) -> None:
+        """Refuse a box that is empty or not inside an image of that size.
+
+        Raises:
+            ValueError: with both shapes.
+        """
+        bottom, right = self.top + self.height, self.left + self.width
+        if self.top < 0 or self.left < 0 or self.height < 1 or self.width < 1 or bottom > height or right > width:
+            raise ValueError(f"{self} is not inside an image of {height} x {width} pixels: cut the box to the image.")
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """Decodes one image at a time. Safe to call from several threads, and to be pickled to workers.
+
+    All decoders follow torchvision's ``ImageFolder``: palettes, greyscale and CMYK become RGB as in Pillow's
+    ``convert("RGB")``, and an EXIF rotation is not applied.
+    """
+
+    name: str
+
+    def decode(self, data: Encoded) -> Pixels:
+        """Decode the whole image.
+
+        Raises:
+            DecodeError: when the bytes are not an image, are cut short, or are of a kind that this decoder cannot do.
+        """
+
+    def size(self, data: Encoded) -> tuple[int, int]:
+        """(height, width), read from the header alone.
+
+        Raises:
+            DecodeError: as in :meth:`decode`.
+        """
+
+
+@runtime_checkable
+class RegionDecoder(Decoder, Protocol):
+    """A decoder that can leave out what a crop does not need."""
+
+    def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
+        """Decode the pixels of ``region``.
+
+        Args:
+            data: the encoded image.
+            region: the box to decode, inside the image.
+            cover: None gives the very pixels that :meth:`decode` gives there, at full size. (height, width) allows a
+                smaller scale of the decoder's, the smallest at which the result is still at least that large. The box
+                is moved to the nearest whole pixels of that scale: by half of one at most, so that a random crop is
+                another random crop, and no image is shifted under its box.
+
+        Returns:
+            Pixels of the region: of its size without ``cover``, at least of the size of ``cover`` otherwise
+            (never larger than the region). Its rows may lie apart in memory: decoders need a margin, and cutting it
+            off without a copy is cheaper.
+
+        Raises:
+            DecodeError: as in :meth:`decode`, as far as the data is read.
+            ValueError: when the region is not inside the image.
+        """
+
+
+# --- Pillow -----------------------------------------------------------------------------------------------------------
+
+# What Pillow's readers are known to raise on corrupt files, see
+# https://pillow.readthedocs.io/en/stable/handbook/image-file-formats.html and its fuzzers.
+_CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
+
+
+class PillowDecoder:
+    """``Image.open(...).convert("RGB")``: all decoders are held to these pixels."""
+
+    name = "pillow"
+
+    def decode(self, data: Encoded) -> Pixels:
+        """Decode the whole image, see :class:`~lightning_feed.decode.decoders.Decoder`."""
+        try:
+            with Image.open(io.BytesIO(bytes(data))) as image:
+                return np.array(image.convert("RGB"), dtype=np.uint8)
+        except _CORRUPT as error:
+            raise _pillow_refusal(data, error) from error
+
+    def size(self, data: Encoded) -> tuple[int, int]:
+        """(height, width) from the header."""
+        try:
+            with Image.open(io.BytesIO(bytes(data))) as image:
+                width, height = image.size
+        except _CORRUPT as error:
+            raise _pillow_refusal(data, error) from error
+        return height, width
+
+
+def _pillow_refusal(data: Encoded, error: Exception) -> DecodeError:
+    if len(data) == 0:
+        return DecodeError("0 bytes: the file is empty. Replace it, or leave it out.")
+    start = bytes(data[:8])
+    if isinstance(error, UnidentifiedImageError):
+        return DecodeError(
+            f"{len(data)} bytes that begin with {start!r} are no image that Pillow knows. "
+            "Replace the file, or leave it out."
+        )
+    return DecodeError(f"Pillow cannot decode these {len(data)} bytes: {error}. Replace the file, or leave it out.")
+
+
+def refuse_bomb(height: int, width: int) -> None:
+    """Refuse an image as large as Pillow refuses: a few bytes of a broken header can ask for all memory.
+
+    Raises:
+        DecodeError: for more than twice ``PIL.Image.MAX_IMAGE_PIXELS`` pixels, unless that is None.
+    """
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and height * width > 2 * limit:
+        raise DecodeError(
+            f"{width} x {height} pixels are more than Pillow's limit of {2 * limit}: a corrupt header, or an attack. "
+            "If the image is meant so, raise PIL.Image.MAX_IMAGE_PIXELS."
+        )
+
+
+# --- OpenCV and torchvision ---------------------------------------------------------------------------------------
+
+
+class _LibraryDecoder:
+    """A reader of JPEG, PNG and WebP. It refuses what it would give other pixels for than Pillow, or none."""
+
+    name: str
+    kinds = frozenset({JPEG, PNG, WEBP})
+
+    def decode(self, data: Encoded) -> Pixels:
+        """Decode the whole image, see :class:`Decoder`."""
+        kind = kind_of(data)
+        if kind not in self.kinds or (kind == PNG and png_bit_depth(data) == 16):
+            what = "PNGs of 16 bits" if kind == PNG else f"images of the kind {kind}"
+            raise DecodeError(f"decoder={self.name!r} is not used for {what}: they go to Pillow.")
+        if kind != WEBP:  # at most 16383 x 16383 pixels
+            refuse_bomb(*(jpeg_header(data)[:2] if kind == JPEG else png_size(data)))
+        try:
+            pixels = self._read(data)
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise DecodeError(f"{self.name} cannot decode this {kind} of {len(data)} bytes: {reason}") from error
+        return np.ascontiguousarray(pixels)
+
+    def size(self, data: Encoded) -> tuple[int, int]:
+        """(height, width) from the header."""
+        return jpeg_header(data)[:2] if kind_of(data) == JPEG else PillowDecoder().size(data)
+
+    def _read(self, data: Encoded) -> Pixels:
+        raise NotImplementedError
+
+
+class OpenCVDecoder(_LibraryDecoder):
+    """``cv2.imdecode`` with the EXIF rotation left alone."""
+
+    name = "opencv"
+
+    def __init__(self) -> None:
+        open_cv2()  # missing: say so now, not in a worker
+
+    def _read(self, data: Encoded) -> Pixels:
+        cv2, flags = open_cv2()
+        try:
+            pixels: Pixels | None = cv2.imdecode(as_array(data), flags)
+        except cv2.error as error:
+            raise ValueError(str(error)) from error
+        if pixels is None:
+            raise ValueError("it is cut short or corrupt")
+        return pixels
+
+
+@functools.cache
+def open_cv2() -> tuple[Any, int]:
+    """The module, its own threads off, and the flags that read an image as torchvision's ImageFolder does.
+
+    Raises:
+        MissingExtraError: when it is not installed, or too old: before 4.11 it gives grey where a JPEG is cut.
+    """
+    cv2 = require("cv2", extra="images", why="decoding or resizing with OpenCV")
+    if not hasattr(cv2, "IMREAD_COLOR_RGB"):
+        raise MissingExtraError(
+            f"decoding or resizing with OpenCV needs 4.11 or newer, and {cv2.__version__} is installed. "
+            "Install it:  pip install 'lightning-feed[images]'"
+        )
+    cv2.setNumThreads(0)  # the loader's workers are the threads; a pool inside each would fight them
+    return cv2, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+
+
+_AS_STORED = False
+"""Not turned by the EXIF rotation."""
+
+
+class TorchvisionDecoder(_LibraryDecoder):
+    """``torchvision.io.decode_image``; nothing to install.
+
+    torchvision deprecates it since 0.29 in favour of torchcodec. That is not used: it turns images by their EXIF
+    rotation, and cannot be told not to.
+    """
+
+    name = "torchvision"
+
+    def __init__(self) -> None:
+        _torchvision_reader()
+
+    def _read(self, data: Encoded) -> Pixels:
+        # torch warns about memory that it could write to and must not, such as that of `bytes`; nothing here writes.
+        flat = as_array(data)
+        source = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+        pixels: Pixels = _torchvision_reader()(source).permute(1, 2, 0).numpy()
+        return pixels
+
+
+@functools.cache
+def _torchvision_reader() -> Callable[[torch.Tensor], torch.Tensor]:
+    """torchvision's operator itself: its wrapper in Python warns with every image, and a filter would be global.
+
+    Read in torchvision 0.21 and 0.29: ``decode_image(Tensor data, int mode, bool apply_exif_orientation)``.
+    """
+    from torchvision.io import ImageReadMode
+
+    try:
+        operator = torch.ops.image.decode_image
+    except AttributeError as error:
+        raise MissingExtraError(
+            'this torchvision cannot decode images (it was built without, or is too new). Use decoder="pillow", or '
+            'decoder="auto" for the fastest that is installed.'
+        ) from error
+    return lambda source: operator(source, ImageReadMode.RGB.value, _AS_STORED)
+
+
+# --- simplejpeg ---------------------------------------------------------------------------------------------------
+
+
+class TurboDecoder:
+    """libjpeg-turbo through simplejpeg: the fastest way to a whole JPEG, and JPEGs only.
+
+    A warning of libjpeg-turbo (cut short, corrupt data) is an error.
+    """
+
+    name = "turbo"
+    kinds = frozenset({JPEG})
+
+    def __init__(self) -> None:
+        _simplejpeg()
+
+    def decode(self, data: Encoded) -> Pixels:
+        """Decode the whole image, see :class:`Decoder`."""
+        refuse_bomb(*self.size(data))
+        pixels: Pixels = self._call("decode_jpeg", data, colorspace="RGB")
+        return pixels
+
+    def size(self, data: Encoded) -> tuple[int, int]:
+        """(height, width) from the header."""
+        height, width, *_ = self._call("decode_jpeg_header", data)
+        return height, width
+
+    def _call(self, function: str, data: Encoded, **options: str) -> Any:
+        try:
+            return getattr(_simplejpeg(), function)(data, strict=True, **options)
+        except (ValueError, RuntimeError) as error:
+            raise DecodeError(f"libjpeg-turbo cannot decode these {len(data)} bytes as a JPEG: {error}") from error
+
+
+@functools.cache
+def _simplejpeg() -> Any:
+    return require("simplejpeg", extra="images", why='decoder="turbo"')
