@@ -10,7 +10,7 @@ Eight workloads (``tuning_workloads.py``). For each, in this order and in one ru
    the figures that are compared: the best of many noisy figures is noise, so the grid only says who is in the final.
 
 A rate is measured over whole rounds of the workers, for at least ``--seconds`` and two rounds, after a warm-up of two
-(``load/rounds.py``), the same for the grid and for the final. With a demand (a training step of so many ms) more than
+(``load/throughput.py``), the same for the grid and for the final. With a demand (a training step of so many ms) more than
 that is worth nothing, and a loader without workers takes turns with the training. Shown is what each gets of the best;
 ``cost`` is the tuner's time over that of the grid. ``hit``: 95 % of the best, or more.
 
@@ -38,12 +38,12 @@ from torch import nn
 from tuning_workloads import WORKLOADS, Workload
 
 from lightning_feed.errors import FeedError
+from lightning_feed.load.cloning import burst_of
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.rounds import RoundLimits, time_loader
+from lightning_feed.load.throughput import RoundLimits, time_loader
 from lightning_feed.load.tuning.search import Goal, Tuned
 from lightning_feed.load.tuning.trial import Setting
 from lightning_feed.load.tuning.tune_loader import tune_loader
-from lightning_feed.load.variant import burst_of
 
 HIT = 0.95
 COST = 0.15

@@ -10,8 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.bounds import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES
-from lightning_feed.load.machine import read_machine
+from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, read_machine
 from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.settings import MOST
 from lightning_feed.load.tuning.epoch_controller import (

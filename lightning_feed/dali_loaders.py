@@ -16,8 +16,8 @@ from lightning_feed.load.dali.reader_loader import ReaderLoader, Reading
 from lightning_feed.load.dali.reader_pipeline import PipelineSettings, ReaderPipeline, new_pipeline
 from lightning_feed.load.dali.reader_resume import ResumableReaderLoader
 from lightning_feed.load.dali.reader_share import LAST_BATCH, Asked, LastBatch
-from lightning_feed.load.epoch_order import EpochOrder, mix_seed
 from lightning_feed.load.machine import read_machine
+from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.settings import LoaderSettings
 
 Device = Literal["auto", "cpu", "gpu"]

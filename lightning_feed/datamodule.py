@@ -16,7 +16,7 @@ from lightning_feed.datamodule_loaders import Loaders, hush
 from lightning_feed.datamodule_storage import Cache, Storage
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.batch_decoder import BatchDecoder
-from lightning_feed.load.datasets import name_datasets
+from lightning_feed.load.build import name_datasets
 from lightning_feed.load.drop_keys import check_drop_keys
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings

@@ -15,18 +15,17 @@ from torch.utils.data import IterableDataset, RandomSampler
 from lightning_feed import _host
 from lightning_feed.archive.cache_limit import parse_limit
 from lightning_feed.datamodule_storage import Storage
-from lightning_feed.load.build import Job, Part, build_loader
-from lightning_feed.load.datasets import like, name_datasets, size_of
+from lightning_feed.load.build import Job, Part, build_loader, like, name_datasets, size_of
+from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.drop_keys import DroppingCollate
-from lightning_feed.load.epoch_order import EpochOrder, mix_seed
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
+from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import SEEDS, LoaderSettings
 from lightning_feed.load.tuning.even import even_batch_size
 from lightning_feed.load.tuning.search import Tuned
-from lightning_feed.load.untouched import untouched
-from lightning_feed.load.worker_init import WorkerInit
+from lightning_feed.load.worker import WorkerInit
 from lightning_feed.transfer.resident import ResidentData, ResidentLoader, Shard, free_device_bytes, load_resident
 from lightning_feed.tuning.fit import explained, for_trials, settled, tune_for_fit, why_not_now
 from lightning_feed.watch.guard import say
@@ -102,7 +101,7 @@ class Loaders:
         if not why_not:
             if part.name not in self.tuned:
                 # A sampler of the user's may draw random numbers when it is made, or count how often that is.
-                with untouched(datamodule, dataset):
+                with preserve_state(datamodule, dataset):
                     tried, _ = build_loader(dataset, part, replace(self.settings, num_workers="auto"), job)
                     tuned = tune_for_fit(for_trials(tried, self.settings), trainer, part.name)
                 self.tuned[part.name] = tuned

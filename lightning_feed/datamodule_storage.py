@@ -14,8 +14,8 @@ from lightning_feed.archive.shared_cache import CacheStats, SampleCache
 from lightning_feed.archive.stage_background import BackgroundStage, stage_in_background
 from lightning_feed.archive.staging import stage
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.build import name_datasets
 from lightning_feed.load.cacheable import open_caches
-from lightning_feed.load.datasets import name_datasets
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
 from lightning_feed.equal_ranks import check_equal_ranks
-from lightning_feed.load.feed_loader import FeedLoader, begin_next_epoch, is_feed_state
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.resume import begin_next_epoch, is_feed_state
 
 
 def attach(trainer: Trainer) -> None:

@@ -36,10 +36,10 @@ from lightning_feed.load.cut import QUALITIES, Quality
 from lightning_feed.load.dali.install import require_dali
 from lightning_feed.load.dali.options import DALI_BACKENDS, DaliOptions, options_for
 from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImageDataset, collate_encoded
-from lightning_feed.load.epoch_order import mix_seed
 from lightning_feed.load.given_transform import GivenTransform
 from lightning_feed.load.image_dataset import ImageDataset, collate_images
 from lightning_feed.load.image_recipe import EvalRecipe, Recipe, SquareRecipe, TrainRecipe
+from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.transfer.device_augment import crop_and_flip, draw_boxes
 from lightning_feed.transfer.gpu_decode import decode_batch

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_feed._host.loops import cli_config, train_loader_source
 from lightning_feed.errors import source_line
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.watch.verdict.diagnosis import Place
 
 SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "in_order")

@@ -20,10 +20,10 @@ from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import Job
 from lightning_feed.load.dali.reader_loader import ReaderLoader
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.picklable import why_not_picklable
 from lightning_feed.load.recommend import Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.load.tuning.search import Tuned
+from lightning_feed.load.worker import why_not_picklable
 from lightning_feed.tuning.fit import explained, settled, tune_for_fit, why_not_now
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from watch.test_ranks_gloo import in_ranks
 from lightning_feed import FastDataModule, LoaderSettings, _host
 from lightning_feed.autotune_callback import AutotuneCallback
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.epoch_order import EpochOrder
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
+from lightning_feed.load.order import EpochOrder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

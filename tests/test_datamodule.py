@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import lightning_feed
 from lightning_feed import _host, datamodule
 from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.worker_init import WorkerInit
+from lightning_feed.load.worker import WorkerInit
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 HERE = LoaderSettings(num_workers=0)

@@ -12,8 +12,8 @@ from made_samples import batch_of, dataset, jpegs, photo
 from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings
-from lightning_feed.load.epoch_order import EpochOrder
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import EpochOrder
 from lightning_feed.transfer import small_tensors as packing
 from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.transfer.resident import ResidentLoader, load_resident

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_feed.errors import DatasetError, FeedError, LoaderError
-from lightning_feed.load.blame import blamed
+from lightning_feed.load.cloning import locate_failure
 from lightning_feed.watch.experiments.session import parts_of
 
 _NOT_THEIRS = tuple(
@@ -79,7 +79,9 @@ def loading_failed(doing: str, error: Exception, loaders: Any, *, first_pass: bo
         return FeedError(f"{doing}: {_closed(in_a_line(error))} Everything is as it was before.")
     place = _place(error)
     at = f" Raised in {place}." if place else ""
-    what = error if isinstance(error, DatasetError) else blamed(parts, error, _came(error) if first_pass else None)
+    what = (
+        error if isinstance(error, DatasetError) else locate_failure(parts, error, _came(error) if first_pass else None)
+    )
     return DatasetError(f"{doing}. {what}{at} Everything is as it was before.")
 
 

@@ -20,7 +20,7 @@ from lightning_feed.diagnosing.replay import Replay, Sample, clone, fresh_contai
 from lightning_feed.diagnosing.stopping import StopSignals
 from lightning_feed.diagnosing.trainer import Limits, Package, make_hooks, run_fit, short_trainer
 from lightning_feed.errors import FeedError
-from lightning_feed.load.untouched import untouched
+from lightning_feed.load.cloning import preserve_state
 from lightning_feed.loader_place import place_of
 from lightning_feed.watch.clocks import event_maker
 from lightning_feed.watch.experiments.session import parts_of
@@ -94,7 +94,7 @@ class Bench:
             batches.watch(trainer, queue + WARM_UP_STEPS)
 
         def give(loaders: Any) -> Any:
-            before.enter_context(untouched(loaders))
+            before.enter_context(preserve_state(loaders))
             return own_loaders(loaders)
 
         hooks = make_hooks(self.package, limits, self.stops, on_start, on_step)

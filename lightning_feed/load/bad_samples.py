@@ -45,8 +45,7 @@ class BadSamples:
             raise SettingsError(f"on_error={on_error!r} is not a choice. Give 'raise', 'skip' or 'substitute'.")
         if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 0:
             raise SettingsError(f"max_failures={max_failures!r} is not possible. Give a whole number, 0 or more.")
-        self.on_error = on_error
-        self.max_failures = max_failures
+        self.on_error, self.max_failures = on_error, max_failures
         # One slot for each worker, in memory that all of them share: each is written by one process, so no lock is
         # needed between processes.
         self._slots = torch.zeros(MOST + 1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]

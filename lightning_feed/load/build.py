@@ -1,23 +1,25 @@
-"""One dataset -> one tuned loader."""
+"""The loader of one dataset: the dataset checked and named, its loader built with the recommended settings."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, RandomSampler
 
-from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.errors import DatasetError, LoaderError, SettingsError
+from lightning_feed.load.background import Watch
 from lightning_feed.load.batch_decoder import BatchDecoder
-from lightning_feed.load.datasets import size_of
-from lightning_feed.load.epoch_order import EpochOrder
-from lightning_feed.load.feed_loader import FeedLoader
-from lightning_feed.load.late_batch import Watch
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
-from lightning_feed.load.picklable import why_not_picklable
+from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.recommend import Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.worker_init import WorkerInit
+from lightning_feed.load.worker import WorkerInit, why_not_picklable
+
+_SAMPLES = (tuple, list, dict, str, bytes, torch.Tensor)
+"""Types that have ``__getitem__`` and ``__len__`` and are no dataset, but what a dataset may give."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,15 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
     processes = workers and found.workers == "process"
     if processes and (settings.start_method or machine.start_method) != "fork":
         # Not left to torch: Lightning covers an error at the start of a loader with one of its own.
-        _check_picklable({"dataset": dataset, "collate function": part.collate_fn}, part.name)
+        for what, thing in (("dataset", dataset), ("collate function", part.collate_fn)):
+            problem = why_not_picklable(thing)
+            if problem is not None:
+                raise LoaderError(
+                    f"The {what} of {part.name} cannot be sent to worker processes, which pickles it: {problem}. "
+                    "Define functions and classes at the top level of a module, and open files and connections in the "
+                    "first __getitem__. Or set LoaderSettings(start_method='fork'), which does not pickle, or "
+                    "num_workers=0."
+                )
     loader = FeedLoader(
         dataset,
         batch_size=part.batch_size,
@@ -114,23 +124,11 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
 
 
 def _without(machine: Machine, reserved_bytes: int) -> Machine:
-    memory, shm = machine.available_memory_bytes, machine.free_shm_bytes
-    return replace(
-        machine,
-        available_memory_bytes=None if memory is None else max(0, memory - reserved_bytes),
-        free_shm_bytes=None if shm is None else max(0, shm - reserved_bytes),
+    memory, shm = (
+        None if free is None else max(0, free - reserved_bytes)
+        for free in (machine.available_memory_bytes, machine.free_shm_bytes)
     )
-
-
-def _check_picklable(things: dict[str, Any], name: str) -> None:
-    for what, thing in things.items():
-        problem = why_not_picklable(thing)
-        if problem is not None:
-            raise LoaderError(
-                f"The {what} of {name} cannot be sent to worker processes, which pickles it: {problem}. Define "
-                "functions and classes at the top level of a module, and open files and connections in the first "
-                "__getitem__. Or set LoaderSettings(start_method='fork'), which does not pickle, or num_workers=0."
-            )
+    return replace(machine, available_memory_bytes=memory, free_shm_bytes=shm)
 
 
 def _batches(dataset: Any, part: Part, job: Job, *, drop_last: bool) -> int | None:
@@ -147,3 +145,72 @@ def _batches(dataset: Any, part: Part, job: Job, *, drop_last: bool) -> int | No
             f"{part.name}. Make batch_size {share} or less, or leave drop_last out."
         )
     return share // part.batch_size if drop_last else math.ceil(share / part.batch_size)
+
+
+# --- the datasets of a split ------------------------------------------------------------------------------------------
+
+
+def name_datasets(made: Any, split: str) -> list[tuple[str, Any]]:
+    """The datasets in ``made``, each with the name that reports and errors call it by.
+
+    Args:
+        made: a dataset, or a dict or list of datasets.
+        split: its name, ``"train"`` for example. Datasets in a dict or list are ``train['key']`` or ``train[0]``.
+
+    Raises:
+        DatasetError: when there is none, or one of them is empty or not a dataset.
+
+    Example:
+        >>> name_datasets({"real": range(3), "made up": range(5)}, "train")
+        [("train['real']", range(0, 3)), ("train['made up']", range(0, 5))]
+    """
+    if isinstance(made, dict):
+        named = [(f"{split}[{key!r}]", dataset) for key, dataset in made.items()]
+    elif isinstance(made, list):
+        named = [(f"{split}[{index}]", dataset) for index, dataset in enumerate(made)]
+    else:
+        named = [(split, made)]
+    if not named:
+        raise DatasetError(
+            f"make_dataset({split!r}) gave an empty {type(made).__name__}. Put a dataset into it, or return None where "
+            "there is no such split."
+        )
+    for name, dataset in named:
+        _check_dataset(name, dataset, split)
+    return named
+
+
+def like(made: Any, values: list[Any]) -> Any:
+    """One value for each dataset, in the form that the datasets were given in."""
+    if isinstance(made, dict):
+        return dict(zip(made, values, strict=True))
+    return values if isinstance(made, list) else values[0]
+
+
+def size_of(dataset: Any) -> int | None:
+    """Samples in the dataset; None for one that does not say."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # torch's own wrappers have __len__ and raise TypeError in it
+        return None
+
+
+def _check_dataset(name: str, dataset: Any, split: str) -> None:
+    stream = isinstance(dataset, IterableDataset)
+    kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}".removeprefix("builtins.")
+    if isinstance(dataset, _SAMPLES):
+        raise DatasetError(
+            f"make_dataset({split!r}) gave a {kind} for {name}, which is how a sample looks, not a dataset. Give a "
+            "torch.utils.data.Dataset or IterableDataset, or a dict or list of them; TensorDataset is one of tensors."
+        )
+    if not stream and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        missing = " and ".join(part for part in ("__getitem__", "__len__") if not hasattr(dataset, part))
+        raise DatasetError(
+            f"make_dataset({split!r}) gave a {kind} for {name}, which has no {missing}. Write them, or, for a stream, "
+            "derive it from torch.utils.data.IterableDataset."
+        )
+    if size_of(dataset) == 0:
+        raise DatasetError(
+            f"The dataset of {name} ({kind}) is empty. Check the path and the filter that it is made with, or return "
+            f"None from make_dataset({split!r}) if there is no such split."
+        )

@@ -1,4 +1,4 @@
-"""Leaves out the parts of a batch that nobody reads, before they cost a copy."""
+"""Parts of a batch that nobody reads, left out before they cost a copy."""
 
 import copy
 import dataclasses
@@ -77,81 +77,72 @@ class DroppingCollate:
 
     def __call__(self, samples: Any) -> Any:
         """The batch of ``samples`` without the keys."""
+        batch = samples if self.collate is None else self.collate(samples)
+        if not self._looked:
+            self._looked = True
+            worker, absent = get_worker_info(), missing_keys(batch, self.keys)
+            if absent is not None and (worker is None or worker.id == 0):
+                logger.warning("%s", absent)
         if self.collate is None:
-            self._look(samples)
-            samples = [_without(sample, self.keys, fields=False) for sample in samples]
-            return drop(default_collate(samples), self.keys)
-        batch = self.collate(samples)
-        self._look(batch)
+            batch = default_collate([_without(sample, self.keys, fields=False) for sample in samples])
         return drop(batch, self.keys)
 
-    def _look(self, batch: Any) -> None:
-        if self._looked:
-            return
-        self._looked = True
-        worker, absent = get_worker_info(), missing_keys(batch, self.keys)
-        if absent is not None and (worker is None or worker.id == 0):
-            logger.warning("%s", absent)
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:
+    """The value itself where nothing is dropped. ``fields``: whether those of named tuples and dataclasses are, too."""
     if isinstance(value, Mapping):
-        return _mapping_without(value, keys, fields=fields)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kept = {key: _without(one, keys, fields=fields) for key, one in value.items() if key not in keys}
+        if len(kept) == len(value) and all(kept[key] is value[key] for key in kept):
+            return value
+        return kept if type(value) is dict else _mapping_like(value, kept)
+    if _is_dataclass(value):
         return _dataclass_without(value, keys) if fields else value
     if not isinstance(value, (list, tuple)) or hasattr(value, "to"):
         return value
     names = getattr(value, "_fields", None)
-    if names is not None:
-        gone = keys if fields else frozenset[str]()
-        pairs = zip(names, value, strict=True)
-        parts = [None if name in gone else _without(one, keys, fields=fields) for name, one in pairs]
-    else:
-        parts = [_without(one, keys, fields=fields) for one in value]
+    gone = keys if fields else frozenset[str]()
+    pairs = zip(names or [None] * len(value), value, strict=True)
+    parts = [None if name in gone else _without(one, keys, fields=fields) for name, one in pairs]
     if all(part is one for part, one in zip(parts, value, strict=True)):
         return value
     kind: Any = type(value)
     return kind(*parts) if names is not None else kind(parts)
 
 
-def _mapping_without(value: Any, keys: frozenset[str], *, fields: bool) -> Any:
-    left = {key: _without(one, keys, fields=fields) for key, one in value.items() if key not in keys}
-    if len(left) == len(value) and all(left[key] is value[key] for key in left):
-        return value
-    if type(value) is dict:
-        return left
+def _mapping_like(value: Any, kept: dict[Any, Any]) -> Any:
     made = copy.copy(value)  # keeps what a mapping of the user's has besides its values
     for key in list(value):
-        if key not in left:
+        if key not in kept:
             del made[key]
-        elif left[key] is not value[key]:
-            made[key] = left[key]
+        elif kept[key] is not value[key]:
+            made[key] = kept[key]
     return made
 
 
 def _dataclass_without(value: Any, keys: frozenset[str]) -> Any:
-    made = None
+    made = value
     for field in dataclasses.fields(value):
-        if not hasattr(value, field.name):
-            continue
-        before = getattr(value, field.name)
+        before = getattr(value, field.name, None)
         after = None if field.name in keys else _without(before, keys)
         if after is not before:
-            made = copy.copy(value) if made is None else made
+            made = copy.copy(value) if made is value else made
             object.__setattr__(made, field.name, after)  # frozen ones too: the copy is ours
-    return value if made is None else made
+    return made
 
 
 def _keys(value: Any) -> Iterator[Any]:
+    if _is_dataclass(value):
+        value = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    inside: Any = ()
     if isinstance(value, Mapping):
         yield from value
-        for one in value.values():
-            yield from _keys(one)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield field.name
-            yield from _keys(getattr(value, field.name, None))
+        inside = value.values()
     elif isinstance(value, (list, tuple)) and not hasattr(value, "to"):
         yield from getattr(value, "_fields", ())
-        for one in value:
-            yield from _keys(one)
+        inside = value
+    for one in inside:
+        yield from _keys(one)

@@ -14,10 +14,10 @@ from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError
 from lightning_feed.load.bad_samples import Skipped, fill_skipped
 from lightning_feed.load.cut import Cut, cut_out
-from lightning_feed.load.epoch_order import mix_seed
 from lightning_feed.load.image_dataset import ImageDataset, collate_images
 from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
 from lightning_feed.load.left_to_cpu import LeftToCpu
+from lightning_feed.load.order import mix_seed
 from lightning_feed.load.picture import EncodedPicture
 from lightning_feed.load.trace import traced
 

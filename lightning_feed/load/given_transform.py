@@ -16,7 +16,7 @@ from lightning_feed.decode.decoders import Pixels
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.cut import Picture
 from lightning_feed.load.image_recipe import draw_region
-from lightning_feed.load.thread_random import SampleDraws
+from lightning_feed.load.thread_random import sample_generator
 
 
 class GivenTransform:
@@ -50,8 +50,7 @@ class GivenTransform:
         crop = self._crop
         if crop is None:
             return self.transform(self._image(picture.whole()))
-        with SampleDraws() as generator:
-            region = draw_region(*picture.size(), crop.scale, crop.ratio, generator)
+        region = draw_region(*picture.size(), crop.scale, crop.ratio, sample_generator())
         functional = (
             v1.functional if isinstance(crop, v1.RandomResizedCrop) else v2.functional
         )  # they round differently

@@ -11,7 +11,7 @@ import torch
 from lightning_feed.decode.decoders import Region
 from lightning_feed.decode.resize import resize
 from lightning_feed.load.cut import Cut, Picture, Quality, cut_out
-from lightning_feed.load.thread_random import SampleDraws
+from lightning_feed.load.thread_random import sample_generator
 
 _TRIES = 10
 
@@ -43,10 +43,9 @@ class TrainRecipe:
 
     def cut(self, height: int, width: int, generator: torch.Generator | None = None) -> Cut:
         """Draw what is taken of a picture of that size, from ``generator`` or where the sample draws from."""
-        with SampleDraws() as own:
-            generator = own if generator is None else generator
-            region = draw_region(height, width, self.scale, self.ratio, generator)
-            drawn = torch.rand(1, generator=generator, dtype=torch.float32, device="cpu").item()
+        generator = sample_generator() if generator is None else generator
+        region = draw_region(height, width, self.scale, self.ratio, generator)
+        drawn = torch.rand(1, generator=generator, dtype=torch.float32, device="cpu").item()
         whole = Region(0, 0, self.size, self.size)
         return Cut(region=region, resized=(self.size, self.size), window=whole, flipped=drawn < self.flip_probability)
 

@@ -1,4 +1,4 @@
-"""What the machine lets this process use: CPUs, memory, shared memory, and how new processes start."""
+"""The limits of this process: CPUs, memory, shared memory, start method, and what workers may take of them."""
 
 import multiprocessing
 import os
@@ -7,6 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_feed.archive.memory import cgroup_folders, memory_limits, read_text
+
+MIB = 2**20
+WORKER_BYTES = {"fork": 256 * MIB, "forkserver": 512 * MIB, "spawn": 512 * MIB}
+"""Memory reckoned for one worker, its batches apart. Measured: a spawned worker with torch, torchvision and Lightning
+imported has 382 MiB to itself; a forked one begins with 2 MiB, and makes its own copy of what it touches."""
+THREAD_BYTES = 8 * MIB
+"""The same for a worker thread: its stack. It copies nothing."""
+MEMORY_SHARE = 0.5
+"""Workers and the batches in flight take at most this share of the free memory: the model needs some too."""
+SHM_SHARE = 0.8
+"""Batches in flight take at most this share of the free /dev/shm. A process that exceeds it dies of a bus error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +56,49 @@ def read_machine(root: Path = Path("/")) -> Machine:
         start_method=start_method,
         cpu_time=cpus,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one loader takes while it runs."""
+
+    workers: int
+    batches: int
+    """That are in memory at once."""
+    batch_bytes: int
+    size: str
+    """The batches, in words."""
+    worker_bytes: int
+    """Of one worker, its batches apart."""
+    threads: bool = False
+    """Whether the workers are threads, which hand over what they have made as it is."""
+    sharers: int = 1
+    """Loaders like this one on the machine, itself included."""
+
+
+def exceeded_limit(machine: Machine, taken: Footprint) -> str:
+    """The limit that a loader would exceed, as a sentence; empty when all hold."""
+    batches_bytes = taken.batches * taken.batch_bytes
+    for_all = f" for each of {taken.sharers} loaders on this machine" if taken.sharers > 1 else ""
+    shm = None if taken.threads else machine.free_shm_bytes
+    if shm is not None and batches_bytes > SHM_SHARE * shm / taken.sharers:
+        return (
+            f"{taken.size} need {mib(batches_bytes)}{for_all}, more than {SHM_SHARE:.0%} of the {mib(shm)} free in "
+            "/dev/shm; a container gets more by `docker run --shm-size`"
+        )
+    memory = machine.available_memory_bytes
+    total = batches_bytes + taken.workers * taken.worker_bytes
+    if memory is not None and total > MEMORY_SHARE * memory / taken.sharers:
+        return (
+            f"{taken.workers} workers at {mib(taken.worker_bytes)} and {taken.size} need {mib(total)}{for_all}, more "
+            f"than {MEMORY_SHARE:.0%} of the {mib(memory)} of free memory"
+        )
+    return ""
+
+
+def mib(size: float) -> str:
+    """Bytes, for people."""
+    return f"{size / MIB:,.0f} MiB"
 
 
 def _cpu_limits(root: Path) -> Iterator[tuple[float, str]]:

@@ -1,18 +1,15 @@
 """Loader settings for a machine and a job: a pure function, with a reason for each value."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.bounds import MEMORY_SHARE as MEMORY_SHARE
-from lightning_feed.load.bounds import SHM_SHARE as SHM_SHARE
-from lightning_feed.load.bounds import THREAD_BYTES, Footprint, broken_bound
-from lightning_feed.load.bounds import WORKER_BYTES as WORKER_BYTES
-from lightning_feed.load.machine import Machine
+from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.settings import LoaderSettings
 
 ASSUMED_SAMPLE_BYTES = 3 * 224 * 224 * 4
-"""A float32 picture of 3 x 224 x 224, where the size of a sample is not known: most samples are no larger."""
+"""A float32 image of 3 x 224 x 224, where the size of a sample is not known: most samples are no larger."""
 TORCH_PREFETCH = 2
 PINNING_DEVICES = ("cuda", "xpu")
 """Device types to which a copy from page-locked memory can overlap with computing."""
@@ -67,39 +64,34 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
         SettingsError: for persistent workers with loaders that are made anew every few epochs, and for threads with
             an iterable dataset.
     """
-    threads = settings.workers == "thread"
-    if threads and workload.iterable:
+    if settings.workers == "thread" and workload.iterable:
         raise SettingsError(
             f"workers='thread' cannot serve the dataset of '{workload.split}', an IterableDataset: a stream is drawn "
             "from in one place. Use workers='process', or LoaderSettings(num_workers=0, background=2), which draws "
             "from it in one thread."
         )
     workers, why_workers = _workers(machine, settings, workload)
-    prefetch, why_prefetch = _prefetch(settings)
-    bounds = _Bounds(machine, settings, workload)
+    prefetch, why_prefetch = TORCH_PREFETCH, "torch's default; more helps only where samples differ much in cost"
+    if settings.prefetch_factor != "auto":
+        prefetch, why_prefetch = settings.prefetch_factor, "as given"
+    exceeded = partial(_exceeded_limit, machine, settings, workload)
     wanted = workers, prefetch
-    fewest = 1 if settings.asking_for_workers() else 0
-    while bounds.broken(workers, prefetch):
-        if settings.prefetch_factor == "auto" and prefetch > 1:
-            prefetch -= 1
-        elif not isinstance(settings.num_workers, int) and workers > fewest:
-            workers -= 1
-        else:
-            break
+    while exceeded(workers, prefetch) and (fewer := _fewer(settings, workers, prefetch)):
+        workers, prefetch = fewer
     warnings: tuple[str, ...] = ()
-    still_broken = bounds.broken(workers, prefetch)
-    if still_broken:
-        warnings = (f"num_workers={workers}, prefetch_factor={prefetch}: {still_broken}",)
-        why_workers += f"; WARNING: {still_broken}"
-        why_prefetch += f"; WARNING: {still_broken}"
+    still_exceeded = exceeded(workers, prefetch)
+    if still_exceeded:
+        warnings = (f"num_workers={workers}, prefetch_factor={prefetch}: {still_exceeded}",)
+        why_workers += f"; WARNING: {still_exceeded}"
+        why_prefetch += f"; WARNING: {still_exceeded}"
     if workers < wanted[0]:
-        why_workers += f"; {wanted[0]} would be too many: {bounds.broken(wanted[0], prefetch)}"
+        why_workers += f"; {wanted[0]} would be too many: {exceeded(wanted[0], prefetch)}"
         if workers == 0:
             warnings += (f"num_workers=0: {why_workers}",)
     if workers == 0:
         why_prefetch = "there are no workers to load ahead"
     elif prefetch < wanted[1]:
-        why_prefetch += f"; {wanted[1]} would be too many: {bounds.broken(*wanted)}"
+        why_prefetch += f"; {wanted[1]} would be too many: {exceeded(*wanted)}"
     pin, why_pin = _pin(settings, workload)
     persistent, why_persistent = _persistent(settings, workload, workers)
     return Recommendation(
@@ -109,7 +101,7 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
         persistent_workers=persistent,
         workers=settings.workers,
         reasons={
-            **({"workers": "as given"} if threads else {}),
+            **({"workers": "as given"} if settings.workers == "thread" else {}),
             "num_workers": why_workers,
             "prefetch_factor": why_prefetch,
             "pin_memory": why_pin,
@@ -150,47 +142,38 @@ def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> 
     return max(1, workers), why
 
 
-def _prefetch(settings: LoaderSettings) -> tuple[int, str]:
-    if settings.prefetch_factor != "auto":
-        return settings.prefetch_factor, "as given"
-    return TORCH_PREFETCH, "torch's default; more helps only where samples differ much in cost"
+def _fewer(settings: LoaderSettings, workers: int, prefetch: int) -> tuple[int, int] | None:
+    """A batch less to look ahead, or a worker less; None where neither is left to us."""
+    if settings.prefetch_factor == "auto" and prefetch > 1:
+        return workers, prefetch - 1
+    fewest = 1 if settings.asking_for_workers() else 0
+    may_be_fewer = not isinstance(settings.num_workers, int) and workers > fewest
+    return (workers - 1, prefetch) if may_be_fewer else None
 
 
-@dataclass(frozen=True)
-class _Bounds:
-    """How much memory and shared memory the workers of one loader may take."""
-
-    machine: Machine
-    settings: LoaderSettings
-    workload: Workload
-
-    def broken(self, workers: int, prefetch: int) -> str:
-        """The bound that these numbers would break, as a sentence; empty when all hold."""
-        if workers == 0:
-            return ""
-        sample_bytes = self.settings.sample_bytes or ASSUMED_SAMPLE_BYTES
-        # What the workers have loaded, what the background thread keeps, and the batch that is being trained.
-        batches = workers * prefetch + self.settings.background + 1
-        size = f"{batches} batches of {self.workload.batch_size} samples"
-        if self.settings.sample_bytes is None:
-            size += (
-                f" (taken as float32 pictures of 3 x 224 x 224, {ASSUMED_SAMPLE_BYTES} bytes each; tell the true size "
-                "by LoaderSettings(sample_bytes=...))"
-            )
-        threads = self.settings.workers == "thread"
-        method = self.settings.start_method or self.machine.start_method
-        return broken_bound(
-            self.machine,
-            Footprint(
-                workers=workers,
-                batches=batches,
-                batch_bytes=self.workload.batch_size * sample_bytes,
-                size=size,
-                worker_bytes=THREAD_BYTES if threads else WORKER_BYTES[method],
-                threads=threads,
-                sharers=self.workload.local_ranks * self.workload.loaders,
-            ),
+def _exceeded_limit(machine: Machine, settings: LoaderSettings, workload: Workload, workers: int, prefetch: int) -> str:
+    """The limit that so many workers would exceed, as a sentence; empty when all hold."""
+    if workers == 0:
+        return ""
+    # What the workers have loaded, what the background thread keeps, and the batch that is being trained.
+    batches = workers * prefetch + settings.background + 1
+    size = f"{batches} batches of {workload.batch_size} samples"
+    if settings.sample_bytes is None:
+        size += (
+            f" (taken as float32 images of 3 x 224 x 224, {ASSUMED_SAMPLE_BYTES} bytes each; tell the true size by "
+            "LoaderSettings(sample_bytes=...))"
         )
+    threads = settings.workers == "thread"
+    footprint = Footprint(
+        workers=workers,
+        batches=batches,
+        batch_bytes=workload.batch_size * (settings.sample_bytes or ASSUMED_SAMPLE_BYTES),
+        size=size,
+        worker_bytes=THREAD_BYTES if threads else WORKER_BYTES[settings.start_method or machine.start_method],
+        threads=threads,
+        sharers=workload.local_ranks * workload.loaders,
+    )
+    return exceeded_limit(machine, footprint)
 
 
 def _pin(settings: LoaderSettings, workload: Workload) -> tuple[bool, str]:

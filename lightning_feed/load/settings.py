@@ -1,4 +1,4 @@
-"""How loaders are to be built: one frozen value, checked when it is made."""
+"""LoaderSettings: how loaders are to be built, one frozen value that is checked when it is made."""
 
 import math
 import multiprocessing
@@ -8,9 +8,25 @@ from typing import Any, Literal
 from lightning_feed.errors import SettingsError
 
 MOST = 1024
-"""More workers, or more batches ahead, than any machine serves: a slip of the pen."""
+"""More workers, or more batches ahead, than any machine serves: a typing error."""
 SEEDS = 2**32
 """Seeds go up to here, as in NumPy and in Lightning."""
+_NUMBERS: dict[str, tuple[int, int, tuple[str | None, ...]]] = {
+    "num_workers": (0, MOST, ("auto", "tune")),
+    "prefetch_factor": (1, MOST, ("auto",)),
+    "background": (0, MOST, ()),
+    "seed": (0, SEEDS - 1, (None,)),
+    "sample_bytes": (1, 2**50, (None,)),
+}
+"""Lowest and highest value, and what may be given in place of a number."""
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "workers": ("process", "thread"),
+    "pin_memory": (True, False, "auto"),
+    "persistent_workers": (True, False, "auto"),
+    "in_order": (True, False),
+    "drop_last": (True, False),
+    "shuffle": (True, False),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,44 +74,36 @@ class LoaderSettings:
     """Bytes of one sample as the dataset gives it, if known: the bound on shared memory is then exact."""
 
     def __post_init__(self) -> None:
-        self._check_tune()
-        for name, lowest in (("num_workers", 0), ("prefetch_factor", 1)):
-            if getattr(self, name) not in ("auto", "tune"):
-                self._check_whole(name, lowest, MOST, hint=' or "auto"')
-        self._check_whole("background", 0, MOST)
-        if self.seed is not None:
-            self._check_whole("seed", 0, SEEDS - 1, hint=" or None")
-        if self.sample_bytes is not None:
-            self._check_whole("sample_bytes", 1, 2**50, hint=" or None")
-        if self.workers not in ("process", "thread"):
-            raise SettingsError(f'workers={self.workers!r} is not a choice. Give "process" or "thread".')
-        for name in ("pin_memory", "persistent_workers", "in_order", "drop_last", "shuffle"):
+        for name, (lowest, highest, words) in _NUMBERS.items():
             value = getattr(self, name)
-            may_be_auto = name in ("pin_memory", "persistent_workers")
-            if not isinstance(value, bool) and not (may_be_auto and value == "auto"):
-                choices = 'True, False or "auto"' if may_be_auto else "True or False"
-                raise SettingsError(f"{name}={value!r} is not a choice. Give {choices}.")
-        self._check_seconds("timeout_s", "to wait for ever")
-        self._check_seconds("warn_after_s", "to say nothing")
-        methods = multiprocessing.get_all_start_methods()
-        if self.start_method is not None and self.start_method not in methods:
-            raise SettingsError(
-                f"start_method={self.start_method!r} is not a way to start a process on this system. "
-                f"Give one of {', '.join(map(repr, methods))}, or None for Python's default."
-            )
+            whole = isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
+            if not whole and not _is_one_of(value, words):
+                others = f" or {words[0]!r}" if words else ""
+                raise SettingsError(
+                    f"{name}={value!r} is not possible. Give a whole number from {lowest} to {highest}{others}."
+                )
+        methods = (*multiprocessing.get_all_start_methods(), None)
+        for name, choices in {**_CHOICES, "start_method": methods}.items():
+            value = getattr(self, name)
+            if not _is_one_of(value, choices):
+                raise SettingsError(f"{name}={value!r} is not a choice. Give one of {', '.join(map(repr, choices))}.")
+        for name, zero in (("timeout_s", "to wait for ever"), ("warn_after_s", "to say nothing")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise SettingsError(f"{name}={value!r} is not possible. Give seconds, or 0 {zero}.")
         self._refuse_without_effect()
 
     def asking_for_workers(self) -> dict[str, Any]:
         """The settings given that mean something only where there are workers."""
-        given = {
-            "workers": (self.workers, self.workers != "process"),
-            "prefetch_factor": (self.prefetch_factor, self.prefetch_factor != "auto"),
-            "persistent_workers": (self.persistent_workers, self.persistent_workers is True),
-            "in_order": (self.in_order, not self.in_order),
-            "timeout_s": (self.timeout_s, self.timeout_s > 0),
-            "start_method": (self.start_method, self.start_method is not None),
+        idle: dict[str, tuple[object, ...]] = {
+            "workers": ("process",),
+            "prefetch_factor": ("auto",),
+            "persistent_workers": ("auto", False),
+            "in_order": (True,),
+            "timeout_s": (0,),
+            "start_method": (None,),
         }
-        return {name: value for name, (value, is_given) in given.items() if is_given}
+        return {name: getattr(self, name) for name, values in idle.items() if getattr(self, name) not in values}
 
     def _refuse_without_effect(self) -> None:
         idle = self.asking_for_workers()
@@ -110,29 +118,13 @@ class LoaderSettings:
                 "num_workers=1 has nobody to overtake it, so in_order=False would have no effect. "
                 "Set num_workers to 2 or more, or leave in_order out."
             )
-
         if self.workers == "thread" and self.start_method is not None:
             raise SettingsError(
                 f"workers='thread' starts no processes, so start_method={self.start_method!r} would have no effect. "
                 "Leave it out."
             )
 
-    def _check_tune(self) -> None:
-        for name, value in vars(self).items():
-            if name != "num_workers" and isinstance(value, str) and value == "tune":
-                raise SettingsError(
-                    f'{name}="tune" is not a choice. Write num_workers="tune", which tries prefetch_factor, pin_memory '
-                    "and persistent_workers too where they are left out."
-                )
 
-    def _check_whole(self, name: str, lowest: int, highest: int, hint: str = "") -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
-            raise SettingsError(
-                f"{name}={value!r} is not possible. Give a whole number from {lowest} to {highest}{hint}."
-            )
-
-    def _check_seconds(self, name: str, zero: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise SettingsError(f"{name}={value!r} is not possible. Give seconds, or 0 {zero}.")
+def _is_one_of(value: object, choices: tuple[object, ...]) -> bool:
+    """Whether it is one of them by type, too: 1 is not True."""
+    return any(type(value) is type(choice) and value == choice for choice in choices)

@@ -1,4 +1,4 @@
-"""Our stages by name in a trace of ``torch.profiler``, and next to nothing where no profiler runs."""
+"""Named stages in a trace of ``torch.profiler``, at next to no cost where no profiler runs."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
@@ -24,7 +24,7 @@ Traced = Literal[
     "device_transform",
     "hand_over",
 ]
-"""Every stage, in the order of the road; docs/reference/profiler.md says what lies in each."""
+"""Every stage, in the order of the input pipeline; docs/reference/profiler.md says what lies in each."""
 PREFIX = "lightning_feed."
 """What their names in a trace begin with."""
 

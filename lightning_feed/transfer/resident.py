@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.cacheable import CacheableDataset
-from lightning_feed.load.epoch_order import EpochOrder, mix_seed
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
+from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.trace import traced
 from lightning_feed.transfer.tree import leaves, map_leaves, shapes_of
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.load.tuning.search import Goal, Tuned

@@ -20,14 +20,13 @@ from lightning_feed.diagnosing.snapshot import Snapshot
 from lightning_feed.diagnosing.trainer import Limits, Package, check_trainer, package_of, quiet
 from lightning_feed.errors import LoaderError, SettingsError, plural
 from lightning_feed.image_measured import remember_tuning
+from lightning_feed.load.cloning import Changes, clone_loader, preserve_state
 from lightning_feed.load.tuning.search import Goal, Tuned
 from lightning_feed.load.tuning.store import Store
 from lightning_feed.load.tuning.sweep import Sweep, check_grid, sweep_loader
 from lightning_feed.load.tuning.trial import Trial
 from lightning_feed.load.tuning.tune_loader import tune_loader
-from lightning_feed.load.untouched import untouched
-from lightning_feed.load.variant import Changes, with_changes
-from lightning_feed.load.worker_end import end_pass
+from lightning_feed.load.worker import end_pass
 from lightning_feed.watch.experiments.session import parts_of
 from lightning_feed.watch.verdict.diagnosis import Place
 
@@ -243,7 +242,7 @@ def measure_demand(bench: Bench) -> float:
     Raises:
         FeedError: the fit fails, or is too slow to be measured.
     """
-    with told("a batch could not be loaded"), untouched(bench.train_loaders):
+    with told("a batch could not be loaded"), preserve_state(bench.train_loaders):
         batch = _first_batch(bench)
     if batch is None:
         raise LoaderError("The training loader gives no batch. Check the length of the data set, and drop_last.")
@@ -261,7 +260,7 @@ def measure_demand(bench: Bench) -> float:
 
 def _first_batch(bench: Bench) -> Any:
     """As the loop gets it, made in this process: of several loaders a batch of each. None: there is none."""
-    mine = own_loaders(bench.train_loaders, lambda loader: with_changes(loader, Changes(num_workers=0)))
+    mine = own_loaders(bench.train_loaders, lambda loader: clone_loader(loader, Changes(num_workers=0)))
     if isinstance(mine, DataLoader):
         batches = iter(mine)
         try:

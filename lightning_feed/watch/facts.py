@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch.utils.data import IterableDataset
 
 from lightning_feed.load.dali.reader_loader import ReaderLoader
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.transfer.tree import tensors
 from lightning_feed.watch.verdict.diagnosis import LoopFacts
 

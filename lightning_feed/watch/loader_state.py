@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import DataLoader
 
 from lightning_feed.load.background import BackgroundIterator
-from lightning_feed.load.loader_pass import LoaderPass
-from lightning_feed.load.thread_pass import ThreadPass
+from lightning_feed.load.loader import LoaderPass
+from lightning_feed.load.threads import ThreadPass
 from lightning_feed.watch.clocks import Clock, host_clock
 from lightning_feed.watch.worker_time import Workers
 
@@ -377,9 +377,9 @@ class PassProbe:
         _, threads, background = self._parts()
         workers = self._source.workers() if self._source is not None else Workers()
         if threads is not None:
-            return Workers(thread_ids=threads.crew.thread_ids)
-        if not workers.pids and background is not None and background.thread_id is not None:
-            return Workers(thread_ids=(background.thread_id,))
+            return Workers(thread_ids=threads.pool.thread_ids)
+        if not workers.pids and background is not None and background.thread.native_id is not None:
+            return Workers(thread_ids=(background.thread.native_id,))
         return workers
 
     def close(self) -> None:

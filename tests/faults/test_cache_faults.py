@@ -16,7 +16,7 @@ from torch.utils.data._utils import signal_handling
 from lightning_feed.archive.cache_file import PREFIX
 from lightning_feed.archive.shared_cache import SampleCache
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 
 STRANGER = 65534
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.load import background
+from lightning_feed.load import worker
 from lightning_feed.load.background import BackgroundIterator
-from lightning_feed.load.thread_crew import ThreadCrew
+from lightning_feed.load.threads import ThreadPool
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def drop(held: list[Any]) -> None:
 
 def test_while_abandoned_worker_threads_end(interrupted_join: list[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        drop([ThreadCrew(1, base_seed=0)])
+        drop([ThreadPool(1, base_seed=0)])
     assert interrupted_join == ["feed-0"]
 
 
@@ -56,4 +56,4 @@ def test_while_a_background_thread_is_closed(interrupted_join: list[str]) -> Non
     with pytest.raises(KeyboardInterrupt):
         items.close()  # nothing drops it here, so it comes once
     assert len(interrupted_join) == 1
-    threading.Event().wait(2 * background._AGAIN_S)
+    threading.Event().wait(2 * worker._RESEND_S)

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 
 
 class Ends(Dataset[int]):

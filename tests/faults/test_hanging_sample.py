@@ -14,13 +14,12 @@ import pytest
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.background import LateBatch, Watch
 from lightning_feed.load.build import Job, Part, build_loader
-from lightning_feed.load.epoch_order import EpochOrder
-from lightning_feed.load.feed_loader import FeedLoader
-from lightning_feed.load.late_batch import LateBatch, Watch
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.worker_init import WorkerInit
-from lightning_feed.load.worker_stack import stack_of
+from lightning_feed.load.worker import WorkerInit, stack_of
 
 
 class Clock:
@@ -116,7 +115,7 @@ def test_it_is_said_once_where_it_hangs(mode: str, caplog: pytest.LogCaptureFixt
         loop.clock.now += 61
         loop.late.look()
         loop.late.look()
-        (record,) = [one for one in caplog.records if one.name.endswith("late_batch")]
+        (record,) = [one for one in caplog.records if one.name.endswith("load.background")]
         said = record.getMessage()
         assert record.levelno == logging.WARNING
         assert "No batch of train has come for 61 s" in said
@@ -165,12 +164,12 @@ def test_signals_of_the_users_and_processes_without_an_answer_are_left_alone() -
     asleep = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     asleep.start()
     try:
-        assert "cannot be had; the kernel says of the process: " in stack_of(asleep.pid)
+        assert "not available; the kernel says of the process: " in stack_of(asleep.pid)
         assert asleep.is_alive()
     finally:
         asleep.kill()
         asleep.join()
-    assert "cannot be had" in stack_of(asleep.pid)
+    assert "not available" in stack_of(asleep.pid)
 
 
 def test_the_setting_reaches_the_loader() -> None:
@@ -197,7 +196,7 @@ def test_ctrl_c_does_not_wait_for_it(mode: str, monkeypatch: pytest.MonkeyPatch)
     # Whoever waits for the sample would do so for longer than the test may take.
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 1000)
     monkeypatch.setattr("lightning_feed.load.background.PATIENCE_S", 1000)
-    monkeypatch.setattr("lightning_feed.load.thread_crew.PATIENCE_S", 1000)
+    monkeypatch.setattr("lightning_feed.load.threads.PATIENCE_S", 1000)
 
     def press() -> None:
         data.reached.wait(60)

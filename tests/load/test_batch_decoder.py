@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import Dataset, SequentialSampler
 
 from lightning_feed.errors import DecodeError, LoaderError
-from lightning_feed.load.epoch_order import EpochOrder
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import EpochOrder
 
 SIZE, BATCH = 11, 2  # six batches, the last of one sample
 

@@ -18,7 +18,7 @@ from lightning_feed.archive.source import Encoded
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.cacheable import CacheableDataset, memory_left, open_caches
 from lightning_feed.load.machine import Machine
-from lightning_feed.load.picklable import why_not_picklable
+from lightning_feed.load.worker import why_not_picklable
 
 MIB = 1 << 20
 # Python warns of a fork beside the threads of other tests.

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.bounds import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES
-from lightning_feed.load.machine import Machine
+from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, Machine
 from lightning_feed.load.recommend import ASSUMED_SAMPLE_BYTES, Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd import profiler
 
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.trace import PREFIX, Traced, traced
 
 ROOT = Path(__file__).parents[2]

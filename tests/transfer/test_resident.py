@@ -32,8 +32,8 @@ from torch.utils.data import (
 
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.cacheable import CacheableDataset
-from lightning_feed.load.epoch_order import EpochOrder
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import EpochOrder
 from lightning_feed.transfer import resident
 from lightning_feed.transfer.resident import (
     ResidentData,

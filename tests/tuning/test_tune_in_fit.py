@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.tuning.search import Tuned
 from lightning_feed.load.tuning.trial import Setting, Trial
 from lightning_feed.tuning import fit as tuning_fit

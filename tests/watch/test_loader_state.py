@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.watch.loader_state import (
     DirectProbe,
     PassProbe,

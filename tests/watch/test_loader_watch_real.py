@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.watch.loader_watch import LoaderWatch
 from lightning_feed.watch.stats import LoaderStats
 

@@ -11,8 +11,7 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader as OtherC
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_feed import PrefetchCallback, _host, pl
-from lightning_feed.load.feed_loader import FeedLoader
-from lightning_feed.load.loader_pass import LoaderPass
+from lightning_feed.load.loader import FeedLoader, LoaderPass
 from lightning_feed.transfer.prefetcher import NullStream
 from lightning_feed.watch.hooks import tap_profiler
 from lightning_feed.watch.loader_watch import LoaderWatch

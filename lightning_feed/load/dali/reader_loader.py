@@ -8,7 +8,7 @@ from typing import Any
 from lightning_feed.load.dali.reader_pass import Position, ReaderPass
 from lightning_feed.load.dali.reader_pipeline import ReaderPipeline
 from lightning_feed.load.dali.reader_share import Asked, LastBatch, Place, Share
-from lightning_feed.load.epoch_order import EpochOrder, mix_seed
+from lightning_feed.load.order import EpochOrder, mix_seed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 from torch import multiprocessing
 
 from lightning_feed.errors import plural
-from lightning_feed.load.bounds import THREAD_BYTES, WORKER_BYTES, Footprint, broken_bound
-from lightning_feed.load.machine import Machine
+from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.tuning.trial import Setting, Trial
 
@@ -92,7 +91,9 @@ class Feasible:
             threads=threads,
             sharers=self.local_ranks,
         )
-        return broken_bound(self.machine, taken) or ("" if threads else self._too_many_files(workers, batches, trials))
+        return exceeded_limit(self.machine, taken) or (
+            "" if threads else self._too_many_files(workers, batches, trials)
+        )
 
     def _worker_bytes(self, trials: Sequence[Trial]) -> int:
         """As measured, where it was."""

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.archive.memory import read_text
 from lightning_feed.archive.remembered import cache_folder, read_remembered, write_remembered
+from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.machine import Machine
+from lightning_feed.load.throughput import watchdog
 from lightning_feed.load.tuning.search import Goal, Tuned
 from lightning_feed.load.tuning.trial import Setting, Trial, leaf_sizes
-from lightning_feed.load.untouched import untouched
-from lightning_feed.load.watched import watched
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +142,8 @@ def _sample(loader: DataLoader[Any]) -> list[Any] | None:
     if isinstance(loader.dataset, IterableDataset):
         return None
     try:
-        with untouched(loader):
-            sample = watched(
+        with preserve_state(loader):
+            sample = watchdog(
                 lambda _: loader.dataset[0], silent_s=_SAMPLE_S, unblock=lambda: False, what=lambda _: "no sample came"
             )
     except Exception as error:  # noqa: BLE001  # whatever a data set raises, the trials will name it

@@ -14,8 +14,8 @@ from lightning_feed.errors import SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import TORCH_PREFETCH
-from lightning_feed.load.rounds import RoundLimits
 from lightning_feed.load.settings import MOST
+from lightning_feed.load.throughput import RoundLimits
 from lightning_feed.load.tuning.feasible import Feasible, read_open_files
 from lightning_feed.load.tuning.trial import Setting, Trial, run_trial
 

@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, FeedError
-from lightning_feed.load.blame import blamed
-from lightning_feed.load.rounds import LoaderRate, RoundLimits, time_loader
-from lightning_feed.load.untouched import untouched
-from lightning_feed.load.variant import Changes, burst_of, with_changes
-from lightning_feed.load.worker_end import ended_worker, torch_iterators, worker_processes
+from lightning_feed.load.cloning import Changes, burst_of, clone_loader, locate_failure, preserve_state
+from lightning_feed.load.throughput import LoaderRate, RoundLimits, time_loader
+from lightning_feed.load.worker import ended_worker, torch_iterators, worker_processes
 
 Kind = Literal["process", "thread"]
 Clock = Callable[[], float]
@@ -97,11 +95,11 @@ def run_trial(
     copies = copies if setting.num_workers else 1
     passes: list[_Pass] = []
     try:
-        with untouched(loader), warnings.catch_warnings():
+        with preserve_state(loader), warnings.catch_warnings():
             # More workers than CPUs: on purpose. Pinning without a device: the user was told by their own loader.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
-            variants = [with_changes(loader, _changes(loader, setting)) for _ in range(copies)]
+            variants = [clone_loader(loader, _changes(loader, setting)) for _ in range(copies)]
             burst = burst_of(variants[0])
 
             def begin() -> _Pass:
@@ -118,7 +116,7 @@ def run_trial(
         if died is None:
             came = passes[-1].taken if len(passes) == 1 and copies == 1 else None
             part = SimpleNamespace(loader=loader, stream=isinstance(loader.dataset, IterableDataset))
-            raise blamed([part], error, came) from error
+            raise locate_failure([part], error, came) from error
         return Trial(setting=setting, infeasible=died, seconds=clock() - began)
     return _measured(setting, rate, passes, clock() - began)
 

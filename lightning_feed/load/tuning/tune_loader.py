@@ -11,17 +11,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.cloning import preserve_state
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
-from lightning_feed.load.picklable import why_not_picklable
 from lightning_feed.load.recommend import PINNING_DEVICES
-from lightning_feed.load.rounds import RoundLimits
+from lightning_feed.load.throughput import RoundLimits, watchdog
 from lightning_feed.load.tuning.feasible import IMPORT_S, Feasible, read_open_files
 from lightning_feed.load.tuning.search import Goal, Offer, Search, Tuned
 from lightning_feed.load.tuning.store import Store, key_of
 from lightning_feed.load.tuning.trial import Kind, Setting, Trial, run_trial
-from lightning_feed.load.untouched import untouched
-from lightning_feed.load.watched import watched
+from lightning_feed.load.worker import why_not_picklable
 
 logger = logging.getLogger(__name__)
 
@@ -236,10 +235,10 @@ def divides_itself(loader: DataLoader[Any]) -> bool:
     2.15); where that is gone, nobody is seen to ask.
     """
     observed, before = _ObservedInfo(loader.dataset), getattr(worker, "_worker_info", None)
-    with untouched(loader):
+    with preserve_state(loader):
         try:
             worker._worker_info = observed  # type: ignore[assignment]
-            watched(
+            watchdog(
                 lambda _: next(iter(loader.dataset), None),
                 silent_s=_FIRST_SAMPLE_S,
                 unblock=lambda: False,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from lightning_feed.errors import FeedError
+from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.encoded_batch import EncodedImageDataset, collate_encoded
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
-from lightning_feed.load.untouched import untouched
 from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.transfer.tree import tensors
 from lightning_feed.watch.experiments.session import LeftOut, Part, Session, counted_s
@@ -111,7 +111,7 @@ def decode_rate(
     """
     if part.stream:
         return None
-    with untouched(part.loader):
+    with preserve_state(part.loader):
         samples = [innermost(part.loader.dataset, index) for index in part.first_samples(MOST_IMAGES)]
         dataset: Any = samples[0][0] if samples else None
         if not _decodes_images(dataset) or any(base is not dataset for base, _ in samples):

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_feed.errors import FeedError, LoaderError
-from lightning_feed.load.untouched import untouched
-from lightning_feed.load.watched import Beat, watched
+from lightning_feed.load.cloning import preserve_state
+from lightning_feed.load.throughput import Heartbeat, watchdog
 from lightning_feed.watch.experiments.results import FunctionCost
 from lightning_feed.watch.experiments.session import Part, Session
 from lightning_feed.watch.experiments.transforms import threads_of_a_worker
@@ -128,7 +128,7 @@ def time_batches(
     tally = StackTally()
     took: list[tuple[float, float]] = []
 
-    def work(beat: Beat) -> None:
+    def work(beat: Heartbeat) -> None:
         collated = 0.0
 
         def collate(samples: Any) -> None:
@@ -152,9 +152,9 @@ def time_batches(
                     tally.clear()
                 start, collated = end, 0.0
 
-    with untouched(part.loader), threads_of_a_worker(part):
+    with preserve_state(part.loader), threads_of_a_worker(part):
         try:
-            watched(
+            watchdog(
                 work,
                 silent_s=max(max_s, _SILENT_S),
                 unblock=lambda: False,

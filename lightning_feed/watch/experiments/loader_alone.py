@@ -17,11 +17,10 @@ import torch.multiprocessing as torch_mp
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_feed.errors import FeedError, LoaderError
-from lightning_feed.load.feed_loader import FeedLoader
-from lightning_feed.load.rounds import RoundLimits, time_loader
-from lightning_feed.load.untouched import untouched
-from lightning_feed.load.variant import Changes, burst_of, iter_is_itself, with_changes
-from lightning_feed.load.worker_end import worker_processes
+from lightning_feed.load.cloning import Changes, burst_of, clone_loader, iter_is_itself, preserve_state
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.throughput import RoundLimits, time_loader
+from lightning_feed.load.worker import worker_processes
 from lightning_feed.watch.experiments.results import KeyUse
 from lightning_feed.watch.experiments.session import (
     START_S,
@@ -90,7 +89,7 @@ def _measure_iterable(session: Session, limits: RoundLimits) -> None:
         passes.append(Together([iter(loader)]))
         return passes[-1]
 
-    with untouched(loader):
+    with preserve_state(loader):
         rate = time_loader(begin, burst=1, limits=limits)
     session.alone, session.first = rate, passes[0].first or []
     session.note(loader_per_s=rate.batches_per_s, loader_start_s=rate.start_s, taking_ms=rate.taking_ms)
@@ -314,7 +313,7 @@ def _compare(session: Session, passes: int) -> tuple[str, dict[str, float]]:
 def _constant_loader(part: Part, sample: Any) -> Iterable[Any]:
     # The device is not touched in a forked process, so nothing is pinned.
     changes = Changes(dataset=_null(part, sample), num_workers=1, pin_memory=False, endless=True)
-    made = with_changes(part.loader, changes)
+    made = clone_loader(part.loader, changes)
     if isinstance(made, FeedLoader):
         made.background = 0  # a thread that takes them would hide what it takes
     return made

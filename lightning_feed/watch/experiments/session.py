@@ -15,15 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, FeedError, LoaderError
-from lightning_feed.load.blame import blamed
-from lightning_feed.load.bounds import MEMORY_SHARE, SHM_SHARE
-from lightning_feed.load.machine import Machine, read_machine
+from lightning_feed.load.cloning import Changes, burst_of, clone_loader, locate_failure, preserve_state
+from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, Machine, read_machine
 from lightning_feed.load.recommend import TORCH_PREFETCH
-from lightning_feed.load.rounds import LoaderRate, RoundLimits, time_loader
-from lightning_feed.load.untouched import untouched
-from lightning_feed.load.variant import Changes, burst_of, with_changes
-from lightning_feed.load.watched import watched
-from lightning_feed.load.worker_end import end_pass
+from lightning_feed.load.throughput import LoaderRate, RoundLimits, time_loader, watchdog
+from lightning_feed.load.worker import end_pass
 from lightning_feed.transfer.tree import tensors
 from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.worker_time import WorkerTime
@@ -58,7 +54,7 @@ class Part:
     def first_batches(self, count: int) -> list[Any]:
         """What its sampler gives for the first batches of a pass: lists of indices, or indices where the loader does
         not batch. Fewer where the pass is shorter."""
-        with untouched(self.loader):
+        with preserve_state(self.loader):
             source = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
             return list(islice(source, count))
 
@@ -165,11 +161,11 @@ def rate_of(
     """
     passes: list[Together] = []
     try:
-        with untouched([part.loader for part in parts]), warnings.catch_warnings():
-            # As with_changes does: torch warns once more when a pass begins. The user's own run has told both.
+        with preserve_state([part.loader for part in parts]), warnings.catch_warnings():
+            # As clone_loader does: torch warns once more when a pass begins. The user's own run has told both.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
-            variants = [with_changes(part.loader, change(part)) for part in parts]
+            variants = [clone_loader(part.loader, change(part)) for part in parts]
 
             def begin() -> Together:
                 passes.append(Together([iter(variant) for variant in variants], on_batch))
@@ -179,7 +175,7 @@ def rate_of(
     except Exception as error:
         if isinstance(error, FeedError) and not isinstance(error, DatasetError):
             raise
-        raise blamed(parts, error, passes[-1].came if len(passes) == 1 else None) from error
+        raise locate_failure(parts, error, passes[-1].came if len(passes) == 1 else None) from error
     return rate, passes[0].first or []
 
 
@@ -218,8 +214,8 @@ def record_sample(part: Part, max_s: float = 60.0) -> Any:
     indices = ["the first"] if part.stream else part.first_samples(1)
     if not indices:
         raise DatasetError("The sampler gives no batch at all. Check the length of the data set, and drop_last.")
-    with untouched(part.loader), naming(dataset, indices[0]):
-        samples = watched(
+    with preserve_state(part.loader), naming(dataset, indices[0]):
+        samples = watchdog(
             lambda _: list(islice(iter(dataset), 1)) if part.stream else [dataset[indices[0]]],
             silent_s=max_s,
             unblock=lambda: False,
@@ -271,8 +267,8 @@ class Session:
         """
         parts = parts_of(self.loader)
         for part in parts:
-            with untouched(part.loader):
-                with_changes(part.loader)
+            with preserve_state(part.loader):
+                clone_loader(part.loader)
         self.parts = parts
         self.samples = [record_sample(part) for part in parts]
         self.note(batch_size=sum(part.batch_size for part in parts))

@@ -16,9 +16,8 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Subset
 
 from lightning_feed.archive.memory import read_text
+from lightning_feed.load.cloning import Changes, burst_of, preserve_state
 from lightning_feed.load.image_dataset import ImageDataset
-from lightning_feed.load.untouched import untouched
-from lightning_feed.load.variant import Changes, burst_of
 from lightning_feed.watch.experiments.results import DiskFacts
 from lightning_feed.watch.experiments.session import LeftOut, Part, Session, naming
 
@@ -158,7 +157,7 @@ def files_of_samples(part: Part, indices: list[Any]) -> list[str]:
     """
     dataset: Any = part.loader.dataset
     found: list[str] = []
-    with untouched(part.loader):
+    with preserve_state(part.loader):
         for index in indices:
             path = _listed_file(*innermost(dataset, index))
             if path is not None:

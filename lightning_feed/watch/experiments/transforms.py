@@ -18,11 +18,11 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from lightning_feed.load.cacheable import CacheableDataset
+from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.encoded_batch import EncodedImageDataset
 from lightning_feed.load.given_transform import GivenTransform
 from lightning_feed.load.image_dataset import ImageDataset
-from lightning_feed.load.untouched import untouched
-from lightning_feed.load.watched import Beat, watched
+from lightning_feed.load.throughput import Heartbeat, watchdog
 from lightning_feed.watch.experiments.results import NamedCost
 from lightning_feed.watch.experiments.session import Part, Session, naming
 from lightning_feed.watch.experiments.storage import innermost
@@ -256,10 +256,10 @@ def sample_costs(
     timer = timer or StepTimer()
     dataset: Any = part.loader.dataset
     indices = range(samples) if part.stream else part.first_samples(samples)
-    with untouched(part.loader), threads_of_a_worker(part):
+    with preserve_state(part.loader), threads_of_a_worker(part):
         make = _maker(part, indices, timer)
 
-        def work(beat: Beat) -> int:
+        def work(beat: Heartbeat) -> int:
             began = time.monotonic()
             for done, index in enumerate(indices):
                 for counts in (False, True):
@@ -273,7 +273,7 @@ def sample_costs(
             return len(indices)
 
         with replaced(find_sites(dataset), lambda site: _in_place_of(site, timed(_users(site), timer))):
-            count = watched(
+            count = watchdog(
                 work,
                 silent_s=max_s,
                 unblock=lambda: False,
@@ -389,7 +389,7 @@ def _one_sample(part: Part) -> list[tuple[Site, _Noting]]:
     """The transforms that a sample goes through, with what the user's own got and gave."""
     sites = find_sites(part.loader.dataset)
     noting = {site: _Noting(_users(site)) for site in sites}
-    with untouched(part.loader), replaced(sites, lambda site: _in_place_of(site, noting[site])):
+    with preserve_state(part.loader), replaced(sites, lambda site: _in_place_of(site, noting[site])):
         dataset: Any = part.loader.dataset
         if part.stream:
             next(iter(dataset), None)
@@ -445,7 +445,7 @@ def measure_as_uint8(session: Session) -> None:
     kept: dict[Site, UntilSized] = {}
     for part in session.parts:
         for site, note in _one_sample(part):
-            with untouched(part.loader):
+            with preserve_state(part.loader):
                 steps = _until_sized(_users(site), note)
             if steps is not None:
                 kept[site] = UntilSized(steps)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from lightning_feed.load.bounds import SHM_SHARE
+from lightning_feed.load.machine import SHM_SHARE
 from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.case import Case, callback_remedy, loader_remedy, trainer_remedy, with_kept_workers
 from lightning_feed.watch.verdict.causes import MANY_TENSORS

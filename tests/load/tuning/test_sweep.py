@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_feed.archive import whole_file
 from lightning_feed.errors import MissingExtraError, SettingsError
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.rounds import RoundLimits
+from lightning_feed.load.throughput import RoundLimits
 from lightning_feed.load.tuning import sweep as sweep_file
 from lightning_feed.load.tuning.sweep import DEFAULT_GRID, Sweep, sweep_loader, write_plot
 from lightning_feed.load.tuning.trial import Setting, Trial

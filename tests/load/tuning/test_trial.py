@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_feed.errors import DatasetError, LoaderError
-from lightning_feed.load.feed_loader import FeedLoader
-from lightning_feed.load.rounds import RoundLimits
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.throughput import RoundLimits
 from lightning_feed.load.tuning import trial as trials
 from lightning_feed.load.tuning.trial import Setting, cpu_seconds, leaf_sizes, run_trial, worker_memory
 from lightning_feed.load.tuning.tune_loader import divides_itself

@@ -11,7 +11,7 @@ from simulated_loaders import SimulatedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from lightning_feed.errors import LoaderError, SettingsError
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.tuning import tune_loader as door
 from lightning_feed.load.tuning.feasible import OpenFiles

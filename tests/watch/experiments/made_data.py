@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_feed.load.machine import Machine
-from lightning_feed.load.rounds import LoaderRate
+from lightning_feed.load.throughput import LoaderRate
 from lightning_feed.watch.experiments.session import Part, Session
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from watch.experiments.made_data import Broken, Files, Images, Slow, Stream
 
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.watch.experiments import data_experiments
 from lightning_feed.watch.experiments.data_experiments import EXPERIMENTS, run_data_experiments

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from watch.experiments.made_data import Files, Images, Slow, Stream, machine_of, session_of
 
 from lightning_feed.errors import DatasetError
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.watch.experiments import loader_alone
 from lightning_feed.watch.experiments.loader_alone import (

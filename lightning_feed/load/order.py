@@ -1,4 +1,4 @@
-"""The order of one pass over a map-style loader: seeded by epoch, recorded at its start, taken up in its middle."""
+"""The order of one pass over a map-style loader: seeded by epoch, recorded at its start, resumed in its middle."""
 
 import copy
 import hashlib
@@ -59,9 +59,20 @@ def mix_seed(seed: int, epoch: int, cycle: int, stream: str) -> int:
 
 
 def drawing_device(generator: object) -> torch.device:
-    """The device of what a loader draws: that of the generator, else the CPU. Entered (``with``), it takes the place of
+    """The device that a loader draws on: that of the generator, else the CPU. Entered (``with``), it takes the place of
     ``torch.set_default_device``, under which torch's loaders and samplers fail with a generator of the CPU."""
     return generator.device if isinstance(generator, torch.Generator) else torch.device("cpu")
+
+
+def ranks_of_run() -> int:
+    """Training processes of this run."""
+    started = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if started else 1
+
+
+def rank_of_run() -> int:
+    """The number of this training process."""
+    return torch.distributed.get_rank() if ranks_of_run() > 1 else 0
 
 
 def find_samplers(*roots: object) -> dict[str, Any]:
@@ -93,34 +104,36 @@ class MapPass:
         epoch: of this pass; None without an order.
         cycle: how many passes of the same epoch came before this one.
         resume: the state to go on from, None for a pass from its beginning.
+        ahead: batches whose indices are remembered, for :meth:`index_of`.
     """
 
     def __init__(
-        self, order: EpochOrder | None, *, epoch: int | None, cycle: int, resume: Mapping[str, Any] | None
+        self,
+        order: EpochOrder | None,
+        *,
+        epoch: int | None,
+        cycle: int,
+        resume: Mapping[str, Any] | None,
+        ahead: int = 1,
     ) -> None:
-        self.order, self.epoch, self.cycle = order, epoch, cycle
-        self.origin = resume
+        self.order, self.epoch, self.cycle, self.origin = order, epoch, cycle, resume
         self.ended = False  # set when the pass has come to the end of its data
         self.batches: int = resume["batches"] if resume is not None else 0
         self.skip = self.batches
         self.pass_start: dict[str, dict[str, Any]] = {}
         self.facts: dict[str, Any] = {}
-        """The setting of the loader that its state holds: see rest_of_epoch.py."""
+        """The configuration of the loader, as :func:`facts_of` gives it."""
         self.rest: Callable[[], Iterator[Any]] | None = None
-        """Gives the indices of a pass that goes on in another setting than that of the state."""
+        """Gives the indices of a pass that goes on in another configuration than that of the state."""
         self.given = 0
         """Indices that were asked for in this pass. Each of them is to give a batch."""
-        self._recent: deque[Any] = deque(maxlen=1)
+        self._recent: deque[Any] = deque(maxlen=max(1, ahead))
         self._begun = False
 
     def hand_out(self, batch: Any) -> Any:
         """Count a batch that leaves the loader."""
         self.batches += 1
         return batch
-
-    def remember(self, batches: int) -> None:
-        """Keep the indices of so many batches, for :meth:`index_of`."""
-        self._recent = deque(self._recent, maxlen=max(1, batches))
 
     def note(self, index: Any) -> None:
         """Count an index that was asked for."""
@@ -149,10 +162,10 @@ class MapPass:
         if self._begun:
             return
         self._begun = True
+        saved: Mapping[str, Mapping[str, Any]] = self.origin["pass_start"] if self.origin is not None else {}
         if self.origin is not None and self.origin.get("rest") == "dealt":
             self.pass_start = copy.deepcopy(self.origin["pass_start"])  # what its order is drawn from
             return
-        saved: Mapping[str, Mapping[str, Any]] = self.origin["pass_start"] if self.origin is not None else {}
         for name, sampler in samplers.items():
             self.pass_start[name] = self._begin_sampler(name, sampler, saved.get(name, {}))
         for name in saved.keys() - samplers.keys():
@@ -224,8 +237,7 @@ class IndexSource:
         return len(self.inner)
 
     def _walk(self, now: MapPass | None) -> Iterator[Any]:
-        if now is None:
-            raise RuntimeError("FeedLoader's indices were asked for outside of a pass.")
+        assert now is not None, "indices were asked for outside of a pass"
         now.begin(self.samplers)
         generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())
         device = drawing_device(next(filter(None, generators), None))

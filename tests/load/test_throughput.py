@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_feed.errors import LoaderError, SettingsError
-from lightning_feed.load.rounds import RoundLimits, time_loader
-from lightning_feed.load.worker_end import worker_processes
+from lightning_feed.load.throughput import RoundLimits, time_loader
+from lightning_feed.load.worker import worker_processes
 
 
 class Clock:

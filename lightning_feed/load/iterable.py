@@ -1,6 +1,6 @@
-"""The place of every worker in an iterable dataset, carried beside the batches, so that a pass can be taken up again.
+"""The place of every worker in an iterable dataset, carried beside the batches, so that a pass can be resumed.
 
-The way of a sample in a worker: the dataset's iterator -> ``ResumableDataset`` counts it -> torch gathers a batch ->
+The path of a sample in a worker: the dataset's iterator -> ``ResumableDataset`` counts it -> torch gathers a batch ->
 ``StampingCollate`` collates it and stamps it with the count and the dataset's state -> the main process takes the stamp
 off (``IterablePass.hand_out``). A stamp says where its worker stood when the batch was drawn, however far the workers
 have read ahead since. The contract for datasets with state is that of torchdata's StatefulDataLoader (read in 0.11).
@@ -121,8 +121,8 @@ class _Draws:
         self.drawn += 1
         return sample
 
-    def stamp(self, batch: Any) -> Stamped:
-        """``batch`` with the place that the worker is at now."""
+    def stamp(self) -> Stamped:
+        """The place that the worker is at now, without a batch."""
         place, lost = None, False
         if self._stateful:
             states = {name: thing.state_dict() for name, thing in self._stateful.items()}
@@ -130,7 +130,7 @@ class _Draws:
                 place = pickle.dumps(states)
             except (pickle.PicklingError, TypeError, AttributeError):
                 lost = True  # the run goes on; the checkpoint says that it cannot be resumed exactly
-        return Stamped(batch, self.worker, self.drawn, self.ended, place, lost, skip=False)
+        return Stamped(None, self.worker, self.drawn, self.ended, place, lost, skip=False)
 
 
 def _open(dataset: Any, saved: Mapping[str, Any] | None) -> Iterator[Any]:
@@ -176,7 +176,7 @@ class StampingCollate:
         first = samples[0] if type(samples) is list and samples else samples
         if isinstance(first, _Marker):
             return Stamped(None, draws.worker, draws.drawn, ended=False, place=None, lost=False, skip=True)
-        stamp = draws.stamp(None)  # before collating: a collate function may keep or change the samples
+        stamp = draws.stamp()  # before collating: a collate function may keep or change the samples
         return stamp._replace(batch=self.collate(samples))
 
 
@@ -188,24 +188,17 @@ class IterablePass:
         epoch: of this pass; None without an order.
         cycle: how many passes of the same epoch came before this one.
         resume: the state to go on from, None for a pass from its beginning.
-        base_state: state of the user's ``DataLoader(generator=...)`` at the start: it decides the workers' seeds.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        *,
-        epoch: int | None,
-        cycle: int,
-        resume: Mapping[str, Any] | None,
-        base_state: Any = None,
-    ) -> None:
+    def __init__(self, num_workers: int, *, epoch: int | None, cycle: int, resume: Mapping[str, Any] | None) -> None:
         self.epoch, self.cycle, self.origin = epoch, cycle, resume
         self.num_workers = num_workers
-        self.base_state = base_state
-        self.batches: int = resume["batches"] if resume is not None else 0
-        self.next_worker: int = resume["next_worker"] if resume is not None else 0
-        self._saved: dict[int, Mapping[str, Any]] = dict(resume["workers"]) if resume is not None else {}
+        self.base_state: Any = None
+        """State of the user's ``DataLoader(generator=...)`` at the start: it decides the workers' seeds."""
+        begun: Mapping[str, Any] = resume or {"batches": 0, "next_worker": 0, "workers": {}}
+        self.batches: int = begun["batches"]
+        self.next_worker: int = begun["next_worker"]
+        self._saved: dict[int, Mapping[str, Any]] = dict(begun["workers"])
         self._stamps: dict[int, Stamped] = {}
         self.exact = True
         self.facts: dict[str, Any] = {}

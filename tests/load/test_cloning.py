@@ -24,10 +24,9 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_feed.errors import LoaderError, SettingsError
-from lightning_feed.load.epoch_order import EpochOrder
-from lightning_feed.load.feed_loader import FeedLoader
-from lightning_feed.load.untouched import untouched
-from lightning_feed.load.variant import Changes, burst_of, with_changes
+from lightning_feed.load.cloning import Changes, burst_of, clone_loader, preserve_state
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import EpochOrder
 
 
 class Numbers(Dataset[int]):
@@ -147,14 +146,14 @@ def test_a_variant_gives_the_same_batches_and_the_users_own_stays_as_it_is(name:
     loader, twin = _loaders()[name], _loaders()[name]
     random.seed(0)
     before, around = _state(loader), _global()
-    with untouched(loader):
-        found = list(with_changes(loader))
+    with preserve_state(loader):
+        found = list(clone_loader(loader))
         assert _state(loader) != before or _global() != around or name in ("plain",)
     assert _state(loader) == before
     assert _global() == around
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
-    with untouched(loader):
-        found = list(with_changes(loader))
+    with preserve_state(loader):
+        found = list(clone_loader(loader))
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     if isinstance(twin, FeedLoader) and twin.order is not None:
         assert sorted(torch.cat(found).tolist()) == sorted(torch.cat(list(twin)).tolist())  # it has no order of its own
@@ -162,8 +161,8 @@ def test_a_variant_gives_the_same_batches_and_the_users_own_stays_as_it_is(name:
         expected = list(twin)
         assert len(found) == len(expected)
         assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, expected, strict=True))
-    assert type(with_changes(loader)) in (DataLoader, FeedLoader, StatefulDataLoader)
-    assert isinstance(with_changes(loader), FeedLoader) == isinstance(loader, FeedLoader)
+    assert type(clone_loader(loader)) in (DataLoader, FeedLoader, StatefulDataLoader)
+    assert isinstance(clone_loader(loader), FeedLoader) == isinstance(loader, FeedLoader)
 
 
 class Negating:
@@ -179,8 +178,8 @@ def test_what_decodes_behind_the_workers_decodes_in_a_variant_too() -> None:
     expected = list(loader)
     assert min(float(batch.min()) for batch in expected) < 0
     for changes in (Changes(), Changes(num_workers=2, workers="thread")):
-        with untouched(loader):
-            found = list(with_changes(loader, changes))
+        with preserve_state(loader):
+            found = list(clone_loader(loader, changes))
         assert all(bool((batch <= 0).all()) for batch in found)
         assert len(found) == len(expected)
 
@@ -189,8 +188,8 @@ def test_what_decodes_behind_the_workers_decodes_in_a_variant_too() -> None:
 def test_a_variant_with_workers(name: str) -> None:
     loader = _loaders()[name]
     before, around = _state(loader), _global()
-    with untouched(loader):
-        variant = with_changes(loader, Changes(num_workers=1, prefetch_factor=3, in_order=False))
+    with preserve_state(loader):
+        variant = clone_loader(loader, Changes(num_workers=1, prefetch_factor=3, in_order=False))
         batches = [torch.as_tensor(batch) for batch in variant]
     assert (variant.num_workers, variant.prefetch_factor, variant.in_order) == (1, 3, False)
     assert len(batches) == len(list(loader))
@@ -203,8 +202,8 @@ def test_the_users_live_pass_with_persistent_workers_goes_on() -> None:
     loader = DataLoader(Numbers(), batch_size=2, num_workers=1, persistent_workers=True)
     mine = iter(loader)
     first = next(mine)
-    with untouched(loader):
-        assert len(list(with_changes(loader))) == 10
+    with preserve_state(loader):
+        assert len(list(clone_loader(loader))) == 10
     assert loader._iterator is mine
     rest = list(mine)
     assert torch.cat([first, *rest]).tolist() == list(range(20))
@@ -215,8 +214,8 @@ def test_a_place_that_is_kept_is_neither_used_nor_moved() -> None:
     mine = iter(loader)
     next(mine)
     place = loader.state_dict()
-    with untouched(loader):
-        assert len(list(with_changes(loader))) == 10
+    with preserve_state(loader):
+        assert len(list(clone_loader(loader))) == 10
     assert loader.state_dict() == place
     assert next(mine).tolist() == [2, 3]
 
@@ -237,38 +236,38 @@ def test_settings_are_carried_over() -> None:
         in_order=False,
         drop_last=True,
     )
-    same = with_changes(loader)
+    same = clone_loader(loader)
     for name in ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "worker_init_fn", "in_order"):
         assert getattr(same, name) == getattr(loader, name), name
     assert same.multiprocessing_context.get_start_method() == "spawn"
     assert same.collate_fn is loader.collate_fn
-    alone = with_changes(loader, Changes(num_workers=0))
+    alone = clone_loader(loader, Changes(num_workers=0))
     assert (alone.num_workers, alone.prefetch_factor, alone.timeout) == (0, None, 0)
     assert not alone.persistent_workers
 
 
 def test_given_batches_and_endless_ones() -> None:
     loader = DataLoader(Numbers(), batch_size=2)
-    given = with_changes(loader, Changes(batches=[[4, 5], [1]], endless=True))
+    given = clone_loader(loader, Changes(batches=[[4, 5], [1]], endless=True))
     found = [batch.tolist() for batch, _ in zip(given, range(5), strict=False)]
     assert found == [[4, 5], [1], [4, 5], [1], [4, 5]]
     unbatched = DataLoader(Numbers(), batch_size=None)
-    assert [int(item) for item in with_changes(unbatched, Changes(batches=[7, 3]))] == [7, 3]
-    assert list(with_changes(DataLoader(Numbers(0), batch_size=2), Changes(endless=True))) == []
+    assert [int(item) for item in clone_loader(unbatched, Changes(batches=[7, 3]))] == [7, 3]
+    assert list(clone_loader(DataLoader(Numbers(0), batch_size=2), Changes(endless=True))) == []
 
 
 def test_another_data_set_under_the_same_sampler() -> None:
     loader = DataLoader(Numbers(), batch_size=4)
-    other = with_changes(loader, Changes(dataset=range(100, 120)))
+    other = clone_loader(loader, Changes(dataset=range(100, 120)))
     assert torch.cat(list(other)).tolist() == list(range(100, 120))
 
 
 def test_what_cannot_be_tried_is_said() -> None:
     used_up = DataLoader(Numbers(), batch_sampler=iter([[1], [2]]))  # type: ignore[arg-type]
     with pytest.raises(LoaderError, match="iterator, which can be gone through only once"):
-        with_changes(used_up)
-    with pytest.raises(SettingsError, match="iterable data set"):
-        with_changes(DataLoader(Stream()), Changes(batches=[[1]]))
+        clone_loader(used_up)
+    with pytest.raises(SettingsError, match="iterable dataset"):
+        clone_loader(DataLoader(Stream()), Changes(batches=[[1]]))
     with pytest.raises(SettingsError, match="nothing to prefetch"):
         Changes(num_workers=0, prefetch_factor=2)
     with pytest.raises(SettingsError, match="empty"):
@@ -300,11 +299,11 @@ class Doubled(DataLoader[int]):
 def test_classes_that_iterate_in_their_own_way() -> None:
     infinite = Infinite(Numbers(), batch_size=2)
     with pytest.raises(LoaderError, match="'kept'"):
-        with_changes(infinite)
+        clone_loader(infinite)
     assert next(infinite.kept).tolist() == [0, 1]
     doubled = Doubled(2, Numbers(), batch_size=2)
-    with untouched(doubled):
-        variant = with_changes(doubled, Changes(num_workers=1, batches=[[3], [4, 5]]))
+    with preserve_state(doubled):
+        variant = clone_loader(doubled, Changes(num_workers=1, batches=[[3], [4, 5]]))
         assert [batch.tolist() for batch in variant] == [[6], [8, 10]]
     assert (doubled.num_workers, doubled.batch_size) == (0, 2)
 
@@ -313,8 +312,8 @@ def test_a_copy_of_such_a_class_leaves_the_users_live_workers_alone() -> None:
     doubled = Doubled(2, Numbers(), batch_size=2, num_workers=1, persistent_workers=True)
     mine = iter(doubled)
     first = next(mine)
-    with untouched(doubled):
-        variant = with_changes(doubled)
+    with preserve_state(doubled):
+        variant = clone_loader(doubled)
         assert len(list(variant)) == 10
     assert variant._iterator is not doubled._iterator
     assert torch.cat([first, *mine]).tolist() == list(range(0, 40, 2))
@@ -337,9 +336,9 @@ def test_untouched_puts_back_after_an_error_and_nested() -> None:
     before, around = _state(data), _global()
 
     def interrupted() -> None:
-        with untouched(data):
+        with preserve_state(data):
             data[3]
-            with untouched(data):
+            with preserve_state(data):
                 data[4]
             assert data.seen == [3]
             raise KeyboardInterrupt
@@ -359,7 +358,7 @@ def test_untouched_reaches_closures_partials_and_bound_methods() -> None:
 
     loader = DataLoader(Numbers(), collate_fn=collate, worker_init_fn=data.__getitem__)  # type: ignore[arg-type]
     before = generator.getstate(), _state(data)
-    with untouched(loader):
+    with preserve_state(loader):
         collate([1, 2])
         data[1]
     assert (generator.getstate(), _state(data)) == before
@@ -374,16 +373,16 @@ def test_untouched_leaves_what_did_not_change_alone() -> None:
             super().update(*args, **named)
 
     held = Watched(a=1)
-    with untouched([held]):
+    with preserve_state([held]):
         pass
     assert Watched.writes == 0
-    with untouched([held]):
+    with preserve_state([held]):
         held["b"] = 2
     assert (Watched.writes, dict(held)) == (1, {"a": 1})
 
 
 def test_changes_can_be_sent_to_workers_that_are_spawned() -> None:
-    variant = with_changes(DataLoader(Numbers(), batch_size=2), Changes(endless=True))
+    variant = clone_loader(DataLoader(Numbers(), batch_size=2), Changes(endless=True))
     assert isinstance(pickle.loads(pickle.dumps(variant.batch_sampler)).source, BatchSampler)
 
 
@@ -399,7 +398,7 @@ def test_untouched_is_not_lost_in_a_long_list_of_samples() -> None:
 
     data = Folder()
     before = data.generator.getstate()
-    with untouched(data):
+    with preserve_state(data):
         data.generator.random()
         data.samples.append(("x", [1]))
         data.more.pop(5)

@@ -28,8 +28,8 @@ from torch.utils.data import (
 )
 
 from lightning_feed.errors import LoaderError, ResumeError
-from lightning_feed.load.epoch_order import EpochOrder
-from lightning_feed.load.feed_loader import FeedLoader
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import EpochOrder
 
 SIZE = 11
 

@@ -1,4 +1,4 @@
-"""Worker threads: the batches of a DataLoader, random numbers that do not depend on the threads, and clean ends."""
+"""Worker threads: the batches of a DataLoader, random numbers of our recipes, errors, and clean ends."""
 
 import gc
 import logging
@@ -28,9 +28,11 @@ from torch.utils.data import (
 )
 
 from lightning_feed.errors import LoaderError, SettingsError
-from lightning_feed.load import thread_crew, thread_pass
-from lightning_feed.load.epoch_order import EpochOrder
-from lightning_feed.load.feed_loader import FeedLoader, begin_next_epoch
+from lightning_feed.load import threads as worker_threads
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import EpochOrder
+from lightning_feed.load.resume import begin_next_epoch
+from lightning_feed.load.thread_random import SharedRandom, begin_sample, sample_generator
 
 SIZE = 23
 
@@ -54,13 +56,17 @@ class Whole(Rows):
 
 
 class Noisy(Rows):
-    """As an augmentation draws: more or less, by what was drawn before."""
+    """As our recipes draw: more or less, by what was drawn before."""
 
     def __getitem__(self, index):
-        drawn = [torch.rand(()).item()]
+        drawn = [draw()]
         while drawn[-1] < 0.7:
-            drawn += [torch.empty(()).uniform_(0, 1).item(), torch.rand(()).item()]
-        return index, torch.randint(1000, ()), drawn[-1]
+            drawn += [draw(), draw()]
+        return index, drawn[-1]
+
+
+def draw():
+    return torch.rand((), generator=sample_generator()).item()
 
 
 class NoisyWhole(Noisy):
@@ -69,7 +75,7 @@ class NoisyWhole(Noisy):
 
 
 def mix_up(samples):
-    return torch.tensor([sample[2] for sample in samples]) * torch.rand(())
+    return torch.tensor([sample[1] for sample in samples]) * draw()
 
 
 def as_list(batch):
@@ -119,11 +125,11 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dataset", [Rows, Whole])
+@pytest.mark.parametrize("number", range(len(KINDS)))
 @pytest.mark.parametrize("options", [{}, {"background": 2}, {"persistent_workers": True}], ids=str)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_batches_are_those_of_a_dataloader(kind, dataset, options, threads):
+def test_batches_are_those_of_a_dataloader(number, options):
+    kind, dataset = list(KINDS)[number], (Rows, Whole)[(number + len(options)) % 2]
+    threads = (1, 3)[(number // 2 + ("background" in options)) % 2]
     torch.manual_seed(7)
     plain = epochs(DataLoader(dataset(), **KINDS[kind]()))
     torch.manual_seed(7)
@@ -218,9 +224,9 @@ NOISY = {
 
 
 @pytest.mark.parametrize("kind", NOISY)
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"background": 2}], ids=str)
-def test_what_is_drawn_does_not_depend_on_the_threads(kind, options):
+def test_what_is_drawn_does_not_depend_on_the_threads(kind):
     dataset, given = NOISY[kind]
+    options = {"background": 2} if kind in ("batches", "unbatched") else {"persistent_workers": True}
     runs = [
         epochs(threaded(dataset(), num_workers=threads, shuffle=True, order=order(), **given, **opts))
         for threads, opts in ((1, {}), (2, options), (7, options), (7, {"prefetch_factor": 5}))
@@ -308,25 +314,65 @@ def test_the_training_goes_on_drawing_its_own_numbers():
 
 class DrawsShared(Rows):
     def __getitem__(self, index):
-        return index, random.random(), np.random.rand()
+        return index, random.random(), np.random.rand(), torch.rand(())
 
 
 def test_drawing_what_is_shared_is_said_once_and_the_first_draw_taken_back(caplog):
     random.seed(1), np.random.seed(1)
-    before = random.getstate(), repr(np.random.get_state())
+    before = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
     with caplog.at_level(logging.WARNING):
-        loader = threaded(DrawsShared(1), batch_size=4)
+        loader = threaded(DrawsShared(1), batch_size=4, generator=torch.Generator())
         epochs(loader, 1)
-        assert (random.getstate(), repr(np.random.get_state())) == before
+        assert (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()) == before
         epochs(loader, 1)
-    assert caplog.text.count("not be reproducible") == 1
-    assert "Python's random module and numpy.random's functions" in caplog.text
+    assert caplog.text.count("are not reproducible") == 1
+    assert "torch's default generator and Python's random module and numpy.random's functions" in caplog.text
+    assert "Use workers='process'" in caplog.text
 
 
-def test_drawing_from_torch_is_not_complained_about(caplog):
+def test_drawing_from_a_generator_of_the_samples_own_is_not_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         epochs(threaded(Noisy(), batch_size=4))
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("draws", "word"),
+    [
+        (lambda: random.gauss(0, 1), ["Python's random module"]),
+        (lambda: np.random.randn(), ["numpy.random's functions"]),
+        (lambda: torch.rand(1), ["torch's default generator"]),
+        (lambda: (random.Random(1).random(), np.random.default_rng(1).random()), []),
+    ],
+)
+def test_a_draw_from_a_default_generator_is_found(draws, word):
+    found = SharedRandom()
+    draws()
+    assert found.restore() == word
+    assert SharedRandom().restore() == []
+
+
+def test_without_numpy_there_is_nothing_of_numpys_to_look_at(monkeypatch):
+    monkeypatch.delitem(__import__("sys").modules, "numpy")
+    found = SharedRandom()
+    random.random()
+    assert found.restore() == ["Python's random module"]
+
+
+def test_samples_differ_by_pass_batch_and_place_and_other_threads_have_torchs_default():
+    seen = []
+
+    def work():
+        for key in ((1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 2, -1), (1, 2, 3)):
+            begin_sample(*key)
+            seen.append(draw())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(set(seen)) == 5
+    assert seen[0] == seen[-1]
+    assert sample_generator() is None
 
 
 # --- what a worker thread is like -----------------------------------------------------------------------------------
@@ -395,7 +441,7 @@ def test_batches_are_pinned_in_the_threads(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(thread_pass._pinning, "pin_memory", pin)
+    monkeypatch.setattr(worker_threads._pinning, "pin_memory", pin)
     loader = threaded(Rows(4), batch_size=2, pin_memory=True)
     assert [batch.tolist() for batch in loader] == [[100, 101], [102, 103]]
     assert {name[:5] for name in pinned} == {"feed-"}
@@ -443,8 +489,7 @@ def test_an_error_names_the_thread_and_the_index(options, threads):
         next(batches)
 
 
-@pytest.mark.parametrize("repeat", range(5))
-def test_of_several_errors_in_a_batch_the_first_is_told(repeat):
+def test_of_several_errors_in_a_batch_the_first_is_told():
     with pytest.raises(ValueError, match="at index 9 of"):
         epochs(threaded(Failing(ValueError()), num_workers=4, batch_size=16))
 
@@ -517,21 +562,12 @@ def test_threads_that_cannot_be_started_are_counted(monkeypatch):
         iter(threaded(Rows(), num_workers=5, batch_size=4))
 
 
-def test_a_thread_that_cannot_be_set_up_tells_its_maker(monkeypatch):
-    def fail(device):
-        raise OSError("no such device")
-
-    monkeypatch.setattr(thread_crew, "_set_up", fail)
-    with pytest.raises(OSError, match="no such device"):
-        iter(threaded(Rows(), batch_size=4))
-
-
 def test_dead_threads_are_not_the_end_of_the_epoch(monkeypatch):
-    monkeypatch.setattr(thread_pass, "LOOK_S", 0.01)
+    monkeypatch.setattr(worker_threads, "_ALIVE_CHECK_S", 0.01)
     loader = threaded(Rows(), batch_size=4)
     batches = iter(loader)
-    for _ in batches.source.crew.threads:
-        batches.source.crew.tasks.put(None)
+    for _ in batches.source.pool.threads:
+        batches.source.pool.tasks.put(None)
     with pytest.raises(LoaderError, match="not the end of the epoch"):
         list(batches)
 
@@ -581,14 +617,14 @@ def test_persistent_threads_live_as_long_as_their_loader(how):
     before = set(threading.enumerate())
     loader = threaded(Rows(), batch_size=4, persistent_workers=True)
     first = iter(loader)
-    crew = set(threading.enumerate()) - before
+    pool = set(threading.enumerate()) - before
     list(first)
     loader.close()
     abandoned = iter(loader)
     next(abandoned)
     del abandoned
     assert [batch.tolist()[0] for batch in loader] == [0, 4, 8, 12, 16, 20]
-    assert set(threading.enumerate()) - before == crew
+    assert set(threading.enumerate()) - before == pool
     if how == "lightning":
         _shutdown_workers_and_reset_iterator(loader)
     elif how == "state":
@@ -649,7 +685,7 @@ def test_a_first_sample_that_hangs_is_named_too():
 
 
 def test_threads_that_do_not_end_are_left_behind_with_words(monkeypatch, caplog):
-    monkeypatch.setattr(thread_crew, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(worker_threads, "PATIENCE_S", 0.01)
     dataset = Hanging()
     loader = threaded(dataset, num_workers=1, batch_size=5)
     next(iter(loader))

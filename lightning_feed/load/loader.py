@@ -1,4 +1,4 @@
-"""A DataLoader whose passes can be taken up in their middle, and run ahead in a background thread.
+"""FeedLoader, a DataLoader whose passes can be resumed in their middle and run ahead in a thread, and its passes.
 
 What torch iterates is not the loader itself but a plain DataLoader built for each pass, around the same dataset and
 samplers, with our counting in between. So ``dataset``, ``sampler``, ``batch_sampler`` and ``collate_fn`` stay what the
@@ -9,20 +9,20 @@ name is ``_iterator``, where torch keeps persistent workers and where Lightning 
 import copy
 import inspect
 import logging
-import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
-from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from lightning_feed.errors import LoaderError, ResumeError, SettingsError
+from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.load.background import SOON_S, BackgroundIterator, LateBatch, Watch
 from lightning_feed.load.batch_decoder import BatchDecoder
-from lightning_feed.load.epoch_order import (
+from lightning_feed.load.iterable import IterablePass, Stamped, StampingCollate
+from lightning_feed.load.order import (
     EpochOrder,
     IndexSource,
     MapPass,
@@ -30,17 +30,15 @@ from lightning_feed.load.epoch_order import (
     drawing_device,
     find_samplers,
     mix_seed,
+    ranks_of_run,
 )
-from lightning_feed.load.iterable_state import IterablePass, StampingCollate
-from lightning_feed.load.late_batch import Watch
-from lightning_feed.load.loader_pass import LoaderPass
-from lightning_feed.load.rest_of_epoch import SIDE_BY_SIDE, facts_of, fitted, ranks_of_run, rest_of
-from lightning_feed.load.thread_crew import ThreadCrew
-from lightning_feed.load.thread_pass import ThreadPass, check_arguments
+from lightning_feed.load.resume import STATE_VERSION, check_kind, facts_of, fitted, rest_of, state_of_rank
+from lightning_feed.load.threads import ThreadPass, ThreadPool, check_arguments
+from lightning_feed.load.trace import traced
+from lightning_feed.load.worker import ended_worker, resend_ctrl_c, shut_down_workers, stop_workers, why_not_picklable
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
 _OURS = {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
 # Everything else that a DataLoader of the installed torch takes is handed on to the inner loader as it is.
 _HANDED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OURS]
@@ -63,8 +61,7 @@ class FeedLoader(DataLoader[Any]):
         background: batches that a thread prepares ahead of the consumer; 0: no thread.
         order: what seeds the order of each epoch; None: torch's global generator, as in a DataLoader.
         workers: what ``num_workers`` counts, ``"process"`` or ``"thread"``. Threads serve map-style datasets, in the
-            training process: ``get_worker_info()`` is None in them, and ``worker_init_fn`` is not called. Torch's
-            random numbers come from a stream for each sample, of (seed, epoch, cycle, place in the epoch, rank).
+            training process: ``get_worker_info()`` is None in them, and ``worker_init_fn`` is not called.
         watch: when to warn of a batch that does not come; None: never.
         decode: decodes whole batches after they have left the workers, some of them ahead; None: they stay as they are.
         **options: DataLoader's own. They are passed through by name, because Lightning makes a copy of the loader
@@ -96,30 +93,33 @@ class FeedLoader(DataLoader[Any]):
         watch: Watch | None = None,
         **options: Any,
     ) -> None:
-        self.workers, self.decode, self.watch = workers, decode, watch
-        super().__init__(dataset, **options)
-        self.background = background
-        self.order = order
-        self._iterable = isinstance(dataset, IterableDataset)
-        self._threaded = workers == "thread" and self.num_workers > 0
-        self._sample_seed: int | None = None
-        self._probed = False
         if workers not in ("process", "thread"):
             raise SettingsError(f"workers={workers!r} is not a choice. Give 'process' or 'thread'.")
+        self.workers, self.decode, self.watch = workers, decode, watch
+        super().__init__(dataset, **options)
+        self.background, self.order = background, order
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin as a new loader of these attributes, without a place and without workers."""
+        self._iterable = isinstance(self.dataset, IterableDataset)
+        self._threaded = self.workers == "thread" and self.num_workers > 0
         if self._threaded:
             check_arguments(self)
         inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
         self._index = IndexSource(inner, {} if self._iterable else find_samplers(self.sampler, self.batch_sampler))
+        self._sample_seed: int | None = None
+        self._probed = False
+        self._iterator = None
         self._live: weakref.ref[LoaderPass] | None = None
         self._position: MapPass | IterablePass | None = None
         self._pending: dict[str, Any] | None = None
         self.shift = 0
         """Batches by which a loaded state's count of them changed, because this loader's batches are others."""
 
-    def __iter__(self) -> LoaderPass:  # type: ignore[override]
-        live = self._live() if self._live is not None else None
-        if live is not None and (self.persistent_workers or self.background or self.decode is not None):
-            live.close()  # workers and decoders serve one pass at a time, and two threads would share one dataset
+    def __iter__(self) -> "LoaderPass":  # type: ignore[override]
+        if self.persistent_workers or self.background or self.decode is not None:
+            self.close()  # workers and decoders serve one pass at a time, and two threads would share one dataset
         resume = self._take_pending()
         position = self._begin(resume)
         source = self._start(position)
@@ -153,16 +153,14 @@ class FeedLoader(DataLoader[Any]):
         now = self._position
         state: dict[str, Any] = {
             **({} if self._sample_seed is None else {"sample_seed": self._sample_seed}),
-            "version": _VERSION,
-            "kind": "iterable" if self._iterable else "map",
+            "version": STATE_VERSION,
+            "kind": self._kind,
             "seed": self.order.seed if self.order is not None else None,
             "begun": now is not None,
-            "exact": self.in_order or self.num_workers < 2,
+            "exact": (self.in_order or self.num_workers < 2) and getattr(now, "exact", True),
         }
         if now is None:
             return state
-        if isinstance(now, IterablePass):
-            state["exact"] = state["exact"] and now.exact
         return {**state, "epoch": now.epoch, "cycle": now.cycle, "batches": now.batches, **now.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -173,12 +171,15 @@ class FeedLoader(DataLoader[Any]):
 
         Raises:
             ResumeError: the state is of another kind of dataset, of an unknown version, or, in the middle of an epoch,
-                of a setting from which it cannot be carried over: see rest_of_epoch.py. An iterable dataset needs the
+                of a configuration from which it cannot be carried over: see resume.py. An iterable dataset needs the
                 workers and the ranks that it had.
         """
-        state = copy.deepcopy(_of_this_rank(state) if "ranks" in state else state)
+        state = copy.deepcopy(state_of_rank(state))
         before = state.get("batches", 0)
-        state = self._fitted(state)
+        # Here, not in iter(): an error there is hidden by one that Lightning's teardown raises on top of it.
+        check_kind(state, self._kind, self.dataset)
+        if state["begun"] and not self._is_stale(state):
+            state = fitted(state, self, self._index.samplers)
         self.shift = state.get("batches", 0) - before
         if not state["exact"]:
             logger.warning(
@@ -197,77 +198,19 @@ class FeedLoader(DataLoader[Any]):
         if self.workers != "thread":
             super().check_worker_number_rationality()
 
-    def _fitted(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` as it is for this loader. Raises where it does not fit."""
-        # Here, not in iter(): an error there is hidden by one that Lightning's teardown raises on top of it.
-        kind = "iterable" if self._iterable else "map"
-        if state.get("version") != _VERSION:
-            raise ResumeError(
-                f"The loader state has version {state.get('version')!r}, and this lightning_feed reads version "
-                f"{_VERSION}. Resume with the version of lightning_feed that wrote the checkpoint."
-            )
-        if state["kind"] != kind:
-            raise ResumeError(
-                f"The loader state is of a dataset of kind {state['kind']!r}, and this loader's dataset "
-                f"({type(self.dataset).__name__}) is of kind {kind!r}. Resume with the dataset that was trained on."
-            )
-        if not state["begun"] or self._is_stale(state):
-            return state
-        if self._iterable:
-            return self._fitted_stream(state)
-        state = fitted(state, self, self._index.samplers)
-        if hasattr(self._index.inner, "__len__") and state["batches"] > len(self):
-            raise ResumeError(
-                f"The checkpoint was saved after {state['batches']} batches of an epoch, and this loader has "
-                f"{len(self)}. Resume with the dataset and the batch size that were trained with."
-            )
-        return state
-
-    def _fitted_stream(self, state: dict[str, Any]) -> dict[str, Any]:
-        # One worker process and none at all see the same share of the dataset.
-        if max(1, state["num_workers"]) != max(1, self.num_workers):
-            raise ResumeError(
-                f"The checkpoint was saved with num_workers={state['num_workers']} and this loader has "
-                f"num_workers={self.num_workers}. An iterable dataset is divided among its workers, so their places "
-                f"cannot be carried over. Set num_workers={state['num_workers']} to resume."
-            )
-        ranks, now = state.get("world", 1), ranks_of_run()
-        if "world" in state and ranks != now:
-            raise ResumeError(_OTHER_RANKS.format(ranks=ranks, now=now))
-        size = state.get("batch_size", self.batch_size)
-        if size == self.batch_size:
-            return state
-        if state.get("beside"):
-            raise ResumeError(
-                f"The checkpoint was saved with batch_size={size}, and this loader has {self.batch_size}. "
-                f"{SIDE_BY_SIDE}. Resume with batch_size={size}."
-            )
-        # Places are counted in samples, so only the count of batches is another.
-        state["batch_size"] = self.batch_size
-        try:
-            drawn = sum(worker["drawn"] for worker in state["workers"].values())
-            left = max(0, len(self.dataset) - drawn) / (self.batch_size or 1)  # type: ignore[arg-type]
-            state["batches"] = len(self) - (math.floor(left) if self.drop_last else math.ceil(left))
-        except (TypeError, NotImplementedError):  # no length: nothing is compared with the count
-            pass
-        logger.warning(
-            "The checkpoint was saved with batch_size=%s, and this loader has %s. The epoch goes on after the samples "
-            "that were trained.",
-            size,
-            self.batch_size,
-        )
-        return state
-
-    def _is_stale(self, state: Mapping[str, Any]) -> bool:
-        """Whether the epoch that ``state`` interrupts was complete: the run is in a later one already."""
-        return self.order is not None and state["epoch"] is not None and self.order.epoch() > state["epoch"]
-
     def __getstate__(self) -> dict[str, Any]:
         # ddp_spawn pickles loaders. A pass cannot go along, but its place can.
-        return {**self.__dict__, "_live": None, "_position": None, "_iterator": None, "_pending": self._place()}
+        begun = self._pending is not None or self._position is not None
+        place = self.state_dict() if begun else None
+        return {**self.__dict__, "_live": None, "_position": None, "_iterator": None, "_pending": place}
 
-    def _place(self) -> dict[str, Any] | None:
-        return self.state_dict() if self._pending is not None or self._position is not None else None
+    @property
+    def _kind(self) -> str:
+        return "iterable" if self._iterable else "map"
+
+    def _is_stale(self, state: dict[str, Any]) -> bool:
+        """Whether the epoch that ``state`` interrupts was complete: the run is in a later one already."""
+        return self.order is not None and state["epoch"] is not None and self.order.epoch() > state["epoch"]
 
     def _take_pending(self) -> dict[str, Any] | None:
         """The state that the next pass goes on from; None for a pass from its beginning."""
@@ -289,15 +232,17 @@ class FeedLoader(DataLoader[Any]):
             stream = IterablePass(self.num_workers, epoch=epoch, cycle=cycle, resume=resume)
             stream.facts = {"world": ranks_of_run(), "batch_size": self.batch_size}
             return stream
-        position = MapPass(self.order, epoch=epoch, cycle=cycle, resume=resume)
-        position.remember(self.num_workers * (self.prefetch_factor or 1))
+        ahead = self.num_workers * (self.prefetch_factor or 1)
+        position = MapPass(self.order, epoch=epoch, cycle=cycle, resume=resume, ahead=ahead)
         position.rest = None if resume is None else rest_of(resume, self)
         return position
 
     def _start(self, position: MapPass | IterablePass) -> Iterator[Any]:
         """Torch's iterator for the pass, or that of worker threads."""
-        if self._threaded and isinstance(position, MapPass):
-            return self._start_threads(position)
+        if isinstance(position, MapPass):
+            self._index.now = position
+            if self._threaded:
+                return self._start_threads(position)
         inner = self._inner(position)
         if inner is None:
             return super().__iter__()
@@ -309,37 +254,45 @@ class FeedLoader(DataLoader[Any]):
             with nullcontext() if torch.get_default_device() == device else device:
                 source = iter(inner)
         except (TypeError, AttributeError, PicklingError) as error:
-            blame = _unpicklable(self)
-            if blame is None:
-                raise
-            raise LoaderError(blame) from error
+            self._explain(error)
+            raise
         # Kept here, where Lightning ends workers, and not a second time in the inner loader.
         self._iterator, inner._iterator = inner._iterator, None
         return source
 
+    def _explain(self, error: Exception) -> None:
+        """Raise a LoaderError that names the argument that cannot be sent to a worker process, if there is one."""
+        for name in ("dataset", "collate_fn", "worker_init_fn"):
+            problem = why_not_picklable(getattr(self, name))
+            if problem is not None:
+                raise LoaderError(
+                    f"The worker processes could not be started, because {name} ({getattr(self, name)!r}) cannot be "
+                    f"pickled: {problem}. Workers that are not forked get their arguments pickled. Define functions "
+                    "and classes at the top level of a module and open files or connections in the worker, or use "
+                    "multiprocessing_context='fork', or num_workers=0."
+                ) from error
+
     def _start_threads(self, position: MapPass) -> ThreadPass:
-        self._index.now = position
-        crew = self._iterator if isinstance(self._iterator, ThreadCrew) and self._iterator.usable else None
-        if crew is None:
+        pool = self._iterator if isinstance(self._iterator, ThreadPool) and self._iterator.usable else None
+        if pool is None:
             # Drawn where DataLoader draws the seed of its workers, from what it draws it from.
             with drawing_device(self.generator):
                 seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-            crew = ThreadCrew(self.num_workers, base_seed=seed)
-        crew.passes += 1
-        self._iterator = crew if self.persistent_workers else None  # type: ignore[assignment]
-        saved = position.origin.get("sample_seed") if position.origin is not None else None
+            pool = ThreadPool(self.num_workers, base_seed=seed)
+        pool.passes += 1
+        self._iterator = pool if self.persistent_workers else None  # type: ignore[assignment]
         if self.order is not None and position.epoch is not None:
             self._sample_seed, seed = None, mix_seed(self.order.seed, position.epoch, position.cycle, "samples")
         else:
-            seed = saved if saved is not None else mix_seed(crew.base_seed, crew.passes, 0, "samples")
+            saved = position.origin.get("sample_seed") if position.origin is not None else None
+            seed = saved if saved is not None else mix_seed(pool.base_seed, pool.passes, 0, "samples")
             self._sample_seed = seed
         probe, self._probed = not self._probed, True
-        return ThreadPass(self, iter(self._index), crew, first=position.batches, seed=seed, probe=probe)
+        return ThreadPass(self, iter(self._index), pool, first=position.batches, seed=seed, probe=probe)
 
     def _inner(self, position: MapPass | IterablePass) -> DataLoader[Any] | None:
         options = {name: getattr(self, name) for name in _HANDED_ON if hasattr(self, name)}
         if isinstance(position, MapPass):
-            self._index.now = position
             options |= {"collate_fn": self.collate_fn, "generator": self.generator}
             if self.batch_sampler is not None:
                 return DataLoader(self.dataset, batch_sampler=self._index, **options)
@@ -366,56 +319,131 @@ class FeedLoader(DataLoader[Any]):
         return generator
 
 
-_OTHER_RANKS = (
-    "The checkpoint was saved by {ranks} ranks and this run has {now}. An iterable dataset is divided among the ranks, "
-    "so their places cannot be carried over. Resume with {ranks} ranks."
-)
+class LoaderPass(Iterator[Any]):
+    """One pass over a :class:`FeedLoader`. It ends when it is exhausted, closed, garbage, or has raised.
 
+    Attributes:
+        source: the iterator underneath, torch's or that of worker threads; None once the pass has ended.
+        background: the thread's side, None without ``background`` and once the pass has ended.
+        taken: batches that it has handed out.
+    """
 
-def _of_this_rank(state: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of a state that was gathered from all ranks."""
-    world = ranks_of_run()
-    ranks: list[dict[str, Any]] = state["ranks"]
-    if len(ranks) == world:
-        mine = ranks[torch.distributed.get_rank() if world > 1 else 0]
-    elif ranks[0]["kind"] == "iterable":
-        raise ResumeError(_OTHER_RANKS.format(ranks=len(ranks), now=world))
-    else:
-        mine = ranks[0]  # a sampler stands at the same place on all of them
-    return {**mine, "beside": state.get("beside", 0), **({"world": len(ranks)} if "world" in mine else {})}
+    background: BackgroundIterator | None = None
+    _decoding: Any = None
+    _late: LateBatch | None = None
 
+    def __init__(
+        self,
+        source: Iterator[Any],
+        depth: int,
+        position: MapPass | IterablePass,
+        decode: BatchDecoder | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self._end = LoaderError(
+            "This pass over the loader was closed before its end: by close(), by a loaded state, or because a new pass "
+            "began. Begin a new pass with iter(loader)."
+        )
+        self.source: Iterator[Any] | None = source
+        self.position = position
+        self.taken = 0
+        self.background = BackgroundIterator(source, depth) if depth else None
+        batches: Iterator[Any] = self.background if self.background is not None else source
+        self._decoding = None if decode is None else decode.run(batches)
+        self._upstream: Iterator[Any] | None = batches if self._decoding is None else self._decoding
+        if watch is not None:
+            self._late = LateBatch(self, watch)
 
-def _unpicklable(loader: FeedLoader) -> str | None:
-    """Which argument cannot be sent to a worker process, and what to do; None if all can."""
-    for name in ("dataset", "collate_fn", "worker_init_fn"):
-        value = getattr(loader, name)
+    def __next__(self) -> Any:
+        if self._upstream is None:
+            raise StopIteration if self.position.ended else self._end
+        late = self._late
         try:
-            ForkingPickler.dumps(value)
-        except RuntimeError:
-            continue  # locks and queues refuse to be pickled except while a process starts, which is what matters
-        except (TypeError, AttributeError, PicklingError) as error:
-            return (
-                f"The worker processes could not be started, because {name} ({value!r}) cannot be pickled: {error}. "
-                "Workers that are not forked get their arguments pickled. Define functions and classes at the top "
-                "level of a module and open files or connections in the worker, or use "
-                "multiprocessing_context='fork', or num_workers=0."
-            )
-    return None
+            if late is not None:
+                late.begin()
+            with traced("loader_next"):
+                item = next(self._upstream)
+                while isinstance(item, Stamped) and item.skip:
+                    item = next(self._upstream)
+        except StopIteration as end:
+            early = self._ended(end)
+            if early is None:
+                raise
+            raise early from end
+        except BaseException as error:
+            plainer = self._failed(error)
+            if plainer is None:
+                raise
+            raise plainer from error
+        if late is not None:
+            late.came()
+        self.taken += 1
+        return self.position.hand_out(item)
+
+    def _ended(self, end: StopIteration) -> LoaderError | None:
+        """End the pass; the error to raise where that was not the end of the data."""
+        source, position = self.source, self.position
+        self.close()
+        if not isinstance(position, MapPass) or self.taken >= position.given:
+            position.ended = True
+            return None
+        _end_workers(source, all_of_them=False)
+        told = str(end).strip()
+        # Else others were asked for since.
+        at = f", at {position.newest()!r:.200}" if self.taken + 1 == position.given else ""
+        self._end = LoaderError(
+            f"The dataset, or collate_fn, raised StopIteration for batch {position.batches} of the epoch{at}. A loop "
+            "takes that for the end of the epoch, and the rest of it would never be trained. Mend the dataset, or "
+            f"raise another error there.{f' The worker said: {told}' if told else ''}"
+        )
+        return self._end
+
+    def _failed(self, error: BaseException) -> LoaderError | None:
+        """End the pass and its workers; the error to raise in place of one that says less."""
+        source = self.source
+        ended = ended_worker(source, error)
+        if isinstance(error, KeyboardInterrupt):  # ends the workers, whatever they are at
+            if isinstance(source, ThreadPass):
+                source.hurry(SOON_S)  # persistent threads, too: they would be waited for when Python ends
+            elif source is not None:
+                stop_workers(source)
+            self.close()
+        else:
+            self.close()
+            _end_workers(source, all_of_them=ended is not None)
+        self._end = LoaderError(
+            f"This pass over the loader ended with {type(error).__name__}: {error}. "
+            "It has no further batches; begin a new pass with iter(loader)."
+        )
+        return None if ended is None or isinstance(error, RuntimeError) else LoaderError(ended)
+
+    def close(self) -> None:
+        """End the pass, and its threads. Persistent workers live on. Closing twice does nothing more."""
+        if self._late is not None:
+            self._late.close()
+        background, self.background = self.background, None
+        source, self.source, self._upstream = self.source, None, None
+        decoding, self._decoding = self._decoding, None
+        try:
+            if decoding is not None:
+                decoding.close()
+        finally:  # it cannot be closed while another thread waits in it
+            if isinstance(source, ThreadPass):
+                source.close()  # first, so that the background thread does not wait for a batch any more
+            if background is not None:
+                background.close()
+
+    def __del__(self) -> None:
+        if self.background is not None or self._decoding is not None:
+            with resend_ctrl_c():
+                self.close()
 
 
-def is_feed_state(state: Mapping[str, Any]) -> bool:
-    """Whether ``state`` is one of a :class:`FeedLoader`, or such states gathered from all ranks."""
-    return all("begun" in part for part in state.get("ranks", [state]))
+def _end_workers(source: Iterator[Any] | None, *, all_of_them: bool) -> None:
+    """End a failed pass's worker processes now, persistent ones if that is asked for: where one of them is dead, no
+    other pass can use the rest. Left to the traceback that holds them, torch waits 5 s for each.
 
-
-def begin_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state at the beginning of the epoch after the one that ``state`` is in."""
-    if "ranks" in state:
-        return {"ranks": [begin_next_epoch(part) for part in state["ranks"]]}
-    if state["kind"] == "iterable" or not state["begun"]:
-        return {**state, "begun": False}
-    epoch = None if state["epoch"] is None else state["epoch"] + 1
-    state = {key: value for key, value in state.items() if key not in ("sample_seed", "rest")}
-    if "done" in state:
-        state |= {"done": [], "since": 0}
-    return {**state, "epoch": epoch, "cycle": 0, "batches": 0, "pass_start": {}}
+    Seen in torch 2.6 and 2.15: an iterator that dies with its traceback finds its queues gone and can only time out.
+    """
+    if all_of_them or not getattr(source, "_persistent_workers", True):
+        shut_down_workers(source)

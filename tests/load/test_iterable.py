@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_feed.load.iterable_state import IterablePass, ResumableDataset, Stamped, StampingCollate
+from lightning_feed.load.iterable import IterablePass, ResumableDataset, Stamped, StampingCollate
 
 
 class Numbers(IterableDataset):

@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_feed.load.epoch_order import EpochOrder, IndexSource, MapPass, PassGenerator, find_samplers, mix_seed
+from lightning_feed.load.order import EpochOrder, IndexSource, MapPass, PassGenerator, find_samplers, mix_seed
 
 
 def one_pass(sampler, *, seed=0, epoch=0, cycle=0, resume=None):
@@ -210,8 +210,3 @@ def test_a_sampler_that_is_gone_is_named(caplog):
         one_pass(SequentialSampler(range(5)), resume=saved_after(now, 1))
     assert "RandomSampler" in caplog.text
     assert "SequentialSampler" in caplog.text
-
-
-def test_indices_outside_of_a_pass_are_a_fault_of_ours():
-    with pytest.raises(RuntimeError, match="outside of a pass"):
-        next(iter(IndexSource([0, 1], {})))

@@ -1,0 +1,350 @@
+"""The states of loaders: those of this rank, checked, and carried over to a run with another configuration.
+
+What was trained is counted in samples. A DistributedSampler deals one common order out to its ranks, card by card, so
+``k`` samples on each of ``n`` ranks are the first ``n * k`` of that order, and what follows them is left. Torch's
+RandomSampler, SequentialSampler and DistributedSampler give an order that can be drawn again from what a state holds,
+so what is left of it can be dealt out to other ranks, in batches of another size. Any other sampler can only be
+iterated again by the ranks that had it, which is enough for another batch size. All else is a ResumeError.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from lightning_feed.errors import ResumeError
+from lightning_feed.load.order import rank_of_run, ranks_of_run
+
+logger = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+_WAY_OUT = (
+    "Resume with what the checkpoint was trained with until the end of this epoch, or from a checkpoint that was saved "
+    "at the end of an epoch (ModelCheckpoint(save_on_train_epoch_end=True)): there it may change."
+)
+_SIDE_BY_SIDE = "Several loaders are trained side by side, whose places cannot be carried over one by one"
+_OTHER_RANKS = (
+    "The checkpoint was saved by {ranks} ranks and this run has {now}. An iterable dataset is divided among the ranks, "
+    "so their places cannot be carried over. Resume with {ranks} ranks."
+)
+
+
+def is_feed_state(state: Mapping[str, Any]) -> bool:
+    """Whether ``state`` is one of a ``FeedLoader``, or such states gathered from all ranks."""
+    return all("begun" in part for part in state.get("ranks", [state]))
+
+
+def begin_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state at the beginning of the epoch after the one that ``state`` is in."""
+    if "ranks" in state:
+        return {"ranks": [begin_next_epoch(part) for part in state["ranks"]]}
+    if state["kind"] == "iterable" or not state["begun"]:
+        return {**state, "begun": False}
+    epoch = None if state["epoch"] is None else state["epoch"] + 1
+    state = {key: value for key, value in state.items() if key not in ("sample_seed", "rest")}
+    if "done" in state:
+        state |= {"done": [], "since": 0}
+    return {**state, "epoch": epoch, "cycle": 0, "batches": 0, "pass_start": {}}
+
+
+def state_of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of a state, which may have been gathered from all ranks."""
+    if "ranks" not in state:
+        return dict(state)
+    ranks: list[dict[str, Any]] = state["ranks"]
+    world = ranks_of_run()
+    if len(ranks) != world and ranks[0]["kind"] == "iterable":
+        raise ResumeError(_OTHER_RANKS.format(ranks=len(ranks), now=world))
+    mine = ranks[rank_of_run()] if len(ranks) == world else ranks[0]  # a sampler stands at the same place on all ranks
+    return {**mine, "beside": state.get("beside", 0), **({"world": len(ranks)} if "world" in mine else {})}
+
+
+def check_kind(state: Mapping[str, Any], kind: str, dataset: Any) -> None:
+    """Raise a ResumeError for a state of another version, or of another kind of dataset."""
+    if state.get("version") != STATE_VERSION:
+        raise ResumeError(
+            f"The loader state has version {state.get('version')!r}, and this lightning_feed reads version "
+            f"{STATE_VERSION}. Resume with the version of lightning_feed that wrote the checkpoint."
+        )
+    if state["kind"] != kind:
+        raise ResumeError(
+            f"The loader state is of a dataset of kind {state['kind']!r}, and this loader's dataset "
+            f"({type(dataset).__name__}) is of kind {kind!r}. Resume with the dataset that was trained on."
+        )
+
+
+def fitted(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` as it is for ``loader``, whose configuration may differ from that of the loader that wrote it.
+
+    For a map-style dataset, ``rest`` in it says how the rest of the epoch is to be had: "own", from the loader's own
+    samplers, or "dealt", from the order of the checkpoint; it is left out where whole batches are to be skipped.
+    ``batches`` is then the number that leaves as many batches of this loader's epoch as are left in truth.
+
+    Raises:
+        ResumeError: what changed cannot be carried over.
+    """
+    if state["kind"] == "iterable":
+        return _fitted_stream(state, loader)
+    state = _fitted_map(state, loader, samplers)
+    batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if hasattr(batches, "__len__") and state["batches"] > len(loader):
+        raise ResumeError(
+            f"The checkpoint was saved after {state['batches']} batches of an epoch, and this loader has "
+            f"{len(loader)}. Resume with the dataset and the batch size that were trained with."
+        )
+    return state
+
+
+def _fitted_stream(state: dict[str, Any], loader: DataLoader[Any]) -> dict[str, Any]:
+    # One worker process and none at all see the same share of the dataset.
+    if max(1, state["num_workers"]) != max(1, loader.num_workers):
+        raise ResumeError(
+            f"The checkpoint was saved with num_workers={state['num_workers']} and this loader has "
+            f"num_workers={loader.num_workers}. An iterable dataset is divided among its workers, so their places "
+            f"cannot be carried over. Set num_workers={state['num_workers']} to resume."
+        )
+    ranks, now = state.get("world"), ranks_of_run()
+    if ranks not in (None, now):
+        raise ResumeError(_OTHER_RANKS.format(ranks=ranks, now=now))
+    before, size = state.get("batch_size", loader.batch_size), loader.batch_size
+    if before == size:
+        return state
+    what = f"The checkpoint was saved with batch_size={before}, and this loader has {size}."
+    if state.get("beside"):
+        raise ResumeError(f"{what} {_SIDE_BY_SIDE}. Resume with batch_size={before}.")
+    logger.warning("%s The epoch goes on after the samples that were trained.", what)
+    # Places are counted in samples, so only the count of batches is another.
+    try:
+        drawn = sum(worker["drawn"] for worker in state["workers"].values())
+        left = max(0, len(loader.dataset) - drawn) / (size or 1)  # type: ignore[arg-type]
+        base = len(loader) - (math.floor(left) if loader.drop_last else math.ceil(left))
+    except (TypeError, NotImplementedError):  # no length: nothing is compared with the count
+        base = state["batches"]
+    return {**state, "batch_size": size, "batches": base}
+
+
+def facts_of(loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state of a map-style loader says of its configuration, to be compared when a run is resumed from it.
+
+    Returns:
+        ``world``, the ranks of the run; ``shares`` that the sampler deals out; ``batch_size``; ``samples`` of the
+        dataset, None where it has no length; and ``order``, how to draw it again, None where that is not known.
+    """
+    batches = loader.batch_sampler
+    sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", batches)
+    try:
+        samples = len(loader.dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        samples = None
+    size = 1 if batches is None else getattr(batches, "batch_size", None)
+    if type(batches) is not BatchSampler and hasattr(batches, "state_dict"):
+        size = None  # it may change from batch to batch, and its state knows
+    order: dict[str, Any] | None = None
+    if _can_be_drawn_again(sampler, loader, samples):
+        order = {"sampler": next((name for name, found in samplers.items() if found is sampler), "")}
+        if type(sampler) is DistributedSampler:
+            order = {**order, "shuffle": sampler.shuffle, "seed": sampler.seed}
+    return {
+        "world": ranks_of_run(),
+        "shares": sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1,
+        "batch_size": size if isinstance(size, int) else None,
+        "samples": samples,
+        "order": order,
+    }
+
+
+def _can_be_drawn_again(sampler: Any, loader: DataLoader[Any], samples: int | None) -> bool:
+    kind = type(sampler)
+    if kind not in (DistributedSampler, RandomSampler, SequentialSampler):
+        return False
+    drawn_from = sampler.dataset if kind is DistributedSampler else sampler.data_source
+    if getattr(loader.dataset, "shard", None) is not None or len(drawn_from) != samples:
+        return False
+    if kind is not RandomSampler:
+        return True
+    on_cpu = sampler.generator is None or sampler.generator.device.type == "cpu"
+    return not sampler.replacement and sampler.num_samples == samples and on_cpu
+
+
+def _fitted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
+    if "shares" not in state:
+        return state  # written before states held these facts
+    new = facts_of(loader, samplers)
+    old = {name: state[name] for name in new}
+    parts = _trained(state)
+    same_samplers = old["order"] == new["order"] and set(state["pass_start"]) == set(samplers)
+    if not parts:  # nothing that could be repeated
+        kept = state["pass_start"] if same_samplers else {}
+        return {**state, **new, "pass_start": kept, "batches": 0, "since": 0, "done": []}
+    changed = _changes(old, new)
+    if not same_samplers and not changed and "rest" not in state:
+        changed = [_other_sampler(state["pass_start"], samplers)]
+    if not changed and state["since"] == 0 and not state["done"]:
+        return state
+    own = same_samplers and old["world"] == new["world"] and all(shares == new["shares"] for shares, _ in parts)
+    _refuse(state, (old, new), loader, " and ".join(changed) or "the changes that it was resumed with before", own=own)
+    state = {**state, **new, "order": old["order"], "done": parts, "rest": "own" if own else "dealt"}
+    left, base, twice = _left(state, loader)
+    if changed:
+        logger.warning(
+            "The checkpoint was saved in the middle of an epoch, and this run has %s. The epoch goes on after the "
+            "samples that were trained%s%s.",
+            " and ".join(changed),
+            "" if left is None else f": {left} are left for each rank",
+            f"; {twice} are trained twice, since all ranks need as many" if twice else "",
+        )
+    return {**state, "batches": base, "since": base}
+
+
+def rest_of(state: Mapping[str, Any], loader: DataLoader[Any]) -> Callable[[], Iterator[Any]] | None:
+    """What gives the indices of the rest of the epoch; None where whole batches of the loader's own are to be skipped.
+    To be called when the samplers have been seeded."""
+    if "rest" not in state:
+        return None
+
+    def indices() -> Iterator[Any]:
+        sampler, size, drop_last = _batching(loader)
+        own = state["rest"] == "own"
+        share = islice(sampler, _samples_of_rank(state), None) if own else _dealt(state, sampler)
+        yield from share if loader.batch_sampler is None else BatchSampler(share, size, drop_last)
+
+    return indices
+
+
+def _trained(state: Mapping[str, Any]) -> list[list[int]]:
+    """What was trained of the epoch, part by part: [shares, samples of each share]."""
+    size = state["batch_size"] or 1
+    parts = [*state["done"], [state["shares"], (state["batches"] - state["since"]) * size]]
+    return [part for part in parts if part[1]]
+
+
+def _samples_of_rank(state: Mapping[str, Any]) -> int:
+    return sum(samples for _, samples in state["done"])
+
+
+def _samples_of_all(state: Mapping[str, Any]) -> int:
+    return sum(shares * samples for shares, samples in state["done"])
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What is not as it was, in words."""
+    changed = []
+    if _other_length(old, new):
+        changed.append(f"a dataset of {new['samples']} samples in place of {old['samples']}")
+    before, now = max(old["world"], old["shares"]), max(new["world"], new["shares"])
+    if before != now:
+        changed.append(f"{now} ranks in place of {before}")
+    elif old["shares"] != new["shares"]:
+        changed.append(f"a sampler that deals out {new['shares']} shares in place of {old['shares']}")
+    if old["batch_size"] != new["batch_size"]:
+        changed.append(f"batch_size={new['batch_size']} in place of {old['batch_size']}")
+    return changed
+
+
+def _other_length(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return None not in (old["samples"], new["samples"]) and old["samples"] != new["samples"]
+
+
+def _other_sampler(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    were, are = (", ".join(name.removesuffix("#0") for name in names) or "none" for names in (old, new))
+    return f"the sampler {are} in place of {were}" if were != are else f"other settings of the sampler {are}"
+
+
+def _refuse(
+    state: Mapping[str, Any],
+    facts: tuple[Mapping[str, Any], Mapping[str, Any]],
+    loader: DataLoader[Any],
+    what: str,
+    *,
+    own: bool,
+) -> None:
+    """Raise a ResumeError for what cannot be carried over; ``own``: the loader's samplers go on where they were."""
+    known = all(one["order"] is not None and one["world"] in (1, one["shares"]) for one in facts)
+    why = ""
+    if _other_length(*facts):
+        why = "The order of the epoch was drawn for the dataset as it was, and is another one for this length"
+    elif state.get("beside"):
+        why = _SIDE_BY_SIDE
+    elif loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        why = f"Which samples {type(loader.batch_sampler).__name__} would put into its batches now cannot be told"
+    elif getattr(loader.dataset, "shard", None) is not None:
+        why = "Each rank keeps its share of the samples on its device (cache_shard=True), and has trained of that alone"
+    elif not own and not known:
+        why = (
+            "The order of the samples is then known for torch's own samplers only, and where a DistributedSampler "
+            f"divides them among all ranks; this loader's is {type(_batching(loader)[0]).__name__}"
+        )
+    if why:
+        raise ResumeError(
+            f"The checkpoint was saved in the middle of an epoch, and this run has {what}. {why}, so some samples "
+            f"would be repeated and others missed. {_WAY_OUT}"
+        )
+
+
+def _order(state: Mapping[str, Any]) -> list[int]:
+    """The whole order of the epoch that ``state`` interrupted, before it was divided among ranks."""
+    order, everything = state["order"], range(state["samples"])
+    start = state["pass_start"][order["sampler"]]
+    if "shuffle" in order:
+        whole: DistributedSampler[int] = DistributedSampler(
+            everything,  # type: ignore[arg-type]  # has a length, which is all that is asked of it
+            num_replicas=1,
+            rank=0,
+            shuffle=order["shuffle"],
+            seed=order["seed"],
+        )
+        whole.set_epoch(start["epoch"])
+        return list(whole)
+    generator = torch.Generator()
+    if "seed" in start:
+        generator.manual_seed(start["seed"])
+    elif "generator" in start:
+        generator.set_state(start["generator"])
+    else:
+        return list(everything)
+    return list(RandomSampler(everything, generator=generator))
+
+
+def _dealt(state: Mapping[str, Any], sampler: Any) -> list[int]:
+    """This rank's share of what is left."""
+    left = _order(state)[_samples_of_all(state) :]
+    if not isinstance(sampler, DistributedSampler):
+        return left
+    lacking = -len(left) % sampler.num_replicas
+    if sampler.drop_last:
+        left = left[: len(left) - len(left) % sampler.num_replicas]
+    elif left and lacking:  # as DistributedSampler does, whose ranks all have as many
+        left += (left * lacking)[:lacking]
+    return left[sampler.rank :: sampler.num_replicas]
+
+
+def _batching(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
+    batches: Any = loader.batch_sampler
+    return (loader.sampler, 1, False) if batches is None else (batches.sampler, batches.batch_size, batches.drop_last)
+
+
+def _left(state: Mapping[str, Any], loader: DataLoader[Any]) -> tuple[int | None, int, int]:
+    """Samples that are left for this rank, None: not known; the batches that come before them in its count; and samples
+    that are repeated."""
+    sampler, size, drop_last = _batching(loader)
+    twice = 0
+    if state["rest"] == "own":
+        had = _samples_of_rank(state)
+        if not hasattr(sampler, "__len__"):
+            return None, had // size, 0
+        left = max(0, len(sampler) - had)
+    else:
+        whole, shares = max(0, state["samples"] - _samples_of_all(state)), state["shares"]
+        left = whole // shares if getattr(sampler, "drop_last", False) else -(-whole // shares)
+        twice = max(0, left * shares - whole)
+    batches = left // size if drop_last else -(-left // size)
+    if left and not batches:
+        raise ResumeError(
+            f"{left} samples of the epoch that the checkpoint was saved in are left for each rank, of which "
+            f"drop_last=True makes no batch of {size}. Resume with batch_size={left} or less. {_WAY_OUT}"
+        )
+    return left, len(loader) - batches, twice

@@ -1,0 +1,483 @@
+"""Worker threads: a pool that lives as long as worker processes would, and one pass over a dataset with it.
+
+Each sample of a batch is a task of its own. All threads work on the same batch, so that the first one of an epoch is
+ready as many times sooner as there are threads, and then go on to the next. Everything that is waited for is a
+``queue.SimpleQueue``, whose ``put`` may be called from a finalizer that garbage collection runs inside another ``put``.
+
+Written on the standard library. torchdata's ParallelMapper (read in 0.11) has no threads that live on, polls its queues
+ten times a second, loses what is no Exception and cannot say which sample it waits for; and ThreadPoolExecutor is
+joined when Python exits, which a sample that hangs would prevent for ever.
+"""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import pin_memory as _pinning
+
+from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.load.order import mix_seed, rank_of_run
+from lightning_feed.load.thread_random import SharedRandom, begin_sample, warn_of_shared
+from lightning_feed.load.trace import traced
+from lightning_feed.load.worker import disable_opencv_threads, resend_ctrl_c
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0
+"""How long ending the threads waits for the samples that they are at. They can only be waited for, not stopped."""
+_SHORT_PATIENCE_S = 0.2
+"""The same where one of them is known to hang: enough for the others."""
+_ALIVE_CHECK_S = 1.0
+"""How often a waiting consumer looks whether the threads still live."""
+_COLLATING = -1
+"""The place of collating among the places of a batch's samples."""
+_END = object()
+
+Task = Callable[[int], object]
+"""Called with the number of the thread. Must not raise."""
+
+
+class ThreadPool:
+    """Threads that wait for tasks and do them in their order, until closed, garbage, or Python's end.
+
+    They are set up as torch sets up worker processes: one thread each for what torch computes, gradients on, the CPU
+    as default device. ``worker_init_fn`` is not called, since what it does would be done to the training process.
+
+    Args:
+        count: threads.
+        base_seed: what passes without an :class:`~lightning_feed.load.order.EpochOrder` take their seeds from.
+
+    Raises:
+        LoaderError: when a thread cannot be started.
+    """
+
+    def __init__(self, count: int, base_seed: int) -> None:
+        self.base_seed = base_seed
+        self.passes = 0
+        self.patience_s = PATIENCE_S
+        self.tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self.threads: list[threading.Thread] = []
+        self._pid, self._owner = os.getpid(), threading.get_ident()
+        self._finalizer = weakref.finalize(self, _end_of_garbage, self.tasks, self.threads, self._pid, self._owner)
+        disable_opencv_threads()  # one pool for the process, which these threads would only wait for
+        computing = torch.get_num_threads()
+        # A new thread starts on device 0, whatever its maker's is; pinned memory would be registered with that one.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        started: SimpleQueue[None] = SimpleQueue()
+        try:
+            for number in range(count):
+                arguments = (self.tasks, started, number, device)
+                thread = threading.Thread(target=_serve, args=arguments, name=f"feed-{number}", daemon=True)
+                thread.start()
+                self.threads.append(thread)
+            for _ in self.threads:
+                started.get()
+        except RuntimeError as error:
+            self.close()
+            raise LoaderError(
+                f"Only {len(self.threads)} of {count} worker threads could be started: {error}. Lower num_workers, or "
+                "raise the limit of processes (`ulimit -u`; a container's `--pids-limit`)."
+            ) from error
+        finally:
+            # What a thread sets for itself becomes the default of all threads that are made later.
+            torch.set_num_threads(computing)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the threads are there: not after closing, nor in a forked copy of this process."""
+        return bool(self._finalizer.alive) and self.is_here and self.is_alive
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a thread of them lives."""
+        return any(thread.is_alive() for thread in self.threads)
+
+    @property
+    def thread_ids(self) -> tuple[int, ...]:
+        """The threads, as the kernel numbers them."""
+        return tuple(thread.native_id for thread in self.threads if thread.native_id is not None)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that the threads belong to."""
+        return os.getpid() == self._pid
+
+    def close(self) -> None:
+        """End the threads after what they are at, and wait for that where they were made."""
+        if self._finalizer.detach() is not None:
+            _end_threads(self.tasks, self.threads, self._pid, self._owner, self.patience_s)
+
+
+def _serve(tasks: "SimpleQueue[Task | None]", started: "SimpleQueue[None]", number: int, device: int | None) -> None:
+    try:
+        torch.get_num_threads()  # a thread's first call of it sets the default: before the next line, not after it
+        torch.set_num_threads(1)
+        if device is not None:
+            torch.cuda.set_device(device)
+    finally:
+        started.put(None)
+    while _do_one(tasks, number):
+        pass
+
+
+def _do_one(tasks: "SimpleQueue[Task | None]", number: int) -> bool:
+    # A function, so that the thread holds no batch while it waits for the next task.
+    task = tasks.get()
+    if task is not None:
+        task(number)
+    return task is not None
+
+
+def _end_of_garbage(tasks: "SimpleQueue[Task | None]", threads: list[threading.Thread], pid: int, owner: int) -> None:
+    with resend_ctrl_c():
+        _end_threads(tasks, threads, pid, owner, PATIENCE_S)
+
+
+def _end_threads(
+    tasks: "SimpleQueue[Task | None]", threads: list[threading.Thread], pid: int, owner: int, patience_s: float
+) -> None:
+    if os.getpid() != pid:
+        return  # in a forked copy the threads are the parent's
+    for _ in threads:
+        tasks.put(None)
+    if threading.get_ident() != owner:
+        return  # perhaps one of them, or a thread that a sample waits for: it must not be kept waiting
+    until = time.monotonic() + patience_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    left = sum(thread.is_alive() for thread in threads)
+    if left:
+        logger.warning(
+            "%d worker threads are still at a sample after %g s and were left behind. They end when the sample does. "
+            "A dataset that may never return needs a timeout of its own.",
+            left,
+            patience_s,
+        )
+
+
+@dataclass
+class _Plan:
+    """How the batches of one pass are made."""
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+    pin: Callable[[Any], Any] | None
+    batched: bool
+    """Whether an index stands for a batch of samples, rather than for one sample that is no batch."""
+    seed: int
+    """What the random numbers of the samples come from."""
+    done: "SimpleQueue[int | None]" = field(default_factory=SimpleQueue)
+    """Numbers of batches that are complete; None: the pass was closed."""
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.at_once = self.batched and bool(getattr(self.dataset, "__getitems__", None))
+        self.whole = self.at_once or not self.batched
+
+    def cancel(self) -> bool:
+        """End the work, and wake who waits for it."""
+        self.cancelled = True
+        self.done.put(None)
+        return True
+
+
+class _Job:
+    """One batch in the making. Threads call :meth:`work`; whoever does so last puts the batch together.
+
+    Args:
+        plan: how.
+        number: of the batch in its epoch, from 0.
+        index: what the sampler gave for it.
+    """
+
+    def __init__(self, plan: _Plan, number: int, index: Any) -> None:
+        self.plan, self.number, self.index = plan, number, index
+        self.parts = [index] if plan.whole else list(index)
+        self.places = range(max(1, len(self.parts)))  # one that is empty has a task, too: to be collated
+        self.left = len(self.places)
+        self.at: dict[int, int] = {}  # the place that each thread is at, by its number
+        self._loaded: list[Any] = [None] * len(self.parts)
+        self._lock = threading.Lock()
+        self._failure: tuple[int, int, BaseException] | None = None  # place, thread, error
+
+    def work(self, place: int, thread: int) -> None:
+        """Load what belongs at ``place``. Never raises."""
+        # Places are taken in their order, so those before a failed one are all done: the first failure is told.
+        if self.parts and self._failure is None:
+            self._attempt(place, thread, self._load)
+        with self._lock:
+            self.left -= 1
+            last = self.left == 0
+        if last:
+            if self._failure is None:
+                self._attempt(_COLLATING, thread, self._put_together)
+            self.plan.done.put(self.number)
+        self.at.pop(thread, None)
+
+    def take(self) -> Any:
+        """The batch, once; or raise what went wrong, in the type that it had, with the thread and the index."""
+        if self._failure is None:
+            batch, self._loaded = self._loaded[0], []
+            return batch
+        place, thread, error = self._failure
+        if not isinstance(error, Exception):
+            raise error
+        where = f"in thread worker {thread}, {self.describe(place)}"
+        if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch
+            raise LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.") from error
+        wrapper: Any = ExceptionWrapper((type(error), error, error.__traceback__), where=where)  # type: ignore[no-untyped-call]
+        try:
+            wrapper.reraise()
+        except Exception as told:
+            raise told from error
+        finally:
+            del error, wrapper  # their tracebacks hold this frame
+
+    def describe(self, place: int) -> str:
+        """What is done at ``place``, in words."""
+        if place == _COLLATING:
+            return f"putting together the samples of index {shortened(self.index)}"
+        return f"at index {shortened(self.parts[place])} of the dataset"
+
+    def _attempt(self, place: int, thread: int, what: Callable[[int], None]) -> None:
+        if self.plan.cancelled:
+            return
+        self.at[thread] = place
+        begin_sample(self.plan.seed, self.number, place)
+        try:
+            what(place)
+        except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer
+            with self._lock:
+                if self._failure is None or place < self._failure[0]:
+                    self._failure = (place, thread, error)
+
+    def _load(self, place: int) -> None:
+        part, dataset = self.parts[place], self.plan.dataset
+        with traced("thread_sample"):
+            self._loaded[place] = dataset.__getitems__(part) if self.plan.at_once else dataset[part]
+
+    def _put_together(self, _: int) -> None:
+        loaded, self._loaded = self._loaded, []
+        with traced("thread_collate"):
+            batch = self.plan.collate(loaded[0] if self.plan.whole else loaded)
+            self._loaded = [batch if self.plan.pin is None else self.plan.pin(batch)]
+
+
+def shortened(index: Any, most: int = 200) -> str:
+    """An index for a message."""
+    text = repr(index)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+class ThreadPass(Iterator[Any]):
+    """Iterates over what a DataLoader of the same arguments would, with threads in place of worker processes.
+
+    Indices are drawn, and errors raised, where DataLoader does so: by the consumer, ``num_workers * prefetch_factor``
+    batches ahead, the first of them when this is made. Leaving this object to garbage collection is enough to end its
+    work.
+
+    Args:
+        loader: whose arguments count. Not kept.
+        indices: what its sampler or batch sampler gives.
+        pool: the threads. Closed with the pass, unless ``loader.persistent_workers``.
+        first: the number of the first batch in its epoch.
+        seed: of the samples' random numbers, for :func:`~lightning_feed.load.thread_random.sample_generator`.
+        probe: whether to look what the first sample draws from. It is then loaded before all others.
+
+    Attributes:
+        capacity: batches asked for ahead.
+        head_of_line_ns: nanoseconds that ``next()`` has waited while a later batch was ready, times the share of
+            threads that had nothing to do for that.
+
+    Raises:
+        LoaderError: from ``next()``, when ``loader.timeout`` has passed, or the pass was closed.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], indices: Iterator[Any], pool: ThreadPool, *, first: int, seed: int, probe: bool
+    ) -> None:
+        self.pool = pool
+        self._indices, self._number = indices, first
+        self._in_order, self._timeout_s = loader.in_order, loader.timeout
+        self._persistent = loader.persistent_workers
+        self._ended = False
+        self._jobs: dict[int, _Job] = {}
+        self._ready: dict[int, None] = {}
+        self.capacity = loader.num_workers * (loader.prefetch_factor or 1)
+        self.head_of_line_ns = 0.0
+        self._plan = plan = _Plan(
+            dataset=loader.dataset,
+            collate=loader.collate_fn,
+            pin=_pin_function() if loader.pin_memory else None,
+            batched=loader.batch_sampler is not None,
+            seed=mix_seed(seed, rank_of_run(), 0, "rank"),
+        )
+        # Neither the threads nor the plan know this object, so that a pass which is abandoned is collected.
+        self._finalizer = weakref.finalize(self, plan.cancel)
+        try:
+            for number in range(self.capacity):
+                self._ask(probe=probe and number == 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def __next__(self) -> Any:
+        if not self.pool.is_here:
+            raise LoaderError(
+                "This pass over the loader belongs to another process, where its worker threads are: a forked copy "
+                "has none. Begin a new pass with iter(loader)."
+            )
+        if not self._jobs and (self._ended or not self._plan.cancelled):
+            self._ended = True
+            self.close()
+            raise StopIteration
+        with traced("thread_wait"):
+            number = self._wait()
+        batch = self._jobs.pop(number).take()
+        self._ask()
+        return batch
+
+    @property
+    def ready(self) -> int:
+        """Batches that are complete and not handed out. Any thread may ask."""
+        return len(self._ready) + self._plan.done.qsize()
+
+    def at_work(self) -> list[tuple[int, str]]:
+        """The threads that work on the first batch that is not complete, and what each is at, in words.
+
+        Any thread may ask.
+        """
+        job = next((job for job in list(self._jobs.values()) if job.at), None)
+        return [] if job is None else [(thread, job.describe(place)) for thread, place in dict(job.at).items()]
+
+    def close(self) -> None:
+        """End the work of this pass; a consumer that waits in another thread is woken. Persistent threads live on."""
+        if self._finalizer():  # the first time
+            self._jobs.clear()
+        if not self._persistent:
+            self.pool.close()
+
+    def hurry(self, patience_s: float) -> None:
+        """Let :meth:`close` end the threads, persistent ones too, and wait no longer for them."""
+        self._persistent, self.pool.patience_s = False, patience_s
+
+    def _ask(self, *, probe: bool = False) -> None:
+        """Ask the threads for one batch more, if there is one."""
+        index = next(self._indices, _END)
+        if index is _END:
+            return
+        job = self._jobs[self._number] = _Job(self._plan, self._number, index)
+        self._number += 1
+        places = iter(job.places)
+        if probe:
+            self._probe(job, next(places))
+        for place in places:
+            self.pool.tasks.put(partial(job.work, place))
+
+    def _probe(self, job: _Job, place: int) -> None:
+        before, loaded = SharedRandom(), SimpleQueue[None]()
+
+        def task(thread: int) -> None:
+            job.work(place, thread)
+            loaded.put(None)
+
+        self.pool.tasks.put(task)
+        try:
+            loaded.get(timeout=self._timeout_s or None)
+        except Empty:
+            return  # next() will wait for it as long again, and then say what it waits for
+        changed = before.restore()
+        if changed:
+            warn_of_shared(changed, self._plan.dataset)
+
+    def _wait(self) -> int:
+        """The number of the batch to hand out, when it is complete."""
+        until = time.monotonic() + self._timeout_s if self._timeout_s else None
+        while True:
+            number = next(iter(self._jobs), None) if self._in_order else next(iter(self._ready), None)
+            if self._plan.cancelled:
+                raise LoaderError("This pass over the loader was closed. Begin a new pass with iter(loader).")
+            if number is not None and number in self._ready:
+                del self._ready[number]
+                return number
+            idle, since = self._idle_share() if self._ready else 0.0, time.perf_counter_ns()
+            patience_s = _ALIVE_CHECK_S if until is None else max(0.0, min(_ALIVE_CHECK_S, until - time.monotonic()))
+            try:
+                done = self._plan.done.get(timeout=patience_s)
+            except Empty:
+                self._check(until)
+                continue
+            finally:
+                self.head_of_line_ns += idle * (time.perf_counter_ns() - since)
+            if done is not None:
+                self._ready[done] = None
+
+    def _idle_share(self) -> float:
+        """Of the threads, those that have done all that was asked for, 0 to 1; 0 at the end of the data."""
+        if len(self._jobs) < self.capacity:
+            return 0.0
+        left = sum(max(1, job.left) for number, job in self._jobs.items() if number not in self._ready)
+        return max(0.0, 1 - left / len(self.pool.threads))
+
+    def _check(self, until: float | None) -> None:
+        """Raise for a batch that is overdue, and for threads that are gone."""
+        if until is not None and time.monotonic() >= until:
+            at = "; ".join(f"thread worker {thread} is {doing}" for thread, doing in self.at_work())
+            self._finalizer()
+            self.pool.patience_s = _SHORT_PATIENCE_S
+            self.pool.close()
+            raise LoaderError(
+                f"No batch came within timeout={self._timeout_s:g} s: {at or 'the threads are busy for another pass'}. "
+                "A sample that hangs cannot be stopped in a thread, so that thread is left behind. Give what it waits "
+                "for a timeout of its own, or allow more time by LoaderSettings(timeout_s=...)."
+            )
+        if not self.pool.is_alive:
+            raise LoaderError(
+                "All worker threads have ended without a word. Batches are missing: this is not the end of the epoch. "
+                "Use workers='process'."
+            )
+
+
+def check_arguments(loader: DataLoader[Any]) -> None:
+    """Refuse, or tell, what worker threads cannot do for ``loader``.
+
+    Raises:
+        SettingsError: for an iterable dataset, and for a ``multiprocessing_context``.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        raise SettingsError(
+            f"workers='thread' cannot serve {type(loader.dataset).__name__}, an IterableDataset: a stream is drawn "
+            "from in one place, and threads have no get_worker_info() to divide it by. Use workers='process', or "
+            "num_workers=0 with background=2, which draws from it in one thread."
+        )
+    if loader.multiprocessing_context is not None:
+        raise SettingsError(
+            "workers='thread' starts no processes, so multiprocessing_context would have no effect. Leave it out."
+        )
+    function = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
+    # Lightning sets its own after seed_everything(workers=True); the streams of the samples serve for it.
+    if function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
+        logger.warning(
+            "worker_init_fn=%r is not called with workers='thread': what prepares a worker process would be done to "
+            "the training process. Keep what each thread needs for itself in a threading.local().",
+            function,
+        )
+
+
+def _pin_function() -> Any:
+    """What DataLoader pins batches with; None where nothing can be pinned."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None or device.type == "mps":
+        logger.warning("pin_memory=True is without effect: there is no accelerator that copies from pinned memory.")
+        return None
+    return _pinning.pin_memory

@@ -1,0 +1,251 @@
+"""Worker processes: their set-up, what can be sent to them, the stack of one that hangs, and their end."""
+
+import contextlib
+import faulthandler
+import io
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import signal_handling
+
+ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
+"""Read by libraries when they are loaded, so these count for what the dataset imports later."""
+_STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
+_STACK_FILE = "lightning_feed_stack"
+_POLL_S, _POLLS = 0.02, 50
+_LAST_MOMENT_S = 0.5
+"""Between the end of a process's connections and its own."""
+_RESEND_S = 0.05
+
+
+@dataclass(frozen=True)
+class WorkerInit:
+    """The ``worker_init_fn`` of our loaders. It can be pickled, so that it serves spawned workers too.
+
+    Workers are the parallelism: one that opened a pool of threads of its own would only take CPUs from the others.
+    """
+
+    rank: int = 0
+    """The rank of the training process: ranks must not draw the same random numbers."""
+    seed_worker: Callable[[int, int], None] | None = None
+    """Called with ``(worker_id, rank)`` to seed all generators, when ``seed_everything(workers=True)`` was."""
+
+    def __call__(self, worker_id: int) -> None:
+        """Prepare the worker process that this runs in."""
+        _answer_for_stacks()
+        torch.set_num_threads(1)
+        for variable in ONE_THREAD:
+            os.environ.setdefault(variable, "1")
+        disable_opencv_threads()
+        if self.seed_worker is not None and int(os.environ.get("PL_SEED_WORKERS", "0")):
+            self.seed_worker(worker_id, self.rank)
+
+
+def disable_opencv_threads() -> None:
+    """Switch off OpenCV's own pool of threads, if OpenCV is loaded: it does not survive a fork."""
+    cv2 = sys.modules.get("cv2")
+    if cv2 is not None:
+        cv2.setNumThreads(0)
+
+
+# --- what can be sent to them ---------------------------------------------------------------------------------------
+
+
+def why_not_picklable(thing: Any) -> str | None:
+    """What keeps ``thing`` from being pickled for a worker process, in Python's words; None where nothing does.
+
+    Costs the time of pickling but no memory: nothing is written, and tensors and arrays are not looked into.
+    """
+    try:
+        _DryPickler(_Nowhere(), pickle.HIGHEST_PROTOCOL).dump(thing)
+    except RuntimeError:
+        return None  # locks and queues of multiprocessing refuse, except while a process is being started
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        return str(error)
+    return None
+
+
+class _Nowhere(io.RawIOBase):
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+class _DryPickler(ForkingPickler):
+    """The pickler of multiprocessing, without the handles that it opens for what is shared rather than copied."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        shared = isinstance(thing, (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, socket.socket, Connection))
+        if not shared and type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray":
+            shared = not thing.dtype.hasobject
+        return (int, ()) if shared else NotImplemented
+
+
+# --- the stack of one that hangs ------------------------------------------------------------------------------------
+
+
+def _answer_for_stacks() -> None:
+    """Let this worker process write its stacks when a signal asks for them. Does nothing where it cannot.
+
+    ``faulthandler`` writes them in C: also where the worker hangs in C and no Python runs in it. The signal is a
+    real-time one that nobody uses, and is sent only to a process that handles it. The worker keeps a file in memory,
+    which its parent finds under /proc, so nothing has to be handed to a worker, forked or spawned.
+    """
+    create = getattr(os, "memfd_create", None)
+    if create is None or get_worker_info() is None or signal.getsignal(_STACK_SIGNAL) is not signal.SIG_DFL:
+        return
+    with contextlib.suppress(OSError):  # out of descriptors: its work goes first
+        faulthandler.register(_STACK_SIGNAL, file=create(_STACK_FILE), all_threads=True)
+
+
+def stack_of(pid: int) -> str:
+    """The stacks of a worker's threads, innermost call first; or what the kernel says of it, where it does not answer.
+
+    Takes up to a second.
+    """
+    place = Path("/proc") / str(pid)
+    try:
+        status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
+        files = [file for file in (place / "fd").iterdir() if _STACK_FILE in file.readlink().name]
+        if files and int(status["SigCgt"], 16) >> (_STACK_SIGNAL - 1) & 1:
+            before, said = len(files[0].read_bytes()), b""
+            os.kill(pid, _STACK_SIGNAL)
+            for _ in range(_POLLS):
+                time.sleep(_POLL_S)
+                last, said = said, files[0].read_bytes()[before:]
+                if said and said == last:
+                    return said.decode(errors="replace").strip()
+        return f"(not available; the kernel says of the process: {status['State'].strip()})"
+    except (OSError, ValueError, KeyError) as error:
+        return f"(not available: {type(error).__name__})"
+
+
+# --- their end ------------------------------------------------------------------------------------------------------
+
+
+def torch_iterators(batches: Any) -> list[Any]:
+    """The iterators of torch inside an iterator: itself, under a pass of a FeedLoader, or several side by side."""
+    side_by_side = getattr(batches, "iterators", None)
+    if isinstance(side_by_side, list):
+        return [inner for one in side_by_side for inner in torch_iterators(one)]
+    inner = getattr(batches, "source", None)
+    return [inner if inner is not None else batches]
+
+
+def worker_processes(batches: Any) -> list[Any]:
+    """The processes that prepare the batches of an iterator of torch or ours; empty where it has none.
+
+    Read in torch 2.6 and 2.15 (``_workers``).
+    """
+    found = [process for one in torch_iterators(batches) for process in getattr(one, "_workers", None) or ()]
+    return [process for process in found if hasattr(process, "pid")]
+
+
+def ended_worker(batches: Any, error: BaseException) -> str | None:
+    """Which worker process of a failed pass ended early, and how; None where that is not why it failed.
+
+    Torch says it (RuntimeError), unless a batch was on its way: then the connection to the worker breaks first.
+
+    Args:
+        batches: the iterator that failed.
+        error: what it raised.
+    """
+    broken = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and "Caught" not in str(error)
+    if not broken and not str(error).startswith("DataLoader worker (pid"):
+        return None
+    workers = {one.sentinel: one for one in worker_processes(batches)}
+    ended: list[Any] = []
+    with contextlib.suppress(RuntimeError):  # torch's signal handler may say at this moment what is found below
+        ended = wait(list(workers), timeout=_LAST_MOMENT_S)
+    for one in [workers[sentinel] for sentinel in ended] or workers.values():
+        one.join(_LAST_MOMENT_S if ended else 0)
+        if one.exitcode:
+            names = {number.value: number.name for number in signal.Signals}
+            killed = f"was killed by {names.get(-one.exitcode, f'signal {-one.exitcode}')}"
+            return (
+                f"A worker process of the loader (pid {one.pid}) "
+                f"{killed if one.exitcode < 0 else f'ended with {one.exitcode}'}, so its batches are lost. SIGKILL "
+                "mostly means that memory ran out: see dmesg, and use fewer workers or smaller batches."
+            )
+    return None
+
+
+def end_pass(batches: Iterator[Any]) -> None:
+    """End a pass with its threads and worker processes, persistent ones too."""
+    iterators = torch_iterators(batches)
+    close = getattr(batches, "close", None)
+    if close is not None:
+        with contextlib.suppress(ValueError):  # a generator that runs in a thread that was left behind
+            close()
+    for iterator in iterators:
+        shut_down_workers(iterator)
+
+
+def shut_down_workers(iterator: Any) -> None:
+    """End the worker processes of an iterator of torch as torch does, if it has any."""
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()
+
+
+def kill_workers(batches: Iterator[Any]) -> bool:
+    """Kill the worker processes of a pass that do not answer. Asked to end, each of them would be waited for 5 s.
+
+    Whoever waits for their batches gets torch's error about it, within 5 s.
+
+    Returns:
+        Whether there were any.
+    """
+    processes = worker_processes(batches)
+    _expect_their_end(batches)
+    for process in processes:
+        process.kill()
+    return bool(processes)
+
+
+def stop_workers(batches: Iterator[Any]) -> None:
+    """End the worker processes of a pass now, persistent ones too: Ctrl-C does not wait for a sample that hangs.
+
+    Those that got Ctrl-C themselves are about to end; torch would wait 5 s for each of the others.
+    """
+    processes = worker_processes(batches)
+    _expect_their_end(batches)
+    for end in ("terminate", "kill"):
+        until = time.monotonic() + _LAST_MOMENT_S
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+        for process in processes:
+            if process.is_alive():
+                getattr(process, end)()
+
+
+def _expect_their_end(batches: Any) -> None:
+    """Keep torch from taking the end of the workers for an accident, which it raises anywhere in the main thread."""
+    forget = getattr(signal_handling, "_remove_worker_pids", None)
+    for iterator in torch_iterators(batches):
+        if forget is not None and getattr(iterator, "_worker_pids_set", False):
+            forget(id(iterator))
+            iterator._worker_pids_set = False
+
+
+@contextlib.contextmanager
+def resend_ctrl_c() -> Iterator[None]:
+    """Send a Ctrl-C that comes in here again a moment later: Python drops what a finalizer or ``__del__`` raises."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with contextlib.suppress(RuntimeError):  # there are no new threads while Python ends
+            main = threading.main_thread().ident
+            threading.Timer(_RESEND_S, signal.pthread_kill, (main, signal.SIGINT)).start()

@@ -1,0 +1,127 @@
+"""What a worker process does before its first sample, and what can be sent to it."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_feed.load.worker import ONE_THREAD, WorkerInit, why_not_picklable
+
+
+class Environment(Dataset[tuple[int, int]]):
+    """Each sample tells how the worker was set up."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return torch.get_num_threads(), sum(os.environ.get(name) == "1" for name in ONE_THREAD)
+
+
+def seed(worker_id: int, rank: int) -> None:
+    os.environ["NOTED"] = f"seed {worker_id} of rank {rank}"
+
+
+@pytest.fixture(autouse=True)
+def _same_process(monkeypatch: pytest.MonkeyPatch) -> object:
+    """The tests call in this process what is meant for a worker; put its state back."""
+    threads = torch.get_num_threads()
+    for name in (*ONE_THREAD, "PL_SEED_WORKERS", "NOTED"):
+        monkeypatch.setenv(name, "put back")
+        monkeypatch.delenv(name)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_workers_have_one_thread_each(start_method: str, recwarn: pytest.WarningsRecorder) -> None:
+    loader = DataLoader(
+        Environment(), num_workers=1, worker_init_fn=WorkerInit(), multiprocessing_context=start_method, batch_size=2
+    )
+    [(threads, variables)] = list(loader)
+    assert threads.tolist() == [1, 1]
+    assert variables.tolist() == [len(ONE_THREAD)] * 2
+
+
+def test_a_number_of_threads_that_was_set_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    WorkerInit()(0)
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert os.environ["MKL_NUM_THREADS"] == "1"
+
+
+def test_opencv_gets_no_pool_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setitem(sys.modules, "cv2", SimpleNamespace(setNumThreads=asked.append))
+    WorkerInit()(0)
+    assert asked == [0]
+
+
+def test_workers_are_seeded_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = pickle.loads(pickle.dumps(WorkerInit(rank=5, seed_worker=seed)))
+    init(2)
+    assert "NOTED" not in os.environ
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    init(2)
+    assert os.environ["NOTED"] == "seed 2 of rank 5"
+
+
+# --- what can be sent to a worker, found out without sending it ------------------------------------------------------
+
+
+class NotTwice(torch.Tensor):
+    """A tensor that fails the test when it is looked into."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AssertionError("the data was copied")
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        None,
+        range(3),
+        TensorDataset(torch.zeros(2)),
+        [torch.zeros(1).as_subclass(NotTwice)],
+        np.zeros(3),
+        np.array([None, "text"], dtype=object),
+        torch.nn.Linear(2, 2),
+        multiprocessing.get_context("spawn").Lock(),
+        multiprocessing.get_context("spawn").Value("i", 3),
+    ],
+    ids=lambda thing: type(thing).__name__,
+)
+def test_what_can_be_sent(thing: Any) -> None:
+    assert why_not_picklable(thing) is None
+
+
+def test_open_connections_can_be_sent() -> None:
+    left, right = socket.socketpair()
+    ours, theirs = multiprocessing.Pipe()
+    with left, right, ours, theirs:
+        assert why_not_picklable([left, ours]) is None
+
+
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        (lambda: 0, "lambda"),
+        ([threading.Lock()], "lock"),
+        ((number for number in ()), "generator"),
+        (np.array([lambda: 0], dtype=object), "lambda"),
+    ],
+    ids=["lambda", "lock", "generator", "array of objects"],
+)
+def test_what_cannot_be_sent(thing: Any, words: str) -> None:
+    problem = why_not_picklable(thing)
+    assert problem is not None
+    assert words in problem
