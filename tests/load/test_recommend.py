@@ -127,7 +127,7 @@ def test_little_shared_memory_shortens_the_look_ahead_before_it_takes_workers() 
         shm = int((batches + 0.01) * batch / SHM_SHARE)
         found = recommend(replace(MACHINE, free_shm_bytes=shm), AUTO, WORK)
         assert chosen(found)[:2] == expected
-    assert "float32 pictures of 3 x 224 x 224" in found.reasons["num_workers"]
+    assert "float32 images of 3 x 224 x 224" in found.reasons["num_workers"]
     assert "--shm-size" in found.reasons["prefetch_factor"]
 
 
