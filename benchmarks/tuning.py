@@ -10,9 +10,9 @@ Eight workloads (``tuning_workloads.py``). For each, in this order and in one ru
    the figures that are compared: the best of many noisy figures is noise, so the grid only says who is in the final.
 
 A rate is measured over whole rounds of the workers, for at least ``--seconds`` and two rounds, after a warm-up of two
-(``load/throughput.py``), the same for the grid and for the final. With a demand (a training step of so many ms) more than
-that is worth nothing, and a loader without workers takes turns with the training. Shown is what each gets of the best;
-``cost`` is the tuner's time over that of the grid. ``hit``: 95 % of the best, or more.
+(``load/throughput.py``), the same for the grid and for the final. With a demand (a training step of so many ms) more
+than that is worth nothing, and a loader without workers takes turns with the training. Shown is what each gets of the
+best; ``cost`` is the tuner's time over that of the grid. ``hit``: 95 % of the best, or more.
 
     python benchmarks/tuning.py [--only NAME ...] [--seconds 0.8] [--rounds 2]
                                 [--budget 10] [--quick]

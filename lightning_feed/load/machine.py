@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_feed.archive.memory import cgroup_folders, memory_limits, read_text
+from lightning_feed.errors import plural
 
 MIB = 2**20
 WORKER_BYTES = {"fork": 256 * MIB, "forkserver": 512 * MIB, "spawn": 512 * MIB}
@@ -90,8 +91,8 @@ def exceeded_limit(machine: Machine, taken: Footprint) -> str:
     total = batches_bytes + taken.workers * taken.worker_bytes
     if memory is not None and total > MEMORY_SHARE * memory / taken.sharers:
         return (
-            f"{taken.workers} workers at {mib(taken.worker_bytes)} and {taken.size} need {mib(total)}{for_all}, more "
-            f"than {MEMORY_SHARE:.0%} of the {mib(memory)} of free memory"
+            f"{plural(taken.workers, 'worker')} at {mib(taken.worker_bytes)} and {taken.size} need {mib(total)}"
+            f"{for_all}, more than {MEMORY_SHARE:.0%} of the {mib(memory)} of free memory"
         )
     return ""
 
