@@ -186,7 +186,7 @@ def test_threads_need_no_shared_memory_and_little_of_the_other() -> None:
     assert found.warnings == ()
     tiny = recommend(replace(MACHINE, available_memory_bytes=64 * 2**20), THREADS, WORK)
     assert chosen(tiny)[:2] == (1, 1)
-    assert "1 workers at 8 MiB" in tiny.warnings[0]
+    assert "1 worker at 8 MiB" in tiny.warnings[0]
 
 
 def test_threads_are_refused_for_a_stream() -> None:
