@@ -38,10 +38,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.archive import PackedDataset, pack, stage
-from lightning_feed.archive.folder_index import scan_classes
-from lightning_feed.archive.folder_source import FolderSource
-from lightning_feed.archive.index_store import index_of
-from lightning_feed.archive.remembered import cache_folder
+from lightning_feed.archive.files import cache_folder
+from lightning_feed.archive.folder import FolderSource, index_of, scan_classes
 from lightning_feed.archive.shared_cache import SampleCache
 from lightning_feed.errors import FeedError
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_feed.archive.folder_index import FolderIndex
+from lightning_feed.archive.folder import FolderIndex
 
 CLASSES = 1000
 

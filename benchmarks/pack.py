@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from lightning_feed.archive import PackedDataset, pack
-from lightning_feed.archive.folder_index import scan_classes
-from lightning_feed.archive.folder_source import FolderSource
+from lightning_feed.archive.folder import FolderSource, scan_classes
 
 FORMATS = ("lmdb", "hdf5", "litdata")
 CLASSES = 20

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed import _host
-from lightning_feed.archive.cache_limit import parse_limit
+from lightning_feed.archive.shared_cache import parse_limit
 from lightning_feed.datamodule_storage import Storage
 from lightning_feed.load.build import Job, Part, build_loader, like, name_datasets, size_of
 from lightning_feed.load.cloning import preserve_state

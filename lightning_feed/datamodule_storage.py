@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
-from lightning_feed.archive.cache_limit import parse_limit
-from lightning_feed.archive.folder_source import Place
-from lightning_feed.archive.shared_cache import CacheStats, SampleCache
+from lightning_feed.archive.folder import Place
+from lightning_feed.archive.shared_cache import CacheStats, SampleCache, parse_limit
 from lightning_feed.archive.stage_background import BackgroundStage, stage_in_background
 from lightning_feed.archive.staging import stage
 from lightning_feed.errors import SettingsError

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lightning_feed.archive.source import SampleSource
+from lightning_feed.archive.folder import SampleSource
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, MissingExtraError, SettingsError
 from lightning_feed.load.backend_choice import BackendChoice, BackendFacts, choose_backend

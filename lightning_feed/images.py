@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningDataModule
 
-from lightning_feed.archive.source import SampleSource
+from lightning_feed.archive.folder import SampleSource
 from lightning_feed.archive.splits import Splits
 from lightning_feed.datamodule import FeedDataModule
 from lightning_feed.decode.choose import Choice, make_decoder

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_feed.archive.pack_manifest import is_pack
+    from lightning_feed.archive.pack_formats import is_pack
     from lightning_feed.archive.packed_dataset import PackedDataset
     from lightning_feed.archive.packing import PackReport, pack, verify_pack
     from lightning_feed.archive.stage_background import stage_in_background
@@ -31,7 +31,7 @@ _HOMES = {
     "PackedDataset": "packed_dataset",
     "Staged": "staging",
     "StagedPath": "stage_path",
-    "is_pack": "pack_manifest",
+    "is_pack": "pack_formats",
     "mount_command": "stage_room",
     "pack": "packing",
     "stage": "staging",

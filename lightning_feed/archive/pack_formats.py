@@ -1,28 +1,209 @@
-"""The three formats that a pack can have: how payloads are written, and how one is read by its number.
+"""The format of a pack: its manifest, the index of each part, and the three data formats LMDB, HDF5 and LitData.
 
-Files are opened in the process that reads, on the first read: neither LMDB nor HDF5 survives a fork.
+Data files are opened in the process that reads, on the first read: neither LMDB nor HDF5 survives a fork.
 """
 
+import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_feed.archive import in_use
-from lightning_feed.archive.pack_manifest import Format, PartIndex
-from lightning_feed.errors import ArchiveError
+from lightning_feed.archive import files
+from lightning_feed.errors import ArchiveError, MissingExtraError
 from lightning_feed.extras import require
 
-Write = Callable[[Path, Iterator[bytes], PartIndex, Callable[[int], None]], None]
-"""(folder, payloads, their index, report of bytes written)"""
-_LMDB_PAGE = 4096
+NAME = "pack.json"
+VERSION = 1
+ALL = "all"
+"""The name of the only part of a pack that has no splits."""
+
+Format = Literal["lmdb", "hdf5", "litdata"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+Kind = Literal["files", "decoded", "samples"]
+_PARTS = {ALL, "train", "val", "test"}
 _BATCH_BYTES = 64 << 20
-_CHUNK_BYTES = 64 << 20
+
+
+def _damaged(path: Path, error: Exception, index: int | None = None) -> ArchiveError:
+    """The error for anything that a library raises: a flipped bit can make it raise nearly everything."""
+    where = "" if index is None else f" at sample {index}"
+    return ArchiveError(f"{path} cannot be read{where}: {error}. Copy it again, or pack the source again.")
+
+
+# --- manifest and index -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a pack is. Written last: a folder without it is no pack."""
+
+    format: Format
+    kind: Kind
+    """Encoded files as they are or re-encoded; decoded pixels; or samples of a dataset."""
+    classes: tuple[str, ...]
+    """Names of the labels; empty for samples of a dataset."""
+    parts: dict[str, int]
+    """Samples of each part: ``train``, ``val`` ..., or ``all``."""
+    total_bytes: int
+    options: dict[str, Any]
+    """What was asked for: ``short_side``, ``quality``."""
+    files: dict[str, int]
+    """Bytes of each data file, by its path in the pack."""
+    version: int = VERSION
+    indexes: dict[str, str] = field(default_factory=dict)
+    """The digest of each part's index, which holds the checksums of all samples; none in packs of earlier versions."""
+
+    @property
+    def checksum(self) -> str:
+        """A digest of the whole manifest."""
+        return digest_of(json.dumps(asdict(self), sort_keys=True).encode())
+
+    @property
+    def identity(self) -> str:
+        """A digest that is the same for the same data, and another for any other."""
+        about = asdict(self)
+        if self.indexes:
+            del about["files"]  # a pack that was interrupted takes some pages more
+        return digest_of(json.dumps(about, sort_keys=True).encode())
+
+    def save(self, folder: Path) -> None:
+        """Write it, atomically."""
+        temporary = folder / f"{NAME}.tmp"
+        temporary.write_text(json.dumps({**asdict(self), "checksum": self.checksum}, indent=1))
+        temporary.replace(folder / NAME)
+
+
+def is_pack(path: str | Path) -> bool:
+    """Whether ``path`` is a pack. Looks for one file."""
+    return os.path.isfile(os.path.join(path, NAME))  # noqa: PTH113, PTH118 - False, too, where it cannot be looked for
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a pack.
+
+    Raises:
+        ArchiveError: when there is none, it is damaged, or another version wrote it.
+    """
+    if not is_pack(path):
+        raise ArchiveError(f"{path} is no pack: it has no {NAME}. To make one: lightning-feed pack SRC DEST")
+    try:
+        found = json.loads((path / NAME).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path / NAME, error) from error
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != VERSION:
+        raise ArchiveError(
+            f"{path} is a pack of version {version!r}, and this lightning_feed reads version {VERSION}. Pack the "
+            "source again, or read it with the version that wrote it."
+        )
+    checksum = found.pop("checksum", None)
+    if not _is_manifest(found):
+        raise ArchiveError(f"{path / NAME} is not the manifest of a pack. Pack the source again.")
+    manifest = Manifest(**{**found, "classes": tuple(found["classes"])})
+    if checksum != manifest.checksum and (checksum is not None or manifest.indexes):  # earlier versions wrote neither
+        raise ArchiveError(f"{path / NAME} is damaged: its checksum does not fit. Copy or pack it again.")
+    return manifest
+
+
+def _is_manifest(found: dict[str, Any]) -> bool:
+    """Whether JSON has the names and types of a manifest: a stranger may have written it."""
+    if {*found, "indexes"} != {each.name for each in fields(Manifest)}:
+        return False
+    tables = [found["parts"], found["files"], found["options"], found.get("indexes", {})]
+    if not all(isinstance(table, dict) for table in tables) or not isinstance(found["classes"], list):
+        return False
+    numbers = [*found["parts"].values(), *found["files"].values(), found["total_bytes"]]
+    return (
+        found["format"] in FORMATS
+        and found["kind"] in get_args(Kind)
+        and all(isinstance(name, str) for name in found["classes"])
+        and bool(found["parts"])
+        and _PARTS.issuperset(found["parts"])
+        and all(type(number) is int and number >= 0 for number in numbers)
+    )
+
+
+def check_files(path: Path, manifest: Manifest, part: str) -> None:
+    """See whether the data files of a part are there and as long as they were.
+
+    Raises:
+        ArchiveError: for the first that is not.
+    """
+    for name, size in manifest.files.items():
+        if not name.startswith(f"{part}/"):
+            continue
+        try:
+            there = (path / name).stat().st_size
+        except OSError as error:
+            raise ArchiveError(f"{path / name} cannot be read: {error.strerror}. Copy or pack it again.") from error
+        if there != size:
+            raise ArchiveError(
+                f"{path / name} has {there} bytes, and {size} were packed: it is cut short or damaged. Copy or pack it "
+                "again."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class PartIndex:
+    """The samples of one part, in flat arrays: a million of them cost no Python objects."""
+
+    labels: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    """Bytes of each payload."""
+    checksums: npt.NDArray[np.uint32]
+    """CRC-32 of each payload."""
+    names: npt.NDArray[np.uint8]
+    """All names, one after the other, in UTF-8 (undecodable bytes as they were)."""
+    name_ends: npt.NDArray[np.int64]
+
+    def name(self, index: int) -> str:
+        """What sample ``index`` was called in the source."""
+        begin = int(self.name_ends[index - 1]) if index else 0
+        return self.names[begin : int(self.name_ends[index])].tobytes().decode("utf-8", "surrogateescape")
+
+    def save(self, path: Path) -> str:
+        """Write it as ``.npz``, and return its digest."""
+        content = io.BytesIO()
+        np.savez(content, **{each.name: getattr(self, each.name) for each in fields(self)})
+        path.write_bytes(content.getvalue())
+        return digest_of(content.getvalue())
+
+    @classmethod
+    def load(cls, path: Path, digest: str | None = None) -> "PartIndex":
+        """Read it.
+
+        Args:
+            path: the file.
+            digest: what :meth:`save` returned; None where that is not known.
+
+        Raises:
+            ArchiveError: when it is missing or damaged, or the labels are no integers.
+        """
+        try:
+            content = path.read_bytes()
+            if digest is not None and digest_of(content) != digest:
+                raise ValueError("it is not the one that was written with the pack")
+            with np.load(io.BytesIO(content), allow_pickle=False) as stored:
+                read = cls(**{each.name: stored[each.name] for each in fields(cls)})
+            numbers = (read.labels, read.checksums, read.name_ends, read.sizes)
+            if any(array.dtype.kind not in "iu" or array.shape != (len(read.sizes),) for array in numbers):
+                raise ValueError(f"its arrays are not one integer for each of {len(read.sizes)} samples")
+            return read
+        except Exception as error:
+            raise _damaged(path, error) from error
+
+
+def digest_of(content: bytes) -> str:
+    """What tells some content from any other."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 class Reader(Protocol):
@@ -34,129 +215,100 @@ class Reader(Protocol):
 
 # --- LMDB -------------------------------------------------------------------------------------------------------------
 
+_environments: "WeakValueDictionary[tuple[int, int, int], Any]" = WeakValueDictionary()
+"""Those that are read, by process, device and inode of the data: another pack may lie at the path by now."""
 
-def write_lmdb(folder: Path, payloads: Iterator[bytes], index: PartIndex, report: Callable[[int], None]) -> None:
-    """One LMDB environment; keys are numbers of 8 bytes, big-endian, so that they sort."""
-    lmdb = _lmdb()
-    pages = int(
-        ((index.sizes + 16 + _LMDB_PAGE - 1) // _LMDB_PAGE + 1).sum()
-    )  # each payload in whole pages, and its key
-    environment = lmdb.open(str(folder), map_size=int(pages * _LMDB_PAGE * 1.1) + (16 << 20), subdir=True, lock=False)
-    transaction, waiting = environment.begin(write=True), 0
-    try:
-        for number, payload in enumerate(payloads):
-            transaction.put(_key(number), payload, append=True)
-            waiting += len(payload)
-            if waiting >= _BATCH_BYTES:
-                transaction.commit()
-                report(waiting)
-                transaction, waiting = environment.begin(write=True), 0
-        transaction.commit()
-        report(waiting)
-        environment.sync(True)  # noqa: FBT003 - lmdb has no name for it
-    finally:
-        environment.close()
+
+def lmdb_key(number: int) -> bytes:
+    """The key of a sample: its number in 8 bytes, big-endian, so that keys sort."""
+    return number.to_bytes(8, "big")
+
+
+def open_lmdb(folder: Path, *, write: bool = False) -> Any:
+    """Open an LMDB environment to read, or to write, made if there is none.
+
+    LMDB forbids to open one twice in a process, so those that read one file share it.
+
+    Raises:
+        lmdb.Error: when it is damaged or cut short.
+        OSError: when there is none, or it cannot be written.
+    """
+    lmdb = require("lmdb", extra="pack", why="Packing" if write else "A pack of the format lmdb")
+    data = folder / "data.mdb"
+    if write:
+        folder.mkdir(parents=True, exist_ok=True)
+        data.touch()
+    with files.process_lock:
+        status = data.stat()
+        identity = (os.getpid(), status.st_dev, status.st_ino)
+        for known, environment in list(_environments.items()):
+            if known[0] != identity[0] or (write and known == identity):
+                environment.close()  # inherited by a fork, and closed in this process only; or a reader in the way
+                del _environments[known]
+        if identity in _environments:
+            return _environments[identity]
+        # No lock: nobody else writes. No readahead: training reads at random. Spare readers are for threads.
+        environment = lmdb.open(
+            os.path.realpath(folder), readonly=not write, lock=False, readahead=False, max_readers=512
+        )
+        page = environment.stat()["psize"]
+        needed, there = environment.info()["last_pgno"] + 1, data.stat().st_size // page if page else 0
+        if there < needed:  # reading on would end the process with SIGBUS
+            environment.close()
+            raise lmdb.CorruptedError(f"it is cut short: {there} of {needed} pages are there")
+        if not write:
+            _environments[identity] = environment
+        return environment
 
 
 class LmdbReader:
     """Reads from a memory map."""
 
     def __init__(self, folder: Path) -> None:
-        self._lmdb = _lmdb()
         self._folder = folder
-        self._environment = _open_once(self._lmdb, folder)
-        self._entries = self._environment.lmdb.stat()["entries"]
+        try:
+            self._environment = open_lmdb(folder)
+        except MissingExtraError:
+            raise
+        except Exception as error:
+            raise _damaged(folder, error) from error
+        self._entries = self._environment.stat()["entries"]
 
     def read(self, index: int) -> bytes:
         """The payload of sample ``index``, copied out of the map: it is valid within a transaction only."""
         try:
-            with self._environment.lmdb.begin(buffers=False) as transaction:
-                found = transaction.get(_key(index))
-        except self._lmdb.Error as error:
-            raise ArchiveError(f"{self._folder} cannot be read at sample {index}: {error}.") from error
+            with self._environment.begin() as transaction:
+                found: bytes | None = transaction.get(lmdb_key(index))
+        except Exception as error:
+            raise _damaged(self._folder, error, index) from error
         if found is None:
             raise ArchiveError(f"{self._folder} has no sample {index} among {self._entries}. Pack the source again.")
-        payload: bytes = found
-        return payload
-
-
-class _Environment:
-    """An open environment, and the process that opened it."""
-
-    def __init__(self, lmdb: Any) -> None:
-        self.lmdb, self.pid = lmdb, os.getpid()
-
-    def __del__(self) -> None:
-        self.lmdb.close()
-
-
-_environments: "WeakValueDictionary[tuple[int, int], _Environment]" = WeakValueDictionary()
-"""By device and inode of the data: another pack may lie at the path by now."""
-
-
-def _open_once(lmdb: Any, folder: Path) -> _Environment:
-    """LMDB forbids to open an environment twice in a process; several datasets may read one pack."""
-    path = os.path.realpath(folder)
-    with in_use.process_lock:
-        try:
-            status = (folder / "data.mdb").stat()
-        except OSError as error:
-            raise ArchiveError(
-                f"{folder / 'data.mdb'} cannot be read: {error.strerror}. Copy or pack it again."
-            ) from error
-        identity = (status.st_dev, status.st_ino)
-        held = _environments.get(identity)
-        if held is not None and held.pid == os.getpid():
-            return held
-        if held is not None:
-            held.lmdb.close()  # inherited by a fork: closed in this process only
-        try:
-            # No lock: nobody writes. No readahead: training reads at random. Spare readers are for threads.
-            environment = lmdb.open(path, readonly=True, lock=False, readahead=False, subdir=True, max_readers=512)
-        except lmdb.Error as error:
-            raise ArchiveError(
-                f"{folder} cannot be read: {error}. The pack is damaged: copy it again, or pack the source again."
-            ) from error
-        page = environment.stat()["psize"]
-        needed, there = environment.info()["last_pgno"] + 1, status.st_size // page if page else 0
-        if there < needed:  # reading on would end the process with SIGBUS
-            environment.close()
-            raise ArchiveError(
-                f"{folder / 'data.mdb'} is cut short: {there} of {needed} pages are there. Copy or pack it again."
-            )
-        _environments[identity] = made = _Environment(environment)
-        return made
-
-
-def _key(index: int) -> bytes:
-    return index.to_bytes(8, "big")
-
-
-def _lmdb() -> Any:
-    return require("lmdb", extra="pack", why="A pack of the format lmdb")
+        return found
 
 
 # --- HDF5 -------------------------------------------------------------------------------------------------------------
 
 
-def write_hdf5(folder: Path, payloads: Iterator[bytes], index: PartIndex, report: Callable[[int], None]) -> None:
+def write_hdf5(folder: Path, payloads: Iterator[bytes], index: PartIndex, report: Callable[[int], object]) -> None:
     """``data.h5``: ``bytes``, uint8 of all payloads one after the other, and ``ends``, int64, where each ends."""
     h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
-    total = int(index.sizes.sum())
     with h5py.File(folder / "data.h5", "w") as file:
         file.create_dataset("ends", data=np.cumsum(index.sizes))
         # Contiguous and not compressed: readers take bytes from a place in the file, without the HDF5 library.
-        data = file.create_dataset("bytes", shape=(max(1, total),), dtype="u1")
+        data = file.create_dataset("bytes", shape=(max(1, int(index.sizes.sum())),), dtype="u1")
         at, waiting = 0, bytearray()
+
+        def write() -> None:
+            data[at : at + len(waiting)] = np.frombuffer(waiting, np.uint8)
+            report(len(waiting))
+
         for payload in payloads:
             waiting += payload
             if len(waiting) >= _BATCH_BYTES:
-                data[at : at + len(waiting)] = np.frombuffer(waiting, np.uint8)
-                report(len(waiting))
+                write()
                 at, waiting = at + len(waiting), bytearray()
         if waiting:
-            data[at : at + len(waiting)] = np.frombuffer(waiting, np.uint8)
-            report(len(waiting))
+            write()
 
 
 class Hdf5Reader:
@@ -164,21 +316,18 @@ class Hdf5Reader:
 
     def __init__(self, folder: Path) -> None:
         h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
-        path = folder / "data.h5"
+        self._path = folder / "data.h5"
         try:
-            with h5py.File(path, "r", locking=False) as file:
+            with h5py.File(self._path, "r", locking=False) as file:
                 self._ends: npt.NDArray[np.int64] = file["ends"][:]
                 self._offset: int = file["bytes"].id.get_offset() or 0  # None when all files are empty
             ends = self._ends
             if ends.dtype.kind not in "iu" or ends.ndim != 1 or (np.diff(ends, prepend=0) < 0).any():
                 raise ValueError("it does not say where its samples lie")
-            self._descriptor = os.open(path, os.O_RDONLY)
-        except Exception as error:  # a flipped bit can make the library raise nearly anything
-            raise ArchiveError(
-                f"{path} cannot be read: {error}. The pack is damaged: copy it again, or pack the source again."
-            ) from error
+            self._descriptor = os.open(self._path, os.O_RDONLY)
+        except Exception as error:
+            raise _damaged(self._path, error) from error
         finalize(self, os.close, self._descriptor)
-        self._path = path
 
     def read(self, index: int) -> bytes:
         """The payload of sample ``index``."""
@@ -188,9 +337,7 @@ class Hdf5Reader:
             left = os.fstat(self._descriptor).st_size - self._offset - begin
             payload = os.pread(self._descriptor, min(size, max(0, left)), self._offset + begin)
         except (OSError, ValueError, OverflowError, IndexError) as error:
-            raise ArchiveError(
-                f"{self._path} cannot be read at sample {index}: {error}. Copy or pack it again."
-            ) from error
+            raise _damaged(self._path, error, index) from error
         if len(payload) < size:
             raise ArchiveError(f"{self._path} is cut short at sample {index}. Copy or pack it again.")
         return payload
@@ -199,13 +346,13 @@ class Hdf5Reader:
 # --- LitData ----------------------------------------------------------------------------------------------------------
 
 
-def write_litdata(folder: Path, payloads: Iterator[bytes], index: PartIndex, report: Callable[[int], None]) -> None:
+def write_litdata(folder: Path, payloads: Iterator[bytes], index: PartIndex, report: Callable[[int], object]) -> None:
     """Chunks as ``litdata.StreamingDataset`` reads them, from object stores too.
 
     A sample is ``{"data": bytes, "label": int}``: such a reader has no index to look the label up in.
     """
     litdata = require("litdata", extra="litdata", why="A pack of the format litdata")
-    cache = litdata.streaming.Cache(str(folder), chunk_bytes=_CHUNK_BYTES)
+    cache = litdata.streaming.Cache(str(folder), chunk_bytes=_BATCH_BYTES)
     for number, payload in enumerate(payloads):
         cache[number] = {"data": payload, "label": int(index.labels[number])}
         report(len(payload))
@@ -223,18 +370,14 @@ class LitDataReader:
         try:
             self._dataset = litdata.StreamingDataset(str(folder))
         except Exception as error:
-            raise ArchiveError(
-                f"{folder} cannot be read: {error}. The pack is damaged: copy it again, or pack the source again."
-            ) from error
+            raise _damaged(folder, error) from error
 
     def read(self, index: int) -> bytes:
         """The payload of sample ``index``."""
         try:
             return bytes(self._dataset[index]["data"])
         except Exception as error:
-            raise ArchiveError(
-                f"{self._folder} cannot be read at sample {index}: {error}. Copy or pack it again."
-            ) from error
+            raise _damaged(self._folder, error, index) from error
 
 
 def _check_litdata(path: Path) -> None:
@@ -245,11 +388,8 @@ def _check_litdata(path: Path) -> None:
             raise ValueError(f"its samples are of the types {config['data_format']!r}, in place of bytes and int")
         _, shape = json.loads(config["data_spec"])
         leaves = [(leaf["type"], leaf["children_spec"]) for leaf in shape["children_spec"]]
-        if (shape["type"], json.loads(shape["context"]), leaves) != (
-            "builtins.dict",
-            ["data", "label"],
-            [(None, []), (None, [])],
-        ):
+        found = (shape["type"], json.loads(shape["context"]), leaves)
+        if found != ("builtins.dict", ["data", "label"], [(None, []), (None, [])]):
             raise ValueError("its samples are not dicts of data and label")
         if config.get("compression") or config.get("encryption"):
             raise ValueError("its samples are compressed or encrypted")
@@ -259,5 +399,4 @@ def _check_litdata(path: Path) -> None:
         ) from error
 
 
-WRITERS: dict[Format, Write] = {"lmdb": write_lmdb, "hdf5": write_hdf5, "litdata": write_litdata}
 READERS: dict[Format, Callable[[Path], Reader]] = {"lmdb": LmdbReader, "hdf5": Hdf5Reader, "litdata": LitDataReader}

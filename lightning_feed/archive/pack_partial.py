@@ -1,4 +1,4 @@
-"""A pack in the making: alone in its folder, gone on with where it broke off, renamed when it is whole."""
+"""A pack in the making: private and locked, resumable for the same plan, and renamed when it is whole."""
 
 import ctypes
 import errno
@@ -17,10 +17,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lightning_feed.archive.folder_source import FolderSource
-from lightning_feed.archive.pack_manifest import Format, Kind, is_pack
+from lightning_feed.archive.folder import FolderSource
+from lightning_feed.archive.pack_formats import Format, is_pack
 from lightning_feed.archive.pack_samples import Payloads
-from lightning_feed.archive.pack_spool import records_of
 from lightning_feed.errors import ArchiveError
 
 logger = logging.getLogger(__name__)
@@ -36,28 +35,34 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def alone_in(partial: Path) -> Iterator[None]:
-    """Hold the lock of a pack in the making. The system lets go of it when the process ends, however it does.
-
-    Worker processes do not inherit it: those of a killed process would hold it on.
+    """Hold the lock of a pack in the making. The system drops it when the process ends, however it ends.
 
     Raises:
         ArchiveError: when another process holds it, or when another user could change what is packed.
     """
     mine = _make_private(partial)
-    lock = FileLock(partial / _LOCK)
+    with _locked(partial):
+        try:
+            _refuse_foreign(partial, mine)
+            yield
+        finally:
+            if partial.is_dir() and [entry.name for entry in partial.iterdir()] == [_LOCK]:
+                (partial / _LOCK).unlink()
+                partial.rmdir()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    lock = FileLock(folder / _LOCK)
     try:
         lock.acquire(timeout=0)
-    except (Timeout, FileNotFoundError):  # not found: renamed by the other process, which is done
+    except (Timeout, FileNotFoundError) as error:  # not found: renamed by the other process, which is done
         raise ArchiveError(
-            f"Another process is packing to {partial}. Wait for it to end, or give another DEST."
-        ) from None
+            f"Another process is packing to {folder}. Wait for it to end, or give another DEST."
+        ) from error
     try:
-        _refuse_foreign(partial, mine)
         yield
     finally:
-        if partial.is_dir() and [entry.name for entry in partial.iterdir()] == [_LOCK]:
-            (partial / _LOCK).unlink()
-            partial.rmdir()
         lock.release()
 
 
@@ -68,9 +73,7 @@ def _make_private(partial: Path) -> int:
         What the file system calls this user: root is another on some network file systems.
     """
     try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            partial.mkdir(mode=0o700)
+        partial.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             with tempfile.TemporaryFile(dir=partial) as probe:
@@ -98,8 +101,8 @@ def _make_private(partial: Path) -> int:
 
 def _refuse_foreign(partial: Path, mine: int) -> None:
     """Look for what others left there while they could write: a link would have another file overwritten."""
-    for folder, folders, files in os.walk(partial):
-        for name in (*folders, *files):
+    for folder, folders, names in os.walk(partial):
+        for name in (*folders, *names):
             status = os.lstat(f"{folder}/{name}")
             single = stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)
             if status.st_uid != mine or not single:
@@ -109,7 +112,7 @@ def _refuse_foreign(partial: Path, mine: int) -> None:
                 )
 
 
-def begin_or_go_on(partial: Path, plan: dict[str, Any]) -> None:
+def begin_or_resume(partial: Path, plan: dict[str, Any]) -> None:
     """Keep what is there if it is of the same plan; else begin anew.
 
     Raises:
@@ -122,35 +125,20 @@ def begin_or_go_on(partial: Path, plan: dict[str, Any]) -> None:
             f"{partial} holds {others[0].name!r}, which is not of a pack in the making. A pack is made there, so move "
             "that away, or give another DEST."
         )
-    try:
-        same = json.loads(written.read_text()) == json.loads(json.dumps(plan))
-    except (OSError, ValueError):
-        same = False
-    if not same:
-        if others:
-            logger.info("%s is of another source or other options, so it is begun anew.", partial)
-        for entry in others:
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        written.write_text(json.dumps(plan))
+    with suppress(OSError, ValueError):
+        if json.loads(written.read_text()) == json.loads(json.dumps(plan)):
+            return
+    if others:
+        logger.info("%s is of another source, other options or another version, so it is begun anew.", partial)
+    for entry in others:
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    written.write_text(json.dumps(plan))
 
 
-def unchanged(part: Payloads, folder: Path) -> int:
-    """How many of the samples in the spool in ``folder``, from the first on, are unchanged in their source.
-
-    Of a dataset that is no folder, all: the plan holds the checksums of some samples.
-    """
-    changed_ns = records_of(folder)["changed_ns"].tolist()
-    return next((index for index, then in enumerate(changed_ns) if part.changed_ns(index) != then), len(changed_ns))
-
-
-def plan_of(parts: dict[str, Payloads], kind: Kind, format: Format) -> dict[str, Any]:
-    """What a broken-off pack must have in common with this one for it to be gone on with."""
-    return {
-        "spool": 2,
-        "kind": kind,
-        "format": format,
-        "parts": {name: [len(part), asdict(part.shrink), _fingerprint(part)] for name, part in parts.items()},
-    }
+def plan_of(parts: dict[str, Payloads], format: Format) -> dict[str, Any]:
+    """What a pack that was broken off must have in common with this one to be resumed."""
+    about = {name: [part.kind, len(part), asdict(part.shrink), _fingerprint(part)] for name, part in parts.items()}
+    return {"version": 3, "format": format, "parts": about}
 
 
 def _fingerprint(part: Payloads) -> list[Any]:
@@ -160,11 +148,13 @@ def _fingerprint(part: Payloads) -> list[Any]:
         some = sorted({0, len(part) // 2, len(part) - 1}) if len(part) else []
         name = f"{type(source).__module__}.{type(source).__qualname__}"
         return [name, *(list(part[index][1:]) for index in some)]
-    root = source.root if isinstance(source.root, Path) else source.root.current()
-    digest = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=16)
+    digest = hashlib.blake2b(os.fsencode(source.folder().resolve()), digest_size=16)
     for array in (source.index.names, source.index.ends, source.index.labels):
         digest.update(array.tobytes())
     return [digest.hexdigest()]
+
+
+# --- the pack in its place --------------------------------------------------------------------------------------------
 
 
 def finish(partial: Path, target: Path) -> None:
@@ -173,8 +163,6 @@ def finish(partial: Path, target: Path) -> None:
     The two are exchanged, so that there is a pack at every moment. Where the file system cannot do that there is none
     between two renames; killed there, the next call puts the old one back.
     """
-    for leftover in (*partial.glob("*/spool/payloads"), *partial.glob("*/index.tmp"), *partial.glob("*.tmp")):
-        leftover.unlink()
     one_part = next(entry for entry in partial.iterdir() if entry.is_dir())
     partial.chmod(stat.S_IMODE(one_part.stat().st_mode))  # it was made for this user alone; its parts were not
     if not is_pack(target):
@@ -191,19 +179,9 @@ def complete_replacement(partial: Path, target: Path) -> None:
     Raises:
         ArchiveError: when that process lives.
     """
-    if not is_pack(target) or not (target / _PLAN).exists() or target.stat().st_uid != os.geteuid():
-        return
-    lock = FileLock(target / _LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ArchiveError(
-            f"Another process is packing to {target}. Wait for it to end, or give another DEST."
-        ) from None
-    try:
-        _clear_up(partial, target)
-    finally:
-        lock.release()
+    if is_pack(target) and (target / _PLAN).exists() and target.stat().st_uid == os.geteuid():
+        with _locked(target):
+            _clear_up(partial, target)
 
 
 def put_back(partial: Path, target: Path) -> None:
@@ -213,14 +191,15 @@ def put_back(partial: Path, target: Path) -> None:
 
 
 def _clear_up(partial: Path, target: Path) -> None:
+    """Remove what is in a pack only while it is made; the plan last, which says that there is something to clear up."""
     if is_pack(partial) and not (partial / _PLAN).exists():  # the old one, after an exchange
         partial.rename(target / _REPLACED)
     if (target / _REPLACED).is_symlink():
         (target / _REPLACED).unlink()
-    for leftover in (target / _REPLACED, *target.glob("*/spool")):
-        shutil.rmtree(leftover, ignore_errors=True)
-    for name in (_PLAN, _LOCK):  # last: they say that there is something to clear up, and who is at it
-        (target / name).unlink(missing_ok=True)
+    for folder in (target / _REPLACED, *target.glob("*/store")):
+        shutil.rmtree(folder, ignore_errors=True)
+    for file in (*target.glob("*/journal"), *target.glob("*.tmp"), target / _PLAN, target / _LOCK):
+        file.unlink(missing_ok=True)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
@@ -229,13 +208,12 @@ def _exchanged(one: Path, other: Path) -> bool:
         rename = ctypes.CDLL(None).renameat2
     except (OSError, AttributeError):  # not Linux, or an old C library
         return False
-    names = os.fsencode(one), os.fsencode(other)
-    return bool(rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
+    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 @contextmanager
-def full_disk_told(partial: Path) -> Iterator[None]:
-    """Give the errors of a full disk the words of this package.
+def report_full_disk(partial: Path) -> Iterator[None]:
+    """Say what to do when the disk is full.
 
     Raises:
         ArchiveError: in place of any error that says that there is no space.
@@ -252,6 +230,5 @@ def full_disk_told(partial: Path) -> Iterator[None]:
             raise
         raise ArchiveError(
             f"The disk of {partial.parent} is full. What is packed so far is kept in {partial}: free some space there "
-            f"and pack to {partial.with_suffix('')} again, which goes on from there. Twice the data must fit until it "
-            "is done. To give up, remove that folder."
+            f"and pack to {partial.with_suffix('')} again, which resumes it. To give up, remove that folder."
         ) from error

@@ -9,13 +9,18 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from lightning_feed.archive import in_use
-from lightning_feed.archive.folder_source import Place
-from lightning_feed.archive.pack_formats import READERS, Reader
-from lightning_feed.archive.pack_manifest import ALL, Manifest, PartIndex, check_files, read_manifest
-from lightning_feed.archive.pack_sample import from_bytes
-from lightning_feed.archive.pack_samples import pixels_of
-from lightning_feed.archive.source import Encoded
+from lightning_feed.archive import files
+from lightning_feed.archive.folder import Encoded, Place
+from lightning_feed.archive.pack_formats import (
+    ALL,
+    READERS,
+    Manifest,
+    PartIndex,
+    Reader,
+    check_files,
+    read_manifest,
+)
+from lightning_feed.archive.pack_samples import from_bytes, pixels_of
 from lightning_feed.errors import ArchiveError, DatasetError, SettingsError
 
 
@@ -135,7 +140,7 @@ class PackedDataset(Dataset[Any]):
         opened = self._opened
         if opened is not None and opened[:2] == here:
             return opened[2]
-        with in_use.process_lock:  # one that a fork renews
+        with files.process_lock:  # one that a fork renews
             opened = self._opened
             if opened is None or opened[:2] != here:
                 self._opened = opened = (*here, self._open(here[1]))

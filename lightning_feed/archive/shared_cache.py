@@ -1,50 +1,89 @@
-"""Samples of one dataset in one shared memory buffer per node, filled by whoever comes first.
+"""A shared cache: samples of one dataset in one memory buffer per node, filled by the first process that reads each.
 
 Layout behind the header of the file: counters of each process, the index (an offset for each sample, 0 where there is
 none), and records of samples in the order in which they came. Space for a record is reserved under the lock, filled
-without it, and published under it again by one 8-byte store into the index. So readers take no lock, and a writer that
-is killed in the middle leaves nothing but a gap.
+without it, and published under it again by one 8-byte store into the index. So readers take no lock between processes,
+and a writer that is killed in the middle leaves nothing but a gap.
 """
 
 import errno
+import fcntl
 import logging
+import mmap
 import os
 import re
 import struct
-import threading
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Literal
-from weakref import WeakSet
+from typing import Any, Literal, TypeAlias
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_feed.archive.cache_file import (
-    FIRST_FREE,
-    LIMIT,
-    NEXT,
-    PAGE,
-    PREFIX,
-    CacheFile,
-    open_cache_file,
-)
+from lightning_feed.archive import files
 from lightning_feed.errors import ArchiveError, SettingsError
 
 Kind = Literal["bytes", "decoded"]
 KINDS: tuple[Kind, ...] = ("bytes", "decoded")
 
-# Words of the header that are ours.
-_ENTRIES, _STORED, _REFUSED = range(FIRST_FREE, FIRST_FREE + 3)
+PREFIX = "lightning-feed-cache-"
+_MemoryLeft: TypeAlias = Callable[[], int | None]
+
+# Words of the header; the identity takes up to 7.
+_MAGIC, _IDENTITY, _LIMIT, _NEXT, _ENTRIES, _STORED, _REFUSED, _PROCESSES = 0, 1, 8, 9, 16, 17, 18, 19
+_VERSION = 0x3143_4546_4D  # another layout is another number
+_PAGE = 4096
+_STEP_BYTES = 16 << 20
+"""Bytes filled between two looks at how much memory is left."""
+_SPARE_BYTES = 128 << 20
+"""Memory that is left to everybody else when the cache grows."""
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
+_ENLARGE = "Enlarge it (docker run --shm-size=8g; or mount -o remount,size=8g /dev/shm), or leave the cache out."
 _SLOTS = 512
 _SLOT_WORDS = 8  # a cache line, so that processes do not pull each other's counters out of their caches
-_PID, _HITS, _MISSES = range(3)
+_HITS, _MISSES = range(2)
 _ALIGN = 64
 _HEAD = struct.Struct("=12sI")  # dtype, number of dimensions; the shape follows, 8 bytes each
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 logger = logging.getLogger(__name__)
-_caches: "WeakSet[SampleCache]" = WeakSet()
+_open_files: "WeakValueDictionary[str, _CacheFile]" = WeakValueDictionary()
+
+
+def parse_limit(limit: int | str, available: int | None) -> int:
+    """Bytes of a limit such as ``"50%"`` (of ``available``), ``"8GiB"``, ``"500 MB"`` or ``8_000_000``.
+
+    Raises:
+        SettingsError: when it is none of these, is nothing, or is a share of an amount that is not known.
+
+    Example:
+        >>> parse_limit("50%", 1000), parse_limit("1.5KiB", None)
+        (500, 1536)
+    """
+    text = "" if isinstance(limit, bool) or not isinstance(limit, (int, str)) else str(limit)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|([kmgt]i?)?b?)\s*", text, re.ASCII | re.IGNORECASE)
+    size = 0
+    if found is not None and found[2] != "%":
+        size = int(float(found[1]) * _UNITS[(found[3] or "").lower()])
+    elif found is not None and float(found[1]) <= 100:
+        if available is None:
+            raise SettingsError(
+                f"A limit of {limit!r} is a share of the memory that can be taken, which is not known on this machine. "
+                "Give bytes, or a size such as '8GiB'."
+            )
+        size = int(float(found[1]) / 100 * available)
+    if size < 1:
+        raise SettingsError(
+            f"A limit of {limit!r} is not possible. Give bytes, a size such as '8GiB', or a share of memory such as "
+            "'50%'."
+        )
+    return size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +116,7 @@ class SampleCache:
 
     Args:
         size: samples in the dataset.
-        limit_bytes: bound on the space for samples. The first comer's holds for all.
+        limit_bytes: bound on the space for samples. That of the first user holds for all.
         kind: what is kept, ``"bytes"`` as read or arrays as ``"decoded"``. Users of one name must agree.
         name: what the processes that share agree on, of letters, digits, ``.``, ``_`` and ``-``.
         directory: where the file lies; a tmpfs is memory, a local disk is page cache and disk.
@@ -102,7 +141,7 @@ class SampleCache:
         kind: Kind,
         name: str,
         directory: str | Path = "/dev/shm",
-        memory_left: Callable[[], int | None] | None = None,
+        memory_left: _MemoryLeft | None = None,
     ) -> None:
         if kind not in KINDS:
             raise SettingsError(f"kind={kind!r} is not possible. Give one of {', '.join(map(repr, KINDS))}.")
@@ -114,19 +153,20 @@ class SampleCache:
         self.size = size
         self.kind: Kind = kind
         self.name = name
-        self._given = (size, limit_bytes, kind, name, str(directory), memory_left)
-        slot_bytes = _SLOTS * _SLOT_WORDS * 8
-        self._file: CacheFile = open_cache_file(
-            Path(directory) / f"{PREFIX}{os.getuid()}-{name}",
-            identity=(KINDS.index(kind), size),
-            table_bytes=slot_bytes + 8 * size,
-            limit_bytes=-(-limit_bytes // PAGE) * PAGE,
-            memory_left=memory_left,
+        self._open_again = partial(
+            SampleCache, size, limit_bytes, kind=kind, name=name, directory=str(directory), memory_left=memory_left
         )
-        self._slots = self._file.buffer[PAGE : PAGE + slot_bytes].cast("q")
-        self._index = self._file.buffer[PAGE + slot_bytes : PAGE + slot_bytes + 8 * size].cast("q")
-        self._renew()
-        _caches.add(self)
+        slot_bytes = _SLOTS * _SLOT_WORDS * 8
+        self._file = _open_cache_file(
+            Path(directory) / f"{PREFIX}{os.getuid()}-{name}",
+            (KINDS.index(kind), size),
+            slot_bytes + 8 * size,
+            -(-limit_bytes // _PAGE) * _PAGE,
+            memory_left,
+        )
+        self._slots = self._file.buffer[_PAGE : _PAGE + slot_bytes].cast("q")
+        self._index = self._file.buffer[_PAGE + slot_bytes : _PAGE + slot_bytes + 8 * size].cast("q")
+        self._slot = (-1, 0)  # a process, and where its counters are
 
     @property
     def path(self) -> Path:
@@ -136,12 +176,12 @@ class SampleCache:
     @property
     def limit_bytes(self) -> int:
         """The bound on what is stored, as it is now."""
-        return self._file.words[LIMIT]
+        return self._file.words[_LIMIT]
 
     @property
     def growth_bytes(self) -> int:
-        """Memory that the cache may still take: a plan for other uses of memory has to leave it alone."""
-        return self._file.words[LIMIT] - self._file.words[NEXT]
+        """Memory that the cache may still take, which plans for other uses of memory have to leave alone."""
+        return self._file.words[_LIMIT] - self._file.words[_NEXT]
 
     def get(self, index: int) -> npt.NDArray[Any] | None:
         """The sample, as a read-only view on the shared memory, or None where it is not held."""
@@ -179,7 +219,7 @@ class SampleCache:
         words = self._file.words
         if self._index[index]:
             return True
-        if words[_REFUSED] and words[NEXT] + space > words[LIMIT]:
+        if words[_REFUSED] and words[_NEXT] + space > words[_LIMIT]:
             return False
         with self._file.locked():
             if self._index[index]:
@@ -205,7 +245,7 @@ class SampleCache:
             misses=int(counters[_MISSES]),
             entries=words[_ENTRIES],
             stored_bytes=words[_STORED],
-            limit_bytes=words[LIMIT],
+            limit_bytes=words[_LIMIT],
             full=bool(words[_REFUSED]),
         )
 
@@ -213,26 +253,22 @@ class SampleCache:
         """Give up the name; memory is free when nobody has the cache, or an array from it, any more."""
         self._file.close()
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._given
-
-    def __setstate__(self, given: tuple[Any, ...]) -> None:
-        size, limit_bytes, kind, name, directory, memory_left = given
-        self.__init__(size, limit_bytes, kind=kind, name=name, directory=directory, memory_left=memory_left)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Callable[[], "SampleCache"], tuple[()]]:
+        return self._open_again, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SampleCache":
         return self  # a copy of a dataset reads the same samples
 
     def _publish(self, index: int, start: int, space: int) -> None:
         words = self._file.words
-        # The lock comes between the sample and its offset also for its order of memory: see CacheFile.locked.
+        # The lock comes between the sample and its offset also for its order of memory: see _CacheFile.locked.
         with self._file.locked():
             if not self._index[index]:
                 words[_ENTRIES] += 1
                 words[_STORED] += space
                 self._index[index] = self._file.data_start + start
-            elif words[NEXT] == start + space:  # somebody else was faster
-                words[NEXT] = start
+            elif words[_NEXT] == start + space:  # somebody else was faster
+                words[_NEXT] = start
 
     def _refuse(self, problem: str) -> bool:
         words = self._file.words
@@ -249,47 +285,196 @@ class SampleCache:
             )
         return False
 
-    # --- counters -----------------------------------------------------------------------------------------------------
-
-    def _renew(self) -> None:
-        """Begin as a process of its own; after a fork, too, where another thread may have held the lock."""
-        self._counting = threading.Lock()
-        self._slot: int | None = None
-
     def _count(self, what: int) -> None:
-        with self._counting:  # between the threads of this process only
-            if self._slot is None:
-                self._slot = self._claim_slot()
-            self._slots[self._slot + what] += 1
-
-    def _claim_slot(self) -> int:
-        """The counters of this process: new ones, or those of a process that has ended, which are counted on."""
-        own = os.getpid()
-        with self._file.locked():
-            starts = range(0, _SLOTS * _SLOT_WORDS, _SLOT_WORDS)
-            for wanted in (lambda pid: pid == own, lambda pid: pid == 0, _has_ended):
-                for start in starts:
-                    if wanted(self._slots[start + _PID]):
-                        self._slots[start + _PID] = own
-                        return start
-        return starts[-1]  # more live processes than slots: the last one counts roughly
+        with files.process_lock:  # between the threads of this process; the counters are its own
+            if self._slot[0] != os.getpid():
+                with self._file.locked():
+                    number = self._file.words[_PROCESSES]
+                    self._file.words[_PROCESSES] += 1
+                # Beyond so many processes they begin again with the counters of the first, which are counted on.
+                self._slot = (os.getpid(), number % _SLOTS * _SLOT_WORDS)
+            self._slots[self._slot[1] + what] += 1
 
 
 def _head_bytes(ndim: int) -> int:
     return -(-(_HEAD.size + 8 * ndim) // _ALIGN) * _ALIGN
 
 
-def _has_ended(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno == errno.ESRCH  # of another user's we may not ask, but it lives
-    return False
+# --- the file behind a cache ------------------------------------------------------------------------------------------
 
 
-def _renew_all() -> None:
-    for cache in _caches:
-        cache._renew()
+class _CacheFile:
+    """A mapped file: one page of header words, a table, and data space that is filled from its start.
+
+    A plain file in /dev/shm, not ``multiprocessing.shared_memory``: before Python 3.13 the resource tracker of any
+    process that only attached to such a block unlinks it when that process ends. Data is read through the mapping and
+    written with ``pwrite``. Writing through the mapping into a full tmpfs would end the process with SIGBUS; this way
+    it is the error of one call, and without page faults it costs half.
+
+    Writers exclude each other by a POSIX byte lock. It belongs to the process, so it holds between a process and its
+    forked children too, and it is dropped when a writer is killed. It is dropped, too, as soon as the process closes
+    any descriptor of the file: :func:`_open_cache_file` gives one object for each file of a process.
+
+    Attributes:
+        words: the header as 64-bit integers, shared.
+        buffer: the whole file, writable.
+        readonly: the same, read-only.
+        data_start: offset of the data space in the file.
+    """
+
+    def __init__(
+        self, path: Path, identity: tuple[int, ...], table_bytes: int, limit_bytes: int, memory_left: _MemoryLeft | None
+    ) -> None:
+        self.path = path
+        self.data_start = -(-(_PAGE + table_bytes) // _PAGE) * _PAGE
+        self._memory_left = memory_left
+        self.file = files.open_refcounted(path)
+        self._fd = self.file.fd
+        try:
+            with self.locked():
+                self._prepare(identity, limit_bytes)
+                self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+        except BaseException:
+            self.file.give_up()
+            raise
+        self.buffer = memoryview(self._map)
+        self.readonly = self.buffer.toreadonly()
+        self.words = self.buffer[:_PAGE].cast("q")
+        # At exit a negative priority comes after the daemonic workers of this process have been ended. Runs in
+        # processes that multiprocessing started, too, and never in one that was forked from the one that opened.
+        self._finalizer = Finalize(self, self.file.give_up, exitpriority=-10)
+
+    def close(self) -> None:
+        """Give up the file; its last user removes it. Whoever still has this object can use it on alone."""
+        with files.process_lock:
+            if _open_files.get(str(self.path)) is self:
+                del _open_files[str(self.path)]
+            self._finalizer()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude every other process and thread that takes this lock.
+
+        The system call orders memory as well: what was written before it is seen by whoever sees what is written after
+        it, on processors that would otherwise reorder two stores.
+        """
+        with files.process_lock:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, 0)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 0)
+
+    def take(self, space: int) -> int | str:
+        """Take the next ``space`` bytes of the data space. Call it under :meth:`locked`.
+
+        Returns:
+            Where they start, or why there are none.
+        """
+        start = self.words[_NEXT]
+        end = start + space
+        if end > self.words[_LIMIT]:
+            return "the limit is reached"
+        if self._memory_left is not None and (not start or start // _STEP_BYTES < end // _STEP_BYTES):
+            left = self._memory_left()
+            if left is not None and left < space + _SPARE_BYTES:
+                self.words[_LIMIT] = start
+                return f"memory is short ({left >> 20} MiB can still be taken)"
+        self.words[_NEXT] = end
+        return start
+
+    def write(self, start: int, data: memoryview) -> str | None:
+        """Write bytes into space that was taken.
+
+        Returns:
+            None, or why it could not be done; then no more can be taken.
+        """
+        offset = self.data_start + start
+        try:
+            while data:
+                written = os.pwrite(self._fd, data, offset)
+                data, offset = data[written:], offset + written
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            with self.locked():
+                self.words[_LIMIT] = self.words[_NEXT]
+            return f"{self.path.parent} is full"
+        return None
+
+    def check_identity(self, identity: tuple[int, ...], words: memoryview) -> None:
+        """Refuse a cache of other data."""
+        theirs = tuple(words[_IDENTITY : _IDENTITY + len(identity)])
+        if theirs != identity:
+            raise ArchiveError(
+                f"The cache {self.path} is in use for other data (its kind and size are {theirs}, asked for is "
+                f"{identity}). Give this cache another name."
+            )
+
+    def _prepare(self, identity: tuple[int, ...], limit_bytes: int) -> None:
+        """Initialise the file where it is new, or was left half-made; else see that it is the same cache."""
+        header = bytearray(os.pread(self._fd, _PAGE, 0).ljust(_PAGE, b"\0"))
+        words = memoryview(header).cast("q")
+        if words[_MAGIC] == _VERSION:
+            self.check_identity(identity, words)
+            return
+        if words[_MAGIC]:
+            raise ArchiveError(f"{self.path} is not a cache of this version of lightning_feed. Give another name.")
+        os.ftruncate(self._fd, 0)
+        try:
+            os.posix_fallocate(self._fd, 0, self.data_start)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise ArchiveError(
+                f"{self.path.parent} is full: there is no room for the index of the cache ({self.data_start} bytes). "
+                f"{_ENLARGE}"
+            ) from error
+        limit = self._possible(limit_bytes)
+        os.ftruncate(self._fd, self.data_start + limit)
+        words[_IDENTITY : _IDENTITY + len(identity)] = array("q", identity)
+        words[_LIMIT] = limit
+        os.pwrite(self._fd, header, 0)
+        words[_MAGIC] = _VERSION  # last: a maker that is killed before leaves a file that the next one makes again
+        os.pwrite(self._fd, header[:8], 0)
+
+    def _possible(self, limit_bytes: int) -> int:
+        """The limit that memory and the file system allow."""
+        found = os.statvfs(self.path.parent)
+        room = found.f_bavail * found.f_frsize
+        lack, advice = f"{self.path.parent} has {room >> 20} MiB free", f" {_ENLARGE}"
+        left = self._memory_left() if self._memory_left is not None else None
+        if left is not None and left - _SPARE_BYTES < room:
+            room = max(0, left - _SPARE_BYTES)
+            lack, advice = f"{max(left, 0) >> 20} MiB of memory can still be taken", ""
+        if limit_bytes > room:
+            logger.warning(
+                "The cache is limited to %d MiB instead of %d MiB, since %s. What does not fit is read each time.%s",
+                room >> 20,
+                limit_bytes >> 20,
+                lack,
+                advice,
+            )
+        return min(limit_bytes, room)
 
 
-os.register_at_fork(after_in_child=_renew_all)
+def _open_cache_file(path: Path, identity: tuple[int, ...], *given: Any) -> _CacheFile:
+    """Attach to the file, or make it; leftovers of dead processes beside it are removed.
+
+    Args:
+        path: the file.
+        identity: what must agree between all users, up to 7 integers.
+        *given: the size of the table after the header, which is zeroed; that of the data space, of which the first
+            user's holds for all; and how much memory can still be taken, asked as the file is filled.
+
+    Raises:
+        ArchiveError: when the file is another user's, of other data, or has no room for its table.
+    """
+    with files.process_lock:
+        known = _open_files.get(str(path))
+        if known is not None and known.file.is_linked():
+            known.check_identity(identity, known.words)
+            return known
+        files.remove_leftovers(path.parent, f"{PREFIX}{os.getuid()}-*", keep={str(path), *_open_files})
+        _open_files[str(path)] = made = _CacheFile(path, identity, *given)
+        return made

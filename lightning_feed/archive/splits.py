@@ -6,11 +6,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lightning_feed.archive.folder_source import FolderSource, Place
-from lightning_feed.archive.index_store import index_of
-from lightning_feed.archive.pack_manifest import ALL, is_pack
+from lightning_feed.archive.folder import Encoded, FolderSource, Place, SampleSource, index_of
+from lightning_feed.archive.pack_formats import ALL, is_pack
 from lightning_feed.archive.packed_dataset import PackedDataset
-from lightning_feed.archive.source import Encoded, SampleSource
 from lightning_feed.errors import DatasetError, SettingsError
 
 _FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_feed.archive.cache_limit import parse_limit
-from lightning_feed.archive.shared_cache import Kind, SampleCache
+from lightning_feed.archive.shared_cache import Kind, SampleCache, parse_limit
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.machine import Machine, read_machine

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from lightning_feed.archive.source import SampleSource
+from lightning_feed.archive.folder import SampleSource
 from lightning_feed.decode.decoders import Decoder, Pixels
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError, DecodeError

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_feed.archive.remembered import cache_folder, read_remembered, write_remembered
+from lightning_feed.archive.files import cache_folder, read_private, write_private
 from lightning_feed.load.machine import read_machine
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class ImageFindings:
         """What was saved under ``key``, at most one for each backend and command."""
         path = self._path(key)
         try:
-            kept = json.loads(read_remembered(path))
+            kept = json.loads(read_private(path))
             if kept["version"] != _VERSION or kept["key"] != key:
                 return ()
             return tuple(_finding(one) for one in kept["findings"])
@@ -119,7 +119,7 @@ class ImageFindings:
         found = [asdict(one) for one in (*kept, finding)]
         text = json.dumps({"version": _VERSION, "key": key, "findings": found}, indent=1)
         try:
-            write_remembered(path, text.encode())
+            write_private(path, text.encode())
         except OSError as error:
             logger.info(
                 'What was measured of the images could not be remembered in %s: %s. backend="auto" does not know it.',

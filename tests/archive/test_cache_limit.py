@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_feed.archive.cache_limit import parse_limit
+from lightning_feed.archive.shared_cache import parse_limit
 from lightning_feed.errors import SettingsError
 
 

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
-from lightning_feed.archive import index_store
-from lightning_feed.archive.folder_index import scan_classes
-from lightning_feed.archive.folder_source import FolderSource
-from lightning_feed.archive.index_store import index_of
-from lightning_feed.archive.source import SampleSource
+from lightning_feed.archive import folder
+from lightning_feed.archive.folder import FolderSource, SampleSource, index_of, scan_classes
 from lightning_feed.archive.splits import Splits
 from lightning_feed.errors import DatasetError, SettingsError
 
@@ -123,7 +120,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         listed.append(root)
         return scan_classes(root, classes)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(index_store, "scan_classes", scan)
+    monkeypatch.setattr(folder, "scan_classes", scan)
     return listed
 
 
@@ -167,7 +164,7 @@ def test_a_folder_that_changed_just_now_is_not_remembered(tmp_path: Path, scans:
 def test_a_damaged_memory_is_not_trusted(tmp_path: Path, scans: list[Path], damage: object) -> None:
     root = put(tmp_path / "root", *AWKWARD)
     index_of(root, now_ns=later)
-    (kept,) = (index_store.cache_folder() / "index").iterdir()
+    (kept,) = (folder.cache_folder() / "index").iterdir()
     kept.write_bytes(damage(kept.read_bytes()))  # type: ignore[operator]
     index_of(root, now_ns=later)
     index_of(root, now_ns=later)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from torch.utils.data._utils import signal_handling
 
-from lightning_feed.archive.cache_file import PREFIX
-from lightning_feed.archive.shared_cache import SampleCache
+from lightning_feed.archive.shared_cache import PREFIX, SampleCache
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.loader import FeedLoader
 

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_feed.archive import PackedDataset, pack
-from lightning_feed.archive.folder_index import scan_classes
-from lightning_feed.archive.folder_source import FolderSource
-from lightning_feed.archive.pack_manifest import PartIndex
+from lightning_feed.archive import PackedDataset, pack, verify_pack
+from lightning_feed.archive.folder import FolderSource, scan_classes
+from lightning_feed.archive.pack_formats import PartIndex
 from lightning_feed.errors import ArchiveError, DatasetError
 
 FORMATS = ["lmdb", "hdf5", "litdata"]
@@ -95,6 +94,8 @@ def test_a_flipped_bit_of_a_sample_is_told_when_it_is_read(
     with pytest.raises(ArchiveError, match=r"sample 7 of 'all' \(.*dog/1\.jpg\) is not what was packed") as told:
         found[7]
     assert isinstance(told.value, DatasetError)  # a bad sample, which on_error="skip" leaves out
+    with pytest.raises(ArchiveError, match="is not what was packed"):
+        verify_pack(path)
 
 
 def test_no_flipped_bit_in_an_index_goes_unseen_or_raises_anything_else(packed: Callable[[str], Path]) -> None:
@@ -159,6 +160,36 @@ def test_a_file_that_is_cut_short_before_a_process_opens_it_is_told(format: str,
     os.truncate(largest, largest.stat().st_size - 5000)
     with pytest.raises(ArchiveError, match=r"cut short|truncated"):
         found.read(11)
+
+
+def test_a_data_file_that_is_cut_short_is_told_before_it_is_read(packed: Callable[[str], Path]) -> None:
+    for format in FORMATS:
+        path = packed(format)
+        largest = max((path / "all" / "data").iterdir(), key=lambda path: path.stat().st_size)
+        os.truncate(largest, largest.stat().st_size - 1)
+        with pytest.raises(ArchiveError, match="cut short or damaged"):
+            verify_pack(path)
+        largest.unlink()
+        with pytest.raises(ArchiveError, match="No such file"):
+            verify_pack(path)
+
+
+@pytest.mark.parametrize("file", ["pack.json", "all/index.npz"])
+def test_a_manifest_or_index_that_is_cut_short_or_gone_is_told(file: str, packed: Callable[[str], Path]) -> None:
+    path = packed("lmdb")
+    os.truncate(path / file, (path / file).stat().st_size // 2)
+    with pytest.raises(ArchiveError, match="cannot be read"):
+        PackedDataset(path)
+    (path / file).unlink()
+    with pytest.raises(ArchiveError, match=r"cannot be read|is no pack"):
+        PackedDataset(path)
+
+
+def test_another_version_is_told(packed: Callable[[str], Path]) -> None:
+    manifest = packed("lmdb") / "pack.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 9'))
+    with pytest.raises(ArchiveError, match="a pack of version 9, and this lightning_feed reads version 1"):
+        PackedDataset(manifest.parent)
 
 
 # --- of a stranger ----------------------------------------------------------------------------------------------------
@@ -226,14 +257,6 @@ def test_a_litdata_pack_executes_nothing(
     ):
         PackedDataset(path).read(11)
     assert not (packs / "executed").exists()
-
-
-def test_a_packed_sample_that_is_none_is_refused() -> None:
-    from lightning_feed.archive.pack_sample import from_bytes
-
-    for header in (b'{"tensor": "load", "shape": [1]}', b"[" * 50_000, b'{"tensor": "int64", "shape": [-1, 9]}', b"3"):
-        with pytest.raises(ArchiveError, match="no packed sample"):
-            from_bytes(len(header).to_bytes(8, "little") + header + bytes(100))
 
 
 # --- replaced while it is read ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Packing with others in the way: planted links, crashes that zero files, writers, full disks, kills at the renames."""
+"""Packing that is interrupted, and with others in the way: kills, crashes, full disks, planted links, writers."""
 
 import ctypes
 import json
@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from lightning_feed.archive import PackedDataset, is_pack, pack, pack_partial, packing
-from lightning_feed.archive.folder_index import scan_classes
-from lightning_feed.archive.folder_source import FolderSource
-from lightning_feed.archive.pack_spool import RECORD
+from lightning_feed.archive.folder import FolderSource, scan_classes
+from lightning_feed.archive.pack_samples import Payloads
 from lightning_feed.archive.splits import Splits
 from lightning_feed.errors import ArchiveError
 
@@ -48,7 +47,7 @@ def right(packed: Path, files: Path) -> bool:
     ]
 
 
-def broken_off(files: Path, dest: Path, monkeypatch: pytest.MonkeyPatch, after: int = 32) -> None:
+def broken_off(files: Any, dest: Path, monkeypatch: pytest.MonkeyPatch, after: int = 32, **options: Any) -> None:
     """A pack that ends after so many samples."""
     taken = packing._payloads
 
@@ -61,7 +60,7 @@ def broken_off(files: Path, dest: Path, monkeypatch: pytest.MonkeyPatch, after: 
     with monkeypatch.context() as patch:
         patch.setattr(packing, "_payloads", some)
         with pytest.raises(KeyboardInterrupt):
-            pack(files, dest, workers=0)
+            pack(files, dest, workers=0, **options)
 
 
 def killed(work: Callable[[], Any]) -> None:
@@ -74,6 +73,99 @@ def killed(work: Callable[[], Any]) -> None:
 
 def kill(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --- interrupted ------------------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from lightning_feed.archive import pack, packing
+packing._COMMIT_BYTES = 16 * 20_000
+append = packing._Store.append
+def killing(self, payload):
+    append(self, payload)
+    if len(self.lines) == 16 and len(self._pending) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+packing._Store.append = killing
+pack(sys.argv[1], sys.argv[2], format=sys.argv[3], workers=2)
+"""
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_killed_pack_is_resumed_and_its_workers_end(
+    format: Any, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    command = [sys.executable, "-c", KILLED, str(files), str(tmp_path / "x.pack"), format]
+    process = subprocess.Popen(command, pass_fds=[writing], start_new_session=True)
+    os.close(writing)
+    assert process.wait(120) == -signal.SIGKILL
+    assert not (tmp_path / "x.pack").exists()
+    assert os.read(reading, 1) == b""  # once the last process that holds the other end is gone
+    os.close(reading)
+    read: list[int] = []
+    original = Payloads.__getitem__
+    monkeypatch.setattr(Payloads, "__getitem__", lambda self, index: read.append(index) or original(self, index))
+    monkeypatch.setattr(packing, "_check_room", lambda *others: None)  # it reads samples, too
+    report = pack(files, tmp_path / "x.pack", format=format, workers=0, verify=True)
+    assert report.resumed_at == 16
+    assert read == list(range(16, 40))
+    assert right(tmp_path / "x.pack", files)
+
+
+def test_what_waited_for_a_while_is_committed(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow sources lose no more than seconds of work to a kill."""
+    now = iter(range(0, 10_000, 2))
+    monkeypatch.setattr(packing.time, "monotonic", lambda: float(next(now)))
+    with monkeypatch.context() as patch:
+        patch.setattr(packing._Store, "write", kill)
+        killed(lambda: pack(files, tmp_path / "x.pack", workers=0))
+    assert 30 < pack(files, tmp_path / "x.pack", workers=0).resumed_at < 40
+
+
+def test_a_pack_of_another_source_is_begun_anew(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_off(files, tmp_path / "x.pack", monkeypatch)
+    (files / "dog" / "99.jpg").write_bytes(b"new")
+    assert pack(files, tmp_path / "x.pack", workers=0).resumed_at == 0
+    assert right(tmp_path / "x.pack", files)
+
+
+class Numbers:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"value": self.value}
+
+
+def test_two_datasets_of_one_class_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_off(Numbers(1), tmp_path / "x.pack", monkeypatch)
+    assert pack(Numbers(2), tmp_path / "x.pack", workers=0).resumed_at == 0
+    assert [PackedDataset(tmp_path / "x.pack")[index]["value"] for index in range(40)] == [2] * 40
+
+
+def test_a_pack_that_was_killed_while_it_was_renamed_is_not_done_again(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *others: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pack(files, tmp_path / "x.pack", workers=0)
+    assert pack(files, tmp_path / "x.pack", workers=0, verify=True).resumed_at == 40
+    assert left_behind(tmp_path) == TIDY
+
+
+def test_reasons_are_told_once(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (files / "cat" / "03.jpg").unlink()
+    (files / "cat" / "03.jpg").symlink_to("nowhere")
+    (files / "dog" / os.fsdecode(b"\xff.jpg")).symlink_to("nowhere")
+    broken_off(files, tmp_path / "x.pack", monkeypatch, on_error="skip")
+    report = pack(files, tmp_path / "x.pack", workers=0, on_error="skip")
+    assert [("03.jpg" in line, r"\xff.jpg" in line) for line in report.skipped] == [(True, False), (False, True)]
+    assert (report.samples, report.resumed_at) == (39, 32)
 
 
 # --- another user's folder --------------------------------------------------------------------------------------------
@@ -96,7 +188,7 @@ def test_a_link_of_another_user_in_dest_partial_overwrites_nothing(files: Path, 
 
 
 @pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
-@pytest.mark.parametrize("name", ["plan.json", "pack.json.tmp", "all/spool/payloads"])
+@pytest.mark.parametrize("name", ["plan.json", "pack.json.tmp", "all/data/data.mdb"])
 def test_links_in_ones_own_dest_partial_are_not_followed(link: str, name: str, files: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("years of work")
@@ -145,52 +237,78 @@ def test_a_dest_that_cannot_be_written_is_told(dest: str, files: Path, tmp_path:
         pack(files, tmp_path / dest, workers=0)
 
 
-# --- a spool after a crash of the machine -----------------------------------------------------------------------------
+# --- after a crash of the machine -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("file", "begin", "end"),
-    [
-        ("records", 20 * RECORD.itemsize, 32 * RECORD.itemsize),
-        ("records", 0, 32 * RECORD.itemsize),
-        ("payloads", 18 * 20_000 + 7, 32 * 20_000),
-        ("payloads", 100, 200),
-    ],
-)
-def test_zeros_in_a_spool_lose_and_change_no_sample(
-    file: str, begin: int, end: int, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("line", "lines"), [(0, 32), (20, 12), (31, 1)])
+def test_zeros_in_a_journal_lose_and_change_no_sample(
+    line: int, lines: int, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken_off(files, tmp_path / "x.pack", monkeypatch)
-    with (tmp_path / "x.pack.partial" / "all" / "spool" / file).open("r+b") as spool:
-        spool.seek(begin)
-        spool.write(bytes(end - begin))
-    first = begin // (RECORD.itemsize if file == "records" else 20_000)
+    journal = tmp_path / "x.pack.partial" / "all" / "journal"
+    written = journal.read_bytes().splitlines(keepends=True)
+    assert len(written) == 32
+    zeros = bytes(len(b"".join(written[line : line + lines])))
+    journal.write_bytes(b"".join(written[:line]) + zeros + b"".join(written[line + lines :]))
     report = pack(files, tmp_path / "x.pack", workers=0, verify=True)
-    assert (report.samples, report.resumed_at) == (40, first)
+    assert (report.samples, report.resumed_at) == (40, line)
     assert right(tmp_path / "x.pack", files)
 
 
-def test_a_damaged_index_or_data_file_does_not_fail_every_call(
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("harm", ["one sample", "zeros", "cut", "no page", "gone"])
+def test_damaged_payloads_of_a_pack_in_the_making_are_packed_again(
+    harm: str, format: Any, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_off(files, tmp_path / "x.pack", monkeypatch, format=format)
+    (data,) = (tmp_path / "x.pack.partial" / "all").rglob("data.mdb")
+    whole = bytearray(data.read_bytes())
+    if harm == "one sample":
+        whole[whole.index((files / "cat" / "18.jpg").read_bytes()[:100]) + 50] ^= 1
+    elif harm == "zeros":
+        whole[100_000:] = bytes(len(whole) - 100_000)
+    elif harm == "cut":
+        del whole[100_000:]
+    elif harm == "no page":
+        whole[: 2 * 4096] = bytes(2 * 4096)
+    data.unlink() if harm == "gone" else data.write_bytes(whole)
+    report = pack(files, tmp_path / "x.pack", format=format, workers=0, verify=True)
+    assert report.samples == 40
+    assert harm == "zeros" or report.resumed_at == (18 if harm == "one sample" else 0)
+    assert right(tmp_path / "x.pack", files)
+
+
+def test_a_pack_that_does_not_verify_is_mended_by_the_next_call(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(packing, "_check_source", kill)
-        killed(lambda: pack(files, tmp_path / "x.pack", workers=0))
-    os.truncate(tmp_path / "x.pack.partial" / "all" / "index.npz", 100)
-    with monkeypatch.context() as patch:
-        patch.setattr(packing, "_verify_new", kill)
-        killed(lambda: pack(files, tmp_path / "x.pack", workers=0, verify=True))
     data = tmp_path / "x.pack.partial" / "all" / "data" / "data.mdb"
-    whole = bytearray(data.read_bytes())
-    whole[100_000] ^= 1
-    data.write_bytes(whole)
-    with pytest.raises(ArchiveError, match="is not what was packed"):
-        pack(files, tmp_path / "x.pack", workers=0, verify=True)
-    assert pack(files, tmp_path / "x.pack", workers=0, verify=True).resumed_at == 40
+
+    def flip(store: Any) -> None:
+        whole = bytearray(data.read_bytes())
+        whole[whole.index((files / "cat" / "18.jpg").read_bytes()[:100]) + 50] ^= 1
+        data.write_bytes(whole)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing._Store, "check_source", flip)
+        with pytest.raises(ArchiveError, match=r"sample 18 .* is not what was packed"):
+            pack(files, tmp_path / "x.pack", workers=0, verify=True)
+    (tmp_path / "x.pack.partial" / "all" / "index.npz").write_bytes(b"cut")
+    assert pack(files, tmp_path / "x.pack", workers=0, verify=True).resumed_at == 18
     assert right(tmp_path / "x.pack", files)
 
 
 # --- the source changes -----------------------------------------------------------------------------------------------
+
+
+def test_what_changed_in_the_source_is_packed_again(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_off(files, tmp_path / "x.pack", monkeypatch)
+    stamp = (files / "cat" / "05.jpg").stat().st_mtime_ns
+    (files / "cat" / "05.jpg").write_bytes(b"another")
+    os.utime(files / "cat" / "05.jpg", ns=(stamp, stamp))  # as a copy that keeps times would
+    assert pack(files, tmp_path / "x.pack", workers=0).resumed_at == 5
+    assert PackedDataset(tmp_path / "x.pack").read(5) == b"another"
 
 
 @pytest.mark.parametrize("same_size", [False, True])
@@ -222,10 +340,9 @@ def test_a_file_that_is_emptied_and_filled_later_is_named(
     emptied, fill = files / "cat" / "03.jpg", packing._fill
     emptied.write_bytes(b"")
 
-    def then_filled(*given: Any) -> int:
-        done = fill(*given)
+    def then_filled(*given: Any) -> None:
+        fill(*given)
         emptied.write_bytes(b"whole again")
-        return done
 
     with monkeypatch.context() as patch:
         patch.setattr(packing, "_fill", then_filled)
@@ -233,12 +350,6 @@ def test_a_file_that_is_emptied_and_filled_later_is_named(
             pack(files, tmp_path / "x.pack", workers=0)
     pack(files, tmp_path / "x.pack", workers=0)
     assert PackedDataset(tmp_path / "x.pack").read(3) == b"whole again"
-
-
-def test_a_file_that_cannot_be_read_is_left_out_and_no_change(files: Path, tmp_path: Path) -> None:
-    (files / "cat" / "99.jpg").symlink_to("nowhere")
-    report = pack(files, tmp_path / "x.pack", workers=0, on_error="skip")
-    assert (report.samples, len(report.skipped)) == (40, 1)
 
 
 # --- where it is written ----------------------------------------------------------------------------------------------
@@ -255,19 +366,33 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_disk_that_fills_up_while_the_format_is_written_is_told(
-    format: Any, files: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_room_is_told_before_anything_is_written(files: Path, small_disk: Path) -> None:
+    for name in range(5):
+        (files / "dog" / f"z{name}.jpg").write_bytes(os.urandom(1_000_000))
+    with pytest.raises(ArchiveError, match=r"Packing needs about 0\.01 GB .* and 0\.00 GB are free"):
+        pack(files, small_disk / "x.pack", workers=0)
+    assert not list(small_disk.rglob("data.mdb"))
+
+
+@pytest.mark.parametrize(
+    ("format", "free"), [("lmdb", 400_000), ("hdf5", 400_000), ("hdf5", 1_200_000), ("litdata", 1_200_000)]
+)
+def test_a_disk_that_fills_up_is_told_and_the_pack_resumed(
+    format: Any, free: int, files: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With 1.2 MB free the payloads, 0.8 MB, fit, and those of the other format do not fit beside them."""
     ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(2_700_000))  # the spool, 0.8 MB, fits, and the data do not fit beside it
+    ballast.write_bytes(bytes((4 << 20) - free))
     monkeypatch.setattr(packing, "_check_room", lambda *others: None)  # the room went after it was looked at
+    monkeypatch.setattr(packing, "_COMMIT_BYTES", 150_000)
     with pytest.raises(ArchiveError) as told:
         pack(files, small_disk / "x.pack", format=format, workers=0)
     assert f"The disk of {small_disk} is full. What is packed so far is kept in" in str(told.value)
     assert f"free some space there and pack to {small_disk / 'x.pack'} again" in str(told.value)
+    assert not (small_disk / "x.pack").exists()
     ballast.unlink()
-    assert pack(files, small_disk / "x.pack", format=format, workers=0).resumed_at == 40
+    resumed_at = pack(files, small_disk / "x.pack", format=format, workers=0, verify=True).resumed_at
+    assert resumed_at == 40 if free > 1_000_000 else 8 <= resumed_at < 40
     assert right(small_disk / "x.pack", files)
 
 
@@ -338,6 +463,60 @@ def test_packing_from_python_without_standard_error(
     monkeypatch.setattr(sys, "stderr", None)
     pack(files, tmp_path / "x.pack", workers=0, verify=True)
     assert right(tmp_path / "x.pack", files)
+
+
+# --- others at the same place -----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_replaced_unasked_and_only_packs_at_all(files: Path, tmp_path: Path) -> None:
+    pack(files, tmp_path / "x.pack", workers=0)
+    with pytest.raises(ArchiveError, match=r"exists. Give another DEST, or --force"):
+        pack(files, tmp_path / "x.pack", workers=0)
+    (files / "dog" / "00.jpg").unlink()
+    assert pack(files, tmp_path / "x.pack", workers=0, force=True).samples == 39
+    assert len(PackedDataset(tmp_path / "x.pack")) == 39
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    for other in (tmp_path / "folder", tmp_path / "file"):
+        with pytest.raises(ArchiveError, match="is no pack, so it is not replaced"):
+            pack(files, other, workers=0, force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "files", "folder", "x.pack"]
+
+
+def test_two_do_not_pack_to_one_place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = packing._check_room
+
+    def meanwhile(*others: Any) -> None:
+        monkeypatch.setattr(packing, "_check_room", original)
+        with pytest.raises(ArchiveError, match="Another process is packing"):
+            pack(files, tmp_path / "x.pack", workers=0)
+
+    monkeypatch.setattr(packing, "_check_room", meanwhile)
+    assert pack(files, tmp_path / "x.pack", workers=0, verify=True).samples == 40
+
+
+def test_a_folder_of_someone_elses_is_not_emptied(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.pack.partial").mkdir()
+    (tmp_path / "x.pack.partial" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ArchiveError, match=r"holds 'thesis\.txt', which is not of a pack in the making"):
+        pack(files, tmp_path / "x.pack", workers=0)
+    assert (tmp_path / "x.pack.partial" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_pack_that_appeared_meanwhile_is_not_replaced(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = packing._parts_of
+
+    def slowly(*given: Any) -> Any:
+        monkeypatch.setattr(packing, "_parts_of", listed)
+        pack(files, tmp_path / "x.pack", workers=0)
+        return listed(*given)
+
+    monkeypatch.setattr(packing, "_parts_of", slowly)
+    with pytest.raises(ArchiveError, match=r"x\.pack exists\. Give another DEST"):
+        pack(files, tmp_path / "x.pack", workers=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "x.pack"]
 
 
 # --- killed while a pack is replaced ----------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.archive import index_store, stage_room
-from lightning_feed.archive.index_store import index_of
-from lightning_feed.archive.remembered import cache_folder, read_remembered, write_remembered
+from lightning_feed.archive import folder as folders
+from lightning_feed.archive import stage_room
+from lightning_feed.archive.files import cache_folder, read_private, write_private
+from lightning_feed.archive.folder import index_of
 
 STRANGER = 65534
 root_only = pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
@@ -122,11 +123,11 @@ def test_what_another_user_may_have_planted_is_not_used(
     plant: Callable[[Path], None], photos: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = remember(photos)
-    index = index_store._load(kept)
+    index = folders._load(kept)
     assert index is not None
     assert len(index) == 6
     poisoned = type(index)(**{**vars(index), "labels": index.labels[::-1].copy()})
-    index_store._save(poisoned, kept)
+    folders._save(poisoned, kept)
     assert index_of(photos).labels.tolist() == [1, 1, 1, 0, 0, 0]  # it would be believed
     plant(kept)
     with caplog.at_level(logging.INFO):
@@ -141,8 +142,8 @@ def test_what_another_user_may_have_planted_is_not_used(
 def test_a_user_without_a_home_can_train() -> None:
     """As containers run: a number for a user, no HOME, no line in /etc/passwd."""
     code = (
-        "import os, sys, zipfile; from pathlib import Path; from lightning_feed.archive.index_store import index_of;"
-        "from lightning_feed.archive.remembered import cache_folder; os.setuid(54321);"
+        "import os, sys, zipfile; from pathlib import Path; from lightning_feed.archive.folder import index_of;"
+        "from lightning_feed.archive.files import cache_folder; os.setuid(54321);"
         "index_of(Path(sys.argv[1]), now_ns=lambda: 10**19);"
         "print(cache_folder(), oct(cache_folder().stat().st_mode), len(list(cache_folder().glob('index/*'))))"
     )
@@ -163,5 +164,5 @@ def test_a_user_without_a_home_can_train() -> None:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "c"
     for content in (b"one", b"two"):
-        write_remembered(path, content)
-        assert read_remembered(path) == content
+        write_private(path, content)
+        assert read_private(path) == content

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_feed.archive.folder_index import scan_classes
-from lightning_feed.archive.folder_source import FolderSource
+from lightning_feed.archive.folder import FolderSource, scan_classes
 from lightning_feed.errors import DatasetError
 
 

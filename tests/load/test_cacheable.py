@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
+from lightning_feed.archive.folder import Encoded
 from lightning_feed.archive.shared_cache import Kind, SampleCache
-from lightning_feed.archive.source import Encoded
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.cacheable import CacheableDataset, memory_left, open_caches
 from lightning_feed.load.machine import Machine

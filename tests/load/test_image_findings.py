@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.archive import whole_file
+from lightning_feed.archive import files
 from lightning_feed.load import image_findings
 from lightning_feed.load.image_findings import ImageFinding, ImageFindings, key_of_images
 
@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be_written_keeps_what_it_had(
     def refuse(*args: Any, **options: Any) -> Any:  # what mkstemp does in a read-only folder, for root too
         raise PermissionError(13, "Permission denied", str(store.folder))
 
-    monkeypatch.setattr(whole_file.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(files.tempfile, "mkstemp", refuse)
     with caplog.at_level(logging.INFO):
         store.save(_key(tmp_path), replace(FOUND, samples_per_s=1.0))
     assert "Permission denied" in caplog.text

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_feed.archive.files import cache_folder, read_private, write_private
 from lightning_feed.archive.memory import read_text
-from lightning_feed.archive.remembered import cache_folder, read_remembered, write_remembered
 from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.throughput import watchdog
@@ -47,7 +47,7 @@ class Store:
         """What was saved under ``key``; None where there is nothing that fits."""
         path = self._path(key)
         try:
-            kept = json.loads(read_remembered(path))
+            kept = json.loads(read_private(path))
             if kept["version"] != _VERSION or kept["key"] != key:
                 logger.debug(
                     "The remembered result of tuning in %s is of another version, so tuning begins anew.", path
@@ -65,7 +65,7 @@ class Store:
         path = self._path(key)
         text = json.dumps({"version": _VERSION, "key": key, "tuned": asdict(tuned)}, indent=1)
         try:
-            write_remembered(path, text.encode())
+            write_private(path, text.encode())
         except OSError as error:
             logger.info("The result of tuning could not be remembered in %s: %s. The next run tunes anew.", path, error)
 

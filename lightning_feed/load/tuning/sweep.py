@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_feed.archive.whole_file import whole_file
+from lightning_feed.archive.files import atomic_write
 from lightning_feed.errors import SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
@@ -195,6 +195,6 @@ def write_plot(found: Sweep, path: Path) -> Path:
     axes[-1].set_xlabel("num_workers")
     drawn = BytesIO()
     canvas.savefig(drawn, format="png")
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(drawn.getvalue())
     return path

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_feed.archive.whole_file import whole_file
+from lightning_feed.archive.files import atomic_write
 from lightning_feed.errors import ReportError
 from lightning_feed.watch.reports.document import NAME, as_json
 from lightning_feed.watch.reports.html import as_html, in_frame
@@ -40,7 +40,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             file.write(text.encode("utf-8", "backslashreplace"))  # names of users' hooks may hold what UTF-8 cannot
     except OSError as error:
         raise ReportError(f"{path} could not be written: {error.strerror or error}.") from error

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_feed.archive import whole_file
+from lightning_feed.archive import files
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.tuning.search import Goal, Tuned
 from lightning_feed.load.tuning.store import Store, key_of
@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise OSError(code, "refused")
 
-    monkeypatch.setattr(whole_file.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(files.tempfile, "mkstemp", refuse)
     with caplog.at_level(logging.INFO, "lightning_feed"):
         Store(tmp_path).save(KEY, TUNED)
     assert [record.levelname for record in caplog.records] == ["INFO"]

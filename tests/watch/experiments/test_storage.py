@@ -14,8 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 from torchvision.datasets import ImageFolder
 from watch.experiments.made_data import Broken, Files, Images, Stream, machine_of, part_of, session_of
 
-from lightning_feed.archive.folder_index import scan_classes
-from lightning_feed.archive.folder_source import FolderSource
+from lightning_feed.archive.folder import FolderSource, scan_classes
 from lightning_feed.decode.decoders import PillowDecoder
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.image_dataset import ImageDataset

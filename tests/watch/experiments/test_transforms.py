@@ -17,8 +17,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from watch.experiments.made_data import Broken, Images, Slow, Stream, burn, session_of
 
-from lightning_feed.archive.folder_index import scan_classes
-from lightning_feed.archive.folder_source import FolderSource
+from lightning_feed.archive.folder import FolderSource, scan_classes
 from lightning_feed.decode.decoders import PillowDecoder
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.cacheable import CacheableDataset

@@ -1,0 +1,355 @@
+"""Folders of class folders as data: the index of their files, remembered between runs, and the source that reads them.
+
+Also the protocol of all sources of samples: a folder, a pack, or a staged copy of either.
+"""
+
+import hashlib
+import io
+import json
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_feed.archive.files import cache_folder, read_private, write_private
+from lightning_feed.archive.pack_formats import is_pack
+from lightning_feed.archive.stage_room import find_mount
+from lightning_feed.errors import DatasetError, printable
+
+logger = logging.getLogger(__name__)
+
+Encoded: TypeAlias = "bytes | memoryview | npt.NDArray[np.uint8]"
+"""The bytes of one sample: a whole file as it was, or decoded uint8 pixels, (H, W, 3)."""
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""Those of torchvision's ImageFolder; upper or lower case."""
+_VERSION = 2
+_DIGEST_BYTES = 16
+_SETTLED_NS = 2_000_000_000
+"""A folder changed within the last two seconds may change again within one tick of its clock, unseen (FAT has ticks of
+2 s, the coarsest in use)."""
+
+
+@runtime_checkable
+class SampleSource(Protocol):
+    """Labelled samples by index. Can be pickled and forked: files are opened in the process that reads them."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the labels, sorted; ``labels`` are indices into it."""
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """Shape (n,)."""
+
+    def __len__(self) -> int:
+        """Samples."""
+
+    def read(self, index: int) -> Encoded:
+        """The bytes of sample ``index``.
+
+        Raises:
+            DatasetError: when they cannot be read, with the name of the sample and the reason.
+        """
+
+    def name(self, index: int) -> str:
+        """What errors call sample ``index``: its path, or its path inside the pack."""
+
+
+class Place(Protocol):
+    """Where a folder lies now; a staged copy takes over once it is complete."""
+
+    def current(self) -> Path:
+        """The folder to read from."""
+
+
+class FolderStamp(NamedTuple):
+    """What changes when a file is added to a folder, removed or renamed, or another folder takes its place."""
+
+    mtime_ns: int
+    ctime_ns: int
+    """Set by the kernel alone: programs that unpack archives set the modification time back."""
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "FolderStamp":
+        """The stamp of a folder whose status was read."""
+        return cls(status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+@dataclass(frozen=True, eq=False)
+class FolderIndex:
+    """The files of a folder in a few flat arrays, in the order of torchvision's ``ImageFolder``.
+
+    A list of a million tuples is copied bit by bit into each forked worker, because reading a Python object writes its
+    reference count; arrays are not. (The growth is measured in ``benchmarks/index_memory.py``.)
+    """
+
+    classes: tuple[str, ...]
+    """Names of the class folders, sorted."""
+    labels: npt.NDArray[np.int64]
+    """Shape (n,): indices into ``classes``."""
+    names: npt.NDArray[np.uint8]
+    """All paths below the root, one after the other, as the bytes that the file system gave."""
+    ends: npt.NDArray[np.int64]
+    """Shape (n,): where each path ends in ``names``."""
+    folders: tuple[tuple[str, FolderStamp], ...]
+    """Each folder that was read, with its stamp: as long as these stay, so does the index."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def path(self, index: int) -> str:
+        """The path of file ``index`` below the root."""
+        begin = int(self.ends[index - 1]) if index else 0
+        return os.fsdecode(self.names[begin : int(self.ends[index])].tobytes())
+
+    def is_current(self, root: Path) -> bool:
+        """Whether no file was added, removed or renamed since."""
+        try:
+            return all(FolderStamp.of((root / name).stat()) == stamp for name, stamp in self.folders)
+        except OSError:
+            return False
+
+
+class FolderSource:
+    """The files of a :class:`FolderIndex`, read whole.
+
+    Args:
+        root: the folder that the index is of; or a place that says where it lies now.
+        index: which files there are.
+    """
+
+    def __init__(self, root: Path | Place, index: FolderIndex) -> None:
+        self.root = root
+        self.index = index
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the class folders, sorted."""
+        return self.index.classes
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """Shape (n,): indices into ``classes``."""
+        return self.index.labels
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def read(self, index: int) -> bytes:
+        """The bytes of file ``index``.
+
+        Raises:
+            DatasetError: when the file cannot be read, or is something else by now, such as a FIFO.
+        """
+        path = self.name(index)
+        try:
+            # A Path would cost as much as the read.
+            with open(path, "rb", buffering=0, opener=_open_without_waiting) as file:
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    return file.readall()
+        except OSError as error:
+            raise DatasetError(f"{path} (sample {index}) cannot be read: {error.strerror}.") from error
+        raise DatasetError(f"{path} (sample {index}) is not a file, so reading it might never end. Move it away.")
+
+    def name(self, index: int) -> str:
+        """The path of file ``index``."""
+        return f"{self.folder()}/{self.index.path(index)}"
+
+    def folder(self) -> Path:
+        """Where the root lies now."""
+        return self.root if isinstance(self.root, Path) else self.root.current()
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO would be waited for without it
+
+
+# --- listing ----------------------------------------------------------------------------------------------------------
+
+
+def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIndex:
+    """Find the images of each class folder in ``root``, and of the folders in it, symbolic links followed.
+
+    What is no file, such as a FIFO or a link to a device, is left out with a warning: reading it might never end.
+
+    Args:
+        root: the folder of class folders.
+        classes: the classes there must be; None takes the names of the folders.
+
+    Raises:
+        DatasetError: when ``root`` is no folder, cannot be read or has no class folders, when a class has no images,
+            when ``classes`` are given and there are others, or when symbolic links go round in a circle.
+    """
+    found = _class_folders(root)
+    strange = sorted(set(found) - set(classes or found))
+    if strange:
+        raise DatasetError(
+            f"{root} has class folders that the training data does not have: {_some(strange)}. Their labels would "
+            "have no meaning to the model. Move them away, or add them to the training data."
+        )
+    labels: list[int] = []
+    lengths: list[int] = []
+    names = bytearray()
+    folders: list[tuple[str, FolderStamp]] = [(".", FolderStamp.of(root.stat()))]
+    for label, name in enumerate(classes or found):
+        for folder, stamp, images in sorted(_walk(root, name)) if name in found else ():
+            folders.append((folder, stamp))
+            for path in (os.fsencode(f"{folder}/{image}") for image in images):
+                names += path
+                lengths.append(len(path))
+                labels.append(label)
+    present = set(labels)
+    empty = [name for label, name in enumerate(found) if label not in present] if classes is None else []
+    if empty or not labels:
+        which = f"{'s' if len(empty) > 1 else ''} {_some(empty)}" if empty else "s"
+        raise DatasetError(
+            f"No images in the class folder{which} of {root}. Images end in {', '.join(IMAGE_SUFFIXES)}. Add some, or "
+            "remove the folder."
+        )
+    return FolderIndex(
+        classes=tuple(classes or found),
+        labels=np.array(labels, dtype=np.int64),
+        names=np.frombuffer(bytes(names), dtype=np.uint8),
+        ends=np.cumsum(lengths, dtype=np.int64),
+        folders=tuple(folders),
+    )
+
+
+def _class_folders(root: Path) -> list[str]:
+    try:
+        with os.scandir(root) as entries:
+            # A pack in the folder that it was made of is no class.
+            found = sorted(
+                entry.name
+                for entry in entries
+                if entry.is_dir() and not entry.name.startswith(".") and not is_pack(entry.path)
+            )
+    except OSError as error:
+        raise DatasetError(
+            f"{root} cannot be read: {error.strerror}. Give a folder that has one folder of images for each class."
+        ) from error
+    if not found:
+        raise DatasetError(
+            f"{root} has no folders in it. Give a folder with one folder of images for each class: "
+            f"{root / 'cats' / '1.jpg'}, {root / 'dogs' / '1.jpg'}; or with train and val folders of such folders."
+        )
+    return found
+
+
+def _walk(root: Path, top: str) -> Iterator[tuple[str, FolderStamp, list[str]]]:
+    """Each folder from ``top`` down: its path below ``root``, its stamp, and the names of its images."""
+    # A stack, not recursion: folders may be deeper than Python's stack. Each entry carries the folders above it.
+    waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [(top, ())]
+    while waiting:
+        name, above = waiting.pop()
+        path = f"{root}/{name}"
+        images: list[str] = []
+        try:
+            status = os.stat(path)  # noqa: PTH116
+            identity = (status.st_dev, status.st_ino)
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_dir():
+                        waiting.append((f"{name}/{entry.name}", (*above, identity)))
+                    elif entry.name.lower().endswith(IMAGE_SUFFIXES) and _is_file(entry):
+                        images.append(entry.name)
+        except OSError as error:
+            raise DatasetError(f"{path} cannot be read: {error.strerror}.") from error
+        if identity in above:
+            raise DatasetError(
+                f"{path} is a symbolic link to a folder above it, so there is no end to the files. Remove the link."
+            )
+        yield name, FolderStamp.of(status), sorted(images)
+
+
+def _is_file(entry: "os.DirEntry[str]") -> bool:
+    """Whether it is a file, or a link to nowhere, which is an error with its name when it is read."""
+    if entry.is_file() or not os.path.exists(entry.path):  # noqa: PTH110
+        return True
+    logger.warning("%s is neither a file nor a folder, and is no sample. Move it away.", printable(entry.path))
+    return False
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:5]))
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+# --- remembered between runs ------------------------------------------------------------------------------------------
+
+
+def index_of(
+    root: Path, classes: tuple[str, ...] | None = None, *, now_ns: Callable[[], int] = time.time_ns
+) -> FolderIndex:
+    """The index of ``root``: the remembered one if no folder in it has changed, or a new one, remembered if possible.
+
+    A network folder of a million files takes minutes to list. On FUSE every run lists it: mounts of object stores give
+    their folders times that do not change with them.
+
+    Args:
+        root: a folder of class folders.
+        classes: the classes there must be; None takes the names of the folders.
+        now_ns: the time, for tests.
+
+    Raises:
+        DatasetError: as :func:`scan_classes`.
+    """
+    mount = find_mount(str(root))
+    if mount is not None and mount.kind.startswith("fuse"):
+        return scan_classes(root, classes)
+    key = json.dumps([_VERSION, os.fsencode(root.resolve()).hex(), classes])
+    kept = cache_folder() / "index" / f"{_digest(key.encode()).hex()}.npz"
+    remembered = _load(kept)
+    if remembered is not None and remembered.is_current(root):
+        return remembered
+    index = scan_classes(root, classes)
+    if max(stamp.ctime_ns for _, stamp in index.folders) < now_ns() - _SETTLED_NS:
+        _save(index, kept)
+    return index
+
+
+def _load(kept: Path) -> FolderIndex | None:
+    try:
+        content = read_private(kept)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.info("The remembered index %s is not used: %s. The folder is listed anew.", kept, error)
+        return None
+    stored = content[_DIGEST_BYTES:]
+    if content[:_DIGEST_BYTES] != _digest(stored):
+        logger.warning("The remembered index %s is damaged. The folder is listed anew, and remembered again.", kept)
+        return None
+    with np.load(io.BytesIO(stored), allow_pickle=False) as arrays:
+        about = json.loads(arrays["about"].tobytes())
+        return FolderIndex(
+            classes=tuple(about["classes"]),
+            labels=arrays["labels"],
+            names=arrays["names"],
+            ends=arrays["ends"],
+            folders=tuple((name, FolderStamp(*stamp)) for name, stamp in about["folders"]),
+        )
+
+
+def _save(index: FolderIndex, kept: Path) -> None:
+    about = np.frombuffer(json.dumps({"classes": index.classes, "folders": index.folders}).encode(), dtype=np.uint8)
+    stored = io.BytesIO()
+    np.savez(stored, about=about, labels=index.labels, names=index.names, ends=index.ends)
+    try:
+        write_private(kept, _digest(stored.getvalue()) + stored.getvalue())
+    except OSError as error:
+        logger.info(
+            "The index of the folder could not be remembered in %s: %s. The next run lists it anew.", kept, error
+        )
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
