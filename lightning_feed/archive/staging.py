@@ -151,7 +151,7 @@ class StageWork:
     remove_at_exit: bool = False
     wait_s: float | None = None
     in_background: bool = False
-    """Without a bar, and without using the copy."""
+    """This process does not use the copy."""
     copied_files: int = 0
     copied_bytes: int = 0
     removed: int = 0
@@ -201,25 +201,22 @@ class StageWork:
 
     def _bring_up_to_date(self, found: StageRecord | None) -> StageRecord:
         """Copy and look again, until the copy equals the source, then say that it is complete."""
-        may_go = (
-            found.remove_at_exit if found else not self.place.target.is_symlink() and not self.place.target.exists()
-        )
+        may_go = found.remove_at_exit if found else owner_of(self.place.target) is None
         record = start_record(self.origin, remove_at_exit=self.remove_at_exit and may_go)
         self._check_owner()
         tree, plan = self._look(afresh=self.force)
         self._check_what_is_there(found)
-        passes = 0
-        while plan.to_copy or plan.to_remove:
-            if passes == _PASSES:
-                raise ArchiveError(
-                    f"{shown(self.origin)} still differs from its copy after it was copied {_PASSES} times, in "
-                    f"{len(plan.to_copy)} files, for example {shown((plan.to_copy or plan.to_remove)[0])}: it changes, "
-                    "or a disk or memory is faulty. Stage it when nothing writes to it any more; what is copied is "
-                    "kept."
-                )
+        for _ in range(_PASSES):
+            if not plan.to_copy and not plan.to_remove:
+                break
             self._apply(tree, plan, record)
-            passes += 1
             tree, plan = self._look()
+        if different := plan.to_copy or plan.to_remove:
+            raise ArchiveError(
+                f"{shown(self.origin)} still differs from its copy after it was copied {_PASSES} times, in "
+                f"{len(different)} files, for example {shown(different[0])}: it changes, or a disk or memory is "
+                "faulty. Stage it when nothing writes to it any more; what is copied is kept."
+            )
         return self._finish(tree, record)
 
     def _look(self, *, afresh: bool = False) -> tuple[Tree, CopyPlan]:
@@ -231,12 +228,8 @@ class StageWork:
             with self._file_work(tree, "Comparing", tree.files) as work:
                 plan = CopyPlan(work.compare(), [])
             if plan.to_copy:
-                logger.warning(
-                    "%d files in %s had another content than their source in the same size and time, and are copied "
-                    "again.",
-                    len(plan.to_copy),
-                    shown(target),
-                )
+                say = "%d files in %s differ from their source in the same size and time, and are copied again."
+                logger.warning(say, len(plan.to_copy), shown(target))
         return tree, plan
 
     def _check_owner(self) -> None:
@@ -265,11 +258,11 @@ class StageWork:
 
     def _apply(self, tree: Tree, plan: CopyPlan, record: StageRecord) -> None:
         target, parts = str(self.place.target), self.place.parts
+        shutil.rmtree(parts, ignore_errors=True)  # of a process that was killed
         check_room(plan.new_bytes, plan.new_files, str(self.place.target.parent))
         self.place.write(record)  # no longer complete, and ours
         remove_entries(target, plan.to_remove)
         self.removed += len(plan.to_remove)
-        shutil.rmtree(parts, ignore_errors=True)  # of a process that was killed
         parts.mkdir(mode=0o700)
         for name, (mode, _) in tree.folders.items():
             try:
@@ -307,14 +300,9 @@ class StageWork:
     def _file_work(self, tree: Tree, what: str, names: Iterable[str]) -> Iterator[FileWork]:
         from tqdm import tqdm
 
-        with tqdm(
-            total=sum(tree.files[name].size for name in names),
-            desc=f"{what} {shown(self.place.target.name)}",
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            disable=True if self.in_background else None,  # None: hidden where stderr is no terminal
-        ) as bar:
+        total, text = sum(tree.files[name].size for name in names), f"{what} {shown(self.place.target.name)}"
+        # disable=None: no bar where stderr is not a terminal.
+        with tqdm(total=total, desc=text, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
             yield FileWork(tree, str(self.place.target), self.place.parts, bar.update)
 
 
@@ -386,7 +374,7 @@ def remove_copy(place: StagePlace, source: str) -> None:
     if owner_of(place.target) == os.geteuid():  # removed by hand, it may have made room for another user's
         copy = scan_copy(str(place.target), source=Tree(source))
         remove_entries(copy.root, [*copy.files, *reversed(copy.folders)])
-    shutil.rmtree(place.folder)
+    shutil.rmtree(place.folder, ignore_errors=True)  # one who waits may make a lock in it just now
 
 
 def leave(place: StagePlace) -> bool:

@@ -290,23 +290,21 @@ def test_the_command_says_what_it_waits_for(source: Path, dest: Path) -> None:
 # --- a DEST that cannot be --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", [[], ["--force"], ["--remove"]])
 @pytest.mark.parametrize(
     "bad", ["/proc", "n" * 300, "d/" * 2040, "dangling/deep", "loop", "loop/in", "file", "/dev/null"]
 )
-def test_an_impossible_dest_is_told(
-    source: Path, tmp_path: Path, bad: str, option: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_impossible_dest_is_told(source: Path, tmp_path: Path, bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "dangling").symlink_to("nowhere/at/all")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
-    code = main(["stage", str(source), str(tmp_path / bad), *option])
-    output = capsys.readouterr()
-    if option == ["--remove"] and code == 0:
-        assert output.out == "There is no copy.\n"
-    else:
-        assert code == 1
-        assert output.err.startswith("lightning-feed: ")
+    for option in ([], ["--force"], ["--remove"]):
+        code = main(["stage", str(source), str(tmp_path / bad), *option])
+        output = capsys.readouterr()
+        if option == ["--remove"] and code == 0:
+            assert output.out == "There is no copy.\n"
+        else:
+            assert code == 1
+            assert output.err.startswith("lightning-feed: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "data", "file", "loop"]
 
 
