@@ -37,7 +37,7 @@ class TurboRegionDecoder:
     def decode(self, data: Encoded) -> Pixels:
         """Decode the whole image, see :class:`~lightning_feed.decode.decoders.Decoder`."""
         library, shape = _open(data)
-        return library.decompress_all(data, shape)
+        return library.decompress(data, shape[:2])
 
     def size(self, data: Encoded) -> tuple[int, int]:
         """(height, width) from the header."""
@@ -51,17 +51,16 @@ class TurboRegionDecoder:
         """
         library, shape = _open(data)
         region.check_inside(shape.height, shape.width)
-        eighths = 8 if cover is None else scale_for(region, (shape.height, shape.width), cover)
+        size = shape[:2]
         if shape.mcu_width == 0 or not ends_like_jpeg(data):
-            eighths = 8
-            pixels = library.decompress_all(data, shape)  # whoever cut it, this will see it
-            box = tuple(region)
-            outer = (0, 0, shape.height, shape.width)
+            pixels = library.decompress(data, size)  # whoever cut it, this will see it
+            top, left, height, width = region
         else:
-            box = scaled_box(region, (shape.height, shape.width), eighths)
-            outer = _with_margin(box, shape, eighths)
-            pixels = library.decompress(data, outer, eighths)
-        top, left, height, width = box[0] - outer[0], box[1] - outer[1], box[2], box[3]
+            eighths = 8 if cover is None else scale_for(region, size, cover)
+            top, left, height, width = scaled_box(region, size, eighths)
+            outer = _with_margin((top, left, height, width), shape, eighths)
+            pixels = library.decompress(data, outer[2:], corner=outer[:2], eighths=eighths)
+            top, left = top - outer[0], left - outer[1]
         return pixels[top : top + height, left : left + width]
 
 
@@ -200,36 +199,29 @@ class TurboJpeg:
         mcu_width = _MCU_WIDTH[subsampling] if 0 <= subsampling < len(_MCU_WIDTH) else 0
         return JpegShape(get(self._handle, _HEIGHT), get(self._handle, _WIDTH), mcu_width)
 
-    def decompress(self, data: Encoded, box: tuple[int, int, int, int], eighths: int) -> Pixels:
-        """Decode a box of the image whose header was just read.
+    def decompress(
+        self, data: Encoded, size: tuple[int, int], *, corner: tuple[int, int] | None = None, eighths: int = 8
+    ) -> Pixels:
+        """Decode the image whose header was just read, with all of its data checked, or a box of it.
 
         Args:
             data: the JPEG.
-            box: (top, left, height, width) at the scale; left is a multiple of the MCU's width at that scale.
+            size: (height, width) of the image, or of the box at the scale.
+            corner: (top, left) of a box at the scale; left is a multiple of the MCU's width there.
             eighths: the scale, in eighths of the full size.
 
         Raises:
             DecodeError: when the data is cut short or corrupt as far as it is read.
         """
-        top, left, height, width = box
+        height, width = size
+        box = _Region() if corner is None else _Region(corner[1], corner[0], width, height)  # zeros: TJUNCROPPED
         pixels = np.empty((height, width, 3), dtype=np.uint8)
         if (
             self._quick.tj3SetScalingFactor(self._handle, _ScalingFactor(*SCALES[eighths]))
-            or self._quick.tj3SetCroppingRegion(self._handle, _Region(left, top, width, height))
+            or self._quick.tj3SetCroppingRegion(self._handle, box)
             or self._slow.tj3Decompress8(
                 self._handle, _memory(data), len(data), pixels.ctypes.data, 3 * width, _PIXELS_RGB
             )
-        ):
-            raise self._refusal(data)
-        return pixels
-
-    def decompress_all(self, data: Encoded, shape: JpegShape) -> Pixels:
-        """Decode the whole image whose header was just read, all of its data checked."""
-        self._quick.tj3SetCroppingRegion(self._handle, _Region(0, 0, 0, 0))  # TJUNCROPPED
-        self._quick.tj3SetScalingFactor(self._handle, _ScalingFactor(1, 1))
-        pixels = np.empty((shape.height, shape.width, 3), dtype=np.uint8)
-        if self._slow.tj3Decompress8(
-            self._handle, _memory(data), len(data), pixels.ctypes.data, 3 * shape.width, _PIXELS_RGB
         ):
             raise self._refusal(data)
         return pixels
