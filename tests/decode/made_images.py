@@ -11,7 +11,7 @@ HEIGHT, WIDTH = 61, 47  # odd, and no multiple of an MCU
 
 
 def waves(channels: int = 3, height: int = HEIGHT, width: int = WIDTH) -> npt.NDArray[np.uint8]:
-    """A smooth picture, other in each channel."""
+    """A smooth image, other in each channel."""
     rows, columns = np.mgrid[:height, :width]
     planes = [127 + 120 * np.sin(columns / (9 + band) + rows / (13 - band)) for band in range(channels)]
     return np.stack(planes, axis=-1).astype(np.uint8)

@@ -262,17 +262,17 @@ class FussyRegions(Fussy):
         return self.decode(data)[: region.height, : region.width]
 
 
-class Pictures(Dataset[int]):
-    """Decodes the same few pictures over and over."""
+class Images(Dataset[int]):
+    """Decodes the same few images over and over."""
 
-    def __init__(self, decoder: Decoder, pictures: list[bytes], length: int) -> None:
-        self.decoder, self.pictures, self.length = decoder, pictures, length
+    def __init__(self, decoder: Decoder, images: list[bytes], length: int) -> None:
+        self.decoder, self.images, self.length = decoder, images, length
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> int:
-        return int(self.decoder.decode(self.pictures[index % len(self.pictures)]).shape[0])
+        return int(self.decoder.decode(self.images[index % len(self.images)]).shape[0])
 
 
 def test_another_kind_is_not_even_tried() -> None:
@@ -308,7 +308,7 @@ def test_what_pillow_refuses_too_is_an_error_and_no_fallback() -> None:
 
 
 def test_a_jpeg_that_is_corrupt_but_not_for_pillow() -> None:
-    """Pillow reads on where libjpeg-turbo warns; strictness must not lose a picture that ImageFolder would give."""
+    """Pillow reads on where libjpeg-turbo warns; strictness must not lose an image that ImageFolder would give."""
     corrupt = WHOLE["colour"][:-2] + bytes(30) + WHOLE["colour"][-2:]
     reference = pillow_pixels(corrupt)
     decoder = with_fallback(TurboDecoder())
@@ -366,9 +366,9 @@ def fork_warning_ignored() -> Iterator[None]:
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_count_where_the_main_process_reads(method: str, fork_warning_ignored: None) -> None:
     decoder = with_fallback(TurboDecoder())
-    pictures = [WHOLE[image] for image in ("RGB PNG", "colour", "GIF", "colour")]
+    images = [WHOLE[image] for image in ("RGB PNG", "colour", "GIF", "colour")]
     loader = DataLoader(
-        Pictures(decoder, pictures, 40), batch_size=4, num_workers=2, multiprocessing_context=method, timeout=200
+        Images(decoder, images, 40), batch_size=4, num_workers=2, multiprocessing_context=method, timeout=200
     )
     assert sum(len(batch) for batch in loader) == 40
     assert decoder.tally.as_dict() == {"PNG": 10, "GIF": 10}

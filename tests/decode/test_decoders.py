@@ -145,8 +145,8 @@ def test_any_buffer_of_bytes_will_do(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_threads_may_share_it(name: str) -> None:
     decoder = make_decoder(name).decoder
-    pictures = [WHOLE[image] for image in sorted(JPEGS - {"CMYK"})]
-    references = [pillow_pixels(data) for data in pictures]
+    images = [WHOLE[image] for image in sorted(JPEGS - {"CMYK"})]
+    references = [pillow_pixels(data) for data in images]
     together = threading.Barrier(4)
 
     def many(_: int) -> int:
@@ -154,11 +154,11 @@ def test_threads_may_share_it(name: str) -> None:
         return sum(
             np.array_equal(decoder.decode(data), reference)
             for _ in range(10)
-            for data, reference in zip(pictures, references, strict=True)
+            for data, reference in zip(images, references, strict=True)
         )
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(many, range(4))) == [10 * len(pictures)] * 4
+        assert list(pool.map(many, range(4))) == [10 * len(images)] * 4
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -142,8 +142,8 @@ def test_a_region_smaller_than_a_pixel_of_the_scale_is_not_scaled(decoder: Turbo
 
 def test_a_scaled_region_lies_where_snap_says(decoder: TurboRegionDecoder) -> None:
     """Against Pillow's shrunken cut of the same box: a shift by one pixel costs more than 10 dB."""
-    picture = waves(3, 600, 500)
-    data = encoded(Image.fromarray(picture), quality=95, subsampling=0)
+    pixels_in = waves(3, 600, 500)
+    data = encoded(Image.fromarray(pixels_in), quality=95, subsampling=0)
     whole = pillow_pixels(data)
     draw = random.Random(1)
     for _ in range(30):
