@@ -12,29 +12,27 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lightning_feed.load.machine import read_machine
-from lightning_feed.loader_traits import divides_among_workers, may_leave_process, may_persist
 from lightning_feed.transfer.prefetcher import STREAM_BACKENDS
 from lightning_feed.watch.clocks import Clock, host_clock, open_ring
-from lightning_feed.watch.cpu import CpuTimes
-from lightning_feed.watch.facts import batches_ahead, with_batch, with_loaders
+from lightning_feed.watch.facts import (
+    batches_ahead,
+    divides_among_workers,
+    may_leave_process,
+    may_persist,
+    with_batch,
+    with_loaders,
+)
 from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.loader_state import loaders_in
-from lightning_feed.watch.loader_watch import LoaderWatch
+from lightning_feed.watch.loop import READ_EVERY_NS, MeasuredLoop, Schedule
 from lightning_feed.watch.reports.document import make_report
 from lightning_feed.watch.reports.files import show_report, write_report
 from lightning_feed.watch.stats import StarvationStats
-from lightning_feed.watch.step_meter import StepMeter
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
 from lightning_feed.watch.verdict.shares import MIN_STEPS
 from lightning_feed.watch.verdict.tree import diagnose
-from lightning_feed.watch.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger
 
 T = TypeVar("T")
-
-FIRST_REPORT_STEPS, FIRST_REPORT_S = 200, 60.0
-"""The first report comes after so many steps or seconds, whichever is sooner."""
-READ_EVERY_NS = 250_000_000
-"""The kernel's counters of the workers are read four times a second at most."""
 
 _runs: "weakref.WeakKeyDictionary[Any, PlainRun]" = weakref.WeakKeyDictionary()
 """Of loaders that live: each epoch may call watch_loader anew."""
@@ -53,8 +51,8 @@ def watch_loader(
 
     Gives the same batches in the same order. Time inside ``next(loader)`` is waiting for data, and all other time of a
     step is the step; on a GPU both are measured by events on the compute stream, without waiting for it. A report is
-    printed after 200 steps or a minute, and when the program ends or :meth:`WatchedLoader.close` is called. Of several
-    ranks each measures itself, and rank 0 reports.
+    printed after 200 steps or a minute, every 10 minutes, and when the program ends or :meth:`WatchedLoader.close` is
+    called. Of several ranks each measures itself, and rank 0 reports.
 
     Called again with the same loader it goes on measuring, with the options given last. Give it the loader that the
     loop goes through, after ``fabric.setup_dataloaders`` or ``accelerator.prepare``; and that of the validation as
@@ -174,15 +172,9 @@ class PlainRun:
         self.measure = guard.measure
         self.fetch_began, self.fetch_ended = guard.tap(self._fetch_began), guard.tap(self._fetch_ended)
         self.step_ended = guard.tap(self._step_ended)
-        self._facts = LoopFacts(loop="plain")
-        self._ledger = Ledger()
-        self._meter: StepMeter | None = None
-        self._loaders = LoaderWatch(lambda: self.live, clock=clock)
-        self._cpu: CpuTimes | None = None
-        self._warm_up, self._settled, self._batch_seen = WARM_UP_STEPS, False, False
-        self._began = self._next_read = 0
-        self._reported_steps: int | None = None
-        """At the last report; None: there was none."""
+        self._loop: MeasuredLoop | None = None
+        self._schedule = Schedule(lambda: self.clock() * 1e-9)
+        self._reported_steps = self._next_read = 0
         self.closed = False
 
     # --- what the loop does -------------------------------------------------------------------------------------------
@@ -194,91 +186,68 @@ class PlainRun:
         _open.add(self)
         loaders = loaders_in(loader)
         device = self.device or _device_of(loader)
-        self._facts, self._batch_seen = self._facts_of(loader, loaders, device), False
-        if self._meter is None or self._cpu is None:
+        facts, loop = self._facts_of(loader, loaders, device), self._loop
+        if loop is None:
             ring, queue = open_ring(device), batches_ahead(loaders)
-            self._warm_up = WARM_UP_STEPS + queue
-            self._ledger = Ledger(
-                queue=queue,
-                trusted_clock=ring is not None or device.type == "cpu",
-                period=max(1, self._facts.num_workers or 0),
-            )
-            self._meter = StepMeter(self._ledger.fresh.append, clock=self.clock, ring=ring)
-            self._meter.on_epoch_start = self._ledger.epoch_started
-            self._cpu = CpuTimes(loads_here=self._facts.num_workers == 0)
-            self._began = self.clock()
-        self._cpu.go_on()
-        self._meter.begin(epoch=True, since=self.clock() - started_ns)
-        self._loaders.epoch_began()
+            loop = self._loop = MeasuredLoop(facts, lambda: self.live, queue=queue, ring=ring, clock=self.clock)
+            self._schedule = Schedule(lambda: self.clock() * 1e-9)
+        loop.cpu.go_on()
+        loop.batch_seen = False
+        loop.begins(facts, self.clock() - started_ns)
 
     def batch_came(self, batch: Any) -> None:
         """Look at the first batch of each epoch."""
-        if not self._batch_seen:
-            self._batch_seen = True
-            self._facts = with_batch(self._facts, batch)
+        loop = self._loop
+        if loop is not None and not loop.batch_seen:
+            loop.batch_seen = True
+            loop.facts = with_batch(loop.facts, batch)
 
     def epoch_ended(self) -> None:
         """The loop is at its end, or was left."""
         _open.discard(self)
-        if self._cpu is not None:
-            self._cpu.pause()
+        if self._loop is not None:
+            self._loop.cpu.pause()
 
     def leave_out_step(self) -> None:
         """Another loop lies in this step."""
-        if self._meter is not None:
-            self._meter.leave_out_step()
+        if self._loop is not None:
+            self._loop.meter.leave_out_step()
 
     def _fetch_began(self) -> None:
-        assert self._meter is not None
-        assert self._cpu is not None
-        self._loaders.fetch_began()  # before the clock of the fetch starts
-        self._cpu.fetch_began()
-        self._meter.fetch_began()
+        assert self._loop is not None
+        self._loop.fetch_began()
 
     def _fetch_ended(self) -> None:
-        assert self._meter is not None
-        assert self._cpu is not None
-        self._meter.fetch_ended()
-        self._meter.arrived()  # the copy to the device is the user's, and not seen
-        self._cpu.fetch_ended()
-        self._loaders.fetch_ended()
+        assert self._loop is not None
+        self._loop.fetch_ended()
+        self._loop.meter.arrived()  # the copy to the device is the user's, and not seen
 
     def _step_ended(self) -> None:
-        assert self._meter is not None
-        assert self._cpu is not None
-        self._meter.step_ended()
-        steps = self._meter.finished
-        if not self._settled and steps >= self._warm_up:
-            self._settled = True
-            self._cpu.settle(steps)
-            self._loaders.settle()
-        if len(self._ledger.fresh) >= UNFOLDED_STEPS:
-            self._ledger.fold()
+        loop = self._loop
+        assert loop is not None
+        loop.meter.step_ended()
+        if loop.step_ended():
+            loop.ledger.fold()
         now = self.clock()
         if now >= self._next_read:  # workers take their counters with them when an epoch ends
             self._next_read = now + READ_EVERY_NS
-            self._loaders.take()
-        if self._reported_steps is None and self._first_report_due(steps):
+            loop.loaders.take()
+        steps = loop.meter.finished
+        if steps >= MIN_STEPS and self._schedule.due(steps):
             self._report()
-            self._meter.leave_out_step()  # the next one, in which this lies
-
-    def _first_report_due(self, steps: int) -> bool:
-        late = self.clock() - self._began >= FIRST_REPORT_S * 1e9
-        return steps >= FIRST_REPORT_STEPS or (late and steps >= MIN_STEPS)
+            loop.meter.leave_out_step()  # the next one, in which this lies
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def measurements(self) -> Measurements:
         """All that was measured so far, without the warm-up."""
-        meter, cpu = self._meter, self._cpu
-        if meter is None or cpu is None:
-            return Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=self._facts)
-        stats = self._ledger.total(prefetch_active=None, lost=meter.lost)
+        loop = self._loop
+        if loop is None:
+            return Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=LoopFacts(loop="plain"))
+        found = loop.measurements(prefetch_active=None)
+        # Neither the copy to the device nor the time between steps can be told from the step itself.
         return Measurements(
-            # Neither the copy to the device nor the time between steps can be told from the step itself.
-            stats=replace(stats, h2d_ms=None, other_ms=None),
-            facts=replace(self._facts, **cpu.per_step(meter.finished)),
-            loaders=self._loaders.total(),
+            stats=replace(found.stats, h2d_ms=None, other_ms=None), facts=found.facts, loaders=found.loaders
         )
 
     def _facts_of(self, loader: Any, loaders: list[Any], device: torch.device) -> LoopFacts:
@@ -312,16 +281,17 @@ class PlainRun:
         if self.closed or self._process != os.getpid():  # a forked process is not the one that trains
             return
         self.closed = True
-        meter = self._meter
-        if meter is not None and self._guard.measures:
+        if self._loop is not None and self._guard.measures:
+            meter = self._loop.meter
             self.measure(meter.end, wait=wait)
-            if meter.finished > (self._reported_steps or 0) and meter.finished >= MIN_STEPS:
+            if meter.finished > self._reported_steps and meter.finished >= MIN_STEPS:
                 self._report()
         self._stop()
 
     def _report(self) -> None:
-        if self._meter is not None:
-            self._reported_steps = self._meter.finished
+        self._schedule.came()
+        if self._loop is not None:
+            self._reported_steps = self._loop.meter.finished
         if _number("RANK", 0) == 0:
             self._guard.attempt("show its report", self._show)
 
@@ -335,7 +305,8 @@ class PlainRun:
             show_report(report, bar.write if bar is not None else None, written)
 
     def _stop(self) -> None:
-        self._loaders.close()
+        if self._loop is not None:
+            self._loop.loaders.close()
         _open.discard(self)
 
 

@@ -10,13 +10,15 @@ from typing import Any, get_args
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_feed import _host, starvation_report
+from lightning_feed import _host
 from lightning_feed.errors import SettingsError
 from lightning_feed.prefetch_callback import Stage
-from lightning_feed.starvation_report import Pace, Schedule, achieved, give_report, run_folder, tells_nothing
+from lightning_feed.starvation_report import SLOW_S, Pace, achieved, give_report, run_folder, tells_nothing
 from lightning_feed.starvation_run import StarvationRun
 from lightning_feed.tuning.output import log_hparams, tuned_hparams
+from lightning_feed.watch import loop
 from lightning_feed.watch.guard import Guard, guarded, say
+from lightning_feed.watch.loop import Schedule
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.reports.document import make_report
 from lightning_feed.watch.reports.files import show_report, write_report
@@ -304,9 +306,9 @@ class GPUStarvationCallback(Callback):
         tags = run.close_window()
         if not trainer.is_global_zero:
             return
-        began = starvation_report.clock()
+        began = loop.clock()
         self._log(trainer, tags, step)
-        if starvation_report.clock() - began >= starvation_report.SLOW_S:
+        if loop.clock() - began >= SLOW_S:
             run.leave_out_step()  # what our own call takes is no part of it
 
     def _log(self, trainer: Any, tags: dict[str, float], step: int) -> None:

@@ -4,7 +4,6 @@ import inspect
 import io
 import math
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +14,15 @@ from lightning_feed import _host
 from lightning_feed._host.loops import bar_refresh_rate
 from lightning_feed.load.machine import read_machine
 from lightning_feed.loader_place import find_place, users_line
-from lightning_feed.loader_traits import divides_among_workers, may_leave_process, may_persist
 from lightning_feed.prefetch_callback import PrefetchCallback, Stage
-from lightning_feed.watch.facts import batches_ahead, with_loaders
+from lightning_feed.watch import loop
+from lightning_feed.watch.facts import (
+    batches_ahead,
+    divides_among_workers,
+    may_leave_process,
+    may_persist,
+    with_loaders,
+)
 from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.loader_state import loaders_in
 from lightning_feed.watch.reports.document import as_json
@@ -143,13 +148,8 @@ def _package(trainer: Any) -> dict[str, Any]:
 
 
 TEXT_TAG = "feed/report"
-FIRST_STEPS, FIRST_S = 200, 60.0
-"""The first report of a fit comes after so many steps or seconds, whichever is sooner."""
-EVERY_S = 600.0
-"""Seconds from one report to the next."""
 SLOW_S = 1e-3
 """A call of a logger that takes longer is slow."""
-clock = time.monotonic
 
 
 class Pace:
@@ -161,34 +161,14 @@ class Pace:
 
     def give(self, to: Any, tags: dict[str, float], step: int) -> None:
         """Log the figures, or leave this window out."""
-        began = clock()
+        began = loop.clock()
         if not tags or began < self._next_s:
             return
         to.log_metrics(tags, step=step)
-        self._took.append(clock() - began)
+        self._took.append(loop.clock() - began)
         least = min(self._took)  # one slow call may have other reasons
         if len(self._took) == self._took.maxlen and least >= SLOW_S:
-            self._next_s = clock() + 100 * least
-
-
-class Schedule:
-    """When the next report of a fit is due."""
-
-    def __init__(self) -> None:
-        self._next_step: float = FIRST_STEPS
-        self._next_s = clock() + FIRST_S
-        self.first = True
-        """Whether none has come yet."""
-
-    def due(self, steps: int) -> bool:
-        """Whether one is due after so many steps."""
-        return steps >= self._next_step or clock() >= self._next_s
-
-    def came(self, *, early: bool = False) -> None:
-        """A report came; ``early``: there was nothing to tell yet, so the next is due soon."""
-        self._next_step = math.inf
-        self._next_s = clock() + (FIRST_S if early else EVERY_S)
-        self.first &= early
+            self._next_s = loop.clock() + 100 * least
 
 
 def tells_nothing(found: Diagnosis, steps: int) -> bool:

@@ -1,4 +1,4 @@
-"""What measures one run of a Trainer, from its start to its end."""
+"""One run of a Trainer, measured from its start to its end."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,120 +10,18 @@ from lightning_feed import _host
 from lightning_feed.archive.shared_cache import CacheStats
 from lightning_feed.prefetch_callback import HAND_OUT, LOOK_AHEAD, Stage
 from lightning_feed.starvation_report import facts_of, prefetch_active, queue_of
-from lightning_feed.watch.clocks import EventRing, host_clock, open_ring
-from lightning_feed.watch.cpu import CpuShare, CpuTimes
+from lightning_feed.watch.clocks import host_clock, open_ring
+from lightning_feed.watch.cpu import CpuShare
 from lightning_feed.watch.facts import with_batch
 from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.hooks import Calls, HookTimes, tap_profiler
-from lightning_feed.watch.loader_watch import LoaderWatch
+from lightning_feed.watch.loop import MeasuredLoop
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.ranks import open_rank_exchange
-from lightning_feed.watch.stats import LoaderStats, LoaderSteps, RankStats, StarvationStats, loop_tags, to_tags
-from lightning_feed.watch.step_meter import BACKWARD, FORWARD, OPTIMIZER, StepMeter, StepTimes
-from lightning_feed.watch.verdict.diagnosis import LoopMeasurements, Measurements
+from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats, loop_tags, to_tags
+from lightning_feed.watch.step_meter import BACKWARD, FORWARD, OPTIMIZER
+from lightning_feed.watch.verdict.diagnosis import Measurements
 from lightning_feed.watch.wall import Part, WallClock
-from lightning_feed.watch.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger, Sums
-
-READ_EVERY_NS = 250_000_000
-"""The kernel's counters of the workers are read four times a second at most, however often windows are logged."""
-
-
-class MeasuredLoop:
-    """The clock and the loaders of one loop, and what they have given so far.
-
-    Args:
-        trainer: that runs it.
-        guard: of the callback.
-        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        ring: events of the device; None: the host's clock.
-        trusted_clock: whether the clock is that of what computes; else it is the host's beside a device.
-    """
-
-    def __init__(
-        self, trainer: Any, guard: Guard, stage: Stage, *, ring: EventRing | None, trusted_clock: bool
-    ) -> None:
-        self._trainer, self._guard, self.stage = trainer, guard, stage
-        self.facts = facts_of(trainer, guard, stage)
-        self.batch_seen = False
-        """Whether the facts hold what a batch tells."""
-        queue = queue_of(trainer, stage)
-        self.ledger = Ledger(queue=queue, trusted_clock=trusted_clock, period=max(1, self.facts.num_workers or 0))
-        self.warm_up, self._settled = WARM_UP_STEPS + queue, False
-        self.cpu = CpuTimes(loads_here=self.facts.num_workers == 0)
-        self.meter = StepMeter(self._keep, ring=ring)
-        self.meter.on_epoch_start = self.ledger.epoch_started
-        self.meter.begin(epoch=False)
-        self.loaders = LoaderWatch(partial(_host.loop_iterators, trainer, stage), read_every_ns=READ_EVERY_NS)
-        self.names = _host.loader_names(trainer, stage) if stage != "fit" else []
-        self._by_loader: dict[int, Sums] = {}
-        self._waited_ns = 0.0
-
-    # --- what the loop does -------------------------------------------------------------------------------------------
-
-    def begins(self, since: int | None = None) -> None:
-        """The loop begins, once more: ``since`` then, by the host's clock. Its loaders may have got other settings."""
-        self.facts = facts_of(self._trainer, self._guard, self.stage, before=self.facts)
-        self.meter.begin(epoch=True, since=since)
-        self.loaders.epoch_began()
-
-    def step_ended(self) -> None:
-        """Notice the end of the warm-up."""
-        if not self._settled and self.meter.finished >= self.warm_up:
-            self._settled = True
-            self.cpu.settle(self.meter.finished)
-            self.loaders.settle()
-
-    def fetch_began(self) -> None:
-        """A batch is drawn from the loaders."""
-        self.loaders.fetch_began()  # before the clock of the fetch starts
-        self.cpu.fetch_began()
-        self.meter.fetch_began()
-
-    def fetch_ended(self) -> None:
-        """It is there."""
-        self.meter.fetch_ended()
-        self.cpu.fetch_ended()
-        self.loaders.fetch_ended()
-
-    def handed_out(self) -> None:
-        """The loop takes a batch that was drawn before."""
-        self.meter.fetch_began()
-        self.meter.fetch_ended()
-
-    def parts(self) -> tuple[Calls, Calls]:
-        """What to call when forward, backward and optimizer start and stop; nothing where they are not announced."""
-        actions = _host.step_actions(self._trainer, self.stage).parts
-        began = [partial(self.meter.part_began, part) for part in (FORWARD, BACKWARD, OPTIMIZER)]
-        return dict(zip(actions, began, strict=False)), dict.fromkeys(actions, self.meter.part_ended)
-
-    def _keep(self, step: StepTimes) -> None:
-        self.ledger.fresh.append(step)
-        self._waited_ns += step.data_ns
-        if len(self.names) > 1 and step.counted:
-            self._by_loader.setdefault(step.source, Sums()).add(step)
-
-    # --- figures ------------------------------------------------------------------------------------------------------
-
-    def by_loader(self) -> tuple[LoaderSteps, ...]:
-        """Each of several loaders that are drawn from one after the other; empty for a single one."""
-        told = []
-        for source, sums in sorted(self._by_loader.items()):
-            stats = sums.stats(settled=True, trusted_clock=True, prefetch_active=None)
-            if source < len(self.names) and stats.step_ms is not None and stats.data_idle_ms is not None:
-                name = self.names[source]
-                told.append(LoaderSteps(name, sums.steps, step_ms=stats.step_ms, data_idle_ms=stats.data_idle_ms))
-        return tuple(told)
-
-    def measurements(self, *, prefetch_active: bool | None) -> LoopMeasurements:
-        """All that was measured so far, without the warm-up."""
-        return LoopMeasurements(
-            stats=self.ledger.total(prefetch_active=prefetch_active, lost=self.meter.lost),
-            facts=replace(self.facts, **self.cpu.per_step(self.meter.finished)),
-            loaders=self.loaders.total(),
-            by_loader=self.by_loader(),
-            waited_s=self._waited_ns * 1e-9,
-        )
-
 
 _PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "test": "test", "predict": "predict"}
 """What of the wall time the loop of a stage begins with."""
@@ -168,14 +66,23 @@ class StarvationRun:
         self._undo.callback(_host.Wrap(trainer, "save_checkpoint", self._save_checkpoint).undo)
         self._wall.go_on(_PART[stage])
         if stage != "fit":
-            self._main.begins()
+            self._begin(self._main, stage)
 
     def _make_loop(self, stage: Stage) -> MeasuredLoop:
         device = self._trainer.strategy.root_device
         ring = open_ring(device)
         self.sees_device = ring is not None or device.type == "cpu"
         """Whether the clock is that of what computes; else it is the host's beside a device."""
-        return MeasuredLoop(self._trainer, self._guard, stage, ring=ring, trusted_clock=self.sees_device)
+        return MeasuredLoop(
+            facts_of(self._trainer, self._guard, stage),
+            partial(_host.loop_iterators, self._trainer, stage),
+            queue=queue_of(self._trainer, stage),
+            ring=ring,
+            names=_host.loader_names(self._trainer, stage) if stage != "fit" else (),
+        )
+
+    def _begin(self, loop: MeasuredLoop, stage: Stage, since: int | None = None) -> None:
+        loop.begins(facts_of(self._trainer, self._guard, stage, before=loop.facts), since)
 
     @property
     def finished(self) -> int:
@@ -187,7 +94,7 @@ class StarvationRun:
     def epoch_began(self) -> None:
         """The first batch of an epoch has a figure of its own."""
         self._wall.go_on("epoch starts")
-        self._main.begins()
+        self._begin(self._main, self.stage)
         self._hooks.leave_out_step()
 
     def leave_out_step(self) -> None:
@@ -211,7 +118,7 @@ class StarvationRun:
             self._validation = self._make_loop("validate")
             self._undo.callback(self._validation.loaders.close)
         self._now = self._validation
-        self._now.begins(self._validation_since)
+        self._begin(self._now, "validate", self._validation_since)
 
     def _validation_ended(self) -> None:
         """Or, without batches, never began."""
@@ -236,8 +143,7 @@ class StarvationRun:
             self._hooks.step(loop.meter.finished)
         if loop is self._main:
             self._hooks.count_step()
-        loop.step_ended()
-        if len(loop.ledger.fresh) >= UNFOLDED_STEPS:
+        if loop.step_ended():
             self._fold(loop)
 
     def _fold(self, loop: MeasuredLoop) -> None:
@@ -281,7 +187,13 @@ class StarvationRun:
                 actions.step: lambda: self._now.meter.step_ended(),
             }
         if self.stage == "fit":
-            began, ended = self._main.parts()
+            meter = self._main.meter
+            parts = _host.step_actions(self._trainer, "fit").parts  # forward, backward, optimizer, where announced
+            began: Calls = {
+                name: partial(meter.part_began, part)
+                for name, part in zip(parts, (FORWARD, BACKWARD, OPTIMIZER), strict=False)
+            }
+            ended: Calls = dict.fromkeys(parts, meter.part_ended)
             around = _host.run_actions(self._trainer)
             on_start |= began | {around.validation_begins: self._validation_comes}
             on_stop |= ended | {
@@ -318,11 +230,11 @@ class StarvationRun:
 
     def loop_tags(self) -> dict[str, float]:
         """The figures of the validation, test or prediction so far, by their tags."""
-        loop = self._validation if self.stage == "fit" else self._main
+        loop, stage = (self._validation, "validate") if self.stage == "fit" else (self._main, self.stage)
         if loop is None:
             return {}
         stats = loop.ledger.total(prefetch_active=None, lost=loop.meter.lost)
-        return loop_tags(loop.stage, stats, loop.by_loader())
+        return loop_tags(stage, stats, loop.by_loader())
 
     def measurements(self) -> Measurements:
         """All that was measured so far, without the warm-up; once the run is over, always the same."""

@@ -14,8 +14,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset
 from watch.small_fits import Memory, make_loader, make_trainer
 
-from lightning_feed import GPUStarvationCallback, starvation_report
+from lightning_feed import GPUStarvationCallback
 from lightning_feed.starvation_run import StarvationRun
+from lightning_feed.watch import loop
 
 pytestmark = [
     # These fits are small on purpose.
@@ -36,7 +37,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock that reports are due by."""
     mine = Clock()
-    monkeypatch.setattr(starvation_report, "clock", mine)
+    monkeypatch.setattr(loop, "clock", mine)
     return mine
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback, starvation_run
-from lightning_feed import starvation_run as starvation_loop
 from lightning_feed.starvation_report import queue_of
+from lightning_feed.watch import loop
 
 pytestmark = [
     # These fits are small on purpose.
@@ -52,7 +52,7 @@ def test_every_n_steps_goes_before_the_trainer(quiet: GPUStarvationCallback) -> 
 
 
 def test_tags_of_a_fit(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starvation_loop, "READ_EVERY_NS", 0)  # of every window, however short
+    monkeypatch.setattr(loop, "READ_EVERY_NS", 0)  # of every window, however short
     logger = Memory()
     run_fit(quiet, batches=10, logger=logger)
     (_, first), (_, second) = logger.rows
@@ -146,7 +146,7 @@ def test_figures_of_the_last_fit_only(quiet: GPUStarvationCallback) -> None:
 
 
 def test_a_long_run_without_windows_stays_small(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starvation_run, "UNFOLDED_STEPS", 8)
+    monkeypatch.setattr(loop, "UNFOLDED_STEPS", 8)
     held: list[int] = []
 
     class Watch(lightning.pytorch.Callback):

@@ -18,8 +18,8 @@ from watch.small_fits import CpuPrefetch, Memory, make_trainer
 from watch.test_wall import Clock, told
 
 from lightning_feed import GPUStarvationCallback, starvation_callback
-from lightning_feed import starvation_run as starvation_loop
 from lightning_feed.load.machine import read_machine
+from lightning_feed.watch.loop import MeasuredLoop
 from lightning_feed.watch.reports.document import as_document, make_report, read_document
 from lightning_feed.watch.reports.headline import headline
 from lightning_feed.watch.reports.text import as_text
@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """In the place of the host's in a run's own meters."""
     clock = Clock()
     monkeypatch.setattr(starvation_callback, "WallClock", partial(starvation_callback.WallClock, clock))
-    monkeypatch.setattr(starvation_loop, "StepMeter", partial(starvation_loop.StepMeter, clock=clock))
+    monkeypatch.setattr("lightning_feed.starvation_run.MeasuredLoop", partial(MeasuredLoop, clock=clock))
     monkeypatch.setattr("lightning_feed.starvation_run.host_clock", clock)
     return clock
 

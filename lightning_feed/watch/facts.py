@@ -1,7 +1,9 @@
 """What loaders and batches tell of a run besides its times."""
 
-from collections.abc import Sequence
+import dis
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import CodeType
 from typing import Any, Literal
 
 from torch.utils.data import IterableDataset
@@ -60,3 +62,87 @@ def _kind_of_workers(loader: Any) -> Literal["process", "thread"] | None:
     if not loader.num_workers:
         return None
     return "thread" if getattr(loader, "workers", None) == "thread" else "process"
+
+
+_SHARDING_PACKAGES = ("litdata", "streaming")
+"""Whose streams divide themselves among workers."""
+_DEEPEST = 4
+
+
+def divides_among_workers(loader: Any) -> bool | None:
+    """Whether the stream of a loader was seen to divide itself among workers; None for a data set that is no stream.
+
+    Seen is: several workers serve it already, its code asks ``get_worker_info``, or its package is known for it.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, IterableDataset):
+        return None
+    return (getattr(loader, "num_workers", None) or 0) > 1 or _divides_itself(dataset)
+
+
+def _divides_itself(dataset: Any) -> bool:
+    package = type(dataset).__module__.partition(".")[0]
+    if package == "datasets":  # Hugging Face's: no more workers than shards get any
+        return int(getattr(dataset, "num_shards", getattr(dataset, "n_shards", 1))) > 1
+    if package in _SHARDING_PACKAGES:
+        return True
+    stages = getattr(dataset, "pipeline", None)  # WebDataset's
+    if isinstance(stages, list):
+        return any(getattr(stage, "__name__", "") == "split_by_worker" for stage in stages)
+    return any(_asks(code) for _, code in _codes(dataset))
+
+
+def _codes(dataset: Any) -> Iterator[tuple[str, CodeType]]:
+    """Every method by its name, without torch's own."""
+    for kind in type(dataset).__mro__:
+        if kind.__module__.partition(".")[0] not in ("torch", "typing", "builtins"):
+            yield from ((name, value.__code__) for name, value in vars(kind).items() if hasattr(value, "__code__"))
+
+
+def _asks(code: CodeType) -> bool:
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return "get_worker_info" in code.co_names or any(_asks(one) for one in inner)
+
+
+def may_leave_process(loader: Any) -> bool | None:
+    """Whether the stream of a loader may live in a worker process; None for a data set that is no stream.
+
+    A worker has a copy of it. Not where a method other than ``__init__`` sets an attribute, which may be a count that
+    goes on from epoch to epoch, nor where there is a ``state_dict`` that somebody may ask for.
+    """
+    dataset = getattr(loader, "dataset", None)
+    return _keeps_nothing(dataset, _DEEPEST) if isinstance(dataset, IterableDataset) else None
+
+
+def _keeps_nothing(stream: Any, deeper: int) -> bool:
+    codes = [code for name, code in _codes(stream) if name != "__init__"]
+    if hasattr(stream, "state_dict") or any(_sets(code) for code in codes) or not deeper:
+        return False
+    inside = [value for value in vars(stream).values() if isinstance(value, IterableDataset)]
+    return all(_keeps_nothing(one, deeper - 1) for one in inside)
+
+
+def _sets(code: CodeType) -> bool:
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return any(one.opname == "STORE_ATTR" for one in dis.get_instructions(code)) or any(_sets(one) for one in inner)
+
+
+def may_persist(loaders: Sequence[Any], *, reloaded: bool) -> bool:
+    """Whether nothing was seen that has to reach the workers of these loaders anew in each epoch.
+
+    Args:
+        loaders: all of training.
+        reloaded: whether the Trainer asks for new loaders every few epochs.
+    """
+    return not reloaded and bool(loaders) and not any(_is_told(getattr(loader, "dataset", None)) for loader in loaders)
+
+
+def _is_told(dataset: Any) -> bool:
+    """Whether a data set, or one inside it, is a stream or has a ``set_epoch``."""
+    for _ in range(_DEEPEST):
+        if dataset is None or isinstance(dataset, IterableDataset) or hasattr(dataset, "set_epoch"):
+            return True
+        if not hasattr(dataset, "dataset"):
+            return False
+        dataset = dataset.dataset
+    return True

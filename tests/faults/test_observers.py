@@ -25,10 +25,9 @@ from watch.small_fits import CpuPrefetch, Memory, make_trainer
 
 import lightning_feed
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, starvation_run
-from lightning_feed import starvation_run as starvation_loop
 from lightning_feed.autotune_callback import AutotuneCallback
 from lightning_feed.load.tuning import epoch_controller
-from lightning_feed.watch import guard
+from lightning_feed.watch import guard, loop
 from lightning_feed.watch import hooks as hook_times
 from lightning_feed.watch.clocks import EventRing
 
@@ -207,9 +206,9 @@ def made(make: Callable[[Path], Fit], folder: Path) -> Fit:
 @pytest.fixture(autouse=True)
 def small_fits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is done now and then in a long fit is done in these."""
-    monkeypatch.setattr(starvation_loop, "READ_EVERY_NS", 0)
-    monkeypatch.setattr(starvation_loop, "WARM_UP_STEPS", 1)
-    monkeypatch.setattr(starvation_run, "UNFOLDED_STEPS", 3)
+    monkeypatch.setattr(loop, "READ_EVERY_NS", 0)
+    monkeypatch.setattr(loop, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(loop, "UNFOLDED_STEPS", 3)
     monkeypatch.setattr(hook_times, "FIRST_LOOK", 1)
     monkeypatch.setattr(epoch_controller, "FEWEST_STEPS", 1)
     threads = torch.get_num_threads()

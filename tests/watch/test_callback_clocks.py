@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from watch.failing_device import FailingDevice
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
-from lightning_feed import GPUStarvationCallback, starvation_callback, starvation_report, starvation_run
+from lightning_feed import GPUStarvationCallback, starvation_callback, starvation_run
+from lightning_feed.watch import loop
 from lightning_feed.watch.clocks import EventRing
 from lightning_feed.watch.stats import GpuStats
 
@@ -38,7 +39,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     """Events of a fake device in the place of the CPU's missing ones; its clock is the host's."""
     fake = SimulatedDevice()
     monkeypatch.setattr(starvation_run, "open_ring", lambda _: EventRing(fake.event, 512))
-    monkeypatch.setattr(starvation_report, "clock", lambda: 0.0)  # no log is slow
+    monkeypatch.setattr(loop, "clock", lambda: 0.0)  # no log is slow
     return fake
 
 

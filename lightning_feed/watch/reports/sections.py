@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lightning_feed.errors import plural
 from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, FunctionCost, KeyUse
 from lightning_feed.watch.reports.compare import check_text
 from lightning_feed.watch.reports.headline import cause_text, if_free, step_parts
@@ -12,7 +13,7 @@ from lightning_feed.watch.reports.pipeline import Pipeline, in_rate, pipeline_te
 from lightning_feed.watch.reports.report import Report, rate
 from lightning_feed.watch.stats import LoaderStats
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Measurements, Remedy
-from lightning_feed.watch.verdict.shares import in_ms, plural
+from lightning_feed.watch.verdict.shares import in_ms
 
 COSTS_NAMED, CODE_NAMED, KEYS_NAMED = 6, 3, 6
 """Rows of a table that the console names: costs of a sample, places in the user's code, parts of a batch."""

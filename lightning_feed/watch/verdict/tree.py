@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_feed.errors import source_line
+from lightning_feed.errors import plural, source_line
 from lightning_feed.watch.stats import Confidence
 from lightning_feed.watch.verdict.case import Case
 from lightning_feed.watch.verdict.causes import compute_cause, copy_cause, data_cause, framework_cause
@@ -21,7 +21,6 @@ from lightning_feed.watch.verdict.shares import (
     in_ms,
     model_alone_ms,
     model_disturbed,
-    plural,
     shares_of,
     toy_sentence,
 )
