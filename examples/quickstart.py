@@ -12,7 +12,7 @@ from torchvision.models import resnet18
 from torchvision.transforms import v2
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, PrefetchCallback
-from lightning_feed.demo_pictures import make_pictures
+from lightning_feed.demo import make_images
 
 SMALL = [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip()]
 NORMALISED = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)]
@@ -45,10 +45,10 @@ class Classifier(LightningModule):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, help="a folder of class folders (default: 2,000 pictures are made)")
+    parser.add_argument("--data", type=Path, help="a folder of class folders (default: 2,000 images are made)")
     parser.add_argument("--fast", action="store_true", help="eight steps of each epoch")
     options = parser.parse_args()
-    root = options.data or make_pictures(Path("feed_demo"), 2000)
+    root = options.data or make_images(Path("feed_demo"), 2000)
     plain = DataLoader(ImageFolder(root, v2.Compose([*SMALL, *NORMALISED])), batch_size=64, shuffle=True)
     for name, data, callbacks in (("plain", plain, []), ("fed", Pictures(root), [PrefetchCallback()])):
         seed_everything(0)

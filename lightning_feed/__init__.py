@@ -1,9 +1,9 @@
 """Plugins for PyTorch Lightning that keep the GPU fed. Each name is imported on first use: Lightning takes seconds."""
 
+import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
-
-from lightning_feed.console_log import show_lines
 
 if TYPE_CHECKING:
     from lightning_feed.autotune_callback import AutotuneCallback
@@ -53,8 +53,25 @@ _HOMES = {
     "watch_loader": "lightning_feed.plain_loop",
 }
 
-show_lines()
-del show_lines
+
+class _ConsoleHandler(logging.Handler):
+    """Writes our lines to ``stderr`` while the root logger has no handler: a program that has one shows them itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:
+            return
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except (OSError, ValueError, AttributeError):  # closed, gone, or None: there is no other place to say it
+            return
+
+
+_logger = logging.getLogger(__name__)
+if not _logger.handlers:
+    _logger.addHandler(_ConsoleHandler())
+if _logger.level == logging.NOTSET:  # a level that was set stays
+    _logger.setLevel(logging.INFO)
 
 
 def __getattr__(name: str) -> object:

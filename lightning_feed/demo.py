@@ -1,62 +1,284 @@
-"""The demo: one model trained twice on the same pictures, in the usual way and fed, and both reports side by side."""
+"""The demo: one model trained twice on the same images, in the usual way and fed, and both reports side by side."""
 
+import copy
+import io
 import json
 import logging
+import shutil
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image, ImageEnhance
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchvision import models
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+from tqdm import tqdm
 
-from lightning_feed.demo_pictures import PictureFolder, find_pictures, make_pictures
-from lightning_feed.demo_training import BATCH_SIZE, PIXELS, FedPictures, PlainPictures, SmallResNet
-from lightning_feed.errors import SettingsError
+from lightning_feed.datamodule import FastDataModule
+from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
 from lightning_feed.prefetch_callback import PrefetchCallback
 from lightning_feed.starvation_callback import GPUStarvationCallback
-from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
-LOG_EVERY_N_STEPS = 10
+PIXELS = 32
+"""Side of the model's input: small, so that the demo ends soon on two CPU cores."""
+BATCH_SIZE = 64
+MOST_IMAGES = 100_000
+# Photographs in scikit-image's wheel (nothing is downloaded), freed for any use by their docstrings in skimage.data:
+# public domain: astronaut (NASA), hubble_deep_field (NASA), rocket (SpaceX);
+# CC0: brick, camera (Lav Varshney), chelsea (Stefan van der Walt), coffee (Rachel Michetti), grass, gravel,
+#      retina (Mikael Haeggstroem).
+# Left out: those without a licence note (moon, stereo_motorcycle) or with "no known restrictions" only.
+SOURCES = (
+    "astronaut", "brick", "camera", "chelsea", "coffee", "grass", "gravel", "hubble_deep_field", "retina", "rocket",
+)  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoRun:
-    """What one of the two runs measured. None: the run was too short to measure it."""
+# --- images -------------------------------------------------------------------------------------------------------
 
-    step_ms: float | None
-    compute_ms: float | None
-    data_ms: float | None
-    """The part of a step in which the device had nothing to do because no batch was there."""
-    h2d_ms: float | None
-    other_ms: float | None
-    starved_pct: float | None
-    """``data_ms`` as a share of the step, 0 to 100."""
-    samples_per_s: float
-    """Pictures trained per second of the whole fit, the start of the workers included."""
-    epoch_s: float
-    """Seconds of the whole fit divided by its epochs."""
-    verdict: str
+
+def make_images(out: Path, count: int) -> Path:
+    """Write ``count`` JPEGs of 280 to 480 pixels a side, one class folder per source photograph; reuse finished ones.
+
+    The folder appears under its name only when it is complete: it is written beside it and renamed.
+
+    Args:
+        out: where the folder ``pictures-<count>`` goes.
+        count: how many, 1 to 100,000.
+
+    Raises:
+        SettingsError: when ``count`` is out of range.
+        DatasetError: when they cannot be written.
+        MissingExtraError: without scikit-image.
+    """
+    if not 1 <= count <= MOST_IMAGES:
+        raise SettingsError(f"--images {count}: the demo needs between 1 and {MOST_IMAGES:,} images.")
+    target = out / f"pictures-{count}"
+    if target.exists():
+        return target
+    data = require("skimage.data", extra="demo", why="making the demo's images")
+    photographs = {name: Image.fromarray(getattr(data, name)()).convert("RGB") for name in SOURCES[:count]}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=out))
+        try:
+            _write_images(unfinished, count, photographs)
+            unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
+            unfinished.rename(target)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)  # gone already when the rename went through
+    except OSError as error:
+        raise DatasetError(
+            f"the images could not be written to {out}: {error}. Choose another folder with --out."
+        ) from error
+    return target
+
+
+def _write_images(folder: Path, count: int, photographs: dict[str, Image.Image]) -> None:
+    for name in photographs:
+        (folder / name).mkdir()
+    for index in tqdm(range(count), desc="making images", unit="image", disable=not sys.stderr.isatty()):
+        name = SOURCES[index % len(photographs)]
+        (folder / name / f"{index:06d}.jpg").write_bytes(_varied_jpeg(photographs[name], index))
+
+
+def _varied_jpeg(photograph: Image.Image, seed: int) -> bytes:
+    """A random crop, perhaps mirrored, lighter or darker, as a JPEG of random quality: no two files are alike."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    width, height = (int(rng.integers(280, min(480, side) + 1)) for side in photograph.size)
+    left, top = int(rng.integers(photograph.width - width + 1)), int(rng.integers(photograph.height - height + 1))
+    crop = photograph.crop((left, top, left + width, top + height))
+    if rng.random() < 0.5:
+        crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    buffer = io.BytesIO()
+    crop = ImageEnhance.Brightness(crop).enhance(float(rng.uniform(0.7, 1.3)))
+    crop.save(buffer, format="JPEG", quality=int(rng.integers(75, 96)))
+    return buffer.getvalue()
+
+
+def find_images(root: Path, most: int) -> ImageFolder:
+    """The images of a folder of class folders, at most ``most`` of them, taken evenly over the whole list.
+
+    Raises:
+        SettingsError: when ``most`` is below 1.
+        DatasetError: when the folder is missing or holds no class folders with images.
+    """
+    if most < 1:
+        raise SettingsError(f"--images {most}: at least 1 image is needed.")
+    try:
+        found = ImageFolder(root, loader=_open_image, allow_empty=True)
+    except OSError as error:
+        raise DatasetError(
+            f"--data {root} cannot be used: {error}. Give a folder that holds one folder of images for each class."
+        ) from error
+    if not found.samples:
+        raise DatasetError(f"the folders in {root} hold no images. Put them into one folder for each class.")
+    taken = min(most, len(found.samples))
+    found.samples = [found.samples[index * len(found.samples) // taken] for index in range(taken)]
+    return found
+
+
+def _open_image(path: str) -> Image.Image:
+    try:
+        with Image.open(path) as file:
+            image: Image.Image = file.convert("RGB")
+    except OSError as error:  # Pillow's own errors are OSErrors too
+        raise DatasetError(
+            f"{path} cannot be read as an image ({error}). Delete it or replace it, then start again."
+        ) from error
+    return image
+
+
+def _transformed(images: ImageFolder, transform: Callable[[Image.Image], Tensor]) -> ImageFolder:
+    images = copy.copy(images)
+    images.transform = transform
+    return images
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+class SmallResNet(LightningModule):
+    """torchvision's ResNet-18, untrained, with SGD."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.network = models.resnet18(num_classes=classes)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Cross entropy of (batch, 3, PIXELS, PIXELS) float32 images against (batch,) int64 classes."""
+        loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD with momentum."""
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+class PlainImages(LightningDataModule):
+    """As most people write it first: float32 in the loader, no workers."""
+
+    def __init__(self, images: ImageFolder) -> None:
+        super().__init__()
+        self._images = images
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Batches of normalised float32 images."""
+        crop, flip = v2.RandomResizedCrop(PIXELS), v2.RandomHorizontalFlip()
+        floats = v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)
+        dataset = _transformed(self._images, v2.Compose([crop, flip, *floats]))
+        return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
+
+
+class FedImages(FastDataModule):
+    """The same images and the same transforms, in uint8 until they are on the device."""
+
+    def __init__(self, images: ImageFolder) -> None:
+        super().__init__(batch_size=BATCH_SIZE)
+        self._images = images
+
+    def make_dataset(self, split: str) -> ImageFolder | None:
+        """The training images; there are no other splits."""
+        transform = v2.Compose([v2.RandomResizedCrop(PIXELS), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+        return _transformed(self._images, transform) if split == "train" else None
+
+    def device_transform(self, batch: tuple[Tensor, Tensor], split: str) -> tuple[Tensor, Tensor]:
+        """Make (batch, 3, PIXELS, PIXELS) uint8 images float32 from -1 to 1, on the device.
+
+        Without a constant to copy to the device: such a copy in each step would make the host wait.
+        """
+        images, classes = batch
+        return images.float().div_(127.5).sub_(1), classes
+
+
+Figures = dict[str, float | str | None]
+"""What one of the two runs measured, by name with unit; None: the run was too short to measure it."""
+
+
+def _train(
+    data: LightningDataModule, callbacks: list[Callback], images: ImageFolder, logs: Path, epochs: int
+) -> Figures:
+    seed_everything(0, workers=True, verbose=False)
+    starvation = GPUStarvationCallback(report=False)  # both reports are shown together
+    trainer = Trainer(
+        max_epochs=epochs,
+        devices=1,
+        logger=TensorBoardLogger(logs, name="fed" if callbacks else "plain"),
+        callbacks=[*callbacks, starvation],
+        log_every_n_steps=10,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        # Lightning draws its bar on stdout; a redirected stdout is for the table alone.
+        enable_progress_bar=sys.stderr.isatty() and sys.stdout.isatty(),
+    )
+    began = time.perf_counter()
+    try:
+        trainer.fit(SmallResNet(len(images.classes)), datamodule=data)
+    except SystemExit as stopped:
+        if trainer.interrupted:  # Lightning turns Ctrl-C into exit code 1, which is ours for a FeedError
+            raise KeyboardInterrupt from stopped
+        raise
+    seconds, found = time.perf_counter() - began, starvation.report()
+    stats = found.stats
+    return {
+        "step_ms": stats.step_ms,
+        "compute_ms": stats.compute_ms,
+        "data_ms": stats.data_idle_ms,
+        "h2d_ms": stats.h2d_ms,
+        "other_ms": stats.other_ms,
+        "starved_pct": stats.starved_pct,
+        "samples_per_s": epochs * len(images) / seconds,  # of the whole fit, the start of the workers included
+        "epoch_s": seconds / epochs,
+        "verdict": found.grade if found.bottleneck == "unknown" else f"{found.bottleneck}: {found.grade}",
+    }
+
+
+# --- both runs ----------------------------------------------------------------------------------------------------
+
+ROWS = {
+    "step_ms": ("step ms", ".1f"),
+    "compute_ms": ("  compute", ".1f"),
+    "data_ms": ("  data", ".1f"),
+    "h2d_ms": ("  h2d", ".1f"),
+    "other_ms": ("  other", ".1f"),
+    "starved_pct": ("starved %", ".1f"),
+    "samples_per_s": ("samples/s", ".0f"),
+    "epoch_s": ("epoch s", ".2f"),
+    "verdict": ("verdict", ""),
+}
+"""Figure -> what it is called in the table, and its format."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOutcome:
     """Both runs, and what they ran on."""
 
-    plain: DemoRun
-    fed: DemoRun
+    plain: Figures
+    fed: Figures
     pictures: int
     epochs: int
     cpus: int
     device: str
     workers: int
     """Worker processes that were chosen for the second run."""
+    ratio: float
+    """Seconds per epoch of the plain run over those of the fed run."""
     logs: Path
 
     def as_json(self) -> str:
@@ -65,125 +287,65 @@ class DemoOutcome:
 
     def as_text(self) -> str:
         """The figures as a table, and how to open the logs."""
-        rows = [
-            ("", "plain", "fed"),
-            *(self._row(label, name, digits) for label, name, digits in _ROWS),
-            ("verdict", self.plain.verdict, self.fed.verdict),
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        table = [f"{label:<{widths[0]}}  {left:<{widths[1]}}  {right}".rstrip() for label, left, right in rows]
-        ratio = self.plain.epoch_s / self.fed.epoch_s
-        said = [
-            f"ResNet-18, {self.pictures:,} pictures at {PIXELS} x {PIXELS}, batches of {BATCH_SIZE}, "
-            f"{self.epochs} epoch{'s' if self.epochs > 1 else ''} each, on {self.device} with {self.cpus} CPUs",
-            "plain: DataLoader as most people write it (float32, no workers)",
-            f"fed:   FastDataModule (uint8, {self.workers} workers) and PrefetchCallback",
-            "",
-            *table,
-            "",
-            f"seconds per epoch, plain : fed = {ratio:.2f} : 1",
-        ]
-        if self.device == "CPU":
-            said.append(
-                "There is no GPU here. As a stand-in, training has half of the CPUs, in both runs; the fed loader\n"
-                "uses the others, which the plain one leaves idle. What a GPU gains only a GPU can show."
-            )
-        return "\n".join([*said, "", f"TensorBoard:  tensorboard --logdir {self.logs}"])
+        stand_in = (
+            "\nThere is no GPU here. As a stand-in, training has half of the CPUs, in both runs; the fed loader\n"
+            "uses the others, which the plain one leaves idle. What a GPU gains only a GPU can show."
+        )
+        return (
+            f"ResNet-18, {self.pictures:,} images at {PIXELS} x {PIXELS}, batches of {BATCH_SIZE}, "
+            f"{self.epochs} epoch{'s' if self.epochs > 1 else ''} each, on {self.device} with {self.cpus} CPUs\n"
+            "plain: DataLoader as most people write it (float32, no workers)\n"
+            f"fed:   FastDataModule (uint8, {self.workers} workers) and PrefetchCallback\n\n"
+            f"{self._table()}\n\n"
+            f"seconds per epoch, plain : fed = {self.ratio:.2f} : 1"
+            f"{stand_in if self.device == 'CPU' else ''}\n\n"
+            f"TensorBoard:  tensorboard --logdir {self.logs}"
+        )
 
-    def _row(self, label: str, name: str, digits: int) -> tuple[str, str, str]:
-        values = (getattr(self.plain, name), getattr(self.fed, name))
-        left, right = ("not measured" if value is None else f"{value:.{digits}f}" for value in values)
-        return label, left, right
-
-
-_ROWS = (
-    ("step ms", "step_ms", 1),
-    ("  compute", "compute_ms", 1),
-    ("  data", "data_ms", 1),
-    ("  h2d", "h2d_ms", 1),
-    ("  other", "other_ms", 1),
-    ("starved %", "starved_pct", 1),
-    ("samples/s", "samples_per_s", 0),
-    ("epoch s", "epoch_s", 2),
-)
+    def _table(self) -> str:
+        cells = [("", "plain", "fed")]
+        for name, (label, form) in ROWS.items():
+            values = (self.plain[name], self.fed[name])
+            left, right = ("not measured" if one is None else format(one, form) for one in values)
+            cells.append((label, left, right))
+        first, second = (max(len(row[column]) for row in cells) for column in (0, 1))
+        return "\n".join(f"{label:<{first}}  {left:<{second}}  {right}".rstrip() for label, left, right in cells)
 
 
 def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> DemoOutcome:
     """Train twice and compare.
 
     Args:
-        data: a folder of class folders; None makes pictures in ``out``, or reuses those made before.
-        images: how many pictures to make, or to take from ``data`` at most.
+        data: a folder of class folders; None makes images in ``out``, or reuses those made before.
+        images: how many images to make, or to take from ``data`` at most.
         epochs: of each run, 1 or more.
-        out: where pictures and TensorBoard logs go.
+        out: where images and TensorBoard logs go.
 
     Raises:
         SettingsError: when ``images`` or ``epochs`` is out of range.
-        DatasetError: when ``data`` holds no readable pictures, or a file cannot be read.
+        DatasetError: when ``data`` holds no readable images, or a file cannot be read.
         MissingExtraError: without the extra ``demo``.
         KeyboardInterrupt: on Ctrl-C, also where Lightning turns it into an exit.
     """
     if epochs < 1:
         raise SettingsError(f"--epochs {epochs}: at least 1 is needed.")
     require("tensorboard", extra="demo", why="writing the demo's logs")
-    folder = find_pictures(data if data is not None else make_pictures(out, images), images)
-    logs = out / "logs"
+    found = find_images(data if data is not None else make_images(out, images), images)
+    fed_data = FedImages(found)
     with _quiet_lightning(), _half_the_cpus():
-        _warm_up(len(folder.classes))
-        plain = _train("plain", PlainPictures(folder), [], folder, epochs, logs)
-        fed_data = FedPictures(folder)
-        fed = _train("fed", fed_data, [PrefetchCallback()], folder, epochs, logs)
+        _warm_up(len(found.classes))
+        plain = _train(PlainImages(found), [], found, out / "logs", epochs)
+        fed = _train(fed_data, [PrefetchCallback()], found, out / "logs", epochs)
     return DemoOutcome(
         plain=plain,
         fed=fed,
-        pictures=len(folder.samples),
+        pictures=len(found),
         epochs=epochs,
         cpus=read_machine().usable_cpus,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         workers=fed_data.recommendations["train"].num_workers,
-        logs=logs,
-    )
-
-
-def _train(
-    name: str, data: LightningDataModule, callbacks: list[Callback], folder: PictureFolder, epochs: int, logs: Path
-) -> DemoRun:
-    seed_everything(0, workers=True, verbose=False)
-    starvation = GPUStarvationCallback(report=False)  # as_text shows both reports together
-    trainer = Trainer(
-        max_epochs=epochs,
-        devices=1,
-        logger=TensorBoardLogger(logs, name=name),
-        callbacks=[*callbacks, starvation],
-        log_every_n_steps=LOG_EVERY_N_STEPS,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        # Lightning draws its bar on stdout; a redirected stdout is for the table alone.
-        enable_progress_bar=sys.stderr.isatty() and sys.stdout.isatty(),
-    )
-    began = time.perf_counter()
-    try:
-        trainer.fit(SmallResNet(len(folder.classes)), datamodule=data)
-    except SystemExit as stopped:
-        if trainer.interrupted:  # Lightning turns Ctrl-C into exit code 1, which is ours for a FeedError
-            raise KeyboardInterrupt from stopped
-        raise
-    seconds = time.perf_counter() - began
-    return _measured(starvation.report(), seconds=seconds, samples=epochs * len(folder.samples), epochs=epochs)
-
-
-def _measured(diagnosis: Diagnosis, *, seconds: float, samples: int, epochs: int) -> DemoRun:
-    stats = diagnosis.stats
-    return DemoRun(
-        step_ms=stats.step_ms,
-        compute_ms=stats.compute_ms,
-        data_ms=stats.data_idle_ms,
-        h2d_ms=stats.h2d_ms,
-        other_ms=stats.other_ms,
-        starved_pct=stats.starved_pct,
-        samples_per_s=samples / seconds,
-        epoch_s=seconds / epochs,
-        verdict=diagnosis.grade if diagnosis.bottleneck == "unknown" else f"{diagnosis.bottleneck}: {diagnosis.grade}",
+        ratio=float(plain["epoch_s"] or 0.0) / float(fed["epoch_s"] or 1.0),
+        logs=out / "logs",
     )
 
 
@@ -214,8 +376,7 @@ def _half_the_cpus() -> Iterator[None]:
 @contextmanager
 def _quiet_lightning() -> Iterator[None]:
     """Without Lightning's notes on hardware, and its advice against the plain loader, which is plain on purpose."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
+    loggers = {one: one.level for one in map(logging.getLogger, ("lightning.pytorch", "lightning.fabric"))}
     try:
         for logger in loggers:
             logger.setLevel(logging.WARNING)
@@ -225,5 +386,5 @@ def _quiet_lightning() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")  # between Lightning and torch
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in loggers.items():
             logger.setLevel(level)

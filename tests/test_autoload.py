@@ -1,6 +1,5 @@
 """Switching on by environment: real Trainers of both packages, built in a program that never names this one."""
 
-import os
 import subprocess
 import sys
 
@@ -10,35 +9,28 @@ from lightning_feed import GPUStarvationCallback, PrefetchCallback, autoload, pl
 from lightning_feed.errors import SettingsError
 
 PROGRAM = """
-import sys
+import os, sys
 import lightning.pytorch, pytorch_lightning
-for package in (lightning.pytorch, pytorch_lightning):
-    trainer = package.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
-    print([type(c).__name__ for c in trainer.callbacks if type(c).__module__.startswith("lightning_feed")])
-print(sorted(name for name in sys.modules if name.startswith("lightning_feed.")))
+for value in ("", "1"):
+    os.environ["LIGHTNING_FEED"] = value
+    for package in (lightning.pytorch, pytorch_lightning):
+        trainer = package.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+        print([type(c).__name__ for c in trainer.callbacks if type(c).__module__.startswith("lightning_feed")])
+    if not value:
+        print(sorted(name for name in sys.modules if name.startswith("lightning_feed.")))
 """
 
 
-def _run(value: str | None) -> list[str]:
-    environment = {key: text for key, text in os.environ.items() if key != "LIGHTNING_FEED"}
-    if value is not None:
-        environment["LIGHTNING_FEED"] = value
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
+def test_real_trainers_of_both_packages() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_unset_adds_nothing_and_imports_nothing_heavy() -> None:
-    first, second, modules = _run(None)
-    assert (first, second) == ("[]", "[]")
-    assert modules == "['lightning_feed.autoload', 'lightning_feed.console_log', 'lightning_feed.errors']"
-
-
-def test_set_adds_both_callbacks_to_trainers_of_both_packages() -> None:
-    first, second, _ = _run("1")
-    assert first == second == "['PrefetchCallback', 'GPUStarvationCallback']"
+    assert done.stdout.splitlines() == [
+        "[]",
+        "[]",
+        "['lightning_feed.autoload', 'lightning_feed.errors']",  # unset: nothing heavy is imported
+        "['PrefetchCallback', 'GPUStarvationCallback']",
+        "['PrefetchCallback', 'GPUStarvationCallback']",
+    ]
 
 
 @pytest.mark.parametrize(("value", "count"), [("1", 2), ("0", 0), ("", 0), (None, 0)])

@@ -17,7 +17,6 @@ def _said(code: str) -> str:
     [
         (PLAIN, "standing aside\n"),
         (f"import lightning_feed, importlib; importlib.reload(lightning_feed); {PLAIN}", "standing aside\n"),
-        (f"import logging; logging.basicConfig(level=logging.INFO); {PLAIN}", "INFO:lightning_feed.x:standing aside\n"),
         (
             f"import logging, lightning_feed; logging.basicConfig(level=logging.INFO); {PLAIN}",
             "INFO:lightning_feed.x:standing aside\n",

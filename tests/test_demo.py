@@ -1,4 +1,4 @@
-"""The demo on small input: its pictures, its two runs, its table, and every way it can go wrong."""
+"""The demo on small input: its images, its two runs, its table, and every way it can go wrong."""
 
 import json
 import re
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_feed import cli, demo_pictures
-from lightning_feed.demo_pictures import SOURCES, find_pictures, make_pictures
+from lightning_feed import cli, demo
+from lightning_feed.demo import SOURCES, FedImages, PlainImages, SmallResNet, find_images, make_images
 from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
 
 
@@ -26,45 +27,38 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-# --- pictures -----------------------------------------------------------------------------------------------------
+# --- images -------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_are_jpegs_of_every_source_and_no_two_are_alike(tmp_path: Path) -> None:
+def test_images_are_jpegs_of_every_source_and_no_two_are_alike(tmp_path: Path) -> None:
     from PIL import Image
 
-    folder = make_pictures(tmp_path, 40)
+    folder = make_images(tmp_path, 40)
     files = sorted(folder.glob("*/*.jpg"))
     assert {file.parent.name for file in files} == set(SOURCES)
     assert len({file.read_bytes() for file in files}) == len(files) == 40
     for file in files:
-        with Image.open(file) as picture:
-            assert picture.format == "JPEG"
-            assert picture.mode == "RGB"
-            assert all(280 <= side <= 480 for side in picture.size)
+        with Image.open(file) as image:
+            assert image.format == "JPEG"
+            assert image.mode == "RGB"
+            assert all(280 <= side <= 480 for side in image.size)
 
 
-def test_pictures_are_the_same_each_time(tmp_path: Path) -> None:
-    first, second = (make_pictures(tmp_path / name, 5) for name in "ab")
+def test_images_are_the_same_each_time(tmp_path: Path) -> None:
+    first, second = (make_images(tmp_path / name, 5) for name in "ab")
     for file in first.glob("*/*.jpg"):
         assert (second / file.relative_to(first)).read_bytes() == file.read_bytes()
 
 
-def test_finished_pictures_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_pictures(tmp_path, 12)
-    monkeypatch.setattr(demo_pictures, "_write", None)  # a second writing would fail
-    assert make_pictures(tmp_path, 12) == folder
-
-
-def test_a_finished_folder_that_lost_files_is_named(tmp_path: Path) -> None:
-    folder = make_pictures(tmp_path, 12)
-    next(folder.glob("*/*.jpg")).unlink()
-    with pytest.raises(DatasetError, match=r"pictures-12 holds 11 of 12 pictures\. Delete it"):
-        make_pictures(tmp_path, 12)
+def test_finished_images_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_images(tmp_path, 12)
+    monkeypatch.setattr(demo, "_write_images", None)  # a second writing would fail
+    assert make_images(tmp_path, 12) == folder
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=["ctrl-c", "disk"])
 def test_nothing_half_written_is_left(stop: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = demo_pictures._varied_jpeg, []
+    real, calls = demo._varied_jpeg, []
 
     def stops_at_the_fifth(*arguments: Any) -> bytes:
         calls.append(arguments)
@@ -72,9 +66,9 @@ def test_nothing_half_written_is_left(stop: BaseException, tmp_path: Path, monke
             raise stop
         return real(*arguments)
 
-    monkeypatch.setattr(demo_pictures, "_varied_jpeg", stops_at_the_fifth)
+    monkeypatch.setattr(demo, "_varied_jpeg", stops_at_the_fifth)
     with pytest.raises((KeyboardInterrupt, DatasetError)) as caught:
-        make_pictures(tmp_path, 20)
+        make_images(tmp_path, 20)
     assert len(calls) == 5
     assert list(tmp_path.iterdir()) == []
     if isinstance(stop, OSError):
@@ -82,55 +76,26 @@ def test_nothing_half_written_is_left(stop: BaseException, tmp_path: Path, monke
         assert "--out" in str(caught.value)
 
 
-def test_a_full_disk_is_seen_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = type("Usage", (), {"free": 1_000_000})
-    monkeypatch.setattr(demo_pictures.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DatasetError, match=r"may take 5 MB and .* has 1 MB free"):
-        make_pictures(tmp_path, 100)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_another_demo_that_finished_first_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = demo_pictures._write
-
-    def write_while_another_finishes(folder: Path, *arguments: Any) -> None:
-        real(folder, *arguments)
-        monkeypatch.setattr(demo_pictures, "_write", real)
-        make_pictures(tmp_path, 3)
-
-    monkeypatch.setattr(demo_pictures, "_write", write_while_another_finishes)
-    assert make_pictures(tmp_path, 3) == tmp_path / "pictures-3"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["pictures-3"]
-
-
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     with pytest.raises(DatasetError, match="could not be written to"):
-        make_pictures(tmp_path / "out", 3)
+        make_images(tmp_path / "out", 3)
 
 
 def test_without_scikit_image_the_line_to_paste_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "skimage.data", None)
     monkeypatch.setitem(__import__("sys").modules, "skimage", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[demo\]'"):
-        make_pictures(tmp_path, 3)
+        make_images(tmp_path, 3)
 
 
-def test_found_pictures_are_taken_evenly_over_the_classes(class_folders: Path) -> None:
-    everything = find_pictures(class_folders, 100)
-    assert everything.classes == ("cats", "dogs")
+def test_found_images_are_taken_evenly_over_the_classes(class_folders: Path) -> None:
+    everything = find_images(class_folders, 100)
+    assert everything.classes == ["cats", "dogs"]
     assert [label for _, label in everything.samples] == [0] * 6 + [1] * 6
-    assert [label for _, label in find_pictures(class_folders, 4).samples] == [0, 0, 1, 1]
+    assert [label for _, label in find_images(class_folders, 4).samples] == [0, 0, 1, 1]
     with pytest.raises(SettingsError, match="--images 0"):
-        find_pictures(class_folders, 0)
-
-
-def test_other_files_and_hidden_folders_are_left_out(class_folders: Path) -> None:
-    (class_folders / "cats" / "notes.txt").touch()
-    (class_folders / ".cache").mkdir()
-    (class_folders / "empty").mkdir()
-    found = find_pictures(class_folders, 100)
-    assert (found.classes, len(found.samples)) == (("cats", "dogs"), 12)
+        find_images(class_folders, 0)
 
 
 # --- the whole ----------------------------------------------------------------------------------------------------
@@ -144,6 +109,7 @@ def interrupt_handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_the_demo_prints_both_reports_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--images", "130", "--epochs", "1", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
@@ -171,46 +137,31 @@ def test_json_holds_the_same_figures(class_folders: Path, tmp_path: Path, capsys
         assert run["starved_pct"] is None
 
 
-@pytest.mark.parametrize("content", [b"", b"no picture", None], ids=["empty", "foreign", "cut"])
 def test_a_corrupt_jpeg_is_named_with_what_to_do(
-    content: bytes | None, class_folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    class_folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = class_folders / "dogs" / "3.jpg"
-    broken.write_bytes(broken.read_bytes()[:400] if content is None else content)
+    broken.write_bytes(broken.read_bytes()[:400])
     assert cli.main(["demo", "--data", str(class_folders), "--epochs", "1", "--out", str(tmp_path / "out")]) == 1
     message = capsys.readouterr().err
-    assert f"{broken} cannot be read as a picture" in message
+    assert f"{broken} cannot be read as an image" in message
     assert "Delete it or replace it" in message
     assert "Traceback" not in message
-
-
-def test_a_corrupt_jpeg_is_named_by_the_fed_dataset_too(class_folders: Path) -> None:
-    from lightning_feed.demo_training import FedPictures
-
-    broken = class_folders / "dogs" / "3.jpg"
-    broken.write_bytes(b"no picture")
-    dataset = FedPictures(find_pictures(class_folders, 100)).make_dataset("train")
-    assert dataset is not None
-    with pytest.raises(DatasetError, match=r"dogs/3\.jpg cannot be read as a picture .* Delete it or replace it"):
-        dataset[9]
+    with pytest.raises(DatasetError, match=r"dogs/3\.jpg cannot be read as an image .* Delete it or replace it"):
+        find_images(class_folders, 100)[9]
 
 
 def test_both_datasets_give_the_same_pixels(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from lightning_feed import demo_training
-
-    for recipe in (demo_training.transforms, demo_training.v2):  # the crops are random: take the whole picture instead
-        monkeypatch.setattr(recipe, "RandomResizedCrop", lambda side, **_: torch.nn.Identity())
-        monkeypatch.setattr(recipe, "RandomHorizontalFlip", torch.nn.Identity)
-    folder = find_pictures(class_folders, 100)
-    plain = demo_training.PlainPictures(folder).train_dataloader().dataset[7]
-    fed_data = demo_training.FedPictures(folder)
+    monkeypatch.setattr(demo.v2, "RandomResizedCrop", lambda side: demo.v2.Identity())  # random: take all of the image
+    monkeypatch.setattr(demo.v2, "RandomHorizontalFlip", demo.v2.Identity)
+    images = find_images(class_folders, 100)
+    plain = PlainImages(images).train_dataloader().dataset[7]
+    fed_data = FedImages(images)
     dataset = fed_data.make_dataset("train")
     assert dataset is not None
-    picture, label = dataset[7]
-    assert picture.dtype == torch.uint8
-    fed, _ = fed_data.device_transform((picture[None], torch.tensor([label])), "train")
+    pixels, label = dataset[7]
+    assert pixels.dtype == torch.uint8
+    fed, _ = fed_data.device_transform((pixels[None], torch.tensor([label])), "train")
     torch.testing.assert_close(fed[0], plain[0])
     assert label == plain[1] == 1
 
@@ -219,8 +170,6 @@ def test_both_datasets_give_the_same_pixels(class_folders: Path, monkeypatch: py
 def test_ctrl_c_while_training_is_130(
     class_folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lightning_feed.demo_training import SmallResNet
-
     def press(*arguments: object) -> None:
         raise KeyboardInterrupt
 
