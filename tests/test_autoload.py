@@ -14,7 +14,8 @@ import lightning.pytorch, pytorch_lightning
 for value in ("", "1"):
     os.environ["LIGHTNING_FEED"] = value
     for package in (lightning.pytorch, pytorch_lightning):
-        trainer = package.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        trainer = package.Trainer(**off, accelerator="cpu")
         print([type(c).__name__ for c in trainer.callbacks if type(c).__module__.startswith("lightning_feed")])
     if not value:
         print(sorted(name for name in sys.modules if name.startswith("lightning_feed.")))
