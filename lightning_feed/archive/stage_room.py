@@ -25,6 +25,10 @@ class Mount:
     """Where it is mounted."""
     kind: str
     """``"tmpfs"``, ``"ext4"`` ..."""
+    device: str
+    """Its number, as in ``/sys/dev/block``: ``8:1``."""
+    source: str
+    """``/dev/sda1``, ``server:/data``."""
     options: frozenset[str]
 
     @property
@@ -54,7 +58,7 @@ def find_mount(path: str, root: Path = Path("/")) -> Mount | None:
             found is None or len(point) >= len(found.point)
         ):  # of two on one point the later hides the other
             options = frozenset([*words[5].split(","), *tail[2].split(",")])
-            found = Mount(point=point, kind=tail[0], options=options)
+            found = Mount(point=point, kind=tail[0], device=words[2], source=_unescaped(tail[1]), options=options)
     return found
 
 

@@ -12,6 +12,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal
@@ -21,9 +23,9 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.cloning import preserve_state
-from lightning_feed.load.throughput import Heartbeat, watchdog
+from lightning_feed.load.throughput import Heartbeat
 from lightning_feed.watch.experiments.results import FunctionCost
-from lightning_feed.watch.experiments.session import Part, Session
+from lightning_feed.watch.experiments.session import Part, Session, not_hanging
 from lightning_feed.watch.experiments.transforms import threads_of_a_worker
 
 _LOOK_S = 0.001
@@ -41,44 +43,44 @@ Stage = Literal["samples", "collate"]
 
 
 class StackTally:
-    """Time by the user's functions, as stacks show it.
-
-    Attributes:
-        stage: what is going on.
-    """
+    """Time of the stages that make batches, and of the user's functions in them, as stacks show it."""
 
     def __init__(self) -> None:
-        self.stage: Stage = "samples"
-        self._looked = 0.0
-        self._seen: dict[Stage, float] = defaultdict(float)
+        self._stage: Stage = "samples"
+        self._entered = self._looked = 0.0
+        self._total: dict[Stage, float] = {}
+        self._seen: dict[Stage, float] = {}
+        """Time up to the last look in each stage."""
         self._spent: dict[tuple[Stage, CodeType, str | None], dict[int, float]] = {}
         """Of functions and what they call, by line."""
         self._names: dict[CodeType, str] = {}
-
-    def enter(self, stage: Stage, now: float) -> None:
-        """The stage begins: what went by before is not its own."""
-        self.stage, self._looked = stage, now
+        self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
-        self._seen.clear()
-        self._spent.clear()
+        """Forget all times."""
+        self._total, self._seen, self._spent = {"samples": 0.0, "collate": 0.0}, {"samples": 0.0, "collate": 0.0}, {}
+
+    def enter(self, stage: Stage, now: float) -> None:
+        """The stage begins, and the one before it ends."""
+        self._total[self._stage] += now - self._entered
+        self._stage, self._entered, self._looked = stage, now, now
 
     def add(self, frame: FrameType | None, now: float) -> None:
         """Book the time since the last look by the innermost ``frame`` of the stack."""
         elapsed, self._looked = max(0.0, now - self._looked), now
-        self._seen[self.stage] += elapsed
+        self._seen[self._stage] += elapsed
         called: FrameType | None = None
         while frame is not None and not is_users(frame.f_code.co_filename):
             called, frame = frame, frame.f_back
         if frame is not None:
             calls = None if called is None else _name_of_call(called)
-            lines = self._spent.setdefault((self.stage, frame.f_code, calls), defaultdict(float))
+            lines = self._spent.setdefault((self._stage, frame.f_code, calls), defaultdict(float))
             lines[frame.f_lineno] += elapsed
             self._names.setdefault(frame.f_code, _name_of(frame))
 
-    def result(self, stage_ms: dict[Stage, float]) -> tuple[FunctionCost, ...]:
-        """The most expensive functions, of stages that take so long for a batch."""
+    def result(self, batches: int) -> tuple[dict[Stage, float], list[FunctionCost]]:
+        """Milliseconds per batch by stage, and the functions that take a part of it worth mentioning."""
+        stage_ms = {stage: 1e3 * total / batches for stage, total in self._total.items()}
         costs = [
             FunctionCost(
                 name=self._names[code],
@@ -91,87 +93,66 @@ class StackTally:
             for (stage, code, calls), lines in self._spent.items()
         ]
         least = _LEAST_SHARE * sum(stage_ms.values())
-        return _most_expensive(one for one in costs if one.ms_per_batch >= least)
-
-
-def _most_expensive(costs: Iterator[FunctionCost]) -> tuple[FunctionCost, ...]:
-    return tuple(sorted(costs, key=lambda one: -one.ms_per_batch)[:_MOST_FUNCTIONS])
+        return stage_ms, [one for one in costs if one.ms_per_batch >= least]
 
 
 def measure_functions(session: Session) -> None:
     """What making samples and collating them take, of all loaders, and the user's functions in them."""
     made = [time_batches(part, session.share_s / len(session.parts)) for part in session.parts]
+    functions = sorted((one for _, found in made for one in found), key=lambda one: -one.ms_per_batch)
     session.note(
         samples_ms=sum(stage_ms["samples"] for stage_ms, _ in made),
         collate_ms=sum(stage_ms["collate"] for stage_ms, _ in made),
-        functions=_most_expensive(one for _, functions in made for one in functions),
+        functions=tuple(functions[:_MOST_FUNCTIONS]),
     )
 
 
 def time_batches(
     part: Part, max_s: float, *, clock: Callable[[], float] = time.perf_counter
-) -> tuple[dict[Stage, float], tuple[FunctionCost, ...]]:
-    """Make batches in this process, with one thread where workers would have one. The first does not count, unless it
-    takes all the time.
+) -> tuple[dict[Stage, float], list[FunctionCost]]:
+    """Make batches in this process, with one thread where workers would have one. The first does not count.
 
     Args:
         part: a loader with a map-style or an iterable data set.
-        max_s: how long; at least one batch is made.
+        max_s: how long; at least two batches are made.
         clock: seconds.
 
     Returns:
-        Milliseconds per batch by stage, and the most expensive functions.
+        Milliseconds per batch by stage, and the user's functions.
 
     Raises:
         LoaderError: when no batch can be made in this process, or one takes very long.
     """
     tally = StackTally()
-    took: list[tuple[float, float]] = []
 
-    def work(beat: Heartbeat) -> None:
-        collated = 0.0
+    def collate(beat: Heartbeat, samples: Any) -> None:
+        tally.enter("collate", clock())
+        part.loader.collate_fn(samples)
+        tally.enter("samples", clock())
+        beat.beat()
 
-        def collate(samples: Any) -> None:
-            nonlocal collated
-            start = clock()
-            tally.enter("collate", start)
-            part.loader.collate_fn(samples)
-            end = clock()
-            tally.enter("samples", end)
-            collated += end - start
-            beat.beat()
-
+    def work(beat: Heartbeat) -> int:
+        loader, number = _in_this_process(part, partial(collate, beat)), -1
         with sampled(tally, clock):
-            began = start = clock()
-            for _ in _in_this_process(part, collate):
-                end = clock()
-                took.append((end - start - collated, collated))
-                if end - began > max_s or beat.stopped:
-                    break
-                if len(took) == 1:
+            began = clock()
+            for number, _ in enumerate(chain(loader, loader)):  # twice: there may be one batch only
+                tally.enter("samples", clock())
+                if number == 0:
                     tally.clear()
-                start, collated = end, 0.0
+                elif clock() - began > max_s or beat.stopped:
+                    break
+        return number
 
     with preserve_state(part.loader), threads_of_a_worker(part):
         try:
-            watchdog(
-                work,
-                silent_s=max(max_s, _SILENT_S),
-                unblock=lambda: False,
-                what=lambda seconds: f"A batch took longer than {seconds:g} s in this process.",
-            )
+            counted = not_hanging(work, max(max_s, _SILENT_S), "A batch that is made in this process")
         except FeedError:
             raise
         except Exception as error:
             raise LoaderError(f"no batch can be made in this process: {type(error).__name__}: {error}") from error
-    if not took:
+    if counted < 1:
         raise LoaderError("the loader gives no batch")
-    samples, collating = zip(*(took[1:] or took), strict=True)
-    stage_ms: dict[Stage, float] = {
-        "samples": 1e3 * sum(samples) / len(samples),
-        "collate": 1e3 * sum(collating) / len(collating),
-    }
-    return stage_ms, tally.result(stage_ms)
+    return tally.result(counted)
 
 
 def _in_this_process(part: Part, collate: Callable[[Any], object]) -> DataLoader[Any]:

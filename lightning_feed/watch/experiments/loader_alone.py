@@ -1,6 +1,5 @@
 """The loader alone: its rate, other numbers of workers, constant samples, and the hand-over of a ready batch."""
 
-import copy
 import multiprocessing
 import os
 import signal
@@ -8,7 +7,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,6 +28,7 @@ from lightning_feed.watch.experiments.session import (
     Session,
     Together,
     counted_s,
+    fresh,
     key_bytes,
     rate_of,
 )
@@ -177,7 +177,7 @@ class _Constant:
     """What stands for a data set, and gives one sample again and again.
 
     Args:
-        sample: what it gives. Dicts and lists as shallow copies, since collate functions take things out.
+        sample: what it gives.
         original: the data set that it stands for, asked for attributes that a ``worker_init_fn`` may want.
     """
 
@@ -187,7 +187,7 @@ class _Constant:
 
     def give(self) -> Any:
         """The sample."""
-        return copy.copy(self.sample) if isinstance(self.sample, (Mapping, list)) else self.sample
+        return fresh(self.sample)
 
     def __getattr__(self, name: str) -> Any:
         # Not __getitems__, by which torch would load whole batches from the original; no length and no state of a

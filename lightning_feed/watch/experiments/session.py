@@ -1,5 +1,6 @@
 """The loaders under experiment, and what the experiments on them share."""
 
+import copy
 import dataclasses
 import time
 import warnings
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +19,13 @@ from lightning_feed.errors import DatasetError, FeedError, LoaderError
 from lightning_feed.load.cloning import Changes, burst_of, clone_loader, locate_failure, preserve_state
 from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, Machine, read_machine
 from lightning_feed.load.recommend import TORCH_PREFETCH
-from lightning_feed.load.throughput import LoaderRate, RoundLimits, time_loader, watchdog
+from lightning_feed.load.throughput import Heartbeat, LoaderRate, RoundLimits, time_loader, watchdog
 from lightning_feed.load.worker import end_pass
 from lightning_feed.transfer.tree import tensors
 from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.worker_time import WorkerTime
+
+T = TypeVar("T")
 
 WHOLE = "batch"
 """The name of a batch that has no parts."""
@@ -203,8 +206,27 @@ def naming(dataset: Any, index: Any) -> Iterator[None]:
         ) from error
 
 
-def record_sample(part: Part, max_s: float = 60.0) -> Any:
-    """One sample of the part, made in this process, as a worker would.
+def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T:
+    """What ``work`` returns, or raises.
+
+    Args:
+        work: calls ``beat()`` at least every ``silent_s``.
+        silent_s: how long it may be silent.
+        what: what takes so long, for the message.
+
+    Raises:
+        LoaderError: the work was silent for longer.
+    """
+
+    def message(seconds: float) -> str:
+        where = "a lock, a connection, a file system that does not answer"
+        return f"{what} took longer than {seconds:g} s. See what it waits for: {where}."
+
+    return watchdog(work, silent_s=silent_s, unblock=lambda: False, what=message)
+
+
+def make_sample(part: Part, max_s: float = 60.0) -> Any:
+    """The first sample of the part, made in this process, as a worker would.
 
     Raises:
         DatasetError: when it cannot be made, or there is none.
@@ -214,19 +236,20 @@ def record_sample(part: Part, max_s: float = 60.0) -> Any:
     indices = ["the first"] if part.stream else part.first_samples(1)
     if not indices:
         raise DatasetError("The sampler gives no batch at all. Check the length of the data set, and drop_last.")
-    with preserve_state(part.loader), naming(dataset, indices[0]):
-        samples = watchdog(
+    with naming(dataset, indices[0]):
+        samples = not_hanging(
             lambda _: list(islice(iter(dataset), 1)) if part.stream else [dataset[indices[0]]],
-            silent_s=max_s,
-            unblock=lambda: False,
-            what=lambda seconds: (
-                f"Sample {indices[0]} of the data set ({type(dataset).__name__}) was not there after {seconds:g} s. "
-                "See what it waits for: a lock, a connection, a file system that does not answer."
-            ),
+            max_s,
+            f"Sample {indices[0]} of the data set ({type(dataset).__name__})",
         )
     if not samples:
         raise DatasetError("The iterable data set gives nothing at all. Check where it reads from.")
     return samples[0]
+
+
+def fresh(sample: Any) -> Any:
+    """The same sample once more: dicts and lists as shallow copies, since collate functions take things out."""
+    return copy.copy(sample) if isinstance(sample, (Mapping, list)) else sample
 
 
 @dataclass
@@ -266,11 +289,11 @@ class Session:
             DatasetError: a sample cannot be made.
         """
         parts = parts_of(self.loader)
-        for part in parts:
-            with preserve_state(part.loader):
+        with preserve_state([part.loader for part in parts]):
+            for part in parts:
                 clone_loader(part.loader)
+            self.samples = [make_sample(part) for part in parts]
         self.parts = parts
-        self.samples = [record_sample(part) for part in parts]
         self.note(batch_size=sum(part.batch_size for part in parts))
 
     def note(self, **figures: Any) -> None:

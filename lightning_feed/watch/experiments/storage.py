@@ -3,7 +3,6 @@
 import functools
 import math
 import os
-import re
 import site
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Subset
 
 from lightning_feed.archive.memory import read_text
+from lightning_feed.archive.stage_room import find_mount
 from lightning_feed.load.cloning import Changes, burst_of, preserve_state
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.watch.experiments.results import DiskFacts
@@ -273,21 +273,11 @@ def file_system(path: str | Path, root: Path = Path("/")) -> tuple[str | None, s
     Types are the kernel's names, ``ext4`` or ``nfs4``; kinds are ``"memory"``, ``"local"``, ``"rotational"``,
     ``"overlay"`` and ``"network"`` (proc(5), section mountinfo).
     """
-    target = Path(path).resolve()
-    found: tuple[str | None, str | None] = None, None
-    deepest = 0
-    for line in read_text(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        fields, after = left.split(), right.split()
-        if len(fields) < 5 or len(after) < 2:
-            continue
-        mount = Path(_unescaped(fields[4]))
-        # Of two mounts at one place the later one covers the earlier.
-        if target.is_relative_to(mount) and len(mount.parts) >= deepest:
-            deepest = len(mount.parts)
-            places = (root / "sys/dev/block" / fields[2], root / "sys/class/block" / Path(_unescaped(after[1])).name)
-            found = after[0], _kind(after[0], places)
-    return found
+    mount = find_mount(str(path), root)
+    if mount is None:
+        return None, None
+    places = (root / "sys/dev/block" / mount.device, root / "sys/class/block" / Path(mount.source).name)
+    return mount.kind, _kind(mount.kind, places)
 
 
 def _kind(system: str, places: Sequence[Path]) -> str:
@@ -311,7 +301,3 @@ def _rotates(block: Path, depth: int = 0) -> bool:
         return True
     slaves = block / "slaves"
     return slaves.is_dir() and any(_rotates(slave, depth + 1) for slave in slaves.iterdir())
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found.group(1), 8)), text)

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,9 +22,9 @@ from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.encoded_batch import EncodedImageDataset
 from lightning_feed.load.given_transform import GivenTransform
 from lightning_feed.load.image_dataset import ImageDataset
-from lightning_feed.load.throughput import Heartbeat, watchdog
+from lightning_feed.load.throughput import Heartbeat
 from lightning_feed.watch.experiments.results import NamedCost
-from lightning_feed.watch.experiments.session import Part, Session, naming
+from lightning_feed.watch.experiments.session import Part, Session, fresh, make_sample, naming, not_hanging
 from lightning_feed.watch.experiments.storage import innermost
 
 _NAMES = {
@@ -125,7 +125,6 @@ def _is_recipe(site: Site) -> bool:
 class Spent:
     """The time that a step took so far, in nanoseconds, without the steps in it."""
 
-    name: str
     container: bool = False
     """Whether it is there to call other steps."""
     cpu_ns: int = 0
@@ -145,17 +144,18 @@ class StepTimer:
     on: bool = False
     cpu: Callable[[], int] = time.process_time_ns
     wall: Callable[[], int] = time.perf_counter_ns
-    steps: list[Spent] = field(default_factory=list)
+    steps: dict[str, Spent] = field(default_factory=dict)
     _inner: tuple[int, int] = (0, 0)
     """CPU and wall time of the steps in the present one."""
 
-    def step(self, name: str, *, container: bool = False) -> Spent:
-        """A new step; a name that is taken gets a number."""
-        same = sum(one.name == name or one.name.startswith(f"{name} (") for one in self.steps)
-        self.steps.append(Spent(f"{name} ({same + 1})" if same else name, container))
-        return self.steps[-1]
+    def step(self, name: str, *, container: bool = False) -> str:
+        """A new step, and its name; one that is taken gets a number."""
+        same = sum(one == name or one.startswith(f"{name} (") for one in self.steps)
+        name = f"{name} ({same + 1})" if same else name
+        self.steps[name] = Spent(container)
+        return name
 
-    def call(self, spent: Spent, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def call(self, step: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Call, and add the time to the step, but for that of the steps in it."""
         if not self.on:
             return function(*args, **named)
@@ -163,8 +163,8 @@ class StepTimer:
         cpu, wall = self.cpu(), self.wall()
         made = function(*args, **named)
         wall, cpu = self.wall() - wall, self.cpu() - cpu
-        spent.wall_ns += wall - self._inner[1]
-        spent.cpu_ns += cpu - self._inner[0]
+        self.steps[step].wall_ns += wall - self._inner[1]
+        self.steps[step].cpu_ns += cpu - self._inner[0]
         self._inner = outer[0] + cpu, outer[1] + wall
         return made
 
@@ -172,15 +172,15 @@ class StepTimer:
 class _Timed:
     """Stands for a step and times it. It has the step's attributes, and passes ``isinstance`` as the step does."""
 
-    def __init__(self, step: Any, spent: Spent, timer: StepTimer) -> None:
-        self._step, self._spent, self._timer = step, spent, timer
+    def __init__(self, step: Any, name: str, timer: StepTimer) -> None:
+        self._step, self._name, self._timer = step, name, timer
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._step)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._timer.call(self._spent, self._step, *args, **named)
+        return self._timer.call(self._name, self._step, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -202,8 +202,8 @@ def timed(transform: Any, timer: StepTimer) -> Any:
     elif isinstance(steps, (list, tuple)) and _calls(transform, steps):
         twin = copy.copy(transform)
         twin.__dict__["transforms"] = type(steps)(timed(step, timer) for step in steps)
-    name = name_of(transform)
-    return _Timed(transform if twin is None else twin, timer.step(name, container=twin is not None), timer)
+    name = timer.step(name_of(transform), container=twin is not None)
+    return _Timed(transform if twin is None else twin, name, timer)
 
 
 def _calls(transform: Any, steps: Sequence[Any]) -> bool:
@@ -273,20 +273,13 @@ def sample_costs(
             return len(indices)
 
         with replaced(find_sites(dataset), lambda site: _in_place_of(site, timed(_users(site), timer))):
-            count = watchdog(
-                work,
-                silent_s=max_s,
-                unblock=lambda: False,
-                what=lambda seconds: (
-                    f"A sample of the data set ({type(dataset).__name__}) took longer than {seconds:g} s. See where it "
-                    "waits: for a lock, a connection, or a file system that does not answer."
-                ),
-            )
-    least_ns = _OWN_SHARE * sum(step.cpu_ns for step in timer.steps)
-    met = [step for step in timer.steps if step.wall_ns and (step.cpu_ns > least_ns or not step.container)]
-    per_sample = 1 / max(1, count) / 1e6
+            count = not_hanging(work, max_s, f"A sample of the data set ({type(dataset).__name__})")
+    least_ns = _OWN_SHARE * sum(step.cpu_ns for step in timer.steps.values())
+    per_ms = 1e6 * max(1, count)
     return tuple(
-        NamedCost(name=one.name, cpu_ms=one.cpu_ns * per_sample, wall_ms=one.wall_ns * per_sample) for one in met
+        NamedCost(name=name, cpu_ms=step.cpu_ns / per_ms, wall_ms=step.wall_ns / per_ms)
+        for name, step in timer.steps.items()
+        if step.wall_ns and (step.cpu_ns > least_ns or not step.container)
     )
 
 
@@ -301,36 +294,45 @@ def _maker(part: Part, indices: Iterable[Any], timer: StepTimer) -> Callable[[An
         stream, load = iter(dataset), timer.step("load")
         return lambda _: timer.call(load, next, stream, _END)
     base = next((innermost(dataset, index)[0] for index in indices), dataset)
+    stages: tuple[str, ...] = ("load",)
+    make: Callable[[StepTimer, Any, Any], None] = _make_whole
     if isinstance(base, EncodedImageDataset):
-        return partial(timer.call, timer.step("read"), dataset.__getitem__)
-    folder = callable(getattr(base, "loader", None)) and hasattr(base, "samples")
-    if not folder and not isinstance(base, CacheableDataset):
-        return partial(timer.call, timer.step("load"), dataset.__getitem__)
-    read, decode = timer.step("read"), timer.step("decode")
-    if folder:
-        return partial(_make_of_folder, timer, read, decode, dataset)
-    # The recipe of an ImageDataset is all of its augment, and timed by its own name.
-    augment = Spent("augment") if isinstance(base, ImageDataset) else timer.step("augment")
-    return partial(_make_in_steps, timer, read, decode, augment, dataset)
+        stages = ("read",)
+    elif isinstance(base, CacheableDataset):
+        stages, make = ("read", "decode", "augment"), _make_in_steps
+    elif callable(getattr(base, "loader", None)) and hasattr(base, "samples"):
+        stages, make = ("read", "decode"), _make_of_folder
+    for stage in stages:
+        timer.step(stage)
+    return partial(make, timer, dataset)
 
 
-def _make_of_folder(timer: StepTimer, read: Spent, decode: Spent, dataset: Any, index: Any) -> None:
+def _make_whole(timer: StepTimer, dataset: Any, index: Any) -> None:
+    """A sample as it is made; what no step of a transform takes belongs to the first stage."""
+    timer.call(next(iter(timer.steps)), dataset.__getitem__, index)
+
+
+def _make_of_folder(timer: StepTimer, dataset: Any, index: Any) -> None:
     """torchvision's: ``loader(path)`` reads and decodes; what reading the file again takes is reading."""
     base, inner = innermost(dataset, index)
+    read, decode = timer.steps["read"], timer.steps["decode"]
     before = read.cpu_ns, read.wall_ns
-    timer.call(read, Path(base.samples[inner][0]).read_bytes)
-    timer.call(decode, dataset.__getitem__, index)
+    timer.call("read", Path(base.samples[inner][0]).read_bytes)
+    timer.call("decode", dataset.__getitem__, index)
     decode.cpu_ns -= read.cpu_ns - before[0]
     decode.wall_ns -= read.wall_ns - before[1]
 
 
-def _make_in_steps(timer: StepTimer, read: Spent, decode: Spent, augment: Spent, dataset: Any, index: Any) -> None:
+def _make_in_steps(timer: StepTimer, dataset: Any, index: Any) -> None:
     """Ours, by the public methods. What a cache holds is read and decoded all the same."""
     base, inner = innermost(dataset, index)
-    decoded = timer.call(decode, base.decode, timer.call(read, base.read, inner), inner)
+    decoded = timer.call("decode", base.decode, timer.call("read", base.read, inner), inner)
     if not getattr(getattr(decoded, "flags", None), "writeable", True):
         decoded = decoded.copy()
-    timer.call(augment, base.augment, decoded, inner)
+    if isinstance(base, ImageDataset):  # its recipe is all of it, and timed by its own name
+        base.augment(decoded, inner)
+    else:
+        timer.call("augment", base.augment, decoded, inner)
 
 
 @contextmanager
@@ -352,7 +354,7 @@ class Constant:
     """Stands for a transform, and gives what that gave once, whatever it is called with.
 
     Args:
-        made: what it gives. Dicts and lists as shallow copies.
+        made: what it gives.
         decodes: whether it stands for the recipe of an ImageDataset: then it decodes the whole image, since that is
             not its own work.
     """
@@ -367,7 +369,7 @@ class Constant:
         """Give it."""
         if self.decodes:
             args[0].whole()
-        return copy.copy(self.made) if isinstance(self.made, (Mapping, list)) else self.made
+        return fresh(self.made)
 
 
 class _Noting:
@@ -390,12 +392,7 @@ def _one_sample(part: Part) -> list[tuple[Site, _Noting]]:
     sites = find_sites(part.loader.dataset)
     noting = {site: _Noting(_users(site)) for site in sites}
     with preserve_state(part.loader), replaced(sites, lambda site: _in_place_of(site, noting[site])):
-        dataset: Any = part.loader.dataset
-        if part.stream:
-            next(iter(dataset), None)
-        else:
-            for index in part.first_samples(1):
-                dataset[index]
+        make_sample(part)
     return [(site, note) for site, note in noting.items() if note.args]
 
 

@@ -134,17 +134,20 @@ def test_time_goes_to_the_innermost_function_of_the_users_and_names_what_it_call
 
     tally = StackTally()
     tally.enter("samples", 10.0)
+    tally.clear()
     tally.add(frames_of(Aug().run), 13.0)
     tally.add(None, 14.0)  # the thread is gone
-    tally.enter("collate", 20.0)
-    tally.add(frames_of(in_a_library), 22.0)
-    found = tally.result({"samples": 8.0, "collate": 2.0})
+    tally.enter("collate", 18.0)
+    tally.add(frames_of(in_a_library), 20.0)
+    tally.enter("samples", 20.0)
+    stages, found = tally.result(batches=2)
+    assert stages == {"samples": 4000, "collate": 1000}
     assert [(one.name, one.calls, one.stage, one.ms_per_batch) for one in found] == [
-        ("Aug.run", None, "samples", 6.0),  # 3 of 4 ticks of 8 ms
-        ("<lambda>", None, "collate", 2.0),
+        ("Aug.run", None, "samples", 3000),  # 3 of 4 seconds that were seen
+        ("<lambda>", None, "collate", 1000),
     ]
-    assert tally.result({"samples": 8.0, "collate": 0.1})[0].name == "Aug.run"
-    assert len(tally.result({"samples": 8.0, "collate": 0.1})) == 1  # the other takes too little
+    tally.enter("samples", 60.0)
+    assert [one.name for one in tally.result(batches=2)[1]] == ["Aug.run"]  # the other takes too little
 
 
 def test_what_is_the_users() -> None:

@@ -197,7 +197,7 @@ def test_time_is_bounded() -> None:
     timer = StepTimer()
     costs = sample_costs(_part(Images(Slow(0.02))), 0.1, timer=timer)
     assert [cost.name for cost in costs] == ["load", "Slow"]
-    assert timer.steps[1].cpu_ns < 40 * 20e6 / 2  # of forty samples, not half were made
+    assert timer.steps["Slow"].cpu_ns < 40 * 20e6 / 2  # of forty samples, not half were made
 
 
 def test_image_folders_tell_reading_from_decoding(class_folders: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_clock_of_ones_own() -> None:
     twin(torch.rand(3, 8, 8))
     timer.on = False
     twin(torch.rand(3, 8, 8))
-    assert [(step.name, step.wall_ns, step.cpu_ns) for step in timer.steps] == [
+    assert [(name, step.wall_ns, step.cpu_ns) for name, step in timer.steps.items()] == [
         ("Resize", 1000, 0),
         ("slow_function", 1000, 0),
         ("Compose", 3000, 0),  # of five ticks in it, two are its steps'
