@@ -157,12 +157,11 @@ def open_refcounted(path: Path) -> RefcountedFile:
             return found
 
 
-def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = ()) -> list[Path]:
-    """Remove the files of a pattern that no process has open, and return their paths.
+def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = ()) -> None:
+    """Remove the files of a pattern that no process has open.
 
     Another user can give a file, a FIFO or a folder such a name in a folder that all may write to: these stay.
     """
-    removed = []
     with process_lock:
         for path in directory.glob(pattern):
             if str(path) in keep:
@@ -173,6 +172,4 @@ def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = (
                 continue  # gone in the meantime, or not ours to open
             status = os.fstat(found.fd)
             if status.st_uid == os.getuid() and stat.S_ISREG(status.st_mode) and found.give_up():
-                removed.append(path)
                 logger.info("Removed %s, which a run that has ended left behind.", path)
-    return removed

@@ -129,16 +129,8 @@ class FolderSource:
     def __init__(self, root: Path | Place, index: FolderIndex) -> None:
         self.root = root
         self.index = index
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the class folders, sorted."""
-        return self.index.classes
-
-    @property
-    def labels(self) -> npt.NDArray[np.int64]:
-        """Shape (n,): indices into ``classes``."""
-        return self.index.labels
+        self.classes = index.classes
+        self.labels = index.labels
 
     def __len__(self) -> int:
         return len(self.index)

@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -11,9 +10,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -41,28 +38,19 @@ def alone_in(partial: Path) -> Iterator[None]:
         ArchiveError: when another process holds it, or when another user could change what is packed.
     """
     mine = _make_private(partial)
-    with _locked(partial):
-        try:
-            _refuse_foreign(partial, mine)
-            yield
-        finally:
-            if partial.is_dir() and [entry.name for entry in partial.iterdir()] == [_LOCK]:
-                (partial / _LOCK).unlink()
-                partial.rmdir()
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    lock = FileLock(folder / _LOCK)
+    lock = FileLock(partial / _LOCK)
     try:
         lock.acquire(timeout=0)
     except (Timeout, FileNotFoundError) as error:  # not found: renamed by the other process, which is done
         raise ArchiveError(
-            f"Another process is packing to {folder}. Wait for it to end, or give another DEST."
+            f"Another process is packing to {partial}. Wait for it to end, or give another DEST."
         ) from error
     try:
+        _refuse_foreign(partial, mine)
         yield
     finally:
+        if partial.is_dir() and [entry.name for entry in partial.iterdir()] == [_LOCK]:
+            shutil.rmtree(partial)
         lock.release()
 
 
@@ -112,7 +100,7 @@ def _refuse_foreign(partial: Path, mine: int) -> None:
                 )
 
 
-def begin_or_resume(partial: Path, plan: dict[str, Any]) -> None:
+def begin_or_resume(partial: Path, plan: str) -> None:
     """Keep what is there if it is of the same plan; else begin anew.
 
     Raises:
@@ -125,33 +113,30 @@ def begin_or_resume(partial: Path, plan: dict[str, Any]) -> None:
             f"{partial} holds {others[0].name!r}, which is not of a pack in the making. A pack is made there, so move "
             "that away, or give another DEST."
         )
-    with suppress(OSError, ValueError):
-        if json.loads(written.read_text()) == json.loads(json.dumps(plan)):
-            return
+    if others and written.read_bytes() == plan.encode():
+        return
     if others:
         logger.info("%s is of another source, other options or another version, so it is begun anew.", partial)
     for entry in others:
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    written.write_text(json.dumps(plan))
+    written.write_text(plan)
 
 
-def plan_of(parts: dict[str, Payloads], format: Format) -> dict[str, Any]:
-    """What a pack that was broken off must have in common with this one to be resumed."""
-    about = {name: [part.kind, len(part), asdict(part.shrink), _fingerprint(part)] for name, part in parts.items()}
-    return {"version": 3, "format": format, "parts": about}
-
-
-def _fingerprint(part: Payloads) -> list[Any]:
-    source = part.source
-    if not isinstance(source, FolderSource):
-        # Two datasets of one class may be of one length: train and val, or with another transform.
-        some = sorted({0, len(part) // 2, len(part) - 1}) if len(part) else []
-        name = f"{type(source).__module__}.{type(source).__qualname__}"
-        return [name, *(list(part[index][1:]) for index in some)]
-    digest = hashlib.blake2b(os.fsencode(source.folder().resolve()), digest_size=16)
-    for array in (source.index.names, source.index.ends, source.index.labels):
-        digest.update(array.tobytes())
-    return [digest.hexdigest()]
+def plan_of(parts: dict[str, Payloads], format: Format) -> str:
+    """A digest of what a pack that was broken off must have in common with this one to be resumed."""
+    plan = hashlib.blake2b(f"version 3, {format}".encode(), digest_size=16)
+    for name, part in parts.items():
+        source = part.source
+        about = (name, part.kind, part.shrink, len(part), type(source).__module__, type(source).__qualname__)
+        plan.update(repr(about).encode())
+        if isinstance(source, FolderSource):
+            plan.update(os.fsencode(source.folder().resolve()))
+            for array in (source.index.names, source.index.ends, source.index.labels):
+                plan.update(array.tobytes())
+        elif len(part):  # two datasets of one class may be of one length: train and val, or with another transform
+            for index in (0, len(part) // 2, len(part) - 1):
+                plan.update(repr(part[index][1:]).encode())
+    return plan.hexdigest()
 
 
 # --- the pack in its place --------------------------------------------------------------------------------------------
@@ -167,39 +152,22 @@ def finish(partial: Path, target: Path) -> None:
     partial.chmod(stat.S_IMODE(one_part.stat().st_mode))  # it was made for this user alone; its parts were not
     if not is_pack(target):
         partial.rename(target)
-    elif not _exchanged(partial, target):
+    elif _exchanged(partial, target):
+        (partial / _PLAN).touch()  # the old pack: if this call is killed, the next one removes the rest
+        shutil.rmtree(partial)
+    else:
         target.rename(partial / _REPLACED)
         partial.rename(target)
-    _clear_up(partial, target)
-
-
-def complete_replacement(partial: Path, target: Path) -> None:
-    """Clear up after a process that was killed when its pack was in its place already.
-
-    Raises:
-        ArchiveError: when that process lives.
-    """
-    if is_pack(target) and (target / _PLAN).exists() and target.stat().st_uid == os.geteuid():
-        with _locked(target):
-            _clear_up(partial, target)
+    for folder in (target / _REPLACED, *target.glob("*/store")):
+        shutil.rmtree(folder, ignore_errors=True)
+    for file in (*target.glob("*/journal"), target / _PLAN, target / _LOCK):
+        file.unlink(missing_ok=True)
 
 
 def put_back(partial: Path, target: Path) -> None:
     """Put back the pack that a process was about to replace when it was killed between two renames."""
     if (partial / _REPLACED).is_dir() and not os.path.lexists(target):
         (partial / _REPLACED).rename(target)
-
-
-def _clear_up(partial: Path, target: Path) -> None:
-    """Remove what is in a pack only while it is made; the plan last, which says that there is something to clear up."""
-    if is_pack(partial) and not (partial / _PLAN).exists():  # the old one, after an exchange
-        partial.rename(target / _REPLACED)
-    if (target / _REPLACED).is_symlink():
-        (target / _REPLACED).unlink()
-    for folder in (target / _REPLACED, *target.glob("*/store")):
-        shutil.rmtree(folder, ignore_errors=True)
-    for file in (*target.glob("*/journal"), *target.glob("*.tmp"), target / _PLAN, target / _LOCK):
-        file.unlink(missing_ok=True)
 
 
 def _exchanged(one: Path, other: Path) -> bool:

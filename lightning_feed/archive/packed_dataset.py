@@ -40,6 +40,10 @@ class PackedDataset(Dataset[Any]):
         path: the pack; or a place that says where it lies now, such as a copy that is being staged.
         part: ``"train"``, ``"val"`` or ``"test"`` of a folder that had these; None where the pack has one part.
 
+    Attributes:
+        classes: names of the labels, sorted; empty for a packed dataset.
+        labels: int64, shape (n,).
+
     Raises:
         ArchiveError: when it is no pack, is damaged, or was written by another version.
         SettingsError: when there is no such part.
@@ -63,9 +67,9 @@ class PackedDataset(Dataset[Any]):
                 f"{self.path} should have {self.manifest.parts[self.part]} samples in {self.part!r}, and its index has "
                 f"{len(self.index.sizes)}. Copy or pack it again."
             )
-        labels = self.index.labels
-        many = len(self.classes)
-        if self.manifest.kind != "samples" and labels.size and not 0 <= labels.min() <= labels.max() < many:
+        self.classes = self.manifest.classes
+        self.labels: npt.NDArray[Any] = self.index.labels
+        if self.manifest.kind != "samples" and not np.isin(self.labels, np.arange(len(self.classes))).all():
             raise ArchiveError(f"{self.path} has labels that are of none of its classes. Copy or pack it again.")
         check_files(self.path, self.manifest, self.part)
         self._identity = self.manifest.identity
@@ -76,16 +80,6 @@ class PackedDataset(Dataset[Any]):
     def manifest_of(path: str | Path) -> Manifest:
         """What a pack is, without opening its data."""
         return read_manifest(Path(path))
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the labels, sorted; empty for a packed dataset."""
-        return self.manifest.classes
-
-    @property
-    def labels(self) -> npt.NDArray[Any]:
-        """int64, shape (n,)."""
-        return self.index.labels
 
     def __len__(self) -> int:
         return len(self.index.sizes)
@@ -163,4 +157,4 @@ class PackedDataset(Dataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"], state["part"])  # type: ignore[misc]  # the index is read again, not sent
-        self._identity = state.get("identity", self._identity)  # compared when the data are opened
+        self._identity = state["identity"]  # compared when the data are opened

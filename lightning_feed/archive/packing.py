@@ -38,7 +38,6 @@ from lightning_feed.archive.pack_formats import (
 from lightning_feed.archive.pack_partial import (
     alone_in,
     begin_or_resume,
-    complete_replacement,
     finish,
     plan_of,
     put_back,
@@ -120,7 +119,6 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     partial = target.with_name(f"{target.name}.partial")
     shrink = Shrink(short_side=short_side, quality=quality, decoded=decoded)
     _check(format, shrink, workers, on_error)
-    complete_replacement(partial, target)
     _check_target(target, force=force)
     parts, classes = _parts_of(source, shrink)
     _check_outside(target, parts)

@@ -30,7 +30,6 @@ from lightning_feed.archive import files
 from lightning_feed.errors import ArchiveError, SettingsError
 
 Kind = Literal["bytes", "decoded"]
-KINDS: tuple[Kind, ...] = ("bytes", "decoded")
 
 PREFIX = "lightning-feed-cache-"
 _MemoryLeft: TypeAlias = Callable[[], int | None]
@@ -124,7 +123,6 @@ class SampleCache:
             out where ``directory`` is not memory. Must be picklable for workers that are not forked.
 
     Raises:
-        SettingsError: for a kind, size, limit or name that is not possible.
         ArchiveError: when the file cannot be opened, belongs to other data, or has no room for its index.
 
     Example:
@@ -143,40 +141,23 @@ class SampleCache:
         directory: str | Path = "/dev/shm",
         memory_left: _MemoryLeft | None = None,
     ) -> None:
-        if kind not in KINDS:
-            raise SettingsError(f"kind={kind!r} is not possible. Give one of {', '.join(map(repr, KINDS))}.")
-        for what, value in (("size", size), ("limit_bytes", limit_bytes)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingsError(f"{what}={value!r} is not possible. Give a whole number, 1 or more.")
-        if not re.fullmatch(r"[\w.-]{1,128}", name, re.ASCII):
-            raise SettingsError(f"name={name!r} is not possible. Use up to 128 letters, digits, '.', '_' and '-'.")
         self.size = size
         self.kind: Kind = kind
-        self.name = name
         self._open_again = partial(
             SampleCache, size, limit_bytes, kind=kind, name=name, directory=str(directory), memory_left=memory_left
         )
         slot_bytes = _SLOTS * _SLOT_WORDS * 8
         self._file = _open_cache_file(
             Path(directory) / f"{PREFIX}{os.getuid()}-{name}",
-            (KINDS.index(kind), size),
+            (int(kind == "decoded"), size),
             slot_bytes + 8 * size,
             -(-limit_bytes // _PAGE) * _PAGE,
             memory_left,
         )
         self._slots = self._file.buffer[_PAGE : _PAGE + slot_bytes].cast("q")
         self._index = self._file.buffer[_PAGE + slot_bytes : _PAGE + slot_bytes + 8 * size].cast("q")
+        self.path = self._file.path
         self._slot = (-1, 0)  # a process, and where its counters are
-
-    @property
-    def path(self) -> Path:
-        """The file behind the cache."""
-        return self._file.path
-
-    @property
-    def limit_bytes(self) -> int:
-        """The bound on what is stored, as it is now."""
-        return self._file.words[_LIMIT]
 
     @property
     def growth_bytes(self) -> int:
@@ -195,9 +176,6 @@ class SampleCache:
         start = offset + _head_bytes(ndim)
         found: npt.NDArray[Any] = np.ndarray(shape, dtype.rstrip(b"\0").decode(), buffer, start)
         return found
-
-    def __contains__(self, index: int) -> bool:
-        return self._index[index] != 0
 
     def put(self, index: int, array: npt.NDArray[Any]) -> bool:
         """Keep a copy of the sample. What is held already stays as it is.

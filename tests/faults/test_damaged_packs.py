@@ -102,13 +102,13 @@ def test_no_flipped_bit_in_an_index_goes_unseen_or_raises_anything_else(packed: 
     path = packed("lmdb")
     index = path / "all" / "index.npz"
     whole, expected = index.read_bytes(), PartIndex.load(index)
-    for at in range(0, len(whole), 7):
+    for at in range(0, len(whole), 31):
         flipped(index, at, at % 8)
         with pytest.raises(ArchiveError, match=r"index\.npz cannot be read"):
             PackedDataset(path)
         index.write_bytes(whole)
     as_earlier_versions_wrote_it(path)
-    for at in range(0, len(whole), 7):  # without a digest, what zipfile's checksums let pass
+    for at in range(0, len(whole), 31):  # without a digest, what zipfile's checksums let pass
         flipped(index, at, at % 8)
         try:
             found = PackedDataset(path).index
@@ -139,7 +139,7 @@ def test_a_flipped_bit_renames_no_class(packed: Callable[[str], Path]) -> None:
     path = packed("lmdb")
     manifest = path / "pack.json"
     whole, expected = manifest.read_bytes(), PackedDataset(path).manifest
-    for at in range(len(whole)):
+    for at in range(0, len(whole), 5):
         flipped(manifest, at)
         try:
             assert PackedDataset(path).manifest == expected
@@ -270,12 +270,9 @@ def read_one(found: PackedDataset, answers: Any) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_new_data_never_come_with_old_labels(
-    method: str, format: str, packs: Path, packed: Callable[[str], Path], tmp_path: Path
+    format: str, packs: Path, packed: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    if method == "spawn" and format != "lmdb":
-        pytest.skip("the same for all formats, and slow")
     path, samples = packed(format), contents(packs / "files")
     reading = PackedDataset(path)
     assert reading[0] == (samples[0], 0)
@@ -286,7 +283,7 @@ def test_new_data_never_come_with_old_labels(
     for index in range(12):
         with suppress(DatasetError):  # LitData opens its chunks by name
             assert reading[index] == (samples[index], index // 6)
-    context = multiprocessing.get_context(method)
+    context = multiprocessing.get_context("fork")
     answers = context.Queue()
     worker = context.Process(target=read_one, args=(reading, answers))
     worker.start()
@@ -294,6 +291,8 @@ def test_new_data_never_come_with_old_labels(
     worker.join(60)
     assert isinstance(answer, ArchiveError)
     assert "is another pack than the one that this run began with" in str(answer)
+    with pytest.raises(ArchiveError, match="is another pack"):
+        pickle.loads(pickle.dumps(reading))[0]  # as spawned workers get it
     assert PackedDataset(path)[0] == (contents(tmp_path / "other")[0], 0)
 
 

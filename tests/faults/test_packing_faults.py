@@ -1,7 +1,6 @@
 """Packing that is interrupted, and with others in the way: kills, crashes, full disks, planted links, writers."""
 
 import ctypes
-import json
 import multiprocessing
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_feed.archive import PackedDataset, is_pack, pack, pack_partial, packing
+from lightning_feed.archive import PackedDataset, pack, pack_partial, packing
 from lightning_feed.archive.folder import FolderSource, scan_classes
 from lightning_feed.archive.pack_samples import Payloads
 from lightning_feed.archive.splits import Splits
@@ -541,29 +540,23 @@ def left_behind(tmp_path: Path) -> list[str]:
 TIDY = (["files", "x.pack"], ["all", "all/data", "all/data/data.mdb", "all/index.npz", "pack.json"])
 
 
-@pytest.mark.parametrize("at", ["_exchanged", "_clear_up", "rmtree", "unlink"])
+@pytest.mark.parametrize("at", ["_exchanged", "rmtree", "unlink"])
 def test_there_is_a_whole_pack_at_dest_whenever_force_is_killed(
     at: str, replaced: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def half(path: Path, **_: Any) -> None:
-        if path.name == "replaced":
-            (path / "pack.json").unlink()
-            kill()
-
     with monkeypatch.context() as patch:
-        if at == "rmtree":
-            patch.setattr(pack_partial.shutil, "rmtree", half)
-        elif at == "unlink":
+        if at == "_exchanged":
+            patch.setattr(pack_partial, "_exchanged", kill)
+        elif at == "rmtree":
+            patch.setattr(pack_partial.shutil, "rmtree", lambda path, **_: ((path / "pack.json").unlink(), kill()))
+        else:
             unlink = Path.unlink
             patch.setattr(Path, "unlink", lambda path, **_: kill() if path.name == "plan.json" else unlink(path, **_))
-        else:
-            patch.setattr(pack_partial, at, kill)
         killed(lambda: pack(files, replaced, workers=0, force=True))
     assert len(PackedDataset(replaced)) == (20 if at == "_exchanged" else 40)
     with pytest.raises(ArchiveError, match=r"x\.pack exists\. Give another DEST, or --force"):
         pack(files, replaced, workers=0)
-    if at == "_exchanged":
-        assert pack(files, replaced, workers=0, force=True).resumed_at == 40
+    assert pack(files, replaced, workers=0, force=True).resumed_at == (40 if at == "_exchanged" else 0)
     assert left_behind(tmp_path) == TIDY
     assert right(replaced, files)
 
@@ -583,33 +576,3 @@ def test_without_an_exchange_the_next_call_puts_the_old_pack_back(
     assert pack(files, replaced, workers=0, force=True).resumed_at == 40
     assert left_behind(tmp_path) == TIDY
     assert right(replaced, files)
-
-
-def test_what_a_living_process_clears_up_is_left_to_it(
-    replaced: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clear = pack_partial._clear_up
-
-    def meanwhile(*paths: Path) -> None:
-        with pytest.raises(ArchiveError, match="Another process is packing to"):
-            pack(files, replaced, workers=0, force=True)
-        clear(*paths)
-
-    monkeypatch.setattr(pack_partial, "_clear_up", meanwhile)
-    pack(files, replaced, workers=0, force=True)
-    assert left_behind(tmp_path) == TIDY
-
-
-@as_root
-def test_a_pack_planted_at_dest_has_nothing_removed(files: Path, tmp_path: Path) -> None:
-    partial, planted = tmp_path / "x.pack.partial", tmp_path / "x.pack"
-    for folder in (partial, planted):
-        folder.mkdir()
-        (folder / "pack.json").write_text(json.dumps({}))
-    (partial / "thesis.txt").write_text("years of work")
-    (planted / "plan.json").write_text("{}")
-    os.chown(planted, NOBODY, NOBODY)
-    with pytest.raises(ArchiveError, match="exists"):
-        pack(files, planted, workers=0)
-    assert is_pack(partial)
-    assert (partial / "thesis.txt").exists()

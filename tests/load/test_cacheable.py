@@ -54,7 +54,7 @@ def _no_caches_are_left() -> Iterator[None]:
     from lightning_feed.archive import shared_cache
 
     yield
-    for cache in list(shared_cache._caches):
+    for cache in list(shared_cache._open_files.values()):
         cache.close()
 
 
@@ -214,7 +214,7 @@ def test_one_limit_is_shared_out_by_samples() -> None:
     parts = Squares(size=10), Squares(size=30), Squares(size=40)
     named = [("train", ConcatDataset(parts[:2])), ("val", parts[2])]
     caches = open_caches(named, kind="decoded", limit="50%", run="test", machine=_machine(shm=160 * MIB))
-    assert [cache.limit_bytes for cache in caches] == [10 * MIB, 30 * MIB, 40 * MIB]
+    assert [cache.stats().limit_bytes for cache in caches] == [10 * MIB, 30 * MIB, 40 * MIB]
     assert len({cache.path for cache in caches}) == 3
 
 
@@ -236,14 +236,14 @@ def test_every_making_of_a_dataset_has_a_cache_of_its_own() -> None:
 @pytest.mark.parametrize("limit", ["10GiB", "90MiB", "90%"])
 def test_room_is_left_for_batches(limit: str, caplog: pytest.LogCaptureFixture) -> None:
     (cache,) = _open(Squares(), limit=limit, machine=_machine(memory=100 * MIB))
-    assert cache.limit_bytes == 80 * MIB
+    assert cache.stats().limit_bytes == 80 * MIB
     assert f"cache_limit='{limit}' is cut to 80 MiB: 100 MiB of memory and /dev/shm" in caplog.text
 
 
 def test_a_limit_within_what_there_is_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         (cache,) = _open(Squares(), limit="1MiB", machine=replace(_machine(), available_memory_bytes=None))
-    assert cache.limit_bytes == MIB
+    assert cache.stats().limit_bytes == MIB
     assert caplog.text == ""
 
 
