@@ -99,11 +99,7 @@ def _run(
     session: Session, names: list[str], budget_s: float, on_progress: Callable[[str, float], object] | None
 ) -> Iterator[ExperimentResults]:
     began = session.clock()
-    no_loader: str | None = None
-    try:
-        session.prepare()
-    except LoaderError as error:
-        no_loader = str(error)
+    no_loader = session.prepare()
     for done, name in enumerate(names):
         if on_progress is not None:
             on_progress(f"{name}: {EXPERIMENTS[name].what}", done / len(names))

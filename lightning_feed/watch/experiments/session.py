@@ -281,20 +281,28 @@ class Session:
     subset: Any = None
     """The first batches, and the files that they are made of; the same for all experiments, so that they compare."""
 
-    def prepare(self) -> None:
+    def prepare(self) -> str | None:
         """Look at the loaders, and draw a sample of each.
 
+        Returns:
+            Why they cannot be built anew; None when they can.
+
         Raises:
-            LoaderError: what is not a DataLoader, or cannot be built anew.
             DatasetError: a sample cannot be made.
+            LoaderError: one takes very long.
         """
-        parts = parts_of(self.loader)
-        with preserve_state([part.loader for part in parts]):
-            for part in parts:
-                clone_loader(part.loader)
-            self.samples = [make_sample(part) for part in parts]
+        try:
+            parts = parts_of(self.loader)
+            with preserve_state([part.loader for part in parts]):
+                for part in parts:
+                    clone_loader(part.loader)
+        except LoaderError as error:
+            return str(error)
         self.parts = parts
+        with preserve_state([part.loader for part in parts]):
+            self.samples = [make_sample(part) for part in parts]
         self.note(batch_size=sum(part.batch_size for part in parts))
+        return None
 
     def note(self, **figures: Any) -> None:
         """Put figures among the results."""

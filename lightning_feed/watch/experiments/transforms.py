@@ -288,7 +288,7 @@ _END = object()
 
 
 def _maker(part: Part, indices: Iterable[Any], timer: StepTimer) -> Callable[[Any], Any]:
-    """What makes a sample of its index, and times what is told apart."""
+    """A function that makes the sample of an index, and times its stages."""
     dataset: Any = part.loader.dataset
     if part.stream:
         stream, load = iter(dataset), timer.step("load")

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from watch.experiments.made_data import Broken, Files, Images, Slow, Stream
 
-from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.watch.experiments import data_experiments, loader_alone
@@ -141,6 +141,20 @@ def test_a_sample_that_cannot_be_loaded_is_named(workers: int) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+class Hanging(Images):
+    """As one that was waited for in vain."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise LoaderError("planted")
+
+
+def test_a_sample_that_never_comes_is_an_error_and_the_loader_is_not_iterated() -> None:
+    loader = DataLoader(Hanging())
+    with pytest.raises(LoaderError, match="planted"):
+        _last(loader)
+    assert loader._iterator is None
+
+
 class FailsInWorkerOne(Dataset[int]):
     """Fails there only, so no sample can be named."""
 
@@ -229,8 +243,8 @@ def test_what_would_take_too_much_memory_is_not_run(monkeypatch: pytest.MonkeyPa
 
 
 def test_wrong_names_and_budgets_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"only=\['X9'\] is none of loader, keys"):
-        run_data_experiments(DataLoader(Images()), budget_s=1.0, only=frozenset({"X9"}))
+    with pytest.raises(SettingsError, match=r"only=\['speed'\] is none of loader, keys"):
+        run_data_experiments(DataLoader(Images()), budget_s=1.0, only=frozenset({"speed"}))
     with pytest.raises(SettingsError, match="above 0"):
         run_data_experiments(DataLoader(Images()), budget_s=0.0)
 
