@@ -17,14 +17,14 @@ from lightning_feed.dali_loaders import DaliLoaders
 from lightning_feed.datamodule_loaders import hush, job_of
 from lightning_feed.diagnosing.trainer import package_of
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.build import Job
+from lightning_feed.load.build import Job, size_of
 from lightning_feed.load.dali.reader_loader import ReaderLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.load.tuning.search import Tuned
-from lightning_feed.load.worker import why_not_picklable
-from lightning_feed.tuning.fit import explained, settled, tune_for_fit, why_not_now
+from lightning_feed.load.worker import why_not_sent
+from lightning_feed.tuning.fit import WITHOUT_WORKERS, explained, settled, tune_for_fit, why_not_now
 
 logger = logging.getLogger(__name__)
 
@@ -253,19 +253,18 @@ def _rebuilt(loader: DataLoader[Any], found: Recommendation) -> DataLoader[Any]:
 def _recommended(
     loader: DataLoader[Any], split: str, settings: LoaderSettings, job: Job, together: int
 ) -> Recommendation:
-    stream = isinstance(loader.dataset, IterableDataset)
-    kept = ""
-    if settings.num_workers == "auto":
-        kept = _why_kept(loader, stream=stream)
-        if kept:
-            settings = _with_workers(settings, loader.num_workers)
+    stream, batches = isinstance(loader.dataset, IterableDataset), size_of(loader)
+    ranks = 1 if stream else job.sharing_ranks
+    kept = _why_kept(loader, stream=stream) if settings.num_workers == "auto" else ""
+    if kept:
+        settings = replace(settings, num_workers=loader.num_workers, **({} if loader.num_workers else WITHOUT_WORKERS))
     found = recommend(
         read_machine(),
         settings,
         Workload(
             split=split,
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1,
-            batches=_batches(loader, 1 if stream else job.sharing_ranks),
+            batches=None if batches is None else -(-batches // ranks),
             loaders=together,
             iterable=stream,
             device_type=job.device_type,
@@ -281,25 +280,8 @@ def _why_kept(loader: DataLoader[Any], *, stream: bool) -> str:
     if stream:
         return "as the loader has it: each worker of an IterableDataset goes through what it takes for its own part"
     context: Any = loader.multiprocessing_context
-    method = context.get_start_method() if context is not None else read_machine().start_method
-    for name in ("dataset", "collate_fn", "worker_init_fn") if method != "fork" else ():
-        problem = why_not_picklable(getattr(loader, name))
-        if problem is not None:
-            return f"as the loader has it: its {name} cannot be sent to worker processes: {problem}"
-    return ""
-
-
-def _with_workers(settings: LoaderSettings, workers: int) -> LoaderSettings:
-    if workers:
-        return replace(settings, num_workers=workers)
-    return replace(settings, num_workers=0, prefetch_factor="auto", persistent_workers="auto")
-
-
-def _batches(loader: DataLoader[Any], ranks: int) -> int | None:
-    try:
-        return -(-len(loader) // ranks)
-    except (TypeError, NotImplementedError):
-        return None
+    why = why_not_sent(loader, context.get_start_method() if context is not None else read_machine().start_method)
+    return f"as the loader has it: {why}" if why else ""
 
 
 def _map_loaders(made: Any, name: str, change: Callable[[Any, str], Any]) -> Any:

@@ -11,19 +11,22 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from recording import Numbers, Recording, by_hook, fit, quiet_trainer
+from recording import Numbers, Recording, Stream, by_hook, fit, quiet_trainer
 from resuming import Killed, SaveThenDie, run, trained
 from scripted_starvation import FED, STARVED, STILL, Scripted, own_lines
 from torch.utils.data import DataLoader, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from watch.small_fits import Memory
 from watch.test_ranks_gloo import in_ranks
 
 from lightning_feed import FastDataModule, LoaderSettings, _host
-from lightning_feed.autotune_callback import AutotuneCallback
+from lightning_feed.autotune_callback import AutotuneCallback, Figures
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
+from lightning_feed.watch.stats import LoaderStats, StarvationStats
+from lightning_feed.watch.verdict.diagnosis import LoopFacts, Measurements
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -88,43 +91,33 @@ def module(**settings: Any) -> Callable[[], dict[str, Any]]:
 
 LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": plain(num_workers=1),
-    "plain, persistent": plain(num_workers=1, persistent_workers=True),
     "plain, no workers": plain(),
-    "plain, seeded": lambda: plain(
+    "plain, persistent, seeded": lambda: plain(
         num_workers=1, persistent_workers=True, generator=torch.Generator().manual_seed(3)
     )(),
-    "ours, persistent": ours(num_workers=1, persistent_workers=True),
-    "ours, background": ours(num_workers=1, persistent_workers=True, background=2),
+    "ours, persistent, background": ours(num_workers=1, persistent_workers=True, background=2),
     "ours, in an order": lambda: ours(num_workers=1, order=EpochOrder(seed=1, epoch=lambda: 0))(),
-    "threads": ours(num_workers=1, workers="thread"),
     "threads, persistent": ours(num_workers=1, workers="thread", persistent_workers=True),
     "datamodule": module(num_workers=1),
-    "datamodule, no workers": module(num_workers=0),
     "datamodule, threads": module(num_workers=1, workers="thread"),
 }
-every_loader = pytest.mark.parametrize("loaders", LOADERS.values(), ids=list(LOADERS))
+every_loader = pytest.mark.parametrize("name", LOADERS)
 
 
 @every_loader
-def test_same_samples_same_order_same_weights(loaders: Any) -> None:
+def test_same_samples_same_order_same_weights(name: str) -> None:
     """The model has dropout and the samplers draw from torch's generators, so a draw too many would show."""
-    expected, _, _ = fit([], loaders, max_epochs=5)
+    expected, _, _ = fit([], LOADERS[name], max_epochs=4)
     watching, autotune = Watching(), AutotuneCallback()
-    changed, _, error = fit([Scripted(STARVED, STILL, FED), autotune, watching], loaders, max_epochs=5)
+    changed, _, error = fit([Scripted(STARVED, STILL, FED), autotune, watching], LOADERS[name], max_epochs=4)
     assert error is None
     assert [one.move.kind for one in autotune.moves] == ["up", "up"]
     assert len(set(watching.seen)) == 3
     assert [workers for workers, _ in watching.seen[:3]] == sorted({workers for workers, _ in watching.seen})
     assert by_hook(changed.events) == by_hook(expected.events)
     assert all(map(torch.equal, changed.parameters(), expected.parameters()))
-
-
-@pytest.mark.parametrize("name", ["plain, persistent", "ours, persistent", "ours, background"])
-def test_persistent_workers_that_are_replaced_end(name: str) -> None:
-    watching = Watching()
-    _, _, error = fit([Scripted(STARVED, STILL, FED), AutotuneCallback(), watching], LOADERS[name], max_epochs=5)
-    assert error is None
-    assert watching.alive == [workers for workers, _ in watching.seen]
+    if "persistent" in name and "threads" not in name:  # workers that are replaced end
+        assert watching.alive == [workers for workers, _ in watching.seen]
 
 
 def test_the_generator_of_the_loader_is_its_own_again() -> None:
@@ -157,15 +150,13 @@ def test_what_made_it_worse_is_taken_back_and_that_is_the_end(caplog: pytest.Log
     ]
 
 
-@pytest.mark.parametrize("anew", [0, 1])
-def test_three_moves_then_nothing(anew: int) -> None:
-    """Loaders that are made anew afterwards have the last of them all the same."""
+def test_three_moves_then_nothing() -> None:
     watching, autotune = Watching(), AutotuneCallback()
     script = Scripted(*((100.0 * 0.9**k, 30.0 * 0.9**k) for k in range(8)))
-    loaders = module(num_workers=1)  # makes loaders with one worker each time
-    fit([script, autotune, watching], loaders, max_epochs=6, reload_dataloaders_every_n_epochs=anew)
+    loaders = module(num_workers=1)
+    fit([script, autotune, watching], loaders, max_epochs=5)
     assert [one.move.num_workers for one in autotune.moves] == [2, 4, 7]
-    assert [workers for workers, _ in watching.seen] == [1, 2, 4, 7, 7, 7]
+    assert [workers for workers, _ in watching.seen] == [1, 2, 4, 7, 7]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")  # on purpose, to be given back
@@ -256,9 +247,8 @@ def test_it_is_taken_out_after_an_error() -> None:
     assert vars(trainer.profiler).keys() == vars(plain_trainer.profiler).keys()
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-def test_a_run_killed_after_a_move_resumes_exactly(persistent: bool, tmp_path: Path) -> None:
-    loaders = module(num_workers=1, persistent_workers=persistent)
+def test_a_run_killed_after_a_move_resumes_exactly(tmp_path: Path) -> None:
+    loaders = module(num_workers=1, persistent_workers=True)
     options: dict[str, Any] = {"max_epochs": 4}
     whole = run(loaders, [], **options)
     autotune, path = AutotuneCallback(), tmp_path / "killed.ckpt"
@@ -291,10 +281,9 @@ def fit_on_a_rank(rank: int, starved_rank: int) -> Any:
     return {"seen": watching.seen, "moves": kinds, "trained": trained(model)}
 
 
-@pytest.mark.parametrize("starved_rank", [0, 1])
-def test_ranks_make_the_same_moves(starved_rank: int, tmp_path: Path) -> None:
+def test_ranks_make_the_same_moves(tmp_path: Path) -> None:
     """One rank is starved, the other has a full queue: left to themselves one would go up and the other stay."""
-    first, second = in_ranks(2, fit_on_a_rank, tmp_path, starved_rank)
+    first, second = in_ranks(2, fit_on_a_rank, tmp_path, 1)
     assert first["moves"] == second["moves"] == [[1, "up", 3]]
     assert first["seen"] == second["seen"] == [[1, 2], [3, 2], [3, 2], [3, 2]]
     assert len(first["trained"]) == len(second["trained"])
@@ -308,3 +297,137 @@ def test_killed_is_not_swallowed() -> None:
 
     _, _, error = fit([Scripted(STARVED, FED), AutotuneCallback(), Dies()], plain(num_workers=1), max_epochs=4)
     assert isinstance(error, Killed)
+
+
+# --- where it changes nothing -----------------------------------------------------------------------------------------
+
+
+class Batches:
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        return iter([torch.ones(2, 4)] * 3)
+
+
+class OwnWay(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+ASIDE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "iterable": (lambda: {"train_dataloaders": DataLoader(Stream(SAMPLES), BATCH, num_workers=1)}, "is iterable"),
+    "several": (
+        lambda: {"train_dataloaders": [DataLoader(Numbers(8), 2), DataLoader(Numbers(8), 2)]},
+        "2 training loaders",
+    ),
+    "no DataLoader": (lambda: {"train_dataloaders": Batches()}, "is no DataLoader"),
+    "its own way": (lambda: {"train_dataloaders": OwnWay(Numbers(8), 2)}, "OwnWay"),
+    "stateful": (lambda: {"train_dataloaders": StatefulDataLoader(Numbers(8), 2)}, "StatefulDataLoader"),
+    "a dataset that no worker can use": (lambda: {"train_dataloaders": DataLoader(Only(), 2)}, "a worker process"),
+}
+
+
+class Only(Numbers):
+    """As one that holds what belongs to the training process."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if torch.utils.data.get_worker_info() is not None:
+            raise RuntimeError("wrong process")
+        return super().__getitem__(index)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13 and later
+@pytest.mark.parametrize(("loaders", "why"), ASIDE.values(), ids=list(ASIDE))
+def test_it_stands_aside_and_says_so_once(loaders: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_feed.autotune_callback")
+    expected, _, _ = fit([], loaders, max_epochs=2)
+    autotune = AutotuneCallback()
+    same, _, error = fit([Scripted(STARVED), autotune], loaders, max_epochs=2)
+    assert error is None
+    assert autotune.moves == ()
+    (said,) = own_lines(caplog)
+    assert "stands aside" in said
+    assert why in said
+    assert by_hook(same.events) == by_hook(expected.events)
+    assert all(map(torch.equal, same.parameters(), expected.parameters()))
+
+
+# --- figures of an epoch, out of totals of a run ----------------------------------------------------------------------
+
+
+def total(*epochs: tuple[int, float, float, float, float, int], settled: bool = True, **facts: Any) -> Measurements:
+    """What a run tells that had such epochs: (steps, step_ms, data_idle_ms, queue_ready, on_cpu_pct, workers)."""
+    steps = sum(one[0] for one in epochs)
+    worked = sum(n * step * workers for n, step, _, _, _, workers in epochs)
+    return Measurements(
+        stats=StarvationStats(
+            steps=steps,
+            confidence="high",
+            step_ms=sum(n * step for n, step, *_ in epochs) / steps,
+            data_idle_ms=sum(n * idle for n, _, idle, *_ in epochs) / steps,
+            starved_low_pct=0.0 if settled else None,
+        ),
+        facts=LoopFacts(**facts),
+        loaders=LoaderStats(
+            queue_ready=sum(n * ready for n, _, _, ready, *_ in epochs) / steps,
+            queue_capacity=8.0,
+            workers_on_cpu_pct=sum(n * step * cpu * workers for n, step, _, _, cpu, workers in epochs) / worked,
+            workers_run_queue_pct=sum(n * step * cpu / 2 * workers for n, step, _, _, cpu, workers in epochs) / worked,
+        ),
+    )
+
+
+FIRST, SECOND = (100, 50.0, 20.0, 1.0, 90.0, 2), (60, 30.0, 3.0, 6.0, 40.0, 4)
+
+
+def test_each_epoch_has_its_own_figures() -> None:
+    figures = Figures()
+    first = figures.since(total(FIRST), workers=2)
+    figures.close()
+    second = figures.since(total(FIRST, SECOND), workers=4)
+    for found, (steps, step_ms, idle_ms, ready, cpu, _) in ((first, FIRST), (second, SECOND)):
+        assert found is not None
+        assert found.steps == steps
+        assert found.step_ms == pytest.approx(step_ms)
+        assert found.data_idle_ms == pytest.approx(idle_ms)
+        assert found.queue_ready == pytest.approx(ready)
+        assert found.queue_capacity == pytest.approx(8)
+        assert found.on_cpu_pct == pytest.approx(cpu)
+        assert found.run_queue_pct == pytest.approx(cpu / 2)
+
+
+def test_short_epochs_are_put_together() -> None:
+    figures, short = Figures(), (15, 50.0, 20.0, 1.0, 90.0, 2)
+    assert figures.since(total(FIRST), workers=2) is not None
+    figures.close()
+    assert figures.since(total(FIRST, short), workers=2) is None
+    both = figures.since(total(FIRST, short, short), workers=2)
+    assert both is not None
+    assert both.steps == 30
+
+
+def test_what_is_not_closed_is_measured_on() -> None:
+    figures = Figures()
+    figures.since(total(FIRST), workers=2)  # another rank had too few steps
+    both = figures.since(total(FIRST, FIRST), workers=2)
+    assert both is not None
+    assert both.steps == 200
+
+
+@pytest.mark.parametrize(("steps", "known"), [(47, False), (48, True)])
+def test_totals_that_may_hold_the_warm_up_are_not_used(steps: int, known: bool) -> None:
+    """20 steps of warm-up, 8 that a full queue serves, and 20 that figures rest on."""
+    measured = total((steps, 50.0, 20.0, 1.0, 90.0, 2), settled=False, num_workers=4, prefetch_factor=2)
+    assert (Figures().since(measured, workers=4) is not None) == known
+
+
+def test_what_is_not_known_is_none() -> None:
+    stats = StarvationStats(steps=100, confidence="high", step_ms=5.0, data_idle_ms=1.0, starved_low_pct=0.0)
+    found = Figures().since(Measurements(stats=stats), workers=0)
+    assert found is not None
+    assert (found.queue_ready, found.queue_capacity, found.on_cpu_pct, found.run_queue_pct) == (None,) * 4
+    assert Figures().since(Measurements(stats=StarvationStats(steps=0, confidence="low")), workers=1) is None

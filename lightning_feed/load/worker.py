@@ -78,6 +78,15 @@ def why_not_picklable(thing: Any) -> str | None:
     return None
 
 
+def why_not_sent(loader: Any, start_method: str) -> str:
+    """Why a DataLoader cannot have worker processes that are started by a method; empty where nothing is known to."""
+    for name in ("dataset", "collate_fn", "worker_init_fn") if start_method != "fork" else ():
+        why = why_not_picklable(getattr(loader, name))
+        if why is not None:
+            return f"its {name} cannot be sent to worker processes that are started by {start_method!r}: {why}"
+    return ""
+
+
 class _Nowhere(io.RawIOBase):
     def write(self, data: Any) -> int:
         return memoryview(data).nbytes

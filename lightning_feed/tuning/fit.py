@@ -20,7 +20,7 @@ from lightning_feed.load.tuning.tune_loader import tune_loader
 
 logger = logging.getLogger(__name__)
 
-_NEED_WORKERS: dict[str, Any] = {
+WITHOUT_WORKERS: dict[str, Any] = {
     "workers": "process", "prefetch_factor": "auto", "persistent_workers": "auto", "in_order": True, "timeout_s": 0,
     "start_method": None,
 }  # fmt: skip
@@ -141,7 +141,7 @@ def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
     found = tuned.setting
     if not found.num_workers:
         pinned = settings.pin_memory if settings.pin_memory != "auto" else found.pin_memory
-        return replace(settings, num_workers=0, pin_memory=pinned, **_NEED_WORKERS)
+        return replace(settings, num_workers=0, pin_memory=pinned, **WITHOUT_WORKERS)
     changed: dict[str, Any] = {"num_workers": found.num_workers, "workers": found.workers}
     for name in ("prefetch_factor", "pin_memory", "persistent_workers"):
         if getattr(settings, name) == "auto":

@@ -82,6 +82,7 @@ class Tunes:
 def tunes(monkeypatch: pytest.MonkeyPatch) -> Tunes:
     made = Tunes()
     monkeypatch.setattr(tuning, "tune_loader", made)
+    monkeypatch.setattr(tuning, "REPLAY_S", 0.3)
     return made
 
 

@@ -154,7 +154,7 @@ class Search:
 
     def __init__(self, offer: Offer, goal: Goal, broken: Callable[[Setting, Sequence[Trial]], str]) -> None:
         self.trials: list[Trial] = []
-        self.rejected: list[tuple[Setting, str]] = []
+        self.rejected: dict[Setting, str] = {}
         self._offer, self._goal, self._broken = offer, goal, broken
         self._most: dict[Kind, int] = dict.fromkeys(offer.kinds, offer.most_workers)
 
@@ -192,7 +192,7 @@ class Search:
             setting=best.setting,
             reason=self._reason(best),
             trials=tuple(self.trials),
-            rejected=tuple(self.rejected),
+            rejected=tuple(self.rejected.items()),
             demand_per_s=demand,
             batches_per_s=best.batches_per_s,
             starved_pct=None if demand is None else max(0.0, 100 * (1 - self._effective(best) / demand)),
@@ -280,7 +280,7 @@ class Search:
                 if not why:
                     return None if self._was_tried(setting) else setting
                 if count == workers and prefetch == wanted:
-                    self.rejected.append((setting, why))
+                    self.rejected.setdefault(setting, why)
         return None
 
     def _was_tried(self, setting: Setting) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.archive.files import cache_folder, read_private, write_private
 from lightning_feed.archive.memory import read_text
+from lightning_feed.load.build import size_of
 from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.throughput import watchdog
@@ -129,7 +130,7 @@ def _data(loader: DataLoader[Any]) -> dict[str, Any]:
             for name in ("transform", "transforms", "target_transform")
             if getattr(dataset, name, None) is not None
         }
-        parts.append([_name(dataset), _length(dataset), transforms])
+        parts.append([_name(dataset), size_of(dataset), transforms])
         inner = getattr(dataset, "dataset", None)
         if inner is None:
             break
@@ -163,13 +164,6 @@ def _described(thing: Any) -> str:
         return ""
     named = getattr(thing, "__qualname__", None)
     return f"{getattr(thing, '__module__', '')}.{named}" if named else _ADDRESS.sub("", repr(thing))[:2000]
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _class_of(size: float | None, step: float) -> int | None:

@@ -16,7 +16,7 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.settings import MOST
 from lightning_feed.load.throughput import RoundLimits
-from lightning_feed.load.tuning.feasible import Feasible, read_open_files
+from lightning_feed.load.tuning.feasible import Feasible, free_files
 from lightning_feed.load.tuning.trial import Setting, Trial, run_trial
 
 DEFAULT_GRID = tuple(range(0, 51, 5))
@@ -112,7 +112,7 @@ def sweep_loader(
     counts, machine, context = check_grid(grid), read_machine(), loader.multiprocessing_context
     limited = Feasible(
         machine=machine,
-        files=read_open_files(),
+        free_files=free_files(),
         background=getattr(loader, "background", 0),
         start_method=context.get_start_method() if context is not None else None,
     )

@@ -4,7 +4,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, FeedError
@@ -258,16 +259,10 @@ def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:
 
 def leaf_sizes(batch: Any, depth: int = 0) -> list[int]:
     """Bytes of each tensor and array in a batch of any structure."""
-    if isinstance(batch, Tensor):
-        return [batch.numel() * batch.element_size()]
-    if isinstance(batch, np.ndarray):
-        return [int(batch.nbytes)]
-    if isinstance(batch, (bytes, bytearray)) or depth > _DEEPEST:
-        return []
-    if isinstance(batch, Mapping):
-        inside: Iterable[Any] = batch.values()
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        inside = batch
-    else:
-        inside = getattr(batch, "__dict__", {}).values()
-    return [size for one in inside for size in leaf_sizes(one, depth + 1)]
+    sizes = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, (Tensor, np.ndarray)):
+            sizes.append(int(leaf.nbytes))
+        elif depth < _DEEPEST:
+            sizes += leaf_sizes(list(getattr(leaf, "__dict__", {}).values()), depth + 1)
+    return sizes

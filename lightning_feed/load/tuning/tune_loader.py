@@ -11,16 +11,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker
 
 from lightning_feed.errors import LoaderError
+from lightning_feed.load.build import size_of
 from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.recommend import PINNING_DEVICES
 from lightning_feed.load.throughput import RoundLimits, watchdog
-from lightning_feed.load.tuning.feasible import IMPORT_S, Feasible, read_open_files
+from lightning_feed.load.tuning.feasible import Feasible, free_files
 from lightning_feed.load.tuning.search import Goal, Offer, Search, Tuned
 from lightning_feed.load.tuning.store import Store, key_of
 from lightning_feed.load.tuning.trial import Kind, Setting, Trial, run_trial
-from lightning_feed.load.worker import why_not_picklable
+from lightning_feed.load.worker import why_not_sent
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ _SILENT_S = 60.0
 _START_SHARE = 0.01
 """Workers live on from epoch to epoch where starting them takes more of an epoch."""
 _FIRST_SAMPLE_S = 10.0
+IMPORT_S = 2.5
+"""CPU time in which a process that is not forked imports torch: 2.2 to 2.9 s with torch 2.15 on an AMD EPYC."""
 
 
 def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name, and have a default
@@ -106,15 +109,12 @@ class _Run:
         self._cpus = (machine.cpu_time or machine.usable_cpus) / goal.local_ranks
         context: Any = getattr(loader, "multiprocessing_context", None)
         self._method = context.get_start_method() if context is not None else machine.start_method
-        # As many as there are CPUs, or as start within a quarter of the budget.
-        most_started = max(1, int(self._cpus), int(self._cpus * goal.budget_s / 4 / IMPORT_S))
         self._feasible = Feasible(
             machine=machine,
-            files=read_open_files(),
+            free_files=free_files(),
             local_ranks=goal.local_ranks,
             background=getattr(loader, "background", 0),
             start_method=self._method,
-            most_started=None if self._method == "fork" else most_started,
         )
 
     def check(self, kept: Tuned | None) -> Tuned | None:
@@ -167,11 +167,13 @@ class _Run:
         most = self.goal.most_workers
         if most is None:
             most = max(MOST_WORKERS if self.goal.local_ranks == 1 else 4, int(2 * self._cpus))
+        if self._method != "fork":  # as many as there are CPUs, or as start within a quarter of the budget
+            most = min(most, max(1, int(self._cpus), int(self._cpus * self.goal.budget_s / 4 / IMPORT_S)))
         kinds: tuple[Kind, ...] = ("process",)
         stream = isinstance(self.loader.dataset, IterableDataset)
         if isinstance(self.loader, FeedLoader) and not stream:
             kinds = ("process", "thread")
-        why = self._why_no_processes()
+        why = why_not_sent(self.loader, self._method)
         if why:
             self._notes.append(f"no worker processes: {why}")
             kinds = kinds[1:]
@@ -187,23 +189,13 @@ class _Run:
             cpus=self._cpus, most_workers=most, kinds=kinds, pin_memory=self.goal.device_type in PINNING_DEVICES
         )
 
-    def _why_no_processes(self) -> str:
-        for name in ("dataset", "collate_fn", "worker_init_fn") if self._method != "fork" else ():
-            why = why_not_picklable(getattr(self.loader, name))
-            if why is not None:
-                return f"its {name} cannot be sent to processes that are started by {self._method!r}: {why}"
-        return ""
-
     def _persistent(self, found: Tuned) -> tuple[bool, list[str]]:
         """Whether workers live on from epoch to epoch, and why."""
         setting, rate = found.setting, found.batches_per_s
         if not setting.num_workers or setting.workers == "thread" or not self.goal.may_persist:
             return False, []
         start_s = next(trial.start_s for trial in found.trials if trial.setting == setting)
-        try:
-            batches = len(self.loader)
-        except (TypeError, NotImplementedError):
-            batches = 0
+        batches = size_of(self.loader)
         if not batches or not start_s or not rate:
             return True, ["workers live on from epoch to epoch, since the length of one is not known"]
         epoch_s = batches / min(rate, self.goal.demand_per_s or rate)

@@ -14,7 +14,6 @@ from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.tuning import tune_loader as door
-from lightning_feed.load.tuning.feasible import OpenFiles
 from lightning_feed.load.tuning.search import Goal
 from lightning_feed.load.tuning.store import Store
 from lightning_feed.load.tuning.trial import Setting, Trial
@@ -121,7 +120,7 @@ def test_a_remembered_result_that_no_longer_fits_is_not_run(
     found = tune(trials, store=store)
     assert found.setting.num_workers > 1
     ran = len(trials.ran)
-    monkeypatch.setattr(door, "read_open_files", lambda: OpenFiles(now=30, most=100, kept=True))
+    monkeypatch.setattr(door, "free_files", lambda: 6.0)
     tight = tune(trials, store=store)
     assert trials.ran[ran].num_workers == 0
     assert tight.setting.num_workers <= 1
@@ -210,7 +209,10 @@ def test_what_cannot_be_sent_to_workers_gets_none(trials: Trials) -> None:
     spawned = replace(MACHINE, start_method="spawn")
     found = tune(trials, DataLoader(Unpicklable(), batch_size=4), machine=spawned)
     assert found.setting.num_workers == 0
-    assert "no worker processes: its dataset cannot be sent to processes that are started by 'spawn'" in found.reason
+    assert (
+        "no worker processes: its dataset cannot be sent to worker processes that are started by 'spawn'"
+        in found.reason
+    )
     assert len(trials.ran) == 1
     tune(trials, DataLoader(Unpicklable(), batch_size=4))
     assert max(setting.num_workers for setting in trials.ran) > 0
