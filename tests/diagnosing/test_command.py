@@ -87,7 +87,7 @@ def test_a_training(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert printed.out.startswith("FEED  ")
     assert "Pipeline (" in printed.out
-    assert "keys  mask (0.1 kB a batch): never used by the model" in printed.out
+    assert "keys  mask: 0.1 kB a batch, never used by the model" in printed.out
     assert printed.err.splitlines()[-1] == "Written to feed_diagnosis."
     assert {one.name for one in Path("feed_diagnosis").iterdir()} == {
         f"feed_report.{end}" for end in ("json", "md", "html")

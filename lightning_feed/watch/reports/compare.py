@@ -11,16 +11,9 @@ from lightning_feed.watch.verdict.shares import shares_of
 Setting = bool | int | float | str | None
 
 FIGURES = (
-    "step_ms",
-    "compute_ms",
-    "data_idle_ms",
-    "h2d_ms",
-    "other_ms",
-    "next_wait_ms",
-    "starved_pct",
-    "input_pct",
+    "step_ms", "compute_ms", "data_idle_ms", "h2d_ms", "other_ms", "next_wait_ms", "starved_pct", "input_pct",
     "epoch_start_s",
-)
+)  # fmt: skip
 """Fields of StarvationStats that are compared, after ``samples_per_s``."""
 MACHINE = ("platform", "cpu", "device", "usable_cpus")
 """Fields of Environment by which another machine is known."""

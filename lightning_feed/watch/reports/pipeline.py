@@ -1,7 +1,7 @@
 """The pipeline from disk to model: samples per second that each part could do, and which is the bottleneck."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from lightning_feed.watch.experiments.results import NamedCost
@@ -16,12 +16,17 @@ _CUT = 3
 """The longest bar shows this many times the lowest rate; longer bars are cut. A copy may be 100 times as fast."""
 
 
+Kind = Literal["stage", "part", "fit", "if", "remedy"]
+_Row = tuple[Kind, str, float | None, str]
+"""Of a bar: its kind and name, batches per second, and how they were found."""
+
+
 class Bar(NamedTuple):
     """A rate in the pipeline's unit."""
 
     name: str
     per_s: float
-    kind: Literal["stage", "part", "fit", "if", "remedy"]
+    kind: Kind
     """A stage that every sample passes; a part of the loader, which shares its workers with the other parts; the fit as
     it ran; the loader under other circumstances; or the fit, predicted after a remedy, whose code is the name."""
     note: str = ""
@@ -47,38 +52,25 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     if found is None:
         return None
     size = next((one for one in (found.batch_size, facts.batch_size) if one is not None and one > 0), None)
-    batch = size or 1
-    disturbed = model_disturbed(measured)
-    stages = _mark(
-        [
-            *(_sample_parts(found.costs, facts) if size is not None else ()),
-            *_bars("part", batch, [("collate, IPC", found.ceiling_per_s, "constant samples, same workers")]),
-            *_bars(
-                "stage",
-                batch,
-                [
-                    ("loader", found.loader_per_s, "alone, as configured"),
-                    ("copy", rate(found.copy_ms, 1), "one batch after the other"),
-                    ("model", None if disturbed else found.model_per_s, "the same device batch again and again"),
-                ],
-            ),
-        ]
-    )
-    if not stages:
-        return None
-    what_if = (
-        ("files in memory", found.cached_bytes_per_s, ""),
-        ("files on disk only", found.cold_per_s, ""),
-        ("no transforms", found.no_transform_per_s, ""),
-        ("uint8 images", found.as_uint8_per_s, ""),
-    )
-    others = [
-        *_bars("fit", batch, [("fit as it ran", rate(measured.stats.step_ms, 1), "")]),
-        *_bars("if", batch, what_if),
-        *_bars("remedy", batch, ((one.code, rate(one.predicted_step_ms, 1), "") for one in diagnosis.remedies)),
+    rows: list[_Row] = [
+        *(_sample_parts(found.costs, facts, size) if size is not None else ()),
+        ("part", "collate, IPC", found.ceiling_per_s, "constant samples, same workers"),
+        ("stage", "loader", found.loader_per_s, "alone, as configured"),
+        ("stage", "copy", rate(found.copy_ms, 1), "one batch after the other"),
+        ("stage", "model", None if model_disturbed(measured) else found.model_per_s, "the same device batch each step"),
+        ("fit", "fit as it ran", rate(measured.stats.step_ms, 1), ""),
+        ("if", "files in memory", found.cached_bytes_per_s, ""),
+        ("if", "files on disk only", found.cold_per_s, ""),
+        ("if", "no transforms", found.no_transform_per_s, ""),
+        ("if", "uint8 images", found.as_uint8_per_s, ""),
+        *(("remedy", one.code, rate(one.predicted_step_ms, 1), "") for one in diagnosis.remedies),
     ]
-    rates = [one.per_s for one in stages]
-    return Pipeline("samples/s" if size else "batches/s", stages + others, min(max(rates), _CUT * min(rates)))
+    scaled = [(kind, name, (size or 1) * per_s, note) for kind, name, per_s, note in rows if per_s is not None]
+    bars = _mark([Bar(name, per_s, kind, note) for kind, name, per_s, note in scaled if 0 < per_s < math.inf])
+    rates = [one.per_s for one in bars if one.kind in ("stage", "part")]
+    if not rates:
+        return None
+    return Pipeline("samples/s" if size else "batches/s", bars, min(max(rates), _CUT * min(rates)))
 
 
 def pipeline_text(pipeline: Pipeline) -> list[str]:
@@ -110,35 +102,24 @@ def _short(code: str, most: int = 44) -> str:
     return code if len(code) <= most else f"{code[: most - 3]}..."
 
 
-def _bars(
-    kind: Literal["stage", "part", "fit", "if", "remedy"],
-    batch: int,
-    rows: Iterable[tuple[str, float | None, str]],
-) -> list[Bar]:
-    """Bars of the rates, in batches per second, that were measured and can be drawn."""
-    known = ((name, batch * per_s, note) for name, per_s, note in rows if per_s is not None)
-    return [Bar(name, per_s, kind, note) for name, per_s, note in known if 0 < per_s < math.inf]
-
-
-def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts) -> list[Bar]:
+def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: int) -> Iterator[_Row]:
     """Reading, decoding and the transforms: what the workers could pass if each did nothing else.
 
     A worker is taken to run at full speed while there is a CPU for it.
     """
     if facts.num_workers is None:
-        return []
+        return
     grouped: dict[str, list[NamedCost]] = {name: [] for name in (*NOT_TRANSFORMS, "transforms")}
     for one in costs:
         step = step_of(one.name)
         grouped[step if step in NOT_TRANSFORMS else "transforms"].append(one)
-    rows: list[tuple[str, float | None, str]] = []
     for name, some in grouped.items():
         wall_ms, cpu_ms = sum(one.wall_ms for one in some), sum(one.cpu_ms for one in some)
         per_s = rate(wall_ms, max(facts.num_workers, 1))
         if per_s is not None and facts.usable_cpus is not None and cpu_ms > 0:
             per_s = min(per_s, 1000 * facts.usable_cpus / cpu_ms)
-        rows.append((name, per_s, "cost of one sample, shared by the workers"))
-    return _bars("part", 1, rows)
+        if per_s is not None:
+            yield "part", name, per_s / batch_size, "cost of one sample, shared by the workers"
 
 
 def _mark(bars: list[Bar]) -> list[Bar]:

@@ -28,7 +28,7 @@ def as_text(diagnosis: Diagnosis) -> str:
         first = f"{headline(diagnosis)} ({trust(diagnosis)})"
         time = sections.step_sections(diagnosis), sections.time_sections(measured)
         told = [*time, sections.advice_sections(diagnosis), *told]
-    lines = chain.from_iterable(one.console for one in chain.from_iterable(told))
+    lines = chain.from_iterable(one.console_lines() for one in chain.from_iterable(told))
     return printable_lines("\n".join([f"FEED  {first}", *lines]))
 
 
@@ -53,7 +53,7 @@ def _markdown(section: Section) -> str:
     if section.form == "list":
         body = "\n".join(f"- {_text(line)}" for (line,) in section.rows)
     elif section.pipeline is not None:
-        lines = "\n".join(section.console).strip()
+        lines = "\n".join(section.console_lines()).strip()
         fence = _fence(lines, least=3)
         body = f"{fence}text\n{lines}\n{fence}"
     else:

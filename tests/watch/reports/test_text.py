@@ -25,7 +25,6 @@ from lightning_feed.watch.reports.headline import headline
 from lightning_feed.watch.reports.html import as_html
 from lightning_feed.watch.reports.pipeline import Pipeline, in_rate, pipeline_text, read_pipeline
 from lightning_feed.watch.reports.report import Report
-from lightning_feed.watch.reports.sections import batch_parts
 from lightning_feed.watch.reports.text import as_markdown, as_text, diagnosis_markdown
 from lightning_feed.watch.stats import LoaderStats, RankStats
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, LoopFacts, Measurements, Remedy
@@ -65,16 +64,12 @@ def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
     text = as_text(replace(alone, measurements=measured))
     assert text.startswith("FEED  no verdict: ")
     assert "Pipeline (samples/s)" in text
+    assert "costs decode: 9.80 ms; RandomResizedCrop: 3.20 ms; read: 1.90 ms; ColorJitter: 1.40 ms" in text
+    assert "tried 6 workers: 371 samples/s; 12 workers: 717 samples/s" in text
     assert (
-        "costs decode 9.80 ms, RandomResizedCrop 3.20 ms, read 1.90 ms, ColorJitter 1.40 ms: 16.30 ms a sample" in text
+        "batch its samples, in one process: 390.0 ms; collating them: 41.0 ms; taking it from" in text
     )
-    assert (
-        "tried num_workers 6: 371, 12: 717 samples/s, the loader alone; tried again, they differed by up to 20 %"
-        in text
-    )
-    assert "batch 390.0 ms for its samples, 41.0 ms to collate them" in text
     assert "code  Birds.__getitem__ (birds.py:41), calling ColorJitter: 120.0 ms a batch" in text
-    assert 'IPC   6.1 ms to take a batch from a worker; 2.8 ms with the sharing strategy "file_system"' in text
     assert "skip  X6: the files belong to another user" in text
 
 
@@ -110,8 +105,31 @@ def test_on_a_cpu_nothing_is_copied() -> None:
 
 def test_parts_of_lists_are_named_together() -> None:
     keys = tuple(KeyUse(name=f"1.{at}.image_id", bytes_per_batch=500, used=None) for at in range(9))
-    keys += (KeyUse(name="0", bytes_per_batch=9, used=None),)
-    assert batch_parts(keys) == [("batch[1][*].image_id", 4500, None), ("batch[0]", 9, None)]
+    keys += (KeyUse(name="0", bytes_per_batch=9_000, used=True), KeyUse(name="mask", bytes_per_batch=2, used=False))
+    assert _keys_line(keys) == (
+        "keys  mask: 0.0 kB a batch, never used by the model; batch[1][*].image_id: 4.5 kB a batch, use by the model "
+        "unknown; batch[0]: 9.0 kB a batch, used by the model"
+    )
+
+
+def _keys_line(keys: tuple[KeyUse, ...], *, steps: int = 412) -> str | None:
+    found = sample(stats=sample_stats(steps=steps))
+    results = replace(sample_experiments(), keys=keys)
+    text = as_text(replace(found, measurements=replace(found.measurements, experiments=results)))
+    return next((line for line in text.splitlines() if line.startswith("keys")), None)
+
+
+def test_of_parts_of_a_batch_that_nobody_could_use_nothing_is_said() -> None:
+    unknown, used = (KeyUse(name="b", bytes_per_batch=9, used=use) for use in (None, True))
+    assert _keys_line((unknown,), steps=0) is None
+    assert _keys_line((used,)) is None
+    for keys, steps in (((unknown,), 412), ((unknown, used), 0)):
+        assert "use by the model unknown" in (_keys_line(keys, steps=steps) or "")
+
+
+def test_a_line_of_the_console_names_some_rows() -> None:
+    keys = tuple(KeyUse(name=f"k{at}", bytes_per_batch=9, used=False) for at in range(9))
+    assert (_keys_line(keys) or "").endswith("; k5: 0.0 kB a batch, never used by the model; 3 more")
 
 
 def test_no_verdict() -> None:
@@ -180,8 +198,8 @@ def test_what_experiments_found_beside_the_pipeline() -> None:
     results = replace(sample_experiments(), keys=(KeyUse(name="meta.path", bytes_per_batch=2500, used=False),))
     lines = as_text(replace(found, measurements=replace(found.measurements, experiments=results))).splitlines()
     assert lines[-3:] == [
-        "disk  ext4 on local, 371 files/s, 118 kB a file",
-        "keys  meta.path (2.5 kB a batch): never used by the model",
+        "disk  file system: ext4 on local; files: 371 a second; mean size of a file: 118 kB",
+        "keys  meta.path: 2.5 kB a batch, never used by the model",
         "skip  X6: the files belong to another user",
     ]
 
@@ -268,21 +286,6 @@ def test_the_headline_says_why_waiting_does_not_count() -> None:
     assert headline(diagnose(alone)) == (
         "OK: limited by the model. 6 % of time waiting for data, which faster loading would not change: "
         "the model alone takes as long as a step."
-    )
-
-
-@pytest.mark.parametrize(("steps", "a", "said"), [(0, None, False), (0, True, True), (412, None, True)])
-def test_parts_of_which_nobody_knows_whether_they_are_used_are_named(steps: int, a: bool | None, said: bool) -> None:
-    keys = tuple(
-        KeyUse(name=name, bytes_per_batch=9, used=used) for name, used in [("b", None), ("c", None), ("a", a or False)]
-    )[: 3 if a else 2]
-    found = sample(stats=sample_stats(steps=steps))
-    results = replace(sample_experiments(), keys=keys)
-    text = as_text(replace(found, measurements=replace(found.measurements, experiments=results)))
-    assert ("keys  b, c: use by the model unknown" in text.splitlines()) == said
-    assert "never used" not in text
-    assert "| `b` | 0.0 | not known |" in as_markdown(
-        sample_report(replace(found, measurements=replace(found.measurements, experiments=results)))
     )
 
 
@@ -407,7 +410,7 @@ def test_the_markdown_of_a_report() -> None:
     assert "| 57.6 ms | 556 samples/s |" in text
     assert "\n".join(pipeline_text(read_pipeline(sample()))) in text  # type: ignore[arg-type]
     assert "| `rank 1 (the slow one)` | 29.60 |" in text
-    assert "| `decode` | 9.600 | 9.800 |" in text
+    assert "| `decode` | 9.80 ms | 9.60 ms |" in text
     assert "| `[Callback]ModelCheckpoint.on_train_batch_end` | 2.40 |" in text
     assert "| `X6` | the files belong to another user |" in text
 
