@@ -66,9 +66,7 @@ def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
     assert "Pipeline (samples/s)" in text
     assert "costs decode: 9.80 ms; RandomResizedCrop: 3.20 ms; read: 1.90 ms; ColorJitter: 1.40 ms" in text
     assert "tried 6 workers: 371 samples/s; 12 workers: 717 samples/s" in text
-    assert (
-        "batch its samples, in one process: 390.0 ms; collating them: 41.0 ms; taking it from" in text
-    )
+    assert "batch its samples, in one process: 390.0 ms; collating them: 41.0 ms; taking it from" in text
     assert "code  Birds.__getitem__ (birds.py:41), calling ColorJitter: 120.0 ms a batch" in text
     assert "skip  X6: the files belong to another user" in text
 
