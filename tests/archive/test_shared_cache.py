@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from lightning_feed.archive import files, shared_cache
-from lightning_feed.archive.shared_cache import PREFIX, CacheStats, SampleCache
+from lightning_feed.archive.shared_cache import PREFIX, CacheStats, SampleCache, parse_limit
 from lightning_feed.errors import ArchiveError, SettingsError
 
 METHODS = ["fork", "spawn"]
