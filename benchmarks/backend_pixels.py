@@ -40,7 +40,7 @@ from lightning_feed import ImageFolderDataModule, LoaderSettings, image_backends
 from lightning_feed.decode.choose import DECODER_NAMES, make_decoder
 from lightning_feed.errors import MissingExtraError
 from lightning_feed.image_backends import why_no_dali, why_no_nvjpeg
-from lightning_feed.load.cut import QUALITIES
+from lightning_feed.load.crop import QUALITIES
 from lightning_feed.transfer import gpu_decode as device_decode
 
 SUFFIXES = (".jpg", ".jpeg")

@@ -49,8 +49,8 @@ def on_dali(job: Job, *, workers: Literal["process", "thread"] = "thread", float
     """
     from lightning_feed import ImageFolderDataModule, LoaderSettings
     from lightning_feed.decode.choose import make_decoder
+    from lightning_feed.load.dali.binding import require_dali
     from lightning_feed.load.dali.image_pipeline import ImagePipeline, PipelineSpec
-    from lightning_feed.load.dali.install import require_dali
     from lightning_feed.load.dali.options import DaliOptions
 
     require_dali(gpu=False)
@@ -83,7 +83,7 @@ def on_dali(job: Job, *, workers: Literal["process", "thread"] = "thread", float
         pipeline, size_of, recipe = ImagePipeline(spec), make_decoder("pillow").decoder.size, middle_recipe(job.size)
         for path in paths:
             data = path.read_bytes()
-            pipeline.feed([data], [recipe.cut(*size_of(data))])
+            pipeline.feed([data], [recipe.spec(*size_of(data))])
             yield np.array(pipeline.take()[0].permute(1, 2, 0))
         pipeline.close()
 

@@ -20,7 +20,7 @@ def ours(
 ) -> Feed:
     """``floats`` runs ``device_transform`` on the CPU, too: what the reference gives, where there is no device."""
     from lightning_feed import ImageFolderDataModule, LoaderSettings
-    from lightning_feed.load.picture import DecodedPicture, EncodedPicture
+    from lightning_feed.load.crop import DecodedImage, EncodedImage
 
     if cache == "decoded":
         _check_room(job)
@@ -44,7 +44,7 @@ def ours(
         for path in paths:
             data = path.read_bytes()
             decoded = cache == "decoded"
-            picture = DecodedPicture(choice.decoder.decode(data)) if decoded else EncodedPicture(data, choice.decoder)
+            picture = DecodedImage(choice.decoder.decode(data)) if decoded else EncodedImage(data, choice.decoder)
             yield recipe(picture).permute(1, 2, 0).numpy()
 
     return Feed(epoch, pixels, note=f"decoder {choice.name}")
@@ -60,8 +60,7 @@ def on_device(job: Job, *, augmented: bool) -> Feed:
 
     from lightning_feed import ImageFolderDataModule, LoaderSettings
     from lightning_feed.decode.choose import make_decoder
-    from lightning_feed.load.image_recipe import SquareRecipe
-    from lightning_feed.load.picture import DecodedPicture
+    from lightning_feed.load.crop import DecodedImage, SquareRecipe
     from lightning_feed.transfer.device_augment import crop_and_flip
 
     made = ImageFolderDataModule(
@@ -90,7 +89,7 @@ def on_device(job: Job, *, augmented: bool) -> Feed:
             height, width = decoded.shape[:2]
             box = np.divide(middle(height, width), (height, width, height, width))
             boxes = torch.tensor(box[None], dtype=torch.float32)
-            images = crop_and_flip(kept(DecodedPicture(decoded))[None], boxes, torch.tensor([False]), job.size)
+            images = crop_and_flip(kept(DecodedImage(decoded))[None], boxes, torch.tensor([False]), job.size)
             yield images[0].round().permute(1, 2, 0).numpy()
 
     return Feed(epoch, pixels if augmented else None, note="on CUDA" if on_cuda else "the CPU does the device's work")
@@ -98,7 +97,7 @@ def on_device(job: Job, *, augmented: bool) -> Feed:
 
 def middle_recipe(size: int, quality: Literal["exact", "near", "fast"] = "exact") -> Any:
     """Of which each box is the largest square in the middle."""
-    from lightning_feed.load.image_recipe import TrainRecipe
+    from lightning_feed.load.crop import TrainRecipe
 
     # Boxes of the whole area and square do not fit, so that the recipe takes the middle, as torchvision's does.
     return TrainRecipe(size=size, quality=quality, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip_probability=0.0)

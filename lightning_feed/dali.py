@@ -1,27 +1,63 @@
 """DaliDataModule: from a DALI pipeline for each split to loaders that Lightning can break off, resume and shard."""
 
-from typing import Any, Literal, final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule
 
-from lightning_feed import _host, dali_hooks, exact_resume
-from lightning_feed.dali_loaders import SPLITS_OF_STAGE, DaliChoices, DaliLoaders, Device, check_count
-from lightning_feed.datamodule_loaders import hush
-from lightning_feed.errors import SettingsError
-from lightning_feed.load.dali.install import require_dali
-from lightning_feed.load.dali.options import DaliOptions
-from lightning_feed.load.dali.reader_share import LastBatch
-from lightning_feed.load.trace import traced
-from lightning_feed.transfer_hook import TRANSFER, moved
+from lightning_feed import _host
+from lightning_feed.datamodule_base import DataModuleBase, RunSeed, check_batch_size
+from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.load.dali.binding import require_dali
+from lightning_feed.load.dali.options import DaliOptions, decode_threads
+from lightning_feed.load.dali.reader_loader import ReaderLoader, Reading, ResumableReaderLoader
+from lightning_feed.load.dali.reader_pipeline import (
+    LAST_BATCH,
+    LastBatch,
+    PipelineSettings,
+    ReaderPipeline,
+    new_pipeline,
+)
+from lightning_feed.load.machine import read_machine
+from lightning_feed.load.order import EpochOrder, mix_seed
+from lightning_feed.load.settings import LoaderSettings
 
-_SPLIT_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+Device = Literal["auto", "cpu", "gpu"]
 
 
-class FeedDali:
+@dataclass
+class _State:
+    """What the data module keeps for itself, under one name: the other names are the user's."""
+
+    device: Device
+    last_batch: LastBatch
+    eval_last_batch: LastBatch
+    resumable: bool
+    options: DaliOptions
+    defining: "_Defining | None" = None
+    """The pipeline that ``pipeline()`` is defining."""
+    resume: dict[str, Any] | None = None
+    """The state of the training loader in the checkpoint that this fit goes on from."""
+    there: dict[str, bool] = field(default_factory=dict)
+    """Whether there is a split, once it was asked for."""
+    loaders: dict[str, ReaderLoader] = field(default_factory=dict)
+
+
+@dataclass
+class _Defining:
+    """A pipeline that is being defined: what its readers are to be told."""
+
+    settings: PipelineSettings
+    arguments: dict[str, Any]
+    readers: int = 0
+    """Whose arguments were given out."""
+
+
+class FeedDali(DataModuleBase):
     """All of DaliDataModule but its base class, of which there are two: Lightning is published as two packages."""
-
-    trainer: Any
 
     def __init__(  # noqa: PLR0913 - all but the batch size are by name, and have a default
         self,
@@ -36,24 +72,20 @@ class FeedDali:
         dali: DaliOptions | None = None,
     ) -> None:
         super().__init__()
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
-        choices = DaliChoices(
-            device=device,
-            last_batch=last_batch,
-            eval_last_batch=eval_last_batch,
-            resumable=resumable,
-            seed=seed,
-            options=dali or DaliOptions(),
-        )
-        check_count("batch_size", batch_size, "the samples in a batch")
+        check_batch_size("batch_size", batch_size)
         if eval_batch_size is not None:
-            check_count("eval_batch_size", eval_batch_size, "the samples in a batch, or None for batch_size")
+            check_batch_size("eval_batch_size", eval_batch_size)
+        _check_choice("device", device, get_args(Device))
+        _check_choice("last_batch", last_batch, LAST_BATCH)
+        _check_choice("eval_last_batch", eval_last_batch, LAST_BATCH)
+        options = dali or DaliOptions()
+        options.refuse_gpu_options(
+            "would have no effect here, where pipeline() calls the decoder itself. Give it to fn.decoders.image there."
+        )
         require_dali(gpu=device == "gpu", why=type(self).__name__)
-        self._dali = DaliLoaders(choices)
-        # Lightning sees a val_dataloader before it can know whether there is data for it.
-        hush("You passed in a `val_dataloader` but have no `validation_step`")
-        if type(self).device_transform is not FeedDali.device_transform:
-            setattr(self, TRANSFER, self._dali_transfer)  # on this object only where needed, as in FastDataModule
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self._feed_seed = RunSeed(LoaderSettings(seed=seed).seed)  # which refuses what is no seed
+        self._dali = _State(device, last_batch, eval_last_batch, resumable, options)
 
     # --- to write or to override --------------------------------------------------------------------------------------
 
@@ -78,10 +110,6 @@ class FeedDali:
             "        return images, fn.cast(fn.squeeze(labels, axes=[0]), dtype=types.INT64)\n"
         )
 
-    def device_transform(self, batch: Any, split: str) -> Any:
-        """Change a batch once it is on the device; on the prefetch stream, where ``PrefetchCallback`` is active."""
-        return batch
-
     # --- to call ------------------------------------------------------------------------------------------------------
 
     def reader(self, name: str = "reader", *, shuffle: bool | None = None) -> dict[str, Any]:
@@ -98,95 +126,207 @@ class FeedDali:
         Raises:
             SettingsError: outside of ``pipeline``.
         """
-        making = self._dali.making
-        if making is None:
+        defining = self._dali.defining
+        if defining is None:
             raise SettingsError(
                 "self.reader() tells a reader its share of the set, which is known while a pipeline is made. Call it "
                 "in pipeline(split): fn.readers.file(file_root=..., **self.reader())."
             )
-        return making.reader(name, shuffle=shuffle)
+        defining.readers += 1
+        shuffled = {} if shuffle is None else {"random_shuffle": shuffle}
+        return {"name": name, **defining.arguments, **shuffled}
 
     @property
     def decoder_device(self) -> Literal["cpu", "mixed"]:
         """Where a decoder works: ``fn.decoders.image(jpegs, device=self.decoder_device)``. What follows it is done on
         the device that its images are on."""
-        return "cpu" if self._dali.device(self) is None else "mixed"
+        return "cpu" if self._dali_device() is None else "mixed"
 
     def loader_report(self) -> str:
         """What the pipelines of the loaders that were made are built with: one line for each."""
-        return self._dali.report(self)
+        lines = []
+        for split, loader in self._dali.loaders.items():
+            found = loader.reading.settings
+            lines.append(
+                f"{split}: DALI on {'the CPU' if found.device is None else found.device}, "
+                f"threads={found.num_threads}, prefetch={found.prefetch_queue_depth}, "
+                f"batch_size={found.batch_size}, share {found.rank + 1} of {found.ranks}, "
+                f"last_batch={loader.reading.last_batch!r}"
+            )
+        return "\n".join(lines) or "No loader has been made yet."
 
     # --- what Lightning calls -----------------------------------------------------------------------------------------
 
-    def setup(self, stage: str) -> None:
-        """See which splits there are, of those that ``stage`` needs.
+    def __getstate__(self) -> dict[str, Any]:
+        state = self._dali
+        copied = _State(state.device, state.last_batch, state.eval_last_batch, state.resumable, state.options)
+        return {**super().__getstate__(), "_dali": copied}
+
+    def _feed_setup(self, splits: tuple[str, ...]) -> None:
+        self._dali_close(*splits)  # what an interrupted run left
+        self._dali.there.clear()
+        self._dali.resume = None
+        for split in splits:
+            self._dali_has(split)
+
+    def _feed_attach(self) -> None:
+        super()._feed_attach()
+        if self.trainer is not None:
+            self._feed_attach_pass_ends()
+
+    def _feed_require_train(self) -> None:
+        if not self._dali_has("train"):
+            raise DatasetError(
+                f"{self._dali_name('train')} gave None, so there is nothing to train on. Return the outputs of a "
+                "pipeline for 'train', or call trainer.validate, test or predict, which do without."
+            )
+
+    def _feed_resumed(self, checkpoint: dict[str, Any]) -> None:
+        # Lightning gives the state to no loader where an epoch had come to its end.
+        states = _host.checkpoint_loader_states(checkpoint) or []
+        if states and self._dali.resumable:
+            self._dali.resume = states[0]
+        elif states:
+            # Lightning refuses a state that no loader takes; without one it warns that the epoch is taken up anew.
+            _host.write_loader_states(checkpoint, [])
+
+    def _feed_pass_ended(self, split: str) -> None:
+        if split in self._dali.loaders:
+            self._dali.loaders[split].end_pass()
+
+    def _feed_release(self) -> None:
+        self._dali_close(*self._dali.loaders)
+
+    def _feed_loaders(self, split: str) -> Any:
+        state, trainer = self._dali, self.trainer
+        self._dali_close(split)  # the Trainer reloads its loaders
+        if trainer is not None:
+            self._feed_attach_pass_ends()
+        if split == "train":
+            self._feed_require_train()
+        if not self._dali_has(split):
+            return self._feed_no_loaders()
+        training = split == "train"
+        resumable = training and state.resumable
+        settings = self._dali_settings(split)
+        reading = Reading(
+            name=self._dali_name(split),
+            settings=settings,
+            last_batch=state.last_batch if training else state.eval_last_batch,
+            lives=training or state.options.keep_eval_pipelines,
+            goes_on=training and not self._dali_overfits(),
+        )
+
+        def build(seed: int, checkpoint: bytes | None) -> ReaderPipeline:
+            with self._dali_defining(split, seed) as defining:
+                return ReaderPipeline(
+                    lambda: self.pipeline(split),
+                    defining.settings,
+                    name=reading.name,
+                    seed=mix_seed(seed, settings.rank, 0, "operators") >> 32,
+                    resumable=resumable,
+                    checkpoint=checkpoint,
+                )
+
+        order = EpochOrder(seed=self._feed_seed.of_run(trainer), epoch=self._feed_epoch)
+        loader = (ResumableReaderLoader if resumable else ReaderLoader)(build, reading, order)
+        state.loaders[split] = loader
+        if isinstance(loader, ResumableReaderLoader) and state.resume is not None:
+            # Given here as well as by Lightning, which does so in mid-epoch only.
+            resume, state.resume = state.resume, None
+            loader.load_state_dict(resume)
+        return loader
+
+    # --- details ------------------------------------------------------------------------------------------------------
+
+    def _dali_name(self, split: str) -> str:
+        return f"{type(self).__name__}.pipeline({split!r})"
+
+    def _dali_overfits(self) -> bool:
+        return self.trainer is not None and self.trainer.overfit_batches > 0
+
+    def _dali_close(self, *splits: str) -> None:
+        """Free the pipelines of these splits, and forget their loaders."""
+        for split in splits:
+            loader = self._dali.loaders.pop(split, None)
+            if loader is not None:
+                loader.close()
+
+    def _dali_has(self, split: str) -> bool:
+        """Whether there is such a split. Its pipeline is defined to know it, and not built."""
+        there = self._dali.there
+        if split not in there:
+            with self._dali_defining(split, seed=0) as defining, new_pipeline(defining.settings):
+                found = self.pipeline(split)
+            if found is None and defining.readers:
+                raise DatasetError(
+                    f"{self._dali_name(split)} made a reader and returned nothing. Return its outputs: return images, "
+                    "labels."
+                )
+            there[split] = found is not None
+        return there[split]
+
+    @contextmanager
+    def _dali_defining(self, split: str, seed: int) -> Iterator[_Defining]:
+        """While a pipeline is being defined, ``reader()`` can tell what it has to be told."""
+        settings, training = self._dali_settings(split), split == "train"
+        arguments = {
+            "shard_id": settings.rank,
+            "num_shards": settings.ranks,
+            "stick_to_shard": not training,
+            "random_shuffle": training and not self._dali_overfits(),
+            "seed": mix_seed(seed, 0, 0, "reader") >> 32,  # the same on all ranks, and for all readers of a pipeline
+            "pad_last_batch": True,
+        }
+        self._dali.defining = _Defining(settings, arguments)
+        try:
+            yield self._dali.defining
+        finally:
+            self._dali.defining = None
+
+    def _dali_settings(self, split: str) -> PipelineSettings:
+        """What a pipeline of ``split`` is built with in this process."""
+        trainer, options = self.trainer, self._dali.options
+        sharding = {"rank": 0, "num_replicas": 1}
+        if trainer is not None:
+            sharding = trainer.distributed_sampler_kwargs or sharding
+        threads, _ = decode_threads(options, read_machine(), 1 if trainer is None else trainer.num_devices)
+        return PipelineSettings(
+            batch_size=self.batch_size if split == "train" else self.eval_batch_size or self.batch_size,
+            num_threads=threads,
+            prefetch_queue_depth=options.prefetch,
+            device=self._dali_device(),
+            rank=sharding["rank"],
+            ranks=sharding["num_replicas"],
+        )
+
+    def _dali_device(self) -> torch.device | None:
+        """The CUDA device that pipelines work on; None: the CPU alone.
 
         Raises:
-            DatasetError: when there is nothing to train on.
+            SettingsError: for ``device="gpu"`` where the run is not on one.
         """
-        if stage not in SPLITS_OF_STAGE:
-            raise SettingsError(f"There is no stage {stage!r}. Give one of {', '.join(map(repr, SPLITS_OF_STAGE))}.")
-        self._dali.close(*SPLITS_OF_STAGE[stage])  # what an interrupted run of that stage left
-        self._dali.forget()
-        self._dali.resume = None
-        for split in SPLITS_OF_STAGE[stage]:
-            self._dali.has(self, split)
-        if stage == "fit":
-            self._dali.require_train(self)
-            self._dali.run.seed = None  # each run has its own order; a checkpoint's seed comes after this
-        self._dali_attach()
-        if TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), TRANSFER)):
-            hush(f"You have overridden `{TRANSFER}` in both")  # the module's is called: see _dali_transfer
-
-    def teardown(self, stage: str) -> None:
-        """Free the pipelines of ``stage``."""
-        self._dali.close(*SPLITS_OF_STAGE.get(stage, ()))
-
-    @final
-    def train_dataloader(self) -> Any:
-        """The training loader."""
-        self._dali.require_train(self)
-        self._dali_attach()  # a subclass may have a setup() of its own
-        return self._dali.build(self, "train")
-
-    @final
-    def val_dataloader(self) -> Any:
-        """The validation loader; an empty list without that split."""
-        return self._dali.build(self, "val")
-
-    @final
-    def test_dataloader(self) -> Any:
-        """The test loader; an empty list without that split."""
-        return self._dali.build(self, "test")
-
-    @final
-    def predict_dataloader(self) -> Any:
-        """The prediction loader; an empty list without that split."""
-        return self._dali.build(self, "predict")
-
-    def state_dict(self) -> dict[str, Any]:
-        """The seed of the training order, so that a resumed run goes on in the same order."""
-        seed = self._dali.run.seed
-        return {} if seed is None else {"seed": seed}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed of the run that wrote the checkpoint."""
-        self._dali.run.load_seed(state_dict.get("seed"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Pickled for ddp_spawn, and copied by tuners. Pipelines cannot go along, and are made again where needed.
-        return {**self.__dict__, "trainer": None, "_dali": self._dali.copy()}
-
-    def _dali_attach(self) -> None:
+        if self._dali.device == "cpu":
+            return None
         if self.trainer is not None:
-            exact_resume.attach(self.trainer)
-            dali_hooks.attach(self.trainer)
+            found: torch.device = self.trainer.strategy.root_device
+        elif torch.cuda.is_available():
+            found = torch.device("cuda", torch.cuda.current_device())
+        else:
+            found = torch.device("cpu")
+        if found.type == "cuda":
+            return found
+        if self._dali.device == "gpu":
+            raise SettingsError(
+                f"{type(self).__name__}(device='gpu') needs an NVIDIA GPU, and this run is on {found.type!r}. Train "
+                "with Trainer(accelerator='cuda'), or give device='cpu', or 'auto' to follow the Trainer."
+            )
+        return None
 
-    def _dali_transfer(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The transfer as it would be without us, then ``device_transform``."""
-        there = moved(self, batch, device, dataloader_idx)
-        with traced("device_transform"):
-            return self.device_transform(there, _SPLIT_OF_STAGE[_host.stage_now(self.trainer)])
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SettingsError(f"{name}={value!r} is not a choice. Give one of {', '.join(map(repr, choices))}.")
 
 
 class DaliDataModule(FeedDali, LightningDataModule):

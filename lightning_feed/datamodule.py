@@ -2,32 +2,29 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, final
+from types import MappingProxyType
+from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
-from lightning_feed import _host, exact_resume
+from lightning_feed import _host
 from lightning_feed.archive.shared_cache import CacheStats
-from lightning_feed.datamodule_loaders import Loaders, hush
+from lightning_feed.datamodule_base import SPLITS, DataModuleBase, RunSeed, check_batch_size
+from lightning_feed.datamodule_loaders import Loaders, job_of
 from lightning_feed.datamodule_storage import Cache, Storage
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.load.batch_decoder import BatchDecoder
-from lightning_feed.load.build import name_datasets
-from lightning_feed.load.drop_keys import check_drop_keys
+from lightning_feed.load.build import Part, like, name_datasets
+from lightning_feed.load.drop_keys import DroppingCollate, check_drop_keys
+from lightning_feed.load.loader import BatchDecoder
+from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.trace import traced
-from lightning_feed.transfer_hook import TRANSFER, moved
 from lightning_feed.wrapping import wrap
 
 logger = logging.getLogger(__name__)
-
-SPLITS = ("train", "val", "test", "predict")
-_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
 @dataclass
@@ -41,10 +38,21 @@ class _State:
     cached: set[str] = field(default_factory=set)
 
 
-class FeedDataModule:
-    """All of FastDataModule but its base class, of which there are two: Lightning is published as two packages."""
+@dataclass(frozen=True)
+class Collate:
+    """``datamodule.collate`` for one split, as a ``collate_fn``. Spawned workers get the data module without Trainer
+    and datasets: see ``FeedDataModule.__getstate__``."""
 
-    trainer: Any
+    datamodule: "FeedDataModule"
+    split: str
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Make a batch. Runs in the workers."""
+        return self.datamodule.collate(samples, self.split)
+
+
+class FeedDataModule(DataModuleBase):
+    """All of FastDataModule but its base class, of which there are two: Lightning is published as two packages."""
 
     def __init__(  # noqa: PLR0913 - all but the batch size are by name, and have a default
         self,
@@ -62,13 +70,9 @@ class FeedDataModule:
         cache_shard: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
-            if (name, value) == ("eval_batch_size", "even"):
-                continue
-            if (value is not None or name == "batch_size") and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
-                raise SettingsError(f"{name}={value!r} is not possible. Give the samples in a batch, 1 or more.")
+        check_batch_size("batch_size", batch_size)
+        if eval_batch_size not in (None, "even"):
+            check_batch_size("eval_batch_size", eval_batch_size)
         if loader is not None and not isinstance(loader, LoaderSettings):
             raise SettingsError(f"loader={loader!r} is not a LoaderSettings. Write LoaderSettings(num_workers=...).")
         self.batch_size = batch_size
@@ -82,14 +86,9 @@ class FeedDataModule:
             cache_limit=cache_limit,
             cache_shard=cache_shard,
         )
-        dropped = check_drop_keys(drop_keys, type(self).__name__)
-        self._feed = _State(Loaders(loader or LoaderSettings(), drop_keys=dropped), storage)
-        # Lightning sees a val_dataloader before it can know whether there is data for it. setup() warns where there is.
-        hush("You passed in a `val_dataloader` but have no `validation_step`")
-        if self._feed_overrides("device_transform"):
-            # Bound to this object only when it is needed, since Lightning takes an override of this hook away from the
-            # LightningModule. Here, and not in on_after_batch_transfer, it runs on the stream that the copy runs on.
-            setattr(self, TRANSFER, self._feed_transfer)
+        loader = loader or LoaderSettings()
+        self._feed = _State(Loaders(loader, check_drop_keys(drop_keys, type(self).__name__)), storage)
+        self._feed_seed = RunSeed(loader.seed)
 
     # --- to write or to override --------------------------------------------------------------------------------------
 
@@ -115,10 +114,6 @@ class FeedDataModule:
     def sampler(self, dataset: Any, split: str) -> Any:
         """The order of a map-style dataset: a sampler, or None for ours (training shuffled, the rest in order)."""
         return None
-
-    def device_transform(self, batch: Any, split: str) -> Any:
-        """Change a batch once it is on the device; on the prefetch stream, where ``PrefetchCallback`` is active."""
-        return batch
 
     # --- to call ------------------------------------------------------------------------------------------------------
 
@@ -162,7 +157,7 @@ class FeedDataModule:
     @property
     def recommendations(self) -> Mapping[str, Recommendation]:
         """What was chosen for each loader that was made: ``"train"``, or ``"train['key']"`` of a dict of datasets."""
-        return self._feed.loaders.recommendations()
+        return MappingProxyType(self._feed.loaders.chosen)
 
     def loader_report(self) -> str:
         """What was chosen for each loader that was made, and why: one line for each value."""
@@ -178,71 +173,22 @@ class FeedDataModule:
         return {
             "cache": storage.cache or "off",
             "staged": storage.stage_to is not None,
-            "device_transform": self._feed_overrides("device_transform"),
+            "device_transform": type(self).device_transform is not DataModuleBase.device_transform,
         }
 
-    # --- what Lightning calls -----------------------------------------------------------------------------------------
-
-    def setup(self, stage: str) -> None:
-        """Make the datasets that ``stage`` needs, and no others.
-
-        Raises:
-            DatasetError: when there is nothing to train on, or a dataset is empty or not a dataset.
-        """
-        if stage not in _SPLITS_OF_STAGE:
-            raise SettingsError(f"There is no stage {stage!r}. Give one of {', '.join(map(repr, _SPLITS_OF_STAGE))}.")
-        for split in _SPLITS_OF_STAGE[stage]:
-            self._feed_dataset(split)
-            self._feed.built.discard(split)
-        self._feed_open_caches(*_SPLITS_OF_STAGE[stage])
-        if stage == "fit":
-            self._feed_require_train()
-            self._feed.loaders.seed = None  # each run has its own order; a checkpoint's seed comes after this
-            if self.trainer is not None:
-                exact_resume.attach(self.trainer)
-                self._feed_warn_of_unused_validation()
-        if TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), TRANSFER)):
-            hush(f"You have overridden `{TRANSFER}` in both")  # the module's is called: see _feed_transfer
-
-    @final
-    def train_dataloader(self) -> Any:
-        """The training loader, or a dict or list of them."""
-        return self._feed_loaders("train")
-
-    @final
-    def val_dataloader(self) -> Any:
-        """The validation loader, or a dict or list of them; an empty list without that split."""
-        return self._feed_loaders("val")
-
-    @final
-    def test_dataloader(self) -> Any:
-        """The test loader, or a dict or list of them; an empty list without that split."""
-        return self._feed_loaders("test")
-
-    @final
-    def predict_dataloader(self) -> Any:
-        """The prediction loader, or a dict or list of them; an empty list without that split."""
-        return self._feed_loaders("predict")
-
-    def state_dict(self) -> dict[str, Any]:
-        """The seed of the training order, so that a resumed run goes on in the same order."""
-        seed = self._feed.loaders.seed
-        return {} if seed is None else {"seed": seed}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed of the run that wrote the checkpoint."""
-        self._feed.loaders.load_seed(state_dict.get("seed"))
-
     def __getstate__(self) -> dict[str, Any]:
-        # Pickled for ddp_spawn, and for spawned workers when `collate` is overridden; copied by tuners. The Trainer
-        # attaches itself again, and datasets are made again where they are needed.
         feed = _State(self._feed.loaders.copy(), self._feed.storage.copy())
-        return {**self.__dict__, "trainer": None, "_feed": feed}
+        return {**super().__getstate__(), "_feed": feed}
 
     # --- datasets -----------------------------------------------------------------------------------------------------
 
-    def _feed_overrides(self, method: str) -> bool:
-        return getattr(type(self), method) is not getattr(FeedDataModule, method)
+    def _feed_setup(self, splits: tuple[str, ...]) -> None:
+        for split in splits:
+            self._feed_dataset(split)
+            self._feed.built.discard(split)
+        self._feed_open_caches(*splits)
+        if "train" in splits and self.trainer is not None:
+            self._feed_warn_of_unused_validation()
 
     def _feed_dataset(self, split: str) -> Any:
         if split not in SPLITS:
@@ -279,42 +225,52 @@ class FeedDataModule:
     # --- loaders ------------------------------------------------------------------------------------------------------
 
     def _feed_loaders(self, split: str) -> Any:
-        trainer = self.trainer
-        if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in self._feed.built:
-            del self._feed.datasets[split]  # asked for again, since the data may have changed
-            self._feed.cached.discard(split)
-        self._feed.built.add(split)
+        trainer, feed = self.trainer, self._feed
+        if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in feed.built:
+            del feed.datasets[split]  # asked for again, since the data may have changed
+            feed.cached.discard(split)
+        feed.built.add(split)
         if split == "train":
             self._feed_require_train()
-            if trainer is not None:
-                exact_resume.attach(trainer)  # a subclass may have a setup() of its own
         self._feed_open_caches(split)
         made = self._feed_dataset(split)
         if made is None:
-            if trainer is not None and trainer.state.fn == "fit":  # training without validation is no slip
-                hush("Total length of `list` across ranks is zero")
-            return []
-        return self._feed.loaders.build(self, split, made, self._feed.storage)
+            return self._feed_no_loaders()
+        named = name_datasets(made, split)
+        job = replace(job_of(trainer), reserved_bytes=feed.storage.growth_bytes())
+        loaders = []
+        for index, (name, dataset) in enumerate(named):
+            # Training goes through its loaders side by side, evaluation through one after the other.
+            part = self._feed_part(split, name, index, together=len(named) if split == "train" else 1)
+            if split != "train":
+                even = self.eval_batch_size == "even"
+                part = replace(part, batch_size=feed.loaders.eval_size(part, dataset, job, even=even))
+            loaders.append(feed.loaders.build(self, dataset, part, job, feed.storage))
+        return like(made, loaders)
+
+    def _feed_part(self, split: str, name: str, index: int, *, together: int) -> Part:
+        """One loader of a split, but for what it loads."""
+        evaluates_by = self.eval_batch_size if isinstance(self.eval_batch_size, int) else self.batch_size
+        seed = self._feed_seed.of_run(self.trainer)
+        # Loaders of one seed would go through datasets of one size in one order, always with the same pairs.
+        order = EpochOrder(seed=mix_seed(seed, index, 0, "loader") if index else seed, epoch=self._feed_epoch)
+        own_collate = type(self).collate is not FeedDataModule.collate
+        collate = Collate(self, split) if own_collate else None
+        dropped = self._feed.loaders.drop_keys
+        return Part(
+            name=name,
+            split=split,
+            batch_size=self.batch_size if split == "train" else evaluates_by,
+            together=together,
+            sampler=lambda dataset: self.sampler(dataset, split),
+            collate_fn=DroppingCollate(collate, dropped) if dropped else collate,
+            order=order,
+            decode=self._feed_decode(split),
+        )
 
     def _feed_decode(self, split: str) -> BatchDecoder | None:
         """What decodes a loader's batches after its workers."""
         return None
-
-    def _feed_on_device(self, batch: Any, split: str) -> Any:
-        """A batch as ``device_transform`` is to see it."""
-        return batch
-
-    def _feed_epoch(self) -> int:
-        return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
-
-    # --- on the way to the device -------------------------------------------------------------------------------------
-
-    def _feed_transfer(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The transfer as it would be without us, then ``device_transform``."""
-        there = moved(self, batch, device, dataloader_idx)
-        split = _split_of(self.trainer)
-        with traced("device_transform"):
-            return self.device_transform(self._feed_on_device(there, split), split)
 
 
 class FastDataModule(FeedDataModule, LightningDataModule):
@@ -350,12 +306,3 @@ class FastDataModule(FeedDataModule, LightningDataModule):
         >>> sum(len(batch) for batch in Numbers(batch_size=4).train_dataloader())
         10
     """
-
-
-def _split_of(trainer: Any) -> str:
-    """The split that the running loop goes through."""
-    if trainer.training:
-        return "train"
-    if trainer.sanity_checking or trainer.validating:
-        return "val"
-    return "test" if trainer.testing else "predict"

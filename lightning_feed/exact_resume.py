@@ -5,15 +5,18 @@ Lightning reads ahead, and ``depth`` too far behind a prefetcher; the batches in
 several ranks it saves rank zero's state for all of them.
 """
 
+import logging
 from typing import Any, cast
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed.equal_ranks import check_equal_ranks
+from lightning_feed.errors import LoaderError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.resume import begin_next_epoch, is_feed_state
+
+logger = logging.getLogger(__name__)
 
 
 def attach(trainer: Trainer) -> None:
@@ -99,3 +102,30 @@ class ExactResume(Callback):
         if tap is not None:
             tap.progress = _host.train_progress(trainer)
         return tap
+
+
+def check_equal_ranks(trainer: Any) -> None:
+    """Compare the batches of an epoch on all ranks, where they are known. Every rank takes part.
+
+    Ranks wait for each other in each step. One that has no batch left ends its epoch, and the others hang for ever.
+
+    Raises:
+        LoaderError: they differ, and nothing ends the run before the shorter epoch is over.
+    """
+    if trainer.world_size < 2 or not dist.is_initialized():
+        return
+    lengths: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(lengths, trainer.num_training_batches)
+    if len(set(lengths)) == 1 or float("inf") in lengths:
+        return
+    told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
+    message = (
+        f"The ranks have different numbers of training batches in an epoch: {told}. Ranks wait for each other in each "
+        "step, so the run would hang for ever when the shortest epoch is over. Give all ranks as many samples (leave "
+        f"the sampler to Lightning, or cut the shards), or set limit_train_batches={min(lengths)}."
+    )
+    timed = any(type(callback).__name__ == "Timer" for callback in trainer.callbacks)  # what max_time makes
+    if trainer.max_steps == -1 and not timed:
+        raise LoaderError(message)
+    if trainer.is_global_zero:
+        logger.warning("%s Unless max_steps or max_time end it before.", message)

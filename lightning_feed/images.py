@@ -7,40 +7,42 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
+from torch.utils.data import Subset
 
 from lightning_feed.archive.folder import SampleSource
 from lightning_feed.archive.splits import Splits
+from lightning_feed.backend_measurements import measurement_key
 from lightning_feed.datamodule import FeedDataModule
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, FeedError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.image_backends import (
+    DALI_BACKENDS,
     Backend,
+    BackendChoice,
+    BackendFacts,
+    BackendWish,
+    as_asked,
     check_backend,
     device_of,
     fastest_decoder,
-    finding_key,
-    foreign_dataset,
-    holds_pixels,
+    first_holds_pixels,
     once_for_all_ranks,
-    reading_settings,
     require_nvjpeg,
-    settle_auto,
-    settle_backend,
+    with_auto,
 )
-from lightning_feed.image_decoders import ImageDecoders, encoded_images, images_in, switch_decoding
-from lightning_feed.load.backend_choice import BackendChoice
 from lightning_feed.load.bad_samples import BadSamples, OnError
-from lightning_feed.load.batch_decoder import BatchDecoder
-from lightning_feed.load.cut import QUALITIES, Quality
-from lightning_feed.load.dali.install import require_dali
-from lightning_feed.load.dali.options import DALI_BACKENDS, DaliOptions, options_for
-from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImageDataset, collate_encoded
-from lightning_feed.load.given_transform import GivenTransform
-from lightning_feed.load.image_dataset import ImageDataset, collate_images
-from lightning_feed.load.image_recipe import EvalRecipe, Recipe, SquareRecipe, TrainRecipe
+from lightning_feed.load.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe
+from lightning_feed.load.dali.binding import require_dali
+from lightning_feed.load.dali.image_decoder import DaliImageDecoder
+from lightning_feed.load.dali.image_pipeline import PipelineSpec
+from lightning_feed.load.dali.options import DaliOptions, decode_threads
+from lightning_feed.load.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
+from lightning_feed.load.loader import BatchDecoder
+from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.user_transform import UserTransform
 from lightning_feed.transfer.device_augment import crop_and_flip, draw_boxes
 from lightning_feed.transfer.gpu_decode import decode_batch
 
@@ -99,25 +101,26 @@ class FeedImageFolder(FeedDataModule):
         short_side = round(image_size * 256 / 224)  # as in torchvision's reference evaluation
         self._images_eval: Recipe = EvalRecipe(size=image_size, short_side=short_side, quality=quality)
         if transform is not None:
-            self._images_train = GivenTransform(transform, transform_input)
+            self._images_train = UserTransform(transform, transform_input)
         if eval_transform is not None:
-            self._images_eval = GivenTransform(eval_transform, transform_input)
+            self._images_eval = UserTransform(eval_transform, transform_input)
         BadSamples(on_error, max_failures)  # refuses what is no choice, before there is a dataset
         if self._feed.storage.cache == "device" and transform is not None:
             raise SettingsError(
                 "cache='device' keeps decoded images, so that no transform on the host runs on them again. Leave "
                 "transform out (crop and flip are then done on the device), or use cache='decoded'."
             )
-        check_backend(
-            backend,
+        wish = BackendWish(
+            backend=backend,
+            quality=quality,
+            dali=dali,
             cache=self._feed.storage.cache,
             transforms=bool(transform or eval_transform),
             collate=self._images_own_collate(),
             drop_keys=bool(self._feed.loaders.drop_keys),
         )
-        self._images_decoders = ImageDecoders(
-            options_for(backend, dali, quality), self.mean, self.std, half=dtype == torch.float16
-        )
+        self._images_dali = check_backend(wish)
+        self._images_decoders: dict[str, DaliImageDecoder] = {}
         self._images_threads = loader is None
         self._images_backend: BackendChoice | None = None
         self._images_kept = SquareRecipe(size=short_side)
@@ -135,14 +138,14 @@ class FeedImageFolder(FeedDataModule):
             return None
         if self._images_choice is None:
             raise DatasetError(f"Rank 0 finds no images for {split!r}, and another rank does. Give all the same data.")
-        # Samples that are decoded, for what a subclass does with them: _feed_dataset switches over where that is meant.
-        plain = self.backend in ("torch", "auto")
-        return (ImageDataset if plain else EncodedImageDataset)(
+        return ImageDataset(
             source,
             self._images_choice.decoder,
             self._images_train if split == "train" else self._images_eval,
             kept=self._images_kept if split == "train" else None,
             bad_samples=BadSamples(self.on_error, self.max_failures),
+            # With "auto" decoded, for what a subclass does with them: _feed_dataset switches over where that is meant.
+            encoded=self.backend not in ("torch", "auto"),
         )
 
     def collate(self, samples: list[Any], split: str) -> Any:
@@ -195,7 +198,7 @@ class FeedImageFolder(FeedDataModule):
         # Before a device_transform of the user's, which sees the same batches whatever the backend.
         if not isinstance(batch, EncodedBatch):
             return batch
-        return decode_batch(batch, encoded_images(self._feed_dataset(split), split))
+        return decode_batch(batch, self._images_encoded(split))
 
     @property
     def backend_choice(self) -> BackendChoice | None:
@@ -209,12 +212,12 @@ class FeedImageFolder(FeedDataModule):
 
     def failures(self) -> int:
         """Samples that could not be read so far, of all splits, on this rank."""
-        found = map(images_in, self._feed.datasets.values())
+        found = map(_images_in, self._feed.datasets.values())
         return sum(images.bad_samples.failures for images in found if images is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is on a device stays there: a worker that got it would open the device for itself.
-        return {**super().__getstate__(), "_images_scaling": {}, "_images_generators": {}}
+        return {**super().__getstate__(), "_images_scaling": {}, "_images_generators": {}, "_images_decoders": {}}
 
     # --- details ------------------------------------------------------------------------------------------------------
 
@@ -229,20 +232,51 @@ class FeedImageFolder(FeedDataModule):
         backend, trainer = self._images_settle(), self.trainer
         if backend == "torch":
             return None
-        images, device = encoded_images(self._feed_dataset(split), split), device_of(trainer)
-        if backend not in DALI_BACKENDS:  # decoded on the way to the device
-            if trainer is not None and device.type == "cuda":  # CUDA does not outlive a fork that comes later
-                require_nvjpeg(device)
-            return None
+        images, device = self._images_encoded(split), device_of(trainer)
+        if backend in DALI_BACKENDS:
+            return self._images_dali_decoder(split, images, device, backend)
+        if trainer is not None and device.type == "cuda":  # CUDA does not outlive a fork that comes later
+            require_nvjpeg(device)
+        return None  # decoded on the way to the device
+
+    def _feed_pass_ended(self, split: str) -> None:
+        if split in self._images_decoders and not self._images_dali.keep_eval_pipelines:
+            self._images_decoders[split].release()
+
+    def _feed_release(self) -> None:
+        for decoder in self._images_decoders.values():
+            decoder.release()  # a loader that is used again builds another pipeline
+
+    def _images_dali_decoder(
+        self, split: str, images: ImageDataset, device: torch.device, backend: str
+    ) -> DaliImageDecoder:
+        """What decodes the batches of a split with DALI; what did so before is freed."""
+        trainer, options = self.trainer, self._images_dali
         if trainer is not None:
-            self._images_decoders.attach(trainer)
-        return self._images_decoders.make(
-            split,
-            images,
-            device if backend == "dali-gpu" else torch.device("cpu"),
-            local_ranks=1 if trainer is None else trainer.num_devices,
-            pin=device.type == "cuda" and self._feed.loaders.settings.pin_memory is not False,
+            self._feed_attach_pass_ends()
+        if split in self._images_decoders:
+            self._images_decoders[split].release()
+        gpu, ranks = backend == "dali-gpu", 1 if trainer is None else trainer.num_devices
+        threads, reason = decode_threads(options, read_machine(), ranks, gpu=gpu)
+        if not self._images_decoders:
+            logger.info("DALI decodes with %d CPU threads for each pipeline: %s", threads, reason)
+        pin = device.type == "cuda" and self._feed.loaders.settings.pin_memory is not False
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        spec = PipelineSpec(
+            batch_size=1,
+            device=device if gpu else torch.device("cpu"),
+            threads=threads,
+            prefetch=options.prefetch,
+            mean=self.mean,
+            std=self.std,
+            half=self.dtype == torch.float16,
+            largest_image=options.largest_image,
+            hw_decoder_load=options.hw_decoder_load,
         )
+        keep = split == "train" or options.keep_eval_pipelines
+        made = self._images_decoders[split] = DaliImageDecoder(images, spec, keep=keep, pin=pin)
+        return made
 
     def _images_source(self, split: str) -> SampleSource | None:
         """The images of a split; with the first of them, decoder and backend are chosen, if rank 0 has to for all."""
@@ -284,44 +318,66 @@ class FeedImageFolder(FeedDataModule):
             require_dali(gpu=choice.name == "dali-gpu", why=f"backend={choice.name!r}")
         self._images_backend = choice
         if self._images_threads:
-            self._feed.loaders.settings = LoaderSettings() if choice.name == "torch" else reading_settings(None)
+            # Other backends leave reading alone to the workers, for which threads do.
+            plain = choice.name == "torch"
+            self._feed.loaders.settings = LoaderSettings() if plain else LoaderSettings(workers="thread")
         logger.info("backend=%r: %s", choice.name, choice.reason)
         return choice
 
     def _images_decide(self, source: SampleSource | None) -> BackendChoice:
         device = device_of(self.trainer)
         if self.backend != "auto":
-            return settle_backend(self.backend, device)
+            return as_asked(self.backend, device)
         if self._images_own_collate():
             return BackendChoice("torch", f"{type(self).__name__}.collate is written for samples that are decoded")
-        return settle_auto(
-            device,
-            self._images_key(device),
+        facts = BackendFacts(
+            device_type=device.type,
             transforms=self._images_own_transforms(),
             cache=self._feed.storage.cache,
             quality=self.quality,
-            pixels=source is not None and holds_pixels(source),
+            pixels=source is not None and first_holds_pixels(source),
         )
+        return with_auto(facts, device, self._feed_measurement_key(device))
 
     def _images_suit(self, made: Any, split: str) -> None:
         """With "auto": have a dataset's images left encoded where the backend decodes them, or take torch for all."""
-        images = images_in(made)
+        images = _images_in(made)
         if images is None and (self._images_backend is None or self._images_backend.name != "torch"):
-            self._images_take(foreign_dataset(made, split))
-            for other in filter(None, map(images_in, self._feed.datasets.values())):
-                switch_decoding(other, encoded=False)
-        elif images is not None and self._images_settle() != "torch":
-            switch_decoding(images, encoded=True)
+            reason = (
+                f"make_dataset({split!r}) gave a {type(made).__name__}, and the other backends decode only the images "
+                "that ImageFolderDataModule.make_dataset gives, or a Subset of them"
+            )
+            self._images_take(BackendChoice("torch", reason))
+            for other in filter(None, map(_images_in, self._feed.datasets.values())):
+                other.encoded = False
+        elif images is not None:
+            images.encoded = self._images_settle() != "torch"
 
-    def _images_key(self, device: torch.device) -> dict[str, Any]:
-        """Where findings about these images are remembered, for a device."""
-        return finding_key(self._feed.storage.data_dir, device, image_size=self.image_size, quality=self.quality)
+    def _images_encoded(self, split: str) -> ImageDataset:
+        """The images of a split that are left encoded, out of a ``Subset`` of them if need be.
+
+        Raises:
+            SettingsError: for a dataset of another kind.
+        """
+        dataset = self._feed_dataset(split)
+        inner = _images_in(dataset)
+        if inner is None or not inner.encoded:
+            raise SettingsError(
+                f"make_dataset({split!r}) gave a {type(dataset).__name__}, and this backend decodes the images "
+                f"that ImageFolderDataModule reads. Return super().make_dataset({split!r}) or a Subset of it, or use "
+                'backend="torch" or "auto".'
+            )
+        return inner
+
+    def _feed_measurement_key(self, device: torch.device) -> dict[str, Any]:
+        root = self._feed.storage.data_dir
+        return measurement_key(root, device, image_size=self.image_size, quality=self.quality)
 
     def _images_own_collate(self) -> bool:
         return type(self).collate is not FeedImageFolder.collate
 
     def _images_own_transforms(self) -> bool:
-        return any(isinstance(recipe, GivenTransform) for recipe in (self._images_train, self._images_eval))
+        return any(isinstance(recipe, UserTransform) for recipe in (self._images_train, self._images_eval))
 
     def _images_generator(self, device: torch.device) -> torch.Generator:
         """For what is drawn on the device: of the run's seed and the epoch, and never the model's own generator."""
@@ -329,7 +385,7 @@ class FeedImageFolder(FeedDataModule):
         held = self._images_generators.get(device)
         if held is None or held[0] != epoch:
             rank = 0 if self.trainer is None else self.trainer.global_rank
-            seed = mix_seed(self._feed.loaders.seed_of_run(self.trainer), epoch, rank, "device augmentation")
+            seed = mix_seed(self._feed_seed.of_run(self.trainer), epoch, rank, "device augmentation")
             held = (epoch, torch.Generator(device).manual_seed(seed))
             self._images_generators[device] = held
         return held[1]
@@ -343,6 +399,21 @@ class FeedImageFolder(FeedDataModule):
             scale, offset = (value.float().to(device) for value in (1 / (255 * std), -mean / std))
             self._images_scaling[device] = (scale, offset)
         return self._images_scaling[device]
+
+
+def _images_in(dataset: Any) -> ImageDataset | None:
+    """The images that are all there is in a dataset: itself, or what a ``Subset`` is of; None for all others.
+
+    Another wrapper may do anything to a sample, and has to get it decoded.
+    """
+    while isinstance(dataset, Subset) and _only_picks(type(dataset)):
+        dataset = dataset.dataset
+    return dataset if type(dataset) is ImageDataset else None
+
+
+def _only_picks(kind: type[Subset[Any]]) -> bool:
+    """Whether a Subset gives the samples as they are."""
+    return all(getattr(kind, name) is getattr(Subset, name) for name in ("__getitem__", "__getitems__"))
 
 
 class ImageFolderDataModule(FeedImageFolder, LightningDataModule):

@@ -13,8 +13,8 @@ from torch.utils._pytree import keystr, tree_map_with_path
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
-from lightning_feed.dali_loaders import DaliLoaders
-from lightning_feed.datamodule_loaders import hush, job_of
+from lightning_feed.dali import FeedDali
+from lightning_feed.datamodule_loaders import ignore_worker_warnings, job_of, log_choice
 from lightning_feed.diagnosing.trainer import package_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import Job, size_of
@@ -52,7 +52,7 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
     if not hasattr(datamodule, "train_dataloader") or not hasattr(datamodule, "prepare_data"):
         raise SettingsError(f"A {kind.__name__} cannot be wrapped. Give a LightningDataModule.")
     package_of(datamodule)
-    if isinstance(getattr(datamodule, "_dali", None), DaliLoaders):
+    if isinstance(datamodule, FeedDali):
         raise SettingsError(
             f"{kind.__name__} loads with DALI already, in threads of DALI's own: it has no workers to choose. Train "
             "with it as it is, and give its constructor dali=DaliOptions(threads=..., prefetch=...) or device='gpu'."
@@ -190,7 +190,7 @@ class WrappedLoaders:
     def _change(self, trainer: Any, split: str, name: str, loader: Any, together: int) -> Any:
         if not isinstance(loader, DataLoader):
             return self._leave(name, loader)
-        job = Job() if trainer is None else job_of(trainer)
+        job = job_of(trainer)
         settings, tuned, why_not = self.settings, None, ""
         if settings.num_workers == "tune":
             why_not = why_not_now(trainer, split)
@@ -219,16 +219,11 @@ class WrappedLoaders:
         return loader
 
     def _tell(self, trainer: Any, split: str, name: str, found: Recommendation) -> None:
-        """Keep what was chosen, and say it once. Lightning is kept from complaining about it."""
-        if self.chosen.get(name) != found and (trainer is None or trainer.is_global_zero):
-            logger.info("%s", "\n".join(f"{name}: {line}" for line in found.describe().splitlines()))
-            for warning in found.warnings:
-                logger.warning("%s: %s", name, warning)
+        """Keep what was chosen, and log it if it is news."""
+        if self.chosen.get(name) != found:
+            log_choice(trainer, name, found)
         self.chosen[name] = found
-        if found.num_workers < 2:
-            hush(f"The '{split}_dataloader' does not have many workers")
-        if found.num_workers and not found.persistent_workers:
-            hush(f"Consider setting `persistent_workers=True` in '{split}_dataloader'")
+        ignore_worker_warnings(split, found)
 
 
 def _rebuilt(loader: DataLoader[Any], found: Recommendation) -> DataLoader[Any]:

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from lightning_feed import image_backends, images
-from lightning_feed.image_backends import finding_key
-from lightning_feed.load.image_findings import ImageFinding, ImageFindings
+from lightning_feed.backend_measurements import BackendMeasurement, BackendMeasurements, measurement_key
 
 CUDA = torch.device("cuda")
-BOUND = ImageFinding(
+BOUND = BackendMeasurement(
     backend="torch",
     by="diagnose",
     day="2026-11-21",
@@ -31,6 +30,6 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_backends, "why_no_dali", lambda gpu: "DALI is not installed")
 
 
-def remember(root: Path, finding: ImageFinding = BOUND, **key: Any) -> None:
+def remember(root: Path, finding: BackendMeasurement = BOUND, **key: Any) -> None:
     """Have ``backend="auto"`` find this of a folder."""
-    ImageFindings().save(finding_key(root, CUDA, **({"image_size": 32, "quality": "exact"} | key)), finding)
+    BackendMeasurements().save(measurement_key(root, CUDA, **({"image_size": 32, "quality": "exact"} | key)), finding)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from decode.made_images import encoded, waves
+from decode import made_images
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import resize_image
@@ -13,10 +13,8 @@ from torchvision.transforms.v2.functional import resize_image
 from lightning_feed.decode.choose import make_decoder
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.bad_samples import BadSamples
-from lightning_feed.load.cut import Cut
-from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImageDataset, collate_encoded
-from lightning_feed.load.image_dataset import ImageDataset
-from lightning_feed.load.image_recipe import TrainRecipe
+from lightning_feed.load.crop import CropSpec, TrainRecipe
+from lightning_feed.load.image_dataset import EncodedBatch, ImageDataset, collate_encoded
 
 
 class InMemory:
@@ -42,7 +40,7 @@ class InMemory:
 
 def photo(height: int = 60, width: int = 80, shift: int = 0) -> Image.Image:
     """A smooth picture with an edge in it."""
-    pixels = np.roll(waves(3, height, width), 3 * shift, axis=1)
+    pixels = np.roll(made_images.waves(3, height, width), 3 * shift, axis=1)
     pixels[height // 3 : height // 2, width // 4 : width // 2] = (250, 20, 60)
     return Image.fromarray(pixels)
 
@@ -50,24 +48,31 @@ def photo(height: int = 60, width: int = 80, shift: int = 0) -> Image.Image:
 def jpegs(count: int, **options: Any) -> list[bytes]:
     """JPEGs of two shapes in turn, each another picture."""
     shapes = ((60, 80), (90, 50))
-    return [encoded(photo(*shapes[index % 2], shift=index), **{"quality": 95, **options}) for index in range(count)]
+    return [
+        made_images.encoded(photo(*shapes[index % 2], shift=index), **{"quality": 95, **options})
+        for index in range(count)
+    ]
 
 
 def dataset(
     files: Sequence[Any],
     recipe: Any = None,
     *,
-    kind: type[ImageDataset] = EncodedImageDataset,
+    encoded: bool = True,
     decoder: str = "torchvision",
     on_error: Any = "raise",
 ) -> Any:
-    """A dataset of these files; ``kind=ImageDataset`` gives that of ``backend="torch"``."""
-    return kind(
-        InMemory(files), make_decoder(decoder).decoder, recipe or TrainRecipe(size=32), bad_samples=BadSamples(on_error)
+    """A dataset of these files; ``encoded=False`` gives that of ``backend="torch"``."""
+    return ImageDataset(
+        InMemory(files),
+        make_decoder(decoder).decoder,
+        recipe or TrainRecipe(size=32),
+        bad_samples=BadSamples(on_error),
+        encoded=encoded,
     )
 
 
-def batch_of(made: EncodedImageDataset, seed: int = 0) -> EncodedBatch:
+def batch_of(made: ImageDataset, seed: int = 0) -> EncodedBatch:
     """All samples of a dataset in one batch."""
     torch.manual_seed(seed)
     return collate_encoded([made[index] for index in range(len(made))])
@@ -85,7 +90,7 @@ def noise(*size: int) -> Tensor:
     return torch.randint(0, 256, (3, *size), dtype=torch.uint8)
 
 
-def obvious(whole: Tensor, cut: Cut, *, antialias: bool, exact: bool = False) -> Tensor:
+def obvious(whole: Tensor, cut: CropSpec, *, antialias: bool, exact: bool = False) -> Tensor:
     """The pixels of a cut as torchvision makes them; ``exact``: not rounded."""
     top, left, height, width = cut.region
     box = whole[:, top : top + height, left : left + width]

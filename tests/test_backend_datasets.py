@@ -15,8 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.archive.packing import pack
 from lightning_feed.errors import ArchiveError, SettingsError
-from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImageDataset
-from lightning_feed.load.image_dataset import ImageDataset
+from lightning_feed.load.image_dataset import EncodedBatch, ImageDataset
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -136,7 +135,7 @@ def test_loaders_of_a_split_that_comes_later_are_of_torch_too(class_folders: Pat
     module = birds(class_folders, WRAPPED["dict"], "val", loader=LoaderSettings(num_workers=0))
     assert isinstance(next(iter(module.train_dataloader())), EncodedBatch)
     held = module.dataset("train")
-    assert type(held) is EncodedImageDataset
+    assert held.encoded
     assert first(module.val_dataloader()).dtype == torch.uint8
     assert module.dataset("train") is held
     assert first(module.train_dataloader()).dtype == torch.uint8

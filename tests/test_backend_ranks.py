@@ -18,9 +18,9 @@ from recording import quiet_trainer
 from torch import Tensor, nn
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, images
+from lightning_feed.backend_measurements import BackendMeasurements
 from lightning_feed.decode.choose import make_decoder
 from lightning_feed.errors import FeedError
-from lightning_feed.load.image_findings import ImageFindings
 
 # The ranks of these tests are forked, as with strategy="ddp_fork".
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
@@ -93,7 +93,7 @@ def fit(rank: int, photos: Path, how: str, decoder: str) -> dict[str, Any]:
     if how == "no folder" and rank == 0:
         root = photos.parent / "elsewhere"
     if how == "no findings":
-        ImageFindings.load = broken  # type: ignore[method-assign]
+        BackendMeasurements.load = broken  # type: ignore[method-assign]
     # Each rank would find another one the fastest.
     patch.setattr(images, "fastest_decoder", lambda *args: make_decoder(("torchvision", "pillow")[rank]))
     if how == "fine" and rank == 0:

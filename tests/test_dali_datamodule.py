@@ -236,7 +236,7 @@ class Watches(Recording):
         self.built: list[tuple[str, bool, bool]] = []
 
     def look(self, where: str) -> None:
-        loaders = self.module._dali._loaders
+        loaders = self.module._dali.loaders
         self.built.append((where, loaders["train"].built, loaders["val"].built))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -258,7 +258,7 @@ def test_evaluation_pipelines_live_while_they_run(keep: bool, limit: Any, callba
     assert ("val", True, True) in while_validating
     if keep:
         assert set(while_validating) == {("val", True, True)}
-    assert module._dali._loaders == {}  # all were freed with the fit
+    assert module._dali.loaders == {}  # all were freed with the fit
 
 
 def test_training_lives_and_evaluation_is_rebuilt(tmp_path: Path) -> None:

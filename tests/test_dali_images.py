@@ -20,9 +20,9 @@ from torch.utils.data import Subset
 import lightning_feed.pl
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.archive.memory import read_text
+from lightning_feed.datamodule_base import PassEnds
 from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
-from lightning_feed.image_decoders import FreesDecoders
-from lightning_feed.load.backend_choice import BackendChoice
+from lightning_feed.image_backends import BackendChoice
 from lightning_feed.load.dali.image_pipeline import ImagePipeline
 from lightning_feed.load.dali.options import DaliOptions
 
@@ -216,6 +216,11 @@ def test_two_ranks_share_the_samples(tmp_path: Path) -> None:
         assert sorted(label for share in shares for labels in share for label in labels) == list(range(14))
 
 
+def active_in(module: Any) -> tuple[str, ...]:
+    """The splits that have a pipeline now."""
+    return tuple(sorted(split for split, decoder in module._images_decoders.items() if decoder.active))
+
+
 class NotesPipelines(Recording):
     """Notes at each step which pipelines there are."""
 
@@ -226,7 +231,7 @@ class NotesPipelines(Recording):
 
     def note(self, *event: Any) -> None:
         super().note(*event)
-        self.active.append((event[0], self.module[0]._images_decoders.active()))
+        self.active.append((event[0], active_in(self.module[0])))
 
 
 class Both(ImageFolderDataModule):
@@ -256,18 +261,18 @@ def test_pipelines_of_evaluation_are_there_for_it_only(photos: Path, limit: int 
     training = {active for name, active in model.active if name == "training_step"}
     assert training == {("train", *kept)}
     assert {active for name, active in model.active if name == "validation_step"} == {("train", "val"), ("val",)}
-    assert module._images_decoders.active() == ()
+    assert active_in(module) == ()
     for evaluate, split in ((trainer.validate, "val"), (trainer.test, "test"), (trainer.predict, "predict")):
         model.active.clear()
         evaluate(model, datamodule=module)
         steps = [active for name, active in model.active if name.endswith("_step")]
         assert len(steps) >= 1
         assert set(steps) == {(split,)}
-        assert module._images_decoders.active() == ()
+        assert active_in(module) == ()
     trainer.fit_loop.max_epochs = 3
     trainer.fit(model, datamodule=module)
-    assert module._images_decoders.active() == ()
-    assert sum(isinstance(callback, FreesDecoders) for callback in trainer.callbacks) == 1
+    assert active_in(module) == ()
+    assert sum(isinstance(callback, PassEnds) for callback in trainer.callbacks) == 1
 
 
 def test_all_are_freed_after_an_error(photos: Path) -> None:
@@ -278,7 +283,7 @@ def test_all_are_freed_after_an_error(photos: Path) -> None:
     module = data(photos)()["datamodule"]
     with pytest.raises(ArithmeticError, match="planted"):
         quiet_trainer([]).fit(Fails(), datamodule=module)
-    assert module._images_decoders.active() == ()
+    assert active_in(module) == ()
 
 
 def test_both_packages_free_them(photos: Path) -> None:
@@ -291,11 +296,11 @@ def test_both_packages_free_them(photos: Path) -> None:
             self.layer = nn.Linear(4, 1)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            active.append(module._images_decoders.active())
+            active.append(active_in(module))
             return self.layer(batch[0]).mean()
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            active.append(module._images_decoders.active())
+            active.append(active_in(module))
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -314,7 +319,7 @@ def test_both_packages_free_them(photos: Path) -> None:
     ).fit(Small(), datamodule=module)
     training, validating = ("train",), ("train", "val")
     assert active == [("val",), *[training] * 4, validating, *[training] * 4, validating]
-    assert module._images_decoders.active() == ()
+    assert active_in(module) == ()
 
 
 # --- broken images ----------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(command: str) -> None:
 def test_spawned_workers_of_our_image_datasets_import_no_torchvision() -> None:
     """It brings torch's compiler along: 2 s of CPU time for each worker."""
     code = (
-        "import lightning_feed.load.encoded_batch, lightning_feed.load.loader, lightning_feed.load.worker\n"
+        "import lightning_feed.load.image_dataset, lightning_feed.load.loader, lightning_feed.load.worker\n"
         "import sys; print({'torchvision', 'torch._dynamo', 'lightning', 'pytorch_lightning'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

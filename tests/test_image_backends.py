@@ -18,7 +18,7 @@ from torch.utils.data import StackDataset, Subset
 import lightning_feed
 from lightning_feed import GPUStarvationCallback, ImageFolderDataModule, LoaderSettings, image_backends
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.load.encoded_batch import EncodedBatch
+from lightning_feed.load.image_dataset import EncodedBatch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),

@@ -7,7 +7,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from lightning_feed._host.hooks import is_overridden
+from lightning_feed._host import is_overridden
+from lightning_feed.backend_measurements import remember_diagnosis
 from lightning_feed.diagnosing.beside import own_callbacks
 from lightning_feed.diagnosing.fits import Bench
 from lightning_feed.diagnosing.globals import ProcessState
@@ -17,7 +18,6 @@ from lightning_feed.diagnosing.snapshot import Snapshot
 from lightning_feed.diagnosing.stopping import StopSignals
 from lightning_feed.diagnosing.trainer import Package, check_trainer, package_of_all, quiet
 from lightning_feed.errors import FeedError, ReportError, SettingsError
-from lightning_feed.image_measured import remember_diagnosis
 from lightning_feed.watch.reports.document import make_report, read_document
 from lightning_feed.watch.reports.files import check_writable, write_report
 from lightning_feed.watch.reports.report import Report

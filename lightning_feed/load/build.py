@@ -10,8 +10,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.background import Watch
-from lightning_feed.load.batch_decoder import BatchDecoder
-from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.loader import BatchDecoder, FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.recommend import Recommendation, Workload, recommend

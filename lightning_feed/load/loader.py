@@ -10,17 +10,16 @@ import copy
 import inspect
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pickle import PicklingError
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.background import SOON_S, BackgroundIterator, LateBatch, Watch
-from lightning_feed.load.batch_decoder import BatchDecoder
 from lightning_feed.load.iterable import IterablePass, Stamped, StampingCollate
 from lightning_feed.load.order import (
     EpochOrder,
@@ -42,6 +41,21 @@ logger = logging.getLogger(__name__)
 _OURS = {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
 # Everything else that a DataLoader of the installed torch takes is handed on to the inner loader as it is.
 _HANDED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OURS]
+
+
+class BatchDecoder(Protocol):
+    """Decodes the batches of one loader, behind it. Pickled with it for ``ddp_spawn``, without what it holds of a
+    device."""
+
+    def run(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        """Decode one pass: as many batches as come, in their order.
+
+        A few may be taken ahead. The generator is closed when the pass ends, also in its middle; whatever
+        was taken ahead is dropped then. Errors of ``batches`` are raised in the place of the batch that failed.
+
+        Raises:
+            DecodeError: from ``next()``, when an image cannot be decoded, with its name.
+        """
 
 
 class FeedLoader(DataLoader[Any]):

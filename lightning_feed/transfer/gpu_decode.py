@@ -13,8 +13,8 @@ from lightning_feed.decode.decoders import Region, refuse_bomb
 from lightning_feed.decode.header import JPEG, Encoded, as_array, ends_like_jpeg, kind_of
 from lightning_feed.errors import DecodeError, LoaderError, MissingExtraError
 from lightning_feed.load.bad_samples import Skipped, fill_skipped
-from lightning_feed.load.cut import Cut, Quality
-from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImage, EncodedImageDataset, decode_on_cpu
+from lightning_feed.load.crop import CropSpec, Quality
+from lightning_feed.load.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_on_cpu
 from lightning_feed.load.trace import traced
 
 _BASELINE, _PROGRESSIVE, _APP14, _SCAN = 0xC0, 0xC2, 0xEE, 0xDA
@@ -167,7 +167,7 @@ _NO_MEMORY: Final = re.compile(r"Failed to [\w ]+: 5\b")
 _FAILED: Final = "nvJPEG failed on the JPEG"
 
 
-def decode_batch(batch: EncodedBatch, dataset: EncodedImageDataset, decode: DecodeJpegs | None = None) -> Any:
+def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs | None = None) -> Any:
     """[images, labels] on ``batch.device``: uint8 of shape (B, 3, H, W), channels last, and int64 of shape (B,).
 
     On a CUDA device all work goes to the current stream, and the host waits for nvJPEG alone. What nvJPEG cannot do is
@@ -189,7 +189,7 @@ def decode_batch(batch: EncodedBatch, dataset: EncodedImageDataset, decode: Deco
             return decode_on_cpu(batch, dataset)
         decode = nvjpeg(batch.device)
     images = batch.images()
-    _, _, height, width = images[0].cut.window
+    _, _, height, width = images[0].crop.window
     # Filled image by image, in channels last: no stacking, and no transposing after it.
     pixels = torch.empty((len(images), height, width, 3), dtype=torch.uint8, device=batch.device)
     left = _decode_on_device(images, dataset, decode, pixels)
@@ -200,7 +200,7 @@ def decode_batch(batch: EncodedBatch, dataset: EncodedImageDataset, decode: Deco
 
 
 def _decode_on_device(
-    images: list[EncodedImage], dataset: EncodedImageDataset, decode: DecodeJpegs, pixels: Tensor
+    images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs, pixels: Tensor
 ) -> list[int]:
     """Fill the places of ``pixels`` whose images the device can decode; the others are returned."""
     left: list[int] = []
@@ -218,17 +218,17 @@ def _decode_on_device(
 
 
 def _decode_part(
-    part: list[int], images: list[EncodedImage], dataset: EncodedImageDataset, decode: DecodeJpegs, pixels: Tensor
+    part: list[int], images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs, pixels: Tensor
 ) -> list[int]:
     """The same for some of the places. A function of its own, whose end lets the whole images go."""
     found = dict(zip(part, _decode_many([images[place] for place in part], dataset, decode), strict=True))
     wholes = {place: whole for place, whole in found.items() if whole is not None}
     if wholes:
-        cut_out_on_device(wholes, {place: images[place].cut for place in wholes}, dataset.recipe.quality, pixels)
+        crop_on_device(wholes, {place: images[place].crop for place in wholes}, dataset.crop_recipe.quality, pixels)
     return [place for place, whole in found.items() if whole is None]
 
 
-def _decode_many(images: list[EncodedImage], dataset: EncodedImageDataset, decode: DecodeJpegs) -> list[Tensor | None]:
+def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: DecodeJpegs) -> list[Tensor | None]:
     """The pixels of each image; None for one that the device fails on, which is then known."""
     files = [torch.from_numpy(image.data) for image in images]
     with traced("decode"):
@@ -271,7 +271,7 @@ def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None],
 
 
 def _decode_the_rest(
-    left: list[int], images: list[EncodedImage], dataset: EncodedImageDataset, pixels: Tensor, labels: Tensor
+    left: list[int], images: list[EncodedSample], dataset: ImageDataset, pixels: Tensor, labels: Tensor
 ) -> Tensor:
     """Fill the places that are left with what the CPU decodes, and what ``on_error`` puts in place of the others."""
     on_device = pixels.device.type != "cpu"
@@ -297,7 +297,9 @@ def _decode_the_rest(
     return changed.to(labels.device, non_blocking=True)
 
 
-def cut_out_on_device(wholes: Mapping[int, Tensor], cuts: Mapping[int, Cut], quality: Quality, pixels: Tensor) -> None:
+def crop_on_device(
+    wholes: Mapping[int, Tensor], cuts: Mapping[int, CropSpec], quality: Quality, pixels: Tensor
+) -> None:
     """Cut boxes out of whole images into their places of a batch: resized bilinearly, as torchvision does it.
 
     As matrices, since torch resizes images of different sizes one by one, with ten kernels for each: a box resized is
@@ -348,7 +350,7 @@ def _resize_group(
     pixels.index_copy_(0, numbers[:, 0].long(), levels.transpose(2, 3))
 
 
-def _groups(cuts: Mapping[int, Cut], height: int, width: int) -> Iterator[tuple[list[int], int, int]]:
+def _groups(cuts: Mapping[int, CropSpec], height: int, width: int) -> Iterator[tuple[list[int], int, int]]:
     """Places of boxes to resize together, and the height and width that hold each of them: boxes of about one size, as
     many as ``MOST_BYTES`` allows, and at least one."""
     group: list[int] = []
@@ -378,7 +380,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right, out=left.new_empty(0))
 
 
-def _numbers(place: int, cut: Cut, quality: Quality) -> list[float]:
+def _numbers(place: int, cut: CropSpec, quality: Quality) -> list[float]:
     """A row of the table: the place, and of lines and columns each the box's size, where in the box the first of the
     result has its middle, how far apart the middles are, and 1 / (how far a pixel of the box counts)."""
     region, window = cut.region, cut.window
@@ -416,7 +418,7 @@ def _copy_box(whole: Tensor, region: Region, box: Tensor) -> None:
     box.as_strided((height, 3, width), box.stride()).copy_(part)
 
 
-def _refusal(image: EncodedImage) -> str | None:
+def _refusal(image: EncodedSample) -> str | None:
     try:
         refuse_bomb(*image.size)
     except DecodeError:
@@ -424,11 +426,11 @@ def _refusal(image: EncodedImage) -> str | None:
     return not_for_nvjpeg(image.data)
 
 
-def _shrink(cut: Cut) -> float:
+def _shrink(cut: CropSpec) -> float:
     return max(cut.region.height / cut.resized[0], cut.region.width / cut.resized[1])
 
 
-def _parts(places: list[int], images: list[EncodedImage]) -> Iterator[list[int]]:
+def _parts(places: list[int], images: list[EncodedSample]) -> Iterator[list[int]]:
     """The places in turn, as many at a time as make ``MOST_BYTES`` of pixels; at least one."""
     part: list[int] = []
     size = 0

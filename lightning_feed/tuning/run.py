@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+from lightning_feed.backend_measurements import remember_tuning
 from lightning_feed.diagnosing.data import request_loaders
 from lightning_feed.diagnosing.failure import told
 from lightning_feed.diagnosing.fits import Bench
@@ -19,7 +20,6 @@ from lightning_feed.diagnosing.replay import own_loaders
 from lightning_feed.diagnosing.snapshot import Snapshot
 from lightning_feed.diagnosing.trainer import Limits, Package, check_trainer, package_of, quiet
 from lightning_feed.errors import LoaderError, SettingsError, plural
-from lightning_feed.image_measured import remember_tuning
 from lightning_feed.load.cloning import Changes, clone_loader, preserve_state
 from lightning_feed.load.tuning.search import Goal, Tuned
 from lightning_feed.load.tuning.store import Store

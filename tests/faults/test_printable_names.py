@@ -7,7 +7,7 @@ from watch.reports.sample_reports import sample, sample_report
 
 from lightning_feed import cli
 from lightning_feed.errors import ArchiveError, DatasetError, printable
-from lightning_feed.load.left_to_cpu import LeftToCpu
+from lightning_feed.load.image_dataset import CpuFallback
 from lightning_feed.watch.reports.text import as_markdown, as_text
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202egpj.jpg"
@@ -26,7 +26,7 @@ def test_errors_show_them(kind: type[Exception]) -> None:
 
 
 def test_logs_show_them(caplog: pytest.LogCaptureFixture) -> None:
-    LeftToCpu().add("a CMYK JPEG", EVIL)
+    CpuFallback().add("a CMYK JPEG", EVIL)
     assert SHOWN in caplog.text
     assert "\x1b" not in caplog.text
 

@@ -109,12 +109,12 @@ def test_evaluation_is_not_on_the_device_while_training(class_folders: Path) -> 
 
     class Watches(Seen):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            assert not module._dali._loaders["val"].built
+            assert not module._dali.loaders["val"].built
 
     model = Watches()
     quiet_trainer([], accelerator="cuda", limit_val_batches=1).fit(model, datamodule=module)
     assert len(model.batches) == 6
-    assert module._dali._loaders == {}
+    assert module._dali.loaders == {}
 
 
 def test_resume(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from torch import Tensor
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback, image_backends
 from lightning_feed.decode.choose import psnr_db
 from lightning_feed.errors import DecodeError, MissingExtraError
-from lightning_feed.load.cut import Cut
-from lightning_feed.load.encoded_batch import decode_on_cpu
-from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
-from lightning_feed.transfer.gpu_decode import MOST_BYTES, cut_out_on_device, decode_batch, nvjpeg
+from lightning_feed.load.crop import CropSpec, EvalRecipe, TrainRecipe
+from lightning_feed.load.image_dataset import decode_on_cpu
+from lightning_feed.transfer.gpu_decode import MOST_BYTES, crop_on_device, decode_batch, nvjpeg
 
 pytestmark = pytest.mark.gpu
 
@@ -140,20 +139,20 @@ def test_device_memory_does_not_grow_over_200_batches() -> None:
 # --- the resize alone -------------------------------------------------------------------------------------------------
 
 
-def crops() -> tuple[dict[int, Tensor], dict[int, Cut]]:
+def crops() -> tuple[dict[int, Tensor], dict[int, CropSpec]]:
     """Random crops of 31 images, and the middle of one of 12 megapixels."""
     torch.manual_seed(0)
     wholes = {place: noise(*((375, 500), (500, 333), (480, 640), (1200, 1600))[place % 4]) for place in range(31)}
-    cuts = {place: RECIPES[0].cut(*whole.shape[1:]) for place, whole in wholes.items()}
+    cuts = {place: RECIPES[0].spec(*whole.shape[1:]) for place, whole in wholes.items()}
     wholes[31] = torch.from_numpy(np.array(photo(3000, 4000))).permute(2, 0, 1).contiguous()
-    cuts[31] = RECIPES[1].cut(3000, 4000)
+    cuts[31] = RECIPES[1].spec(3000, 4000)
     return {place: whole.to(CUDA) for place, whole in wholes.items()}, cuts
 
 
-def resized(wholes: dict[int, Tensor], cuts: dict[int, Cut]) -> Tensor:
+def resized(wholes: dict[int, Tensor], cuts: dict[int, CropSpec]) -> Tensor:
     """uint8, shape (B, 64, 64, 3)."""
     pixels = torch.empty((len(cuts), 64, 64, 3), dtype=torch.uint8, device=CUDA)
-    cut_out_on_device(wholes, cuts, "exact", pixels)
+    crop_on_device(wholes, cuts, "exact", pixels)
     return pixels
 
 
@@ -182,7 +181,7 @@ def test_resizing_waits_for_nothing() -> None:
 def test_resizing_takes_bounded_memory() -> None:
     """For boxes that take four times as much in all; one image stands for all of them."""
     wholes = dict.fromkeys(range(16), noise(3000, 4000).to(CUDA))
-    cuts = dict.fromkeys(wholes, RECIPES[1].cut(3000, 4000))
+    cuts = dict.fromkeys(wholes, RECIPES[1].spec(3000, 4000))
     resized(wholes, cuts)  # cuBLAS keeps some memory for good
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

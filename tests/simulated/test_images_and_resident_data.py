@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.load.image_recipe import TrainRecipe
+from lightning_feed.load.crop import TrainRecipe
 from lightning_feed.transfer.gpu_decode import NvJpeg, decode_batch
 from lightning_feed.transfer.resident import ResidentLoader, load_resident
 

@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_feed.decode.choose import psnr_db
 from lightning_feed.decode.decoders import Region
 from lightning_feed.errors import DatasetError, DecodeError, LoaderError
-from lightning_feed.load.cut import QUALITIES, Cut
-from lightning_feed.load.encoded_batch import decode_on_cpu
-from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
+from lightning_feed.load.crop import QUALITIES, CropSpec, EvalRecipe, TrainRecipe
+from lightning_feed.load.image_dataset import decode_on_cpu
 from lightning_feed.transfer import gpu_decode as device_decode
-from lightning_feed.transfer.gpu_decode import cut_out_on_device, decode_batch
+from lightning_feed.transfer.gpu_decode import crop_on_device, decode_batch
 
 TRAIN, EVAL = TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)
 BAD_INSIDE = torn(jpegs(9)[8])
@@ -91,15 +90,15 @@ def test_fast_pixels_are_no_further_from_exact_ones_than_on_the_cpu(height: int,
 # --- the resize: many boxes at once, against torchvision's of each ----------------------------------------------------
 
 
-def cut_out(wholes: dict[int, Tensor], cuts: dict[int, Cut], quality: Any, size: tuple[int, int]) -> Tensor:
+def crop_image(wholes: dict[int, Tensor], cuts: dict[int, CropSpec], quality: Any, size: tuple[int, int]) -> Tensor:
     """int, shape (B, 3, height, width)."""
     pixels = torch.empty((len(cuts), *size, 3), dtype=torch.uint8)
-    cut_out_on_device(wholes, cuts, quality, pixels)
+    crop_on_device(wholes, cuts, quality, pixels)
     return pixels.permute(0, 3, 1, 2).int()
 
 
 @st.composite
-def cuts_of_any_kind(draw: st.DrawFn, size: tuple[int, int]) -> tuple[tuple[int, int], Cut]:
+def cuts_of_any_kind(draw: st.DrawFn, size: tuple[int, int]) -> tuple[tuple[int, int], CropSpec]:
     """(height, width) of an image, and a cut whose window has ``size``."""
     side = st.one_of(st.integers(1, 8), st.integers(1, 400))
     whole, region, resized, window = [], [], [], []
@@ -110,7 +109,7 @@ def cuts_of_any_kind(draw: st.DrawFn, size: tuple[int, int]) -> tuple[tuple[int,
         resized.append(max(2, kept + draw(st.integers(0, 40))))
         window.append(draw(st.integers(0, resized[-1] - kept)))
     corner = (draw(st.integers(0, outer - inner)) for outer, inner in zip(whole, region, strict=True))
-    return (whole[0], whole[1]), Cut(
+    return (whole[0], whole[1]), CropSpec(
         region=Region(*corner, *region),
         resized=(resized[0], resized[1]),
         window=Region(*window, *size),
@@ -124,7 +123,7 @@ def test_pixels_are_within_a_grey_level_of_torchvisions(data: st.DataObject, qua
     drawn = data.draw(st.lists(cuts_of_any_kind(size), min_size=1, max_size=4))
     torch.manual_seed(0)
     wholes = {place: noise(*whole) for place, (whole, _) in enumerate(drawn)}
-    found = cut_out(wholes, {place: cut for place, (_, cut) in enumerate(drawn)}, quality, size)
+    found = crop_image(wholes, {place: cut for place, (_, cut) in enumerate(drawn)}, quality, size)
     for place, (_, cut) in enumerate(drawn):
         shrink = max(cut.region.height / cut.resized[0], cut.region.width / cut.resized[1])
         antialias = quality != "fast" or shrink > 2
@@ -138,8 +137,8 @@ def test_pixels_are_within_a_grey_level_of_torchvisions(data: st.DataObject, qua
 def test_fast_leaves_the_antialiasing_out_down_to_a_half(quality: Any, resized: tuple[int, int]) -> None:
     torch.manual_seed(0)
     whole = noise(100, 100)
-    cut = Cut(region=Region(0, 0, 100, 100), resized=resized, window=Region(0, 0, 16, 16), flipped=False)
-    found = cut_out({0: whole}, {0: cut}, quality, (16, 16))[0]
+    cut = CropSpec(region=Region(0, 0, 100, 100), resized=resized, window=Region(0, 0, 16, 16), flipped=False)
+    found = crop_image({0: whole}, {0: cut}, quality, (16, 16))[0]
     far = {way: int((found - obvious(whole, cut, antialias=way).int()).abs().max()) for way in (True, False)}
     antialias = quality != "fast" or resized != (50, 50)
     assert far[antialias] <= 1
@@ -150,19 +149,19 @@ def test_what_is_white_stays_white() -> None:
     """The sums of rounded weights are not 1 to the bit, and 256 would be black."""
     white = torch.full((3, 97, 61), 255, dtype=torch.uint8)
     cuts = {
-        place: Cut(region=Region(0, 0, 97, 61), resized=(side, side), window=Region(0, 0, 16, 16), flipped=False)
+        place: CropSpec(region=Region(0, 0, 97, 61), resized=(side, side), window=Region(0, 0, 16, 16), flipped=False)
         for place, side in enumerate((16, 37, 61, 224))
     }
-    assert (cut_out(dict.fromkeys(cuts, white), cuts, "exact", (16, 16)) == 255).all()
+    assert (crop_image(dict.fromkeys(cuts, white), cuts, "exact", (16, 16)) == 255).all()
 
 
 def test_autocast_does_not_make_it_coarser() -> None:
     torch.manual_seed(0)
-    cut = Cut(region=Region(0, 0, 90, 70), resized=(32, 32), window=Region(0, 0, 32, 32), flipped=False)
+    cut = CropSpec(region=Region(0, 0, 90, 70), resized=(32, 32), window=Region(0, 0, 32, 32), flipped=False)
     whole = noise(90, 70)
-    plain = cut_out({0: whole}, {0: cut}, "exact", (32, 32))
+    plain = crop_image({0: whole}, {0: cut}, "exact", (32, 32))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(cut_out({0: whole}, {0: cut}, "exact", (32, 32)), plain)
+        assert torch.equal(crop_image({0: whole}, {0: cut}, "exact", (32, 32)), plain)
 
 
 class Operations(TorchDispatchMode):
@@ -182,9 +181,9 @@ def test_an_image_takes_a_copy_and_its_two_views() -> None:
 
     def asked(count: int) -> Counter[str]:
         generator = torch.Generator().manual_seed(0)
-        cuts = {place: TRAIN.cut(60, 80, generator) for place in range(count)}
+        cuts = {place: TRAIN.spec(60, 80, generator) for place in range(count)}
         with Operations() as operations:
-            cut_out(dict.fromkeys(cuts, torch.zeros((3, 60, 80), dtype=torch.uint8)), cuts, "exact", (32, 32))
+            crop_image(dict.fromkeys(cuts, torch.zeros((3, 60, 80), dtype=torch.uint8)), cuts, "exact", (32, 32))
         return operations.names
 
     one, many = asked(1), asked(101)
@@ -198,7 +197,7 @@ def test_boxes_are_resized_in_bounded_memory(monkeypatch: pytest.MonkeyPatch, tm
     shapes = [(2000, 3), (3, 2000), (60, 80), (1, 1), (600, 400)] * 6
     window = Region(0, 0, 16, 16)
     cuts = {
-        place: Cut(region=Region(0, 0, *shape), resized=(16, 16), window=window, flipped=False)
+        place: CropSpec(region=Region(0, 0, *shape), resized=(16, 16), window=window, flipped=False)
         for place, shape in enumerate(shapes)
     }
     monkeypatch.setattr(device_decode, "MOST_BYTES", most := 2**22)
@@ -211,7 +210,7 @@ def test_boxes_are_resized_in_bounded_memory(monkeypatch: pytest.MonkeyPatch, tm
     assert len(groups) < len(cuts) / 2
     wholes = {place: noise(*shape) for place, shape in enumerate(shapes)}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        cut_out(wholes, cuts, "exact", (16, 16))
+        crop_image(wholes, cuts, "exact", (16, 16))
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     held = [*accumulate(event["args"]["Bytes"] for event in events if event["name"] == "[memory]")]

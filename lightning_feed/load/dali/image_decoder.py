@@ -1,24 +1,23 @@
-"""Stands behind a loader of encoded batches, and has DALI decode them, some of them ahead."""
+"""A decoder of encoded batches behind a loader: DALI decodes them, some ahead, and the host what DALI cannot."""
 
 import sys
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_feed.decode.header import Encoded
-from lightning_feed.errors import DatasetError, LoaderError
-from lightning_feed.load.cut import Cut
-from lightning_feed.load.dali.host_images import HostImages
-from lightning_feed.load.dali.image_pipeline import ImagePipeline, PipelineSpec, release_unused_memory, stand_in
-from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImage, EncodedImageDataset
+from lightning_feed.decode.header import JPEG, PNG, WEBP, Encoded, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
+from lightning_feed.errors import DatasetError, DecodeError, LoaderError
+from lightning_feed.load.bad_samples import Skipped, fill_skipped
+from lightning_feed.load.crop import CropSpec
+from lightning_feed.load.dali.binding import FAILURES, reason_of, release_unused_memory
+from lightning_feed.load.dali.image_pipeline import ImagePipeline, PipelineSpec, stand_in
+from lightning_feed.load.image_dataset import EncodedBatch, EncodedSample, ImageDataset
 from lightning_feed.load.trace import traced
 
-_FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-"""What DALI raises for an operator that failed, by the kind of failure (read in 2.4.0)."""
 _NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
 """How DALI says that there is none left, in small letters (in the libraries of 2.4.0)."""
 _HEADERS = 64
@@ -30,15 +29,15 @@ class _Waiting:
     """A batch that was taken from the loader and has not been handed out."""
 
     batch: EncodedBatch
-    images: list[EncodedImage]
+    images: list[EncodedSample]
     on_host: dict[int, str]
     """Places of images that DALI is not given, and why."""
     fed: bool = False
 
-    def given(self) -> list[tuple[Encoded, Cut]]:
-        given: list[tuple[Encoded, Cut]] = [(image.data, image.cut) for image in self.images]
+    def given(self) -> list[tuple[Encoded, CropSpec]]:
+        given: list[tuple[Encoded, CropSpec]] = [(image.data, image.crop) for image in self.images]
         for place in self.on_host:
-            given[place] = stand_in(self.images[place].cut)
+            given[place] = stand_in(self.images[place].crop)
         return given
 
 
@@ -65,11 +64,10 @@ class DaliImageDecoder:
         pin: whether batches in host memory are to lie in page-locked memory.
     """
 
-    def __init__(self, dataset: EncodedImageDataset, spec: PipelineSpec, *, keep: bool, pin: bool = False) -> None:
-        self.spec = spec
+    def __init__(self, dataset: ImageDataset, spec: PipelineSpec, *, keep: bool, pin: bool = False) -> None:
+        self.dataset, self.spec = dataset, spec
         self.keep = keep
         self.pin = pin
-        self.host = HostImages(dataset, spec.mean, spec.std)
         self.built = 0
         """Pipelines that were built so far."""
         self._pipeline: ImagePipeline | None = None
@@ -120,7 +118,7 @@ class DaliImageDecoder:
                 now.failure = error
             else:
                 images = batch.images()
-                now.waiting.append(_Waiting(batch, images, self.host.reasons(images)))
+                now.waiting.append(_Waiting(batch, images, self._reasons(images)))
                 self._advance(now)
 
     def _advance(self, now: _Pass) -> ImagePipeline:
@@ -144,7 +142,7 @@ class DaliImageDecoder:
             done = now.waiting.popleft()
             labels = done.batch.labels
             if done.on_host:
-                images, labels = self.host.put_into(images, labels, done.images, done.on_host)
+                images, labels = self._put_host_images(images, done)
             if self.pin and images.device.type == "cpu":
                 images, labels = (part if part.is_pinned() else part.pin_memory() for part in (images, labels))
             return [images, labels.to(images.device, non_blocking=True)]
@@ -155,12 +153,12 @@ class DaliImageDecoder:
             pipeline = self._advance(now)
             try:
                 return pipeline.take()
-            except _FAILURES as error:
+            except FAILURES as error:
                 self.release()
                 self._raise_if_no_memory(error)
-                self._blame(now, error)
+                self._locate_failure(now, error)
 
-    def _blame(self, now: _Pass, error: Exception) -> None:
+    def _locate_failure(self, now: _Pass, error: Exception) -> None:
         """Find the images that DALI failed at, and leave them to the host from now on.
 
         Raises:
@@ -169,17 +167,17 @@ class DaliImageDecoder:
         images = [
             image for waiting in now.waiting for k, image in enumerate(waiting.images) if k not in waiting.on_host
         ]
-        found = self.host.broken(images) or self._fail_alone(images)
+        found = self._fail_alone(images)
         if not found:
             raise LoaderError(
                 f"DALI failed at a batch of {len(now.waiting[0].images)} images, and decodes each of them alone. It "
                 f"said: {reason_of(error)}"
             ) from error
-        self.host.refuse(found)
+        self.dataset.left_to_cpu.known.update(found)
         for waiting in now.waiting:
-            waiting.on_host = self.host.reasons(waiting.images)
+            waiting.on_host = self._reasons(waiting.images)
 
-    def _fail_alone(self, images: list[EncodedImage]) -> dict[int, str]:
+    def _fail_alone(self, images: list[EncodedSample]) -> dict[int, str]:
         """Those that DALI fails at, and why, by their index in the dataset."""
         found: dict[int, str] = {}
         pipeline = None
@@ -187,9 +185,9 @@ class DaliImageDecoder:
             if pipeline is None:
                 pipeline = self._build(replace(self.spec, batch_size=1, prefetch=1))
             try:
-                pipeline.feed([image.data], [image.cut])
+                pipeline.feed([image.data], [image.crop])
                 pipeline.take()
-            except _FAILURES as error:
+            except FAILURES as error:
                 pipeline.close()
                 pipeline = None
                 self._raise_if_no_memory(error)
@@ -207,6 +205,47 @@ class DaliImageDecoder:
             raise torch.OutOfMemoryError(f"CUDA out of memory: DALI said: {reason_of(error)} {advice}") from error
         raise LoaderError(f"DALI has not enough memory. It said: {reason_of(error)} {advice}") from error
 
+    # --- images that DALI is not given --------------------------------------------------------------------------------
+
+    def _reasons(self, images: Sequence[EncodedSample]) -> dict[int, str]:
+        """Which of a batch's images are not given to DALI, by their place, and why."""
+        known = self.dataset.left_to_cpu.known
+        reasons = {place: known.get(image.index) or why_on_host(image.data) for place, image in enumerate(images)}
+        return {place: reason for place, reason in reasons.items() if reason}
+
+    def _put_host_images(self, batch: Tensor, done: _Waiting) -> tuple[Tensor, Tensor]:
+        """The batch with what the host decodes in its places, or what ``on_error`` puts there, and the labels.
+
+        Raises:
+            DatasetError: when one cannot be decoded and ``on_error`` does not deal with it, with its name.
+        """
+        # The outputs of DALI are its own memory, and may be read-only for us: what is changed is a copy.
+        batch, labels = batch.clone(), done.batch.labels.clone()
+        order: list[Any] = list(range(len(done.images)))
+        for place, reason in done.on_host.items():
+            index = done.images[place].index
+            self.dataset.left_to_cpu.add(reason, f"{self.dataset.source.name(index)} (sample {index})")
+            made = self.dataset.decoded(done.images[place])
+            if isinstance(made, Skipped):
+                order[place] = made
+            else:
+                pixels, labels[place] = made
+                batch[place] = self._like(pixels, batch)
+        if any(isinstance(place, Skipped) for place in order):
+            kept = torch.tensor(fill_skipped(order), device="cpu")
+            batch = batch[kept.to(batch.device)].contiguous(memory_format=torch.channels_last)
+            labels = labels[kept.to(labels.device)]
+        return batch, labels
+
+    def _like(self, pixels: Tensor, batch: Tensor) -> Tensor:
+        """Pixels of the host as the batch has them: normalised where it is of floats."""
+        if batch.dtype == torch.uint8:
+            return pixels
+        values = pixels.to(batch.device).float() / 255
+        spec = (self.spec.mean, self.spec.std)
+        mean, std = (torch.tensor(numbers, device=batch.device).view(3, 1, 1) for numbers in spec)
+        return ((values - mean) / std).to(batch.dtype)
+
     # --- the pipeline -------------------------------------------------------------------------------------------------
 
     def _acquire(self, now: _Pass, size: int) -> ImagePipeline:
@@ -217,7 +256,7 @@ class DaliImageDecoder:
             pipeline = None
         if pipeline is None:
             if self.spec.device.type == "cuda" and self.spec.largest_image is None:
-                self.spec = replace(self.spec, largest_image=largest_of_some(self.host.dataset))
+                self.spec = replace(self.spec, largest_image=largest_of_some(self.dataset))
             self.spec = replace(self.spec, batch_size=max(size, self.spec.batch_size))
             pipeline = self._pipeline = self._build(self.spec)
             self.built += 1
@@ -246,13 +285,7 @@ class DaliImageDecoder:
             self.release()
 
 
-def reason_of(error: Exception) -> str:
-    """The part of DALI's message that says what went wrong: it follows on the place in the pipeline's definition."""
-    said = str(error).split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
-    return " ".join(said.split()) or type(error).__name__
-
-
-def largest_of_some(dataset: EncodedImageDataset) -> tuple[int, int] | None:
+def largest_of_some(dataset: ImageDataset) -> tuple[int, int] | None:
     """(height, width) of the largest of some images, spread over the dataset; None where none can be read."""
     sizes = []
     for index in range(0, len(dataset), max(1, len(dataset) // _HEADERS)):
@@ -267,6 +300,26 @@ def _emptied(pipeline: ImagePipeline) -> bool:
     """Whether what was on its way could be dropped."""
     try:
         pipeline.drain()
-    except _FAILURES:  # of a batch that nobody waits for
+    except FAILURES:  # of a batch that nobody waits for
         return False
     return True
+
+
+def why_on_host(data: Encoded) -> str:
+    """Why a file is not given to DALI; "" where it is.
+
+    DALI makes other pixels than Pillow of 16 bits a channel, knows no GIF, and may decode what is there of a JPEG or a
+    TIFF that is cut short. What nvJPEG makes of CMYK on the GPU is its own affair.
+    """
+    kind = kind_of(data)
+    if kind == JPEG:
+        try:
+            components = jpeg_header(data).components
+        except DecodeError:
+            return "a JPEG without a frame header"
+        if components == 4:
+            return "a CMYK JPEG"
+        return "" if ends_like_jpeg(data) else "a JPEG with something else at its end than the end of its image"
+    if kind == PNG:
+        return "" if png_bit_depth(data) < 16 else "a PNG of 16 bits a channel"
+    return "" if kind in (WEBP, "BMP") else f"an image of the kind {kind}"

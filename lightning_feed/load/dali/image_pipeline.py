@@ -1,4 +1,4 @@
-"""One DALI pipeline: encoded images and what to cut out of each -> a batch of pixels.
+"""One DALI pipeline: encoded images and what to crop out of each -> a batch of pixels.
 
 It has no reader: what it decodes is fed to it, so that order, shards, resuming and the random boxes stay ours.
 """
@@ -15,10 +15,8 @@ from torch import Tensor
 
 from lightning_feed.decode.decoders import Region
 from lightning_feed.decode.header import Encoded
-from lightning_feed.load.cut import Cut
-from lightning_feed.load.dali.forks import is_inherited, outlive_forks
-from lightning_feed.load.dali.install import require_dali
-from lightning_feed.load.dali.outputs import take_outputs
+from lightning_feed.load.crop import CropSpec
+from lightning_feed.load.dali.binding import is_inherited, outlive_forks, require_dali, take_outputs
 
 STAND_IN = b"P6\n1 1\n255\n\x00\x00\x00"
 """An image of one pixel (PNM), for the place of one that DALI is not given."""
@@ -70,9 +68,9 @@ class ImagePipeline:
         outlive_forks(self._pipeline)
         # The first schedule_run() runs as often as there is room for batches, later ones run once. So that all runs of
         # ours are alike, that first one is spent on stand-ins.
-        cut = _whole(1, 1)
+        crop = _whole(1, 1)
         for _ in range(spec.prefetch):
-            self._give([STAND_IN], [cut])
+            self._give([STAND_IN], [crop])
         self._pipeline.schedule_run()
         self.drain()
 
@@ -85,14 +83,14 @@ class ImagePipeline:
         """Whether it belongs to the process that this one was forked from: its threads are not here."""
         return is_inherited(self._pipeline)
 
-    def feed(self, files: Sequence[Encoded], cuts: Sequence[Cut]) -> None:
+    def feed(self, files: Sequence[Encoded], crops: Sequence[CropSpec]) -> None:
         """Start to decode a batch.
 
         Args:
             files: the encoded images, 1 to ``spec.batch_size``. They must not change until the batch is taken.
-            cuts: what of each is wanted; all windows of one size.
+            crops: what of each is wanted; all windows of one size.
         """
-        self._give(files, cuts)
+        self._give(files, crops)
         self._pipeline.schedule_run()
 
     def take(self) -> Tensor:
@@ -115,34 +113,31 @@ class ImagePipeline:
         self._pipeline = None
         self._fed.clear()
 
-    def _give(self, files: Sequence[Encoded], cuts: Sequence[Cut]) -> None:
-        fed = {"files": [np.frombuffer(data, np.uint8) for data in files], **_numbers(cuts)}
+    def _give(self, files: Sequence[Encoded], crops: Sequence[CropSpec]) -> None:
+        fed = {"files": [np.frombuffer(data, np.uint8) for data in files], **_numbers(crops)}
         for name, values in fed.items():
             self._pipeline.feed_input(name, values)
         self._fed.append(fed)
 
 
-def release_unused_memory() -> None:
-    """Give back what DALI's memory pools keep of pipelines that are gone."""
-    require_dali(gpu=False).backend.ReleaseUnusedMemory()
-
-
-def stand_in(like: Cut) -> tuple[bytes, Cut]:
-    """An image and its cut of the same output size."""
+def stand_in(like: CropSpec) -> tuple[bytes, CropSpec]:
+    """An image and its crop of the same output size."""
     return STAND_IN, _whole(like.window.height, like.window.width)
 
 
-def _whole(height: int, width: int) -> Cut:
+def _whole(height: int, width: int) -> CropSpec:
     """The one pixel of the stand-in, as large as the images beside it."""
-    return Cut(region=Region(0, 0, 1, 1), resized=(height, width), window=Region(0, 0, height, width), flipped=False)
+    return CropSpec(
+        region=Region(0, 0, 1, 1), resized=(height, width), window=Region(0, 0, height, width), flipped=False
+    )
 
 
-def _numbers(cuts: Sequence[Cut]) -> dict[str, npt.NDArray[Any]]:
-    """The cuts as DALI takes them: a region in pixels, and a box of the region that is resized to the window.
+def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[Any]]:
+    """The crops as DALI takes them: a region in pixels, and a box of the region that is resized to the window.
 
     That box has fractions of pixels. It begins at its right side where the image is to be flipped.
     """
-    rows = np.array([(*cut.region, *cut.resized, *cut.window, cut.flipped) for cut in cuts], np.float64)
+    rows = np.array([(*c.region, *c.resized, *c.window, c.flipped) for c in crops], np.float64)
     corner, extent, resized = rows[:, 0:2], rows[:, 2:4], rows[:, 4:6]
     first, shape, flipped = rows[:, 6:8], rows[:, 8:10], rows[:, 10] > 0
     begin, end = first * extent / resized, (first + shape) * extent / resized

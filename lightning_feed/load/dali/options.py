@@ -1,4 +1,4 @@
-"""What can be told to the DALI backends, and the number of threads that they take."""
+"""DaliOptions, and the number of threads of a pipeline."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,6 @@ from typing import Literal
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import Machine
 
-DALI_BACKENDS = ("dali-cpu", "dali-gpu")
 _GPU_THREADS = 8
 """With ``device_memory_padding`` and ``host_memory_padding`` each thread has buffers for the largest image, one on the
 device and two page-locked ones (DALI's documentation of ``fn.decoders.image``): 66 and 89 MB for 12 megapixels."""
@@ -37,9 +36,8 @@ class DaliOptions:
 
     def __post_init__(self) -> None:
         for name, value in (("threads", self.threads), ("prefetch", self.prefetch)):
-            if (name, value) == ("threads", "auto"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not whole and (name, value) != ("threads", "auto"):
                 raise SettingsError(f"DaliOptions({name}={value!r}) is not possible. Give a whole number, 1 or more.")
         if self.largest_image is not None and (
             len(self.largest_image) != 2 or not all(isinstance(side, int) and side > 0 for side in self.largest_image)
@@ -50,32 +48,18 @@ class DaliOptions:
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise SettingsError(f"DaliOptions(hw_decoder_load={self.hw_decoder_load!r}): give a share from 0 to 1.")
 
+    def refuse_gpu_options(self, why: str) -> None:
+        """Refuse what is for the decoder of ``backend="dali-gpu"`` alone.
 
-def options_for(backend: str, given: DaliOptions | None, quality: str) -> DaliOptions:
-    """The options to use: those given, or the default ones. What would have no effect is refused.
+        Args:
+            why: it has no effect, as the end of a sentence, and what to do.
 
-    Raises:
-        SettingsError: with what to do instead.
-    """
-    if backend in DALI_BACKENDS and quality != "exact":
-        raise SettingsError(
-            f"quality={quality!r} would have no effect with backend={backend!r}, which decodes all pixels of a box. "
-            'Leave it out, or use backend="torch".'
-        )
-    if given is None:
-        return DaliOptions()
-    if backend not in (*DALI_BACKENDS, "auto"):
-        raise SettingsError(
-            f"dali=DaliOptions(...) would have no effect with backend={backend!r}. Leave it out, or use "
-            'backend="dali-cpu" or "dali-gpu".'
-        )
-    for name in ("largest_image", "hw_decoder_load") if backend == "dali-cpu" else ():
-        if getattr(given, name) is not None:
-            raise SettingsError(
-                f"DaliOptions({name}={getattr(given, name)!r}) is for decoding on the GPU and has no effect with "
-                'backend="dali-cpu". Leave it out.'
-            )
-    return given
+        Raises:
+            SettingsError: names the option.
+        """
+        for name in ("largest_image", "hw_decoder_load"):
+            if getattr(self, name) is not None:
+                raise SettingsError(f"DaliOptions({name}={getattr(self, name)!r}) {why}")
 
 
 def decode_threads(

@@ -5,32 +5,31 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_feed.errors import DatasetError, FeedError
-from lightning_feed.load.dali.forks import is_inherited, outlive_forks
-from lightning_feed.load.dali.install import require_dali
-from lightning_feed.load.dali.outputs import take_outputs
-from lightning_feed.load.dali.reader_culprits import FAILURES, undecodable
-from lightning_feed.load.dali.reader_graph import read_images
-from lightning_feed.load.dali.reader_labels import not_built, refuse_changed_labels, said_by_dali
-from lightning_feed.load.dali.reader_structure import take_apart
+from lightning_feed.load.dali.binding import (
+    FAILURES,
+    is_inherited,
+    outlive_forks,
+    release_unused_memory,
+    require_dali,
+    take_outputs,
+)
 
-_SOURCE = "Checkpointing enabled in a pipeline with external source operator"
-_SOURCES = {
-    "GENERATOR_FUNC": "a generator function",
-    "ITERABLE": "a generator, an iterator or a list",
-    "parameterless": "a callable without an argument",
-}
-"""What DALI's warning calls a source that it keeps no state of, and what it is."""
+LastBatch = Literal["partial", "drop", "fill"]
+LAST_BATCH: tuple[LastBatch, ...] = get_args(LastBatch)
+_STATELESS_SOURCE = "Checkpointing enabled in a pipeline with external source operator"
+"""DALI's warning of a source that it keeps no state of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
-    """What every pipeline of a data module is built with."""
+    """What every pipeline of a split is built with."""
 
     batch_size: int
     num_threads: int
@@ -56,9 +55,8 @@ class ReaderPipeline:
         checkpoint: what ``checkpoint()`` gave, to go on from there.
 
     Raises:
-        DatasetError: for outputs that are none of DALI's, a pipeline without a reader, readers of sets that differ in
-            size, a set of fewer samples than ranks, labels that DALI would change, a source of which a resumable
-            pipeline would lose its place, and whatever DALI refuses, as a reader without files.
+        DatasetError: for outputs that are not DALI's, a pipeline without a reader, readers of sets that differ in
+            size, a source of which a resumable pipeline would lose its place, and whatever DALI refuses to build.
     """
 
     def __init__(
@@ -74,28 +72,27 @@ class ReaderPipeline:
         self.name = name
         self._device = settings.device
         self._pipeline = new_pipeline(settings, seed=seed, enable_checkpointing=resumable, checkpoint=checkpoint)
-        nodes, self.put_together = define_outputs(define, self._pipeline, name)
-        refuse_changed_labels(nodes, name)
+        nodes, self._form = _define_outputs(define, self._pipeline, name)
         if settings.device is not None:
             nodes = [node.gpu() if node.device == "cpu" else node for node in nodes]
         self._pipeline.set_outputs(*nodes)
         try:
             with _sources_keep_their_place(name):
                 self._pipeline.build()
-        except DatasetError:  # ours, which is a RuntimeError too
+        except DatasetError:  # ours, which is a ValueError too
             self.close()
             raise
         except FAILURES as error:
             self.close()
-            raise DatasetError(not_built(error, name, settings.ranks, on_cpu=settings.device is None)) from error
-        readers = self._pipeline.reader_meta()
-        self.reader = _the_reader(readers, settings, name)
-        self._images = read_images(nodes, readers)
-        self.before = 0
-        """Batches that its readers gave before its first one: up to the checkpoint that it goes on from."""
+            raise DatasetError(
+                f"DALI cannot build what {name} makes. Where there is no such split, return None. Give decoders "
+                "device=self.decoder_device, and DaliDataModule(resumable=False) for operators without a state. DALI "
+                f"said:\n{error}"
+            ) from error
+        self.reader = _the_reader(self._pipeline.reader_meta(), settings, name)
         self.failed = False
         """Whether a batch could not be made, after which there are no more."""
-        self._queue, self._ahead, self._taken = settings.prefetch_queue_depth, 0, 0
+        self._queue, self._ahead = settings.prefetch_queue_depth, 0
 
     def take(self, *, to_follow: int | None) -> list[Tensor]:
         """The outputs of the next batch, for ``put_together``.
@@ -112,7 +109,6 @@ class ReaderPipeline:
                 self._ahead = self._queue
             outputs = take_outputs(self._pipeline, self._device)
             self._ahead -= 1
-            self._taken += 1
             if to_follow is None or self._ahead < to_follow:
                 self._pipeline.schedule_run()
                 self._ahead += 1
@@ -130,11 +126,15 @@ class ReaderPipeline:
             self.failed = True
             traceback.clear_frames(error.__traceback__)  # they hold the pipeline, for as long as the error is held
             raise DatasetError(
-                f"DALI could not make a batch of {self.name}. {said_by_dali(error)}\n{self._culprits(error)}"
-                "DALI cannot leave a sample out: remove or repair what is named, and resume from the last checkpoint "
-                "(with resumable=False where a sample was removed). ImageFolderDataModule(backend='dali-cpu', "
-                "on_error='skip') leaves out what cannot be decoded, and names it."
+                f"DALI could not make a batch of {self.name}. It cannot leave a sample out: repair or remove the file, "
+                "and resume from the last checkpoint (with resumable=False where a sample was removed). "
+                "ImageFolderDataModule(backend='dali-cpu', on_error='skip') leaves out what cannot be decoded, and "
+                f"names it. DALI said:\n{error}"
             ) from error
+
+    def put_together(self, outputs: list[Tensor]) -> Any:
+        """A batch in the form that the user's function returned."""
+        return tree_unflatten(outputs, self._form)
 
     @property
     def usable(self) -> bool:
@@ -148,21 +148,11 @@ class ReaderPipeline:
         """
         return torch.frombuffer(bytearray(self._pipeline.checkpoint()), dtype=torch.uint8)
 
-    def _culprits(self, error: Exception) -> str:
-        found = undecodable(self._images, self._pipeline, error, before=self.before + self._taken)
-        return f"It cannot decode {' nor '.join(found)}.\n" if found else ""
-
     def close(self) -> None:
         """Free the pipeline and its memory. Batches that were handed out stay valid: they own theirs."""
-        pipeline, self._pipeline = self._pipeline, None
-        self._images = []
-        if pipeline is None:
-            return
-        on_gpu = self._device is not None
-        del pipeline  # ends its threads
-        if on_gpu:
-            # DALI's memory pool would keep what the pipeline had, out of torch's reach.
-            require_dali(gpu=True).backend.ReleaseUnusedMemory()
+        self._pipeline = None  # ends its threads
+        if self._device is not None:
+            release_unused_memory()
 
 
 def new_pipeline(settings: PipelineSettings, **options: Any) -> Any:
@@ -179,30 +169,25 @@ def new_pipeline(settings: PipelineSettings, **options: Any) -> Any:
     return pipeline
 
 
-def define_outputs(define: Callable[[], Any], pipeline: Any, name: str) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The outputs of a pipeline function as nodes of DALI's graph, and what puts a batch into their form.
-
-    Raises:
-        DatasetError: for outputs that are none of DALI's.
-    """
+def _define_outputs(define: Callable[[], Any], pipeline: Any, name: str) -> tuple[list[Any], Any]:
+    """The outputs of a pipeline function as nodes of DALI's graph, and their form."""
     dali = require_dali(gpu=False)
-    node_type = dali.data_node.DataNode
     with pipeline:
-        nodes, put_together = take_apart(define())
+        nodes, form = tree_flatten(define())
     for node in nodes:
         if isinstance(node, dali.Pipeline):
             raise DatasetError(
                 f"{name} returned a Pipeline. It is called with a pipeline as DALI's current one: leave @pipeline_def "
                 "and Pipeline(...) out, and return what nvidia.dali.fn gives: return images, labels."
             )
-        if not isinstance(node, node_type):
+        if not isinstance(node, dali.data_node.DataNode):
             raise DatasetError(
                 f"{name} returned a {type(node).__name__} ({node!r:.80}) among its outputs, which is none of DALI's. "
                 "Return what nvidia.dali.fn gives, alone or in a tuple, list or dict: return images, labels."
             )
     if not nodes:
         raise DatasetError(f"{name} returned no output. Return what nvidia.dali.fn gives: return images, labels.")
-    return nodes, put_together
+    return nodes, form
 
 
 def _the_reader(readers: Mapping[str, Mapping[str, int]], settings: PipelineSettings, name: str) -> Mapping[str, int]:
@@ -213,6 +198,7 @@ def _the_reader(readers: Mapping[str, Mapping[str, int]], settings: PipelineSett
             "fn.readers.file(file_root=..., **self.reader()). For samples that Python makes, use FastDataModule."
         )
     wanted = {"number_of_shards": settings.ranks, "shard_id": settings.rank, "pad_last_batch": 1}
+    first, *_ = readers
     for reader, known in readers.items():
         wrong = [f"{key}={known[key]}" for key, value in wanted.items() if known[key] != value]
         if wrong:
@@ -221,12 +207,10 @@ def _the_reader(readers: Mapping[str, Mapping[str, int]], settings: PipelineSett
                 f"self.reader() says ({', '.join(wrong)}). Give it all of that: fn.readers.file(file_root=..., "
                 "**self.reader())."
             )
-    first, *others = readers
-    for other in others:
-        if readers[other] != readers[first]:
+        if known != readers[first]:
             raise DatasetError(
                 f"{name} has readers that do not go in step: {first!r} has {readers[first]['epoch_size']} samples and "
-                f"{other!r} has {readers[other]['epoch_size']}. Give both **self.reader(), and sets of one size."
+                f"{reader!r} has {known['epoch_size']}. Give both **self.reader(), and sets of one size."
             )
     return readers[first]
 
@@ -241,16 +225,79 @@ def _sources_keep_their_place(name: str) -> Iterator[None]:
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=_SOURCE)
+            warnings.filterwarnings("error", message=_STATELESS_SOURCE)
             yield
     except UserWarning as warning:
-        if not str(warning).startswith(_SOURCE):
+        if not str(warning).startswith(_STATELESS_SOURCE):
             raise
-        kind = next((kind for called, kind in _SOURCES.items() if called in str(warning)), "one without a state")
         raise DatasetError(
-            f"The source of fn.external_source in {name} is {kind}. A resumed run would begin it again, while the "
+            f"The source of fn.external_source in {name} keeps no place. A resumed run would begin it again, while the "
             "reader goes on, and its data would go with the wrong samples. Give a callable of one argument that makes "
             "its data from it, and resumes exactly: of nvidia.dali.types.SampleInfo with batch=False, or of the number "
             "of the batch with batch=True. Or give DaliDataModule(resumable=False): a resumed run then trains the rest "
             "of its epoch from a new order."
         ) from warning
+
+
+# --- shares of a set --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One rank's share of a set that is read with ``pad_last_batch=True``.
+
+    Share ``i`` of ``n`` is the samples ``[floor(i * N / n), floor((i + 1) * N / n))``: shares differ by one sample at
+    most. The reader repeats the last sample of a share until every rank has the same number of whole batches (read in
+    DALI 1.22 to 2.4, ``loader.h: ShouldPadBatch`` and ``loader.cc: start_index``).
+    """
+
+    samples: int
+    """In the whole set: at least as many as ranks, else DALI builds no pipeline."""
+    ranks: int
+    rank: int
+    batch_size: int
+    last_batch: LastBatch
+    sticks: bool
+    """Whether the rank reads the same share in each epoch, and not the next one's."""
+
+    def __len__(self) -> int:
+        """Batches that are handed out in an epoch, the same number on every rank."""
+        return self.samples // self.ranks // self.batch_size if self.last_batch == "drop" else self.read_batches
+
+    @property
+    def read_batches(self) -> int:
+        """Batches that the reader gives in an epoch, the same number on every rank."""
+        largest = -(-self.samples // self.ranks)
+        return -(-largest // self.batch_size)
+
+    def kept(self, epoch: int, batch: int) -> int:
+        """Samples to hand out, the first ones, of a batch that was read; 0: it is left out.
+
+        Args:
+            epoch: of the reader, from 0.
+            batch: within that epoch, from 0.
+        """
+        if self.last_batch == "drop":
+            return self.batch_size if batch < len(self) else 0
+        if self.last_batch == "fill":
+            return self.batch_size
+        share = self.rank if self.sticks else (self.rank + epoch) % self.ranks
+        size = (share + 1) * self.samples // self.ranks - share * self.samples // self.ranks
+        # A batch of nothing but padding keeps one sample: every rank has to make the same number of steps.
+        return max(1, min(self.batch_size, size - batch * self.batch_size))
+
+
+@dataclass
+class Place:
+    """Where a reader stands: in which of its epochs, and how many of that epoch's batches were taken."""
+
+    epoch: int = 0
+    batch: int = 0
+
+    def advance(self, share: Share) -> int:
+        """Go past one batch. Returns how many of its samples are to be handed out."""
+        kept = share.kept(self.epoch, self.batch)
+        self.batch += 1
+        if self.batch == share.read_batches:
+            self.epoch, self.batch = self.epoch + 1, 0
+        return kept

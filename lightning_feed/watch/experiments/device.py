@@ -9,9 +9,8 @@ import torch
 
 from lightning_feed.errors import FeedError
 from lightning_feed.load.cloning import preserve_state
-from lightning_feed.load.encoded_batch import EncodedImageDataset, collate_encoded
-from lightning_feed.load.image_dataset import ImageDataset
-from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
+from lightning_feed.load.crop import EvalRecipe, TrainRecipe
+from lightning_feed.load.image_dataset import ImageDataset, collate_encoded
 from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.transfer.tree import tensors
 from lightning_feed.watch.experiments.session import LeftOut, Part, Session, counted_s
@@ -116,7 +115,9 @@ def decode_rate(
         dataset: Any = samples[0][0] if samples else None
         if not _decodes_images(dataset) or any(base is not dataset for base, _ in samples):
             return None
-        encoded = EncodedImageDataset(dataset.source, dataset.decoder, dataset.recipe, bad_samples=dataset.bad_samples)
+        encoded = ImageDataset(
+            dataset.source, dataset.decoder, dataset.recipe, bad_samples=dataset.bad_samples, encoded=True
+        )
         batch = collate_encoded([encoded[index] for _, index in samples]).to(device)
         decode_batch(batch, encoded)  # makes the decoder, and the memory that it takes
         wait(device)
@@ -131,7 +132,7 @@ def decode_rate(
 
 def _decodes_images(dataset: Any) -> bool:
     return (
-        type(dataset) in (ImageDataset, EncodedImageDataset)
+        type(dataset) is ImageDataset
         and isinstance(dataset.recipe, (TrainRecipe, EvalRecipe))
         and (dataset.cache is None or dataset.cache.kind == "bytes")
     )

@@ -19,10 +19,9 @@ from torchvision.transforms import v2
 
 from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.load.cloning import preserve_state
-from lightning_feed.load.encoded_batch import EncodedImageDataset
-from lightning_feed.load.given_transform import GivenTransform
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.throughput import Heartbeat
+from lightning_feed.load.user_transform import UserTransform
 from lightning_feed.watch.experiments.results import NamedCost
 from lightning_feed.watch.experiments.session import Part, Session, fresh, make_sample, naming, not_hanging
 from lightning_feed.watch.experiments.storage import innermost
@@ -88,7 +87,7 @@ def _data_sets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
 
 def _attributes(dataset: Any) -> Iterator[tuple[Any, str]]:
     if isinstance(dataset, ImageDataset):
-        if not isinstance(dataset, EncodedImageDataset):  # that one only draws by its recipe, and others apply it
+        if not dataset.encoded:  # then it only draws by its recipe, and others apply it
             yield dataset, "recipe"
         return
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
@@ -103,19 +102,19 @@ def _attributes(dataset: Any) -> Iterator[tuple[Any, str]]:
 def _in_place_of(site: Site, transform: Any) -> Any:
     """A transform for the place of another: it gets what that one gets."""
     was = site.transform
-    if not isinstance(was, GivenTransform):
+    if not isinstance(was, UserTransform):
         return transform
-    return GivenTransform(transform, kind="pil" if was.takes_pil else "tensor")
+    return UserTransform(transform, kind="pil" if was.takes_pil else "tensor")
 
 
 def _users(site: Site) -> Any:
     """The user's own transform."""
-    return site.transform.transform if isinstance(site.transform, GivenTransform) else site.transform
+    return site.transform.transform if isinstance(site.transform, UserTransform) else site.transform
 
 
 def _is_recipe(site: Site) -> bool:
     """Whether it is a recipe of ours, which decodes the image."""
-    return isinstance(site.owner, ImageDataset) and not isinstance(site.transform, GivenTransform)
+    return isinstance(site.owner, ImageDataset) and not isinstance(site.transform, UserTransform)
 
 
 # --- transforms whose steps are timed ---------------------------------------------------------------------------------
@@ -296,7 +295,7 @@ def _maker(part: Part, indices: Iterable[Any], timer: StepTimer) -> Callable[[An
     base = next((innermost(dataset, index)[0] for index in indices), dataset)
     stages: tuple[str, ...] = ("load",)
     make: Callable[[StepTimer, Any, Any], None] = _make_whole
-    if isinstance(base, EncodedImageDataset):
+    if isinstance(base, ImageDataset) and base.encoded:
         stages = ("read",)
     elif isinstance(base, CacheableDataset):
         stages, make = ("read", "decode", "augment"), _make_in_steps

@@ -22,12 +22,11 @@ from torch import Tensor
 pytest.importorskip("nvidia.dali")
 
 from lightning_feed.errors import DecodeError, LoaderError
+from lightning_feed.load.crop import EvalRecipe, TrainRecipe
 from lightning_feed.load.dali import image_decoder
-from lightning_feed.load.dali.host_images import why_on_host
-from lightning_feed.load.dali.image_decoder import DaliImageDecoder, largest_of_some
+from lightning_feed.load.dali.image_decoder import DaliImageDecoder, largest_of_some, why_on_host
 from lightning_feed.load.dali.image_pipeline import ImagePipeline, PipelineSpec
-from lightning_feed.load.encoded_batch import EncodedBatch, EncodedImageDataset, collate_encoded, decode_on_cpu
-from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
+from lightning_feed.load.image_dataset import EncodedBatch, ImageDataset, collate_encoded, decode_on_cpu
 
 TRAIN, EVAL = TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)
 SILENT = "JPEG cut in the middle"
@@ -56,11 +55,11 @@ def spec(**options: Any) -> PipelineSpec:
     return PipelineSpec(**{**given, **options})
 
 
-def decoder(made: EncodedImageDataset, *, keep: bool = True, **options: Any) -> DaliImageDecoder:
+def decoder(made: ImageDataset, *, keep: bool = True, **options: Any) -> DaliImageDecoder:
     return DaliImageDecoder(made, spec(**options), keep=keep)
 
 
-def batches(made: EncodedImageDataset, size: int, seed: int = 0) -> list[EncodedBatch]:
+def batches(made: ImageDataset, size: int, seed: int = 0) -> list[EncodedBatch]:
     torch.manual_seed(seed)
     samples = [made[index] for index in range(len(made))]
     return [collate_encoded(samples[start : start + size]) for start in range(0, len(samples), size)]
@@ -78,7 +77,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, where: str, said: str) -> list[int]:
     return calls
 
 
-def assert_like_torch(found: list[Any], given: list[EncodedBatch], made: EncodedImageDataset, db: float = 40) -> None:
+def assert_like_torch(found: list[Any], given: list[EncodedBatch], made: ImageDataset, db: float = 40) -> None:
     """Structure, shape, dtype, memory, order and labels are the same, and pixels nearly."""
     assert len(found) == len(given)
     for ours, batch in zip(found, given, strict=True):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from made_samples import jpegs
 
+from lightning_feed.load.dali.binding import take_outputs
 from lightning_feed.load.dali.image_pipeline import ImagePipeline, PipelineSpec, gpu_decoding, normalised
-from lightning_feed.load.dali.outputs import take_outputs
 
 dali = pytest.importorskip("nvidia.dali")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.dali.options import DaliOptions, decode_threads, options_for
+from lightning_feed.load.dali.options import DaliOptions, decode_threads
 from lightning_feed.load.machine import Machine
 
 
@@ -27,24 +27,6 @@ from lightning_feed.load.machine import Machine
 def test_impossible_values_are_refused(name: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=f"DaliOptions\\({name}="):
         DaliOptions(**{name: value})
-
-
-def test_what_has_no_effect_is_refused() -> None:
-    with pytest.raises(SettingsError, match="would have no effect with backend='torch'"):
-        options_for("torch", DaliOptions(), "exact")
-    with pytest.raises(SettingsError, match=r"largest_image=\(10, 20\)\) is for decoding on the GPU"):
-        options_for("dali-cpu", DaliOptions(largest_image=(10, 20)), "exact")
-    with pytest.raises(SettingsError, match=r"hw_decoder_load=0.0\) is for decoding on the GPU"):
-        options_for("dali-cpu", DaliOptions(hw_decoder_load=0.0), "exact")
-    with pytest.raises(SettingsError, match="quality='near' would have no effect with backend='dali-gpu'"):
-        options_for("dali-gpu", None, "near")
-
-
-def test_what_has_an_effect_is_taken() -> None:
-    given = DaliOptions(largest_image=(10, 20), hw_decoder_load=0.5)
-    assert options_for("dali-gpu", given, "exact") is given
-    assert options_for("auto", given, "near") is given
-    assert options_for("torch", None, "fast") == DaliOptions()
 
 
 def machine(cpus: int) -> Machine:

@@ -11,7 +11,7 @@ pytest.importorskip("nvidia.dali")
 from nvidia.dali import Pipeline, fn, types
 
 from lightning_feed.errors import DatasetError
-from lightning_feed.load.dali.outputs import take_outputs, to_tensors
+from lightning_feed.load.dali.binding import take_outputs, to_tensors
 
 
 def counting(batches: int, *, owned: bool = True) -> Any:

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError, MissingExtraError
-from lightning_feed.load.encoded_batch import EncodedImageDataset
 from lightning_feed.watch.experiments import device
 from lightning_feed.watch.experiments.data_experiments import run_data_experiments
 from lightning_feed.watch.experiments.device import (
@@ -189,7 +188,7 @@ def test_a_failure_hides_no_other_result(
 def test_costs_of_workers_that_only_read(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_feed.image_backends.require_cuda", lambda backend, device: None)
     loader = _loader(class_folders, backend="nvjpeg")
-    assert isinstance(loader.dataset, EncodedImageDataset)
+    assert loader.dataset.encoded
     found = _results(loader, "cpu")
     assert [cost.name for cost in found.costs] == ["read"]
     assert found.no_transform_per_s is None

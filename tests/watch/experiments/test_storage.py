@@ -17,8 +17,8 @@ from watch.experiments.made_data import Broken, Files, Images, Stream, machine_o
 from lightning_feed.archive.folder import FolderSource, scan_classes
 from lightning_feed.decode.decoders import PillowDecoder
 from lightning_feed.errors import DatasetError
+from lightning_feed.load.crop import TrainRecipe
 from lightning_feed.load.image_dataset import ImageDataset
-from lightning_feed.load.image_recipe import TrainRecipe
 from lightning_feed.watch.experiments import storage
 from lightning_feed.watch.experiments.session import LeftOut, Session
 from lightning_feed.watch.experiments.storage import (

@@ -21,9 +21,9 @@ from lightning_feed.archive.folder import FolderSource, scan_classes
 from lightning_feed.decode.decoders import PillowDecoder
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.cacheable import CacheableDataset
-from lightning_feed.load.given_transform import GivenTransform
+from lightning_feed.load.crop import Recipe, TrainRecipe
 from lightning_feed.load.image_dataset import ImageDataset
-from lightning_feed.load.image_recipe import Recipe, TrainRecipe
+from lightning_feed.load.user_transform import UserTransform
 from lightning_feed.watch.experiments import transforms
 from lightning_feed.watch.experiments.results import NamedCost
 from lightning_feed.watch.experiments.session import Part
@@ -211,7 +211,7 @@ def test_image_folders_tell_reading_from_decoding(class_folders: Path) -> None:
     ("recipe", "names"),
     [
         (TrainRecipe(size=16), ["TrainRecipe"]),
-        (GivenTransform(v1.Compose([v1.RandomResizedCrop(16), Slow16()])), ["RandomResizedCrop", "Slow16"]),
+        (UserTransform(v1.Compose([v1.RandomResizedCrop(16), Slow16()])), ["RandomResizedCrop", "Slow16"]),
     ],
 )
 def test_our_images(class_folders: Path, recipe: Recipe, names: list[str]) -> None:

@@ -1,5 +1,8 @@
-"""What ``diagnose`` and ``tune`` measured of an image folder becomes a finding, and is remembered by the commands."""
+"""What diagnose and tune measure of an image folder is remembered; nothing that goes wrong with that is an error."""
 
+import json
+import logging
+import socket
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,8 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, diagnose, tune
-from lightning_feed.image_measured import finding_of_diagnosis, finding_of_tuning
-from lightning_feed.load.image_findings import ImageFinding, ImageFindings
+from lightning_feed.archive import files
+from lightning_feed.backend_measurements import (
+    BackendMeasurement,
+    BackendMeasurements,
+    measurement_key,
+    measurement_of_diagnosis,
+    measurement_of_tuning,
+)
 from lightning_feed.load.tuning.search import Tuned
 from lightning_feed.load.tuning.trial import Setting, Trial
 from lightning_feed.tuning import run as tuning
@@ -22,6 +31,151 @@ from lightning_feed.watch.experiments.results import ExperimentResults, NamedCos
 from lightning_feed.watch.stats import LoaderStats, StarvationStats
 from lightning_feed.watch.verdict import tree
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
+
+FOUND = BackendMeasurement(
+    backend="torch",
+    by="diagnose",
+    day="2026-11-21",
+    batch_size=64,
+    cpu_bound=True,
+    starved_pct=60.0,
+    samples_per_s=900.0,
+)
+
+
+def _key(root: Path, **changes: Any) -> dict[str, Any]:
+    return measurement_key(root, **({"image_size": 224, "quality": "exact", "device": torch.device("cpu")} | changes))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BackendMeasurements:
+    return BackendMeasurements(tmp_path / "images")
+
+
+def _file(store: BackendMeasurements) -> Path:
+    (file,) = store.folder.iterdir()
+    return file
+
+
+def test_what_was_saved_is_found(store: BackendMeasurements, tmp_path: Path) -> None:
+    key = _key(tmp_path)
+    assert store.load(key) == ()
+    store.save(key, FOUND)
+    assert store.load(key) == (FOUND,)
+    assert [file.suffix for file in store.folder.iterdir()] == [".json"]
+
+
+def test_one_for_each_backend_and_command(store: BackendMeasurements, tmp_path: Path) -> None:
+    key, others = _key(tmp_path), [replace(FOUND, backend="nvjpeg"), replace(FOUND, by="tune")]
+    for one in (FOUND, *others, replace(FOUND, samples_per_s=1000.0)):
+        store.save(key, one)
+    assert store.load(key) == (*others, replace(FOUND, samples_per_s=1000.0))
+
+
+@pytest.mark.parametrize("change", [{"image_size": 225}, {"quality": "fast"}, {"device": torch.device("meta")}])
+def test_it_holds_for_nothing_else(change: dict[str, Any], store: BackendMeasurements, tmp_path: Path) -> None:
+    store.save(_key(tmp_path), FOUND)
+    assert store.load(_key(tmp_path, **change)) == ()
+    assert store.load(_key(tmp_path / "other")) == ()
+
+
+def test_another_machine(store: BackendMeasurements, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(_key(tmp_path), FOUND)
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    assert store.load(_key(tmp_path)) == ()
+
+
+def test_a_link_is_the_folder_that_it_leads_to(store: BackendMeasurements, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    store.save(_key(tmp_path / "real"), FOUND)
+    assert store.load(_key(tmp_path / "link")) == (FOUND,)
+
+
+def test_by_default_it_lies_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert BackendMeasurements().folder == tmp_path / "lightning_feed" / "images"
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda kept: "",
+        lambda kept: json.dumps(kept)[:-20],
+        lambda kept: "[1, 2]",
+        lambda kept: json.dumps({**kept, "version": 99}),
+        lambda kept: json.dumps({**kept, "key": {}}),
+        lambda kept: json.dumps({**kept, "findings": None}),
+        lambda kept: json.dumps({**kept, "findings": [{"backend": "torch"}]}),
+    ],
+)
+def test_a_spoiled_file_is_as_good_as_none(spoil: Any, store: BackendMeasurements, tmp_path: Path) -> None:
+    key = _key(tmp_path)
+    store.save(key, FOUND)
+    file = _file(store)
+    file.write_text(spoil(json.loads(file.read_text())))
+    assert store.load(key) == ()
+    store.save(key, FOUND)
+    assert store.load(key) == (FOUND,)
+
+
+def test_bytes_that_are_no_text(store: BackendMeasurements, tmp_path: Path) -> None:
+    store.save(_key(tmp_path), FOUND)
+    _file(store).write_bytes(b"\xff\xfe\x00")
+    assert store.load(_key(tmp_path)) == ()
+
+
+def test_what_a_newer_version_adds_is_left_out(store: BackendMeasurements, tmp_path: Path) -> None:
+    store.save(_key(tmp_path), FOUND)
+    kept = json.loads(_file(store).read_text())
+    kept["findings"][0]["new"] = 1
+    _file(store).write_text(json.dumps(kept))
+    assert store.load(_key(tmp_path)) == (FOUND,)
+
+
+def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    store = BackendMeasurements(tmp_path / "file" / "images")
+    with caplog.at_level(logging.INFO):
+        store.save(_key(tmp_path), FOUND)
+    (said,) = caplog.messages
+    assert "could not be remembered" in said
+    assert store.load(_key(tmp_path)) == ()
+
+
+def test_a_folder_that_cannot_be_written_keeps_what_it_had(
+    store: BackendMeasurements, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.save(_key(tmp_path), FOUND)
+
+    def refuse(*args: Any, **options: Any) -> Any:  # what mkstemp does in a read-only folder, for root too
+        raise PermissionError(13, "Permission denied", str(store.folder))
+
+    monkeypatch.setattr(files.tempfile, "mkstemp", refuse)
+    with caplog.at_level(logging.INFO):
+        store.save(_key(tmp_path), replace(FOUND, samples_per_s=1.0))
+    assert "Permission denied" in caplog.text
+    assert store.load(_key(tmp_path)) == (FOUND,)
+
+
+def test_a_disk_that_is_full_leaves_nothing_behind(
+    store: BackendMeasurements, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(_key(tmp_path), FOUND)
+
+    def full(self: Path, target: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    store.save(_key(tmp_path), replace(FOUND, samples_per_s=1.0))
+    assert store.load(_key(tmp_path)) == (FOUND,)
+    assert [file.suffix for file in store.folder.iterdir()] == [".json"]
+
+
+# --- measured by the commands ------------------------------------------------------------------------------------
 
 DAY = "2026-11-21"
 
@@ -58,7 +212,7 @@ def _diagnosis(
 
 
 def test_a_decode_bound_diagnosis() -> None:
-    assert finding_of_diagnosis(_diagnosis(), DAY) == ImageFinding(
+    assert measurement_of_diagnosis(_diagnosis(), DAY) == BackendMeasurement(
         backend="torch",
         by="diagnose",
         day=DAY,
@@ -85,7 +239,7 @@ def test_a_decode_bound_diagnosis() -> None:
     ],
 )
 def test_bound_by_the_cpus_or_not(diagnosis: Diagnosis, bound: bool) -> None:
-    finding = finding_of_diagnosis(diagnosis, DAY)
+    finding = measurement_of_diagnosis(diagnosis, DAY)
     assert finding is not None
     assert finding.cpu_bound is bound
 
@@ -102,11 +256,11 @@ def test_bound_by_the_cpus_or_not(diagnosis: Diagnosis, bound: bool) -> None:
     ],
 )
 def test_what_says_nothing_about_decoding(facts: dict[str, Any]) -> None:
-    assert finding_of_diagnosis(_diagnosis(**facts), DAY) is None
+    assert measurement_of_diagnosis(_diagnosis(**facts), DAY) is None
 
 
 def test_a_cache_of_bytes_and_another_backend_count() -> None:
-    finding = finding_of_diagnosis(_diagnosis(cache="bytes", backend="nvjpeg"), DAY)
+    finding = measurement_of_diagnosis(_diagnosis(cache="bytes", backend="nvjpeg"), DAY)
     assert finding is not None
     assert finding.backend == "nvjpeg"
 
@@ -114,7 +268,7 @@ def test_a_cache_of_bytes_and_another_backend_count() -> None:
 def test_without_experiments_it_is_what_the_run_tells() -> None:
     diagnosis = _diagnosis()
     bare = replace(diagnosis, measurements=replace(diagnosis.measurements, experiments=None))
-    finding = finding_of_diagnosis(bare, DAY)
+    finding = measurement_of_diagnosis(bare, DAY)
     assert finding is not None
     assert (finding.samples_per_s, finding.loader_samples_per_s, finding.movable_pct) == (640.0, None, None)
 
@@ -137,12 +291,14 @@ TUNED = Tuned(
 FACTS = LoopFacts(decoder="turbo", backend="torch", cache="off", own_transforms=False)
 
 
-def _tuned(tuned: Tuned = TUNED, facts: LoopFacts = FACTS, *, cpus: float = 4.0, ranks: int = 1) -> ImageFinding | None:
-    return finding_of_tuning(tuned, facts, cpus=cpus, ranks=ranks, day=DAY)
+def _tuned(
+    tuned: Tuned = TUNED, facts: LoopFacts = FACTS, *, cpus: float = 4.0, ranks: int = 1
+) -> BackendMeasurement | None:
+    return measurement_of_tuning(tuned, facts, cpus=cpus, ranks=ranks, day=DAY)
 
 
 def test_a_tuning_that_cannot_feed_the_model() -> None:
-    assert _tuned() == ImageFinding(
+    assert _tuned() == BackendMeasurement(
         backend="torch",
         by="tune",
         day=DAY,
@@ -221,8 +377,8 @@ def _birds(root: Path, **options: Any) -> ImageFolderDataModule:
     return ImageFolderDataModule(root, loader=LoaderSettings(num_workers=0), **settings, **options)
 
 
-def _kept(module: ImageFolderDataModule) -> tuple[ImageFinding, ...]:
-    return ImageFindings().load(module._images_key(torch.device("cpu")))
+def _kept(module: ImageFolderDataModule) -> tuple[BackendMeasurement, ...]:
+    return BackendMeasurements().load(module._feed_measurement_key(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
@@ -252,7 +408,7 @@ def test_a_backend_that_was_diagnosed_by_name_is_kept_beside_torch(class_folders
 
 def test_of_another_data_module_nothing_is_kept() -> None:
     diagnose(_trainer(), Small(), Plain(batch_size=2, loader=LoaderSettings(num_workers=0)), budget_s=2, only=("X3",))
-    assert not ImageFindings().folder.exists()
+    assert not BackendMeasurements().folder.exists()
 
 
 def test_the_loader_alone_says_nothing(class_folders: Path) -> None:
@@ -274,4 +430,28 @@ def test_tuning_another_data_module_or_a_loader_keeps_nothing(monkeypatch: pytes
     module = Plain(batch_size=2, loader=LoaderSettings(num_workers=0))
     tune(module, demand_per_s=25.0)
     tune(module.train_dataloader(), demand_per_s=25.0)
-    assert not ImageFindings().folder.exists()
+    assert not BackendMeasurements().folder.exists()
+
+
+def test_diagnose_with_dali(class_folders: Path) -> None:
+    """Batches are decoded in all experiments."""
+    pytest.importorskip("nvidia.dali")
+    birds = ImageFolderDataModule(
+        class_folders,
+        batch_size=1,
+        val_fraction=0.01,  # an epoch of 11 steps or more, so that as many as a verdict needs count in any case
+        image_size=16,
+        decoder="pillow",
+        backend="dali-cpu",
+        loader=LoaderSettings(num_workers=1, workers="thread"),
+    )
+    found = diagnose(_trainer(), Small(), birds, budget_s=3, only=("X3", "X5", "X7"))
+    results = found.measurements.experiments
+    assert results is not None
+    assert [key.name for key in results.keys] == ["0", "1"]  # images and labels, so the decoder is behind the loader
+    assert results.keys[0].bytes_per_batch == 3 * 16 * 16
+    assert [cost.name for cost in results.costs] == ["read"]  # what the workers do
+    assert results.left_out == (("handing batches over", "worker threads hand nothing over"),)
+    (kept,) = BackendMeasurements().load(birds._feed_measurement_key(torch.device("cpu")))
+    assert (kept.backend, kept.batch_size) == ("dali-cpu", 1)
+    assert birds.backend_choice is None

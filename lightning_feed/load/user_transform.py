@@ -14,17 +14,16 @@ from torchvision.transforms import v2
 
 from lightning_feed.decode.decoders import Pixels
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.cut import Picture
-from lightning_feed.load.image_recipe import draw_region
+from lightning_feed.load.crop import AnyImage, draw_region
 from lightning_feed.load.thread_random import sample_generator
 
 
-class GivenTransform:
+class UserTransform:
     """The user's transform, of torchvision v1 or v2 or any callable, for one image.
 
     It gets what it was written for: a PIL image when a step of it takes no tensors (``ToTensor``, ``PILToTensor``) or
     is not of torchvision, else a uint8 tensor (3, H, W). A ``RandomResizedCrop`` that comes first draws its box before
-    the picture is decoded, so that only that box has to be.
+    the image is decoded, so that only that box has to be.
 
     Args:
         transform: called with one image.
@@ -45,17 +44,17 @@ class GivenTransform:
         self._rest = steps[1:] if self._crop is not None else []
         self.crops = self._crop is not None
 
-    def __call__(self, picture: Picture) -> Any:
+    def __call__(self, image: AnyImage) -> Any:
         """Apply the transform."""
         crop = self._crop
         if crop is None:
-            return self.transform(self._image(picture.whole()))
-        region = draw_region(*picture.size(), crop.scale, crop.ratio, sample_generator())
+            return self.transform(self._image(image.whole()))
+        region = draw_region(*image.size(), crop.scale, crop.ratio, sample_generator())
         functional = (
             v1.functional if isinstance(crop, v1.RandomResizedCrop) else v2.functional
         )  # they round differently
         made: Any = functional.resize(
-            self._image(picture.region(region)),
+            self._image(image.region(region)),
             list(crop.size),
             interpolation=crop.interpolation,
             antialias=crop.antialias,

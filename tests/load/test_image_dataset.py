@@ -16,16 +16,15 @@ from torch.utils.data import DataLoader
 from lightning_feed.decode.decoders import Region
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError
 from lightning_feed.load.cacheable import open_caches
-from lightning_feed.load.cut import Cut
-from lightning_feed.load.encoded_batch import (
+from lightning_feed.load.crop import CropSpec, EvalRecipe, TrainRecipe
+from lightning_feed.load.image_dataset import (
     EncodedBatch,
-    EncodedImage,
-    EncodedImageDataset,
+    EncodedSample,
+    ImageDataset,
     collate_encoded,
+    collate_images,
     decode_on_cpu,
 )
-from lightning_feed.load.image_dataset import ImageDataset, collate_images
-from lightning_feed.load.image_recipe import EvalRecipe, TrainRecipe
 
 RECIPES = [TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)]
 CUT_SHORT = BROKEN["JPEG cut in the middle"]
@@ -47,11 +46,11 @@ def assert_same(found: Any, expected: Any) -> None:
 # --- there and back ---------------------------------------------------------------------------------------------------
 
 
-def made_image(index: int, data: Any) -> EncodedImage:
-    cut = Cut(
+def made_image(index: int, data: Any) -> EncodedSample:
+    cut = CropSpec(
         region=Region(index, 2, 3 + index, 4), resized=(5 + index, 6), window=Region(7, 8, 9, index), flipped=index == 1
     )
-    return EncodedImage(data=data, size=(100 + index, 200), cut=cut, label=50 - index, index=2**40 + index)
+    return EncodedSample(data=data, size=(100 + index, 200), crop=cut, label=50 - index, index=2**40 + index)
 
 
 def test_what_was_put_in_comes_out() -> None:
@@ -121,7 +120,7 @@ def test_torch_pins_the_labels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_decoded_on_the_cpu_it_is_the_batch_of_torch(recipe: Any, decoder: str) -> None:
     files = [*jpegs(4), encoded(photo(), "PNG")]
     made = dataset(files, recipe, decoder=decoder)
-    expected = torch_batch(dataset(files, recipe, kind=ImageDataset, decoder=decoder))
+    expected = torch_batch(dataset(files, recipe, encoded=False, decoder=decoder))
     assert_same(decode_on_cpu(batch_of(made), made), expected)
 
 
@@ -144,7 +143,7 @@ def test_worker_processes_hand_over_whole_batches_in_shared_memory(start_method:
     batches = list(loader)
     assert [len(batch) for batch in batches] == [4, 2]
     assert all(isinstance(batch, EncodedBatch) and batch.files.is_shared() for batch in batches)
-    expected = torch_batch(made=dataset(jpegs(6), EvalRecipe(size=32, short_side=37), kind=ImageDataset))
+    expected = torch_batch(made=dataset(jpegs(6), EvalRecipe(size=32, short_side=37), encoded=False))
     found = [torch.cat(parts) for parts in zip(*(decode_on_cpu(batch, made) for batch in batches), strict=True)]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
@@ -152,7 +151,7 @@ def test_worker_processes_hand_over_whole_batches_in_shared_memory(start_method:
 def test_the_dataset_is_pickled_with_its_recipe_and_decoder() -> None:
     made = dataset(jpegs(3))
     copy = pickle.loads(pickle.dumps(made))
-    assert isinstance(copy, EncodedImageDataset)
+    assert copy.encoded
     assert_same(decode_on_cpu(batch_of(copy), copy), decode_on_cpu(batch_of(made), made))
 
 

@@ -5,10 +5,19 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.load.backend_choice import HEADROOM_PCT, NOT_MEASURED, BackendFacts, choose_backend
-from lightning_feed.load.image_findings import ImageFinding
+from lightning_feed.backend_measurements import BackendMeasurement
+from lightning_feed.errors import SettingsError
+from lightning_feed.image_backends import (
+    HEADROOM_PCT,
+    NOT_MEASURED,
+    BackendFacts,
+    BackendWish,
+    check_backend,
+    choose_backend,
+)
+from lightning_feed.load.dali.options import DaliOptions
 
-BOUND = ImageFinding(
+BOUND = BackendMeasurement(
     backend="torch",
     by="diagnose",
     day="2026-11-21",
@@ -22,19 +31,19 @@ BOUND = ImageFinding(
     num_workers=8,
     usable_cpus=8,
 )
-TUNED = ImageFinding(
+TUNED = BackendMeasurement(
     backend="torch", by="tune", day="2026-11-20", batch_size=64, cpu_bound=True, starved_pct=60.0,
     loader_samples_per_s=1000.0, model_samples_per_s=2500.0,
 )  # fmt: skip
 MISSING = "DALI is not installed"
 
 
-def _choose(*findings: ImageFinding, device: str = "cuda", no_dali: str = "", **facts: Any) -> tuple[str, str]:
+def _choose(*findings: BackendMeasurement, device: str = "cuda", no_dali: str = "", **facts: Any) -> tuple[str, str]:
     choice = choose_backend(BackendFacts(device_type=device, no_dali=no_dali, findings=findings, **facts))
     return choice.name, choice.reason
 
 
-def _ran(backend: str, rate: float, **changes: Any) -> ImageFinding:
+def _ran(backend: str, rate: float, **changes: Any) -> BackendMeasurement:
     return replace(BOUND, backend=backend, samples_per_s=rate, cpu_bound=False, **changes)
 
 
@@ -68,7 +77,7 @@ def test_with_neither_it_stays_and_says_what_is_missing() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "xpu"])
 @pytest.mark.parametrize("finding", [BOUND, TUNED])
-def test_without_a_gpu_never_a_gpu_backend(device: str, finding: ImageFinding) -> None:
+def test_without_a_gpu_never_a_gpu_backend(device: str, finding: BackendMeasurement) -> None:
     name, reason = _choose(finding, device=device)
     assert name == "torch"
     assert f"training is on {device}, and no GPU could decode" in reason
@@ -226,3 +235,31 @@ def test_dali_is_not_taken_where_the_quality_would_have_no_effect(quality: str) 
 
 def test_a_cache_of_bytes_is_before_decoding() -> None:
     assert _choose(BOUND, cache="bytes")[0] == "dali-gpu"
+
+
+# --- options of DALI --------------------------------------------------------------------------------------------------
+
+
+def _checked(backend: str, dali: DaliOptions | None, quality: str = "exact") -> DaliOptions:
+    wish = BackendWish(
+        backend=backend, quality=quality, dali=dali, cache=None, transforms=False, collate=False, drop_keys=False
+    )
+    return check_backend(wish)
+
+
+def test_what_has_no_effect_is_refused() -> None:
+    with pytest.raises(SettingsError, match="would have no effect with backend='torch'"):
+        _checked("torch", DaliOptions())
+    with pytest.raises(SettingsError, match=r"largest_image=\(10, 20\)\) is for decoding on the GPU"):
+        _checked("dali-cpu", DaliOptions(largest_image=(10, 20)))
+    with pytest.raises(SettingsError, match=r"hw_decoder_load=0.0\) is for decoding on the GPU"):
+        _checked("dali-cpu", DaliOptions(hw_decoder_load=0.0))
+    with pytest.raises(SettingsError, match="quality='near' would have no effect with backend='dali-gpu'"):
+        _checked("dali-gpu", None, "near")
+
+
+def test_what_has_an_effect_is_taken() -> None:
+    given = DaliOptions(largest_image=(10, 20), hw_decoder_load=0.5)
+    assert _checked("dali-gpu", given) is given
+    assert _checked("auto", given, "near") is given
+    assert _checked("torch", None, "fast") == DaliOptions()

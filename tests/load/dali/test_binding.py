@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_feed.errors import MissingExtraError, SettingsError
-from lightning_feed.load.dali.install import pip_line, require_dali
+from lightning_feed.load.dali.binding import pip_line, require_dali
 
 FOR_13 = "pip install 'lightning-feed[dali]'"
 FOR_12 = "pip install nvidia-dali-cuda120"

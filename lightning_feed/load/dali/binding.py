@@ -1,0 +1,170 @@
+"""NVIDIA DALI as this package uses it: the import, outputs as tensors, failures, and forked processes."""
+
+import importlib
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
+
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
+"""What DALI raises for an operator that failed, by the kind of failure (read in 2.4.0)."""
+
+_OLDEST = 2  # first number of the version: what this was written for, and what the extra asks for
+_LINES = {13: "pip install 'lightning-feed[dali]'", 12: "pip install nvidia-dali-cuda120"}
+"""By the first number of torch's CUDA."""
+_alive: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_inherited: list[Any] = []
+
+
+def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
+    """Import ``nvidia.dali``, or say how to install the one that fits.
+
+    Args:
+        gpu: whether it is to work on the GPU: there it has to be of the CUDA that torch is of.
+        why: what needs it, as the subject of a sentence.
+
+    Raises:
+        MissingExtraError: when it is not installed, or cannot be loaded.
+        SettingsError: when it is older than 2.0, or, for the GPU, of another CUDA than torch.
+    """
+    try:
+        dali = importlib.import_module("nvidia.dali")
+    except ModuleNotFoundError as error:
+        if error.name not in ("nvidia", "nvidia.dali"):
+            raise _broken(why, error) from error
+        raise MissingExtraError(f"{why} needs NVIDIA DALI. Install it:  {pip_line()}") from error
+    except (ImportError, OSError) as error:
+        raise _broken(why, error) from error
+    version = str(getattr(dali, "__version__", "of unknown version"))
+    first = version.split(".")[0]
+    if not first.isdecimal() or int(first) < _OLDEST:
+        raise SettingsError(
+            f"{why} needs NVIDIA DALI {_OLDEST}.0 or newer, and DALI {version} is installed. Upgrade it:  "
+            f"{pip_line('--upgrade')}"
+        )
+    ours, theirs = _torch_cuda(), _dali_cuda(dali)
+    if gpu and ours is not None and theirs is not None and ours != theirs:
+        raise SettingsError(
+            f"{why} on the GPU needs a DALI of torch's CUDA. The installed torch {torch.__version__} is of CUDA "
+            f"{torch.version.cuda}, and the installed DALI {version} of CUDA {theirs}. Change it:  "
+            f"pip uninstall --yes nvidia-dali-cuda{theirs}0  &&  {pip_line()}"
+        )
+    return dali
+
+
+def pip_line(option: str = "") -> str:
+    """The command that installs the DALI that fits the installed torch; either fits a torch without CUDA."""
+    ours = _torch_cuda()
+    line = _LINES[12 if ours is not None and ours < 13 else 13]
+    return line.replace("install", f"install {option}", 1) if option else line
+
+
+def _torch_cuda() -> int | None:
+    return None if torch.version.cuda is None else int(torch.version.cuda.split(".")[0])
+
+
+def _dali_cuda(dali: Any) -> int | None:
+    # DALI keeps "12.9.86" as the number 12986 (read in 2.4.0), of which its own checks take the first two digits.
+    digits = str(getattr(dali, "__cuda_version__", ""))[:2]
+    return int(digits) if digits.isdecimal() else None
+
+
+def _broken(why: str, error: Exception) -> MissingExtraError:
+    return MissingExtraError(
+        f"{why} needs NVIDIA DALI, which is installed and cannot be loaded: {type(error).__name__}: {error}. "
+        f"Install it again:  {pip_line('--force-reinstall')}"
+    )
+
+
+def take_outputs(pipeline: Any, device: torch.device | None = None) -> list[Tensor]:
+    """Wait for the oldest scheduled run of a pipeline, and take its outputs.
+
+    Args:
+        pipeline: with a run scheduled (``schedule_run``).
+        device: the CUDA device that outputs of the GPU lie on. They are then ordered after the current stream there,
+            and have to be used on it; the host does not wait. None for a pipeline without GPU.
+
+    Returns:
+        One tensor for each output, which stays valid for as long as it is held.
+
+    Raises:
+        StopIteration: when a reader of the pipeline has come to its end.
+        DatasetError: when the samples of an output differ in shape.
+        RuntimeError: what an operator raised.
+    """
+    owned = bool(pipeline.exec_dynamic)
+    stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+    # Only the dynamic executor knows streams; the others give what the host has waited for.
+    outputs = pipeline.share_outputs(stream) if owned and stream is not None else pipeline.share_outputs()
+    try:
+        tensors = to_tensors(outputs, owned=owned)
+        if not owned and stream is not None:
+            stream.synchronize()  # the copies read what release_outputs gives away
+    finally:
+        pipeline.release_outputs()
+    return tensors
+
+
+def to_tensors(outputs: Sequence[Any], *, owned: bool) -> list[Tensor]:
+    """DALI's tensor lists as one tensor each, of shape (B, ...).
+
+    Args:
+        outputs: of one run: ``TensorListCPU`` or ``TensorListGPU``.
+        owned: whether they own their memory, as those of the dynamic executor do: then it is shared. Else it is
+            overwritten by a later run, and copied.
+
+    Raises:
+        DatasetError: when the samples of an output differ in shape.
+    """
+    return [_dense(output, place, owned=owned) for place, output in enumerate(outputs)]
+
+
+def _dense(output: Any, place: int, *, owned: bool) -> Tensor:
+    if not output.is_dense_tensor():
+        shapes = sorted({tuple(shape) for shape in output.shape()})
+        raise DatasetError(
+            f"Output {place} of the DALI pipeline has samples of {len(shapes)} shapes, {shapes[0]} to {shapes[-1]}: "
+            "they are not one tensor. Bring them to one shape, with fn.resize, fn.crop or fn.pad."
+        )
+    tensor: Tensor = from_dlpack(output.as_tensor())
+    return tensor if owned else tensor.clone()
+
+
+def reason_of(error: Exception) -> str:
+    """The part of DALI's message that says what went wrong, without the place in the definition of the pipeline."""
+    said = str(error).split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
+    return " ".join(said.split()) or type(error).__name__
+
+
+def release_unused_memory() -> None:
+    """Give back what DALI's memory pools keep of pipelines that are gone: it is out of torch's reach."""
+    require_dali(gpu=False).backend.ReleaseUnusedMemory()
+
+
+def outlive_forks(pipeline: Any) -> None:
+    """Keep ``pipeline`` from being freed in children of this process that are forked, as workers of a DataLoader are.
+
+    Its threads are not there, and freeing it waits for them for ever (DALI 2.4: ``~Executor2`` destroys a condition
+    variable that has waiters). Garbage that the parent had not collected yet is collected in the child.
+    """
+    _alive.add(pipeline)
+
+
+def is_inherited(pipeline: Any) -> bool:
+    """Whether the pipeline belongs to the process that this one was forked from, so that its threads are not here."""
+    return any(pipeline is one for one in _inherited)
+
+
+def _keep_all() -> None:
+    _inherited.extend(_alive)
+    _alive.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_all)
