@@ -294,7 +294,7 @@ def test_the_seed_goes_through_a_checkpoint(tmp_path: Any, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "lightning_feed"):
         trainer(max_epochs=2).fit(module(), datamodule=resumed, ckpt_path=tmp_path / "last.ckpt")
     assert resumed.state_dict() == data.state_dict()
-    assert "gives seed 5. That of the checkpoint is used" in caplog.text
+    assert "was given seed 5. That of the checkpoint is used" in caplog.text
 
 
 def test_overfitting_keeps_the_order_without_lightnings_warning() -> None:
