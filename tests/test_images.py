@@ -201,6 +201,9 @@ def test_auto_says_what_it_took_and_why(photos: Path, caplog: pytest.LogCaptureF
 def test_a_missing_library_is_named_with_its_pip_line(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
+    from lightning_feed.decode import decoders
+
+    decoders._simplejpeg.cache_clear()
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[images\]'"):
         ImageFolderDataModule(photos, decoder="turbo", loader=HERE).dataset("train")
