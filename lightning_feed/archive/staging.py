@@ -170,6 +170,8 @@ class StageWork:
             fresh = record is not None and record.is_current(self.origin) and (record.checked_s or 0.0) >= began_s
             if record is None or not fresh or (self.hash and not record.hashed):
                 record = self._bring_up_to_date(record)
+            elif record.remove_at_exit and not self.remove_at_exit:  # one who does not ask for removal keeps it
+                place.write(replace(record, remove_at_exit=False))
             if not self.in_background:
                 hold(place, at_exit=leave)
         except ArchiveError:

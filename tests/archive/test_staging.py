@@ -1,5 +1,6 @@
 """A staged copy equals its source, whatever happens to either, and what cannot be staged is refused with a reason."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.archive import stage, stage_copy, staging, unstage
+from lightning_feed.archive import StagedPath, stage, stage_copy, staging, unstage
 from lightning_feed.archive.stage_path import StagePlace, release
 from lightning_feed.errors import ArchiveError
 
@@ -76,6 +77,16 @@ def test_nothing_is_copied_twice(source: Path, dest: Path) -> None:
     stage(source, dest)
     again = stage(source, dest)
     assert (again.files, again.copied_files, again.copied_bytes, again.removed) == (5, 0, 0, 0)
+
+
+def test_a_copy_that_an_earlier_version_made_is_taken(source: Path, dest: Path) -> None:
+    stage(source, dest)
+    place = StagePlace(dest / "birds")
+    record = json.loads(place.record.read_text())
+    del record["copied_by"]
+    place.record.write_text(json.dumps(record))
+    assert StagedPath(source, dest / "birds").is_staged
+    assert stage(source, dest).copied_files == 0
 
 
 def test_changed_added_and_deleted_files_are_brought_up_to_date(source: Path, dest: Path) -> None:
