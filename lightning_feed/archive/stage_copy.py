@@ -49,6 +49,13 @@ class Tree:
     identities: set[Identity] = field(default_factory=set)
     """Of all folders, and of the files that links lead to: what is lost if it lies in a copy that goes."""
 
+    def add(self, name: str, status: os.stat_result) -> None:
+        """Add what lies at ``name``."""
+        if stat.S_ISDIR(status.st_mode):
+            self.folders[name] = (stat.S_IMODE(status.st_mode), status.st_mtime_ns)
+        else:
+            self.files[name] = FileStamp.of(status)
+
 
 def below(root: str, name: str) -> str:
     """The path of ``name`` below ``root``; the name of ``root`` itself is ``""``."""
@@ -88,15 +95,12 @@ def scan_source(root: str) -> Tree:
     """
     tree = Tree(root)
     for name, status, linked in _walk(root, follow=True):
-        if stat.S_ISDIR(status.st_mode):
-            tree.folders[name] = (stat.S_IMODE(status.st_mode), status.st_mtime_ns)
-        elif stat.S_ISREG(status.st_mode):
-            tree.files[name] = FileStamp.of(status)
-        else:
+        if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
             raise ArchiveError(
                 f"{shown(below(root, name))} is neither a file nor a folder ({stat.filemode(status.st_mode)}), so it "
                 "cannot be copied. Move it away."
             )
+        tree.add(name, status)
         if linked or name in tree.folders:
             tree.identities.add((status.st_dev, status.st_ino))
     return tree
@@ -114,10 +118,7 @@ def scan_copy(target: str, source: Tree) -> Tree:
     for name, status, _ in _walk(target, follow=False) if os.path.lexists(target) else ():
         if (status.st_dev, status.st_ino) in source.identities:
             raise overlap_error(source.root, target)
-        if stat.S_ISDIR(status.st_mode):
-            tree.folders[name] = (stat.S_IMODE(status.st_mode), status.st_mtime_ns)
-        else:
-            tree.files[name] = FileStamp.of(status)
+        tree.add(name, status)
     return tree
 
 

@@ -165,13 +165,7 @@ class StageWork:
         place, began_s = self.place, now_s()
         lock = claim(place, wait_s=self.wait_s)
         try:
-            record = place.read()
-            # Another process made the copy, or looked at it, while this one waited.
-            fresh = record is not None and record.is_current(self.origin) and (record.checked_s or 0.0) >= began_s
-            if record is None or not fresh or (self.hash and not record.hashed):
-                record = self._bring_up_to_date(record)
-            elif record.remove_at_exit and not self.remove_at_exit:  # one who does not ask for removal keeps it
-                place.write(replace(record, remove_at_exit=False))
+            record = self._make(began_s)
             if not self.in_background:
                 hold(place, at_exit=leave)
         except ArchiveError:
@@ -185,17 +179,30 @@ class StageWork:
             if place.read() is None:
                 shutil.rmtree(place.folder, ignore_errors=True)  # refused before a byte was written
             lock.release()
-        folder = str(place.target.parent)
+        return self._staged(record, took_s=now_s() - began_s)
+
+    def _make(self, began_s: float) -> StageRecord:
+        """Bring the copy up to date, unless another process did, or saw that it was, while this one waited."""
+        record = self.place.read()
+        fresh = record is not None and record.is_current(self.origin) and (record.checked_s or 0.0) >= began_s
+        if record is None or not fresh or (self.hash and not record.hashed):
+            return self._bring_up_to_date(record)
+        if record.remove_at_exit and not self.remove_at_exit:  # one who does not ask for removal keeps it
+            self.place.write(replace(record, remove_at_exit=False))
+        return record
+
+    def _staged(self, record: StageRecord, *, took_s: float) -> Staged:
+        folder = str(self.place.target.parent)
         mount = find_mount(folder)
         return Staged(
             source=Path(self.origin),
-            path=place.target,
+            path=self.place.target,
             files=record.files,
             total_bytes=record.total_bytes,
             copied_files=self.copied_files,
             copied_bytes=self.copied_bytes,
             removed=self.removed,
-            took_s=now_s() - began_s,
+            took_s=took_s,
             in_memory=mount is not None and mount.in_memory,
             caveats=find_caveats(folder),
             checked_s=record.checked_s or 0.0,
