@@ -14,7 +14,6 @@ from lightning_feed.errors import ArchiveError
 RAM_SHARE = 0.9
 """How much of the free memory, and of the free space of a file system in memory, a copy may take. A loader's workers
 hand over their batches through /dev/shm and are killed when it is full; so is whoever asks next when memory is."""
-_RAM_KINDS = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +33,17 @@ class Mount:
     @property
     def in_memory(self) -> bool:
         """Whether what is written there takes memory."""
-        return self.kind in _RAM_KINDS
+        return self.kind in ("tmpfs", "ramfs")
 
 
-def find_mount(path: str, root: Path = Path("/")) -> Mount | None:
+def find_mount(path: str | Path, root: Path = Path("/")) -> Mount | None:
     """The mount that ``path`` lies on; None where the system does not say.
 
     Args:
-        path: a folder that exists.
+        path: a file or a folder.
         root: the file system to read ``proc`` from.
     """
-    resolved = os.path.realpath(path)
-    found = None
+    resolved, found = Path(path).resolve(), None
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         # 25 24 0:23 / /dev/shm rw,relatime [fields of any number] - tmpfs tmpfs rw,size=24684084k
         left, _, right = line.partition(" - ")
@@ -53,10 +51,8 @@ def find_mount(path: str, root: Path = Path("/")) -> Mount | None:
         if len(words) < 6 or len(tail) < 3:
             continue
         point = _unescaped(words[4])
-        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
-        if inside and (
-            found is None or len(point) >= len(found.point)
-        ):  # of two on one point the later hides the other
+        # Of two mounts on one point the later hides the other.
+        if resolved.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
             options = frozenset([*words[5].split(","), *tail[2].split(",")])
             found = Mount(point=point, kind=tail[0], device=words[2], source=_unescaped(tail[1]), options=options)
     return found

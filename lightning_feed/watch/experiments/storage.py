@@ -273,7 +273,7 @@ def file_system(path: str | Path, root: Path = Path("/")) -> tuple[str | None, s
     Types are the kernel's names, ``ext4`` or ``nfs4``; kinds are ``"memory"``, ``"local"``, ``"rotational"``,
     ``"overlay"`` and ``"network"`` (proc(5), section mountinfo).
     """
-    mount = find_mount(str(path), root)
+    mount = find_mount(path, root)
     if mount is None:
         return None, None
     places = (root / "sys/dev/block" / mount.device, root / "sys/class/block" / Path(mount.source).name)
