@@ -1,6 +1,6 @@
 """A fit that is killed after a checkpoint and resumed in a new Trainer, beside the fit that was never broken."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,13 @@ def assert_resumes_exactly(
     path: Path,
     *,
     moment: str = "on_train_batch_end",
-    count: int,
+    count: int | Iterable[int],
     **options: Any,
 ) -> None:
-    """Killed and resumed, the run trains exactly the batches of the unbroken one, in its order."""
+    """Killed at each of these moments and resumed, the run trains the batches of the unbroken one, in its order."""
     whole = run(data, callbacks(), **options)
-    before = run(data, [*callbacks(), SaveThenDie(moment, count, path)], **options)
-    after = run(data, callbacks(), ckpt_path=path, **options)
-    assert before == whole[: len(before)]
-    assert after == whole[len(before) :]
+    for number in [count] if isinstance(count, int) else count:
+        before = run(data, [*callbacks(), SaveThenDie(moment, number, path)], **options)
+        after = run(data, callbacks(), ckpt_path=path, **options)
+        assert before == whole[: len(before)], f"before {moment} {number}"
+        assert after == whole[len(before) :], f"after {moment} {number}"

@@ -306,7 +306,7 @@ def _where(batches: WatchedPass, consumer: int) -> str:
     source, position = batches.source, batches.position
     if isinstance(source, ThreadPass):
         told = (
-            f"Thread worker {thread} is {doing}. Its stack:\n{_stack_here(source.pool.threads[thread].ident)}"
+            f"Thread worker {thread} is {doing}. Its stack:\n{_stack_here(source.threads[thread].ident)}"
             for thread, doing in source.at_work()
         )
         return "\n".join(told) or "The worker threads have nothing to do."

@@ -32,7 +32,7 @@ from lightning_feed.load.order import (
     ranks_of_run,
 )
 from lightning_feed.load.resume import STATE_VERSION, check_kind, facts_of, fitted, rest_of, state_of_rank
-from lightning_feed.load.threads import ThreadPass, ThreadPool, check_arguments
+from lightning_feed.load.threads import ThreadPass, check_arguments
 from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import ended_worker, resend_ctrl_c, shut_down_workers, stop_workers, why_not_picklable
 
@@ -287,22 +287,17 @@ class FeedLoader(DataLoader[Any]):
                 ) from error
 
     def _start_threads(self, position: MapPass) -> ThreadPass:
-        pool = self._iterator if isinstance(self._iterator, ThreadPool) and self._iterator.usable else None
-        if pool is None:
-            # Drawn where DataLoader draws the seed of its workers, from what it draws it from.
-            with drawing_device(self.generator):
-                seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-            pool = ThreadPool(self.num_workers, base_seed=seed)
-        pool.passes += 1
-        self._iterator = pool if self.persistent_workers else None  # type: ignore[assignment]
+        # Drawn where DataLoader draws the seed of its workers, from what it draws it from.
+        with drawing_device(self.generator):
+            base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
         if self.order is not None and position.epoch is not None:
             self._sample_seed, seed = None, mix_seed(self.order.seed, position.epoch, position.cycle, "samples")
         else:
             saved = position.origin.get("sample_seed") if position.origin is not None else None
-            seed = saved if saved is not None else mix_seed(pool.base_seed, pool.passes, 0, "samples")
+            seed = saved if saved is not None else mix_seed(base_seed, 1, 0, "samples")
             self._sample_seed = seed
         probe, self._probed = not self._probed, True
-        return ThreadPass(self, iter(self._index), pool, first=position.batches, seed=seed, probe=probe)
+        return ThreadPass(self, iter(self._index), first=position.batches, seed=seed, probe=probe)
 
     def _inner(self, position: MapPass | IterablePass) -> DataLoader[Any] | None:
         options = {name: getattr(self, name) for name in _HANDED_ON if hasattr(self, name)}
@@ -418,7 +413,7 @@ class LoaderPass(Iterator[Any]):
         ended = ended_worker(source, error)
         if isinstance(error, KeyboardInterrupt):  # ends the workers, whatever they are at
             if isinstance(source, ThreadPass):
-                source.hurry(SOON_S)  # persistent threads, too: they would be waited for when Python ends
+                source.close(SOON_S)
             elif source is not None:
                 stop_workers(source)
             self.close()

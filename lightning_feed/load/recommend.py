@@ -194,12 +194,13 @@ def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> t
             f"persistent_workers=True with Trainer(reload_dataloaders_every_n_epochs={workload.reload_every_n_epochs}) "
             "would keep the workers of loaders that are thrown away. Leave one of the two out."
         )
+    if settings.workers == "thread" and workers:
+        given = "given as True, and left off: " if settings.persistent_workers is True else ""
+        return False, f"{given}threads start in less than a millisecond"
     if settings.persistent_workers != "auto":
         return settings.persistent_workers, "as given"
     if workers == 0:
         return False, "there are no workers"
-    if settings.workers == "thread":
-        return False, "threads start in less than a millisecond, and none is left between the epochs when others fork"
     if reloaded:
         return False, f"the Trainer makes the loaders anew every {workload.reload_every_n_epochs} epochs"
     if not repeated:

@@ -1,4 +1,4 @@
-"""Worker threads: a pool that lives as long as worker processes would, and one pass over a dataset with it.
+"""Worker threads: one pass over a map-style dataset, with threads in place of worker processes.
 
 Each sample of a batch is a task of its own. All threads work on the same batch, so that the first one of an epoch is
 ready as many times sooner as there are threads, and then go on to the next. Everything that is waited for is a
@@ -6,7 +6,8 @@ ready as many times sooner as there are threads, and then go on to the next. Eve
 
 Written on the standard library. torchdata's ParallelMapper (read in 0.11) has no threads that live on, polls its queues
 ten times a second, loses what is no Exception and cannot say which sample it waits for; and ThreadPoolExecutor is
-joined when Python exits, which a sample that hangs would prevent for ever.
+joined when Python exits, which a sample that hangs would prevent for ever. The threads end with the pass: they start in
+less than a millisecond.
 """
 
 import logging
@@ -43,126 +44,8 @@ _COLLATING = -1
 """The place of collating among the places of a batch's samples."""
 _END = object()
 
-Task = Callable[[int], object]
+_Task = Callable[[int], object]
 """Called with the number of the thread. Must not raise."""
-
-
-class ThreadPool:
-    """Threads that wait for tasks and do them in their order, until closed, garbage, or Python's end.
-
-    They are set up as torch sets up worker processes: one thread each for what torch computes, gradients on, the CPU
-    as default device. ``worker_init_fn`` is not called, since what it does would be done to the training process.
-
-    Args:
-        count: threads.
-        base_seed: what passes without an :class:`~lightning_feed.load.order.EpochOrder` take their seeds from.
-
-    Raises:
-        LoaderError: when a thread cannot be started.
-    """
-
-    def __init__(self, count: int, base_seed: int) -> None:
-        self.base_seed = base_seed
-        self.passes = 0
-        self.patience_s = PATIENCE_S
-        self.tasks: SimpleQueue[Task | None] = SimpleQueue()
-        self.threads: list[threading.Thread] = []
-        self._pid, self._owner = os.getpid(), threading.get_ident()
-        self._finalizer = weakref.finalize(self, _end_of_garbage, self.tasks, self.threads, self._pid, self._owner)
-        disable_opencv_threads()  # one pool for the process, which these threads would only wait for
-        computing = torch.get_num_threads()
-        # A new thread starts on device 0, whatever its maker's is; pinned memory would be registered with that one.
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        started: SimpleQueue[None] = SimpleQueue()
-        try:
-            for number in range(count):
-                arguments = (self.tasks, started, number, device)
-                thread = threading.Thread(target=_serve, args=arguments, name=f"feed-{number}", daemon=True)
-                thread.start()
-                self.threads.append(thread)
-            for _ in self.threads:
-                started.get()
-        except RuntimeError as error:
-            self.close()
-            raise LoaderError(
-                f"Only {len(self.threads)} of {count} worker threads could be started: {error}. Lower num_workers, or "
-                "raise the limit of processes (`ulimit -u`; a container's `--pids-limit`)."
-            ) from error
-        finally:
-            # What a thread sets for itself becomes the default of all threads that are made later.
-            torch.set_num_threads(computing)
-
-    @property
-    def usable(self) -> bool:
-        """Whether the threads are there: not after closing, nor in a forked copy of this process."""
-        return bool(self._finalizer.alive) and self.is_here and self.is_alive
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether a thread of them lives."""
-        return any(thread.is_alive() for thread in self.threads)
-
-    @property
-    def thread_ids(self) -> tuple[int, ...]:
-        """The threads, as the kernel numbers them."""
-        return tuple(thread.native_id for thread in self.threads if thread.native_id is not None)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the process that the threads belong to."""
-        return os.getpid() == self._pid
-
-    def close(self) -> None:
-        """End the threads after what they are at, and wait for that where they were made."""
-        if self._finalizer.detach() is not None:
-            _end_threads(self.tasks, self.threads, self._pid, self._owner, self.patience_s)
-
-
-def _serve(tasks: "SimpleQueue[Task | None]", started: "SimpleQueue[None]", number: int, device: int | None) -> None:
-    try:
-        torch.get_num_threads()  # a thread's first call of it sets the default: before the next line, not after it
-        torch.set_num_threads(1)
-        if device is not None:
-            torch.cuda.set_device(device)
-    finally:
-        started.put(None)
-    while _do_one(tasks, number):
-        pass
-
-
-def _do_one(tasks: "SimpleQueue[Task | None]", number: int) -> bool:
-    # A function, so that the thread holds no batch while it waits for the next task.
-    task = tasks.get()
-    if task is not None:
-        task(number)
-    return task is not None
-
-
-def _end_of_garbage(tasks: "SimpleQueue[Task | None]", threads: list[threading.Thread], pid: int, owner: int) -> None:
-    with resend_ctrl_c():
-        _end_threads(tasks, threads, pid, owner, PATIENCE_S)
-
-
-def _end_threads(
-    tasks: "SimpleQueue[Task | None]", threads: list[threading.Thread], pid: int, owner: int, patience_s: float
-) -> None:
-    if os.getpid() != pid:
-        return  # in a forked copy the threads are the parent's
-    for _ in threads:
-        tasks.put(None)
-    if threading.get_ident() != owner:
-        return  # perhaps one of them, or a thread that a sample waits for: it must not be kept waiting
-    until = time.monotonic() + patience_s
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    left = sum(thread.is_alive() for thread in threads)
-    if left:
-        logger.warning(
-            "%d worker threads are still at a sample after %g s and were left behind. They end when the sample does. "
-            "A dataset that may never return needs a timeout of its own.",
-            left,
-            patience_s,
-        )
 
 
 @dataclass
@@ -178,17 +61,13 @@ class _Plan:
     """What the random numbers of the samples come from."""
     done: "SimpleQueue[int | None]" = field(default_factory=SimpleQueue)
     """Numbers of batches that are complete; None: the pass was closed."""
+    tasks: "SimpleQueue[_Task | None]" = field(default_factory=SimpleQueue)
+    """What the threads do next; None: end."""
     cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.at_once = self.batched and bool(getattr(self.dataset, "__getitems__", None))
         self.whole = self.at_once or not self.batched
-
-    def cancel(self) -> bool:
-        """End the work, and wake who waits for it."""
-        self.cancelled = True
-        self.done.put(None)
-        return True
 
 
 class _Job:
@@ -283,33 +162,31 @@ class ThreadPass(Iterator[Any]):
     """Iterates over what a DataLoader of the same arguments would, with threads in place of worker processes.
 
     Indices are drawn, and errors raised, where DataLoader does so: by the consumer, ``num_workers * prefetch_factor``
-    batches ahead, the first of them when this is made. Leaving this object to garbage collection is enough to end its
-    work.
+    batches ahead, the first of them when this is made. The threads are set up as torch sets up worker processes: one
+    thread each for what torch computes, gradients on, the CPU as default device. ``worker_init_fn`` is not called,
+    since what it does would be done to the training process. Leaving this object to garbage collection ends them.
 
     Args:
         loader: whose arguments count. Not kept.
         indices: what its sampler or batch sampler gives.
-        pool: the threads. Closed with the pass, unless ``loader.persistent_workers``.
         first: the number of the first batch in its epoch.
         seed: of the samples' random numbers, for :func:`~lightning_feed.load.thread_random.sample_generator`.
         probe: whether to look what the first sample draws from. It is then loaded before all others.
 
     Attributes:
+        threads: the workers.
         capacity: batches asked for ahead.
         head_of_line_ns: nanoseconds that ``next()`` has waited while a later batch was ready, times the share of
             threads that had nothing to do for that.
 
     Raises:
-        LoaderError: from ``next()``, when ``loader.timeout`` has passed, or the pass was closed.
+        LoaderError: when a thread cannot be started; from ``next()``, when ``loader.timeout`` has passed, or the pass
+            was closed.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], indices: Iterator[Any], pool: ThreadPool, *, first: int, seed: int, probe: bool
-    ) -> None:
-        self.pool = pool
+    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], *, first: int, seed: int, probe: bool) -> None:
         self._indices, self._number = indices, first
         self._in_order, self._timeout_s = loader.in_order, loader.timeout
-        self._persistent = loader.persistent_workers
         self._ended = False
         self._jobs: dict[int, _Job] = {}
         self._ready: dict[int, None] = {}
@@ -322,9 +199,12 @@ class ThreadPass(Iterator[Any]):
             batched=loader.batch_sampler is not None,
             seed=mix_seed(seed, rank_of_run(), 0, "rank"),
         )
+        self.threads: list[threading.Thread] = []
+        self._pid = os.getpid()
         # Neither the threads nor the plan know this object, so that a pass which is abandoned is collected.
-        self._finalizer = weakref.finalize(self, plan.cancel)
+        self._finalizer = weakref.finalize(self, _abandon, plan, self.threads, self._pid, threading.get_ident())
         try:
+            _start(self.threads, loader.num_workers, plan)
             for number in range(self.capacity):
                 self._ask(probe=probe and number == 0)
         except BaseException:
@@ -332,7 +212,7 @@ class ThreadPass(Iterator[Any]):
             raise
 
     def __next__(self) -> Any:
-        if not self.pool.is_here:
+        if os.getpid() != self._pid:
             raise LoaderError(
                 "This pass over the loader belongs to another process, where its worker threads are: a forked copy "
                 "has none. Begin a new pass with iter(loader)."
@@ -360,16 +240,22 @@ class ThreadPass(Iterator[Any]):
         job = next((job for job in list(self._jobs.values()) if job.at), None)
         return [] if job is None else [(thread, job.describe(place)) for thread, place in dict(job.at).items()]
 
-    def close(self) -> None:
-        """End the work of this pass; a consumer that waits in another thread is woken. Persistent threads live on."""
-        if self._finalizer():  # the first time
-            self._jobs.clear()
-        if not self._persistent:
-            self.pool.close()
+    @property
+    def thread_ids(self) -> tuple[int, ...]:
+        """The threads, as the kernel numbers them."""
+        return tuple(thread.native_id for thread in self.threads if thread.native_id is not None)
 
-    def hurry(self, patience_s: float) -> None:
-        """Let :meth:`close` end the threads, persistent ones too, and wait no longer for them."""
-        self._persistent, self.pool.patience_s = False, patience_s
+    def close(self, patience_s: float | None = None) -> None:
+        """End the work of this pass; a consumer that waits in another thread is woken. A second call does nothing.
+
+        Args:
+            patience_s: how long to wait for the samples that the threads are at; PATIENCE_S if not given.
+        """
+        left = self._finalizer.detach()
+        if left is not None:
+            self._jobs.clear()
+            plan, threads, pid, owner = left[2]
+            _end(plan, threads, pid, owner, PATIENCE_S if patience_s is None else patience_s)
 
     def _ask(self, *, probe: bool = False) -> None:
         """Ask the threads for one batch more, if there is one."""
@@ -382,7 +268,7 @@ class ThreadPass(Iterator[Any]):
         if probe:
             self._probe(job, next(places))
         for place in places:
-            self.pool.tasks.put(partial(job.work, place))
+            self._plan.tasks.put(partial(job.work, place))
 
     def _probe(self, job: _Job, place: int) -> None:
         before, loaded = SharedRandom(), SimpleQueue[None]()
@@ -391,7 +277,7 @@ class ThreadPass(Iterator[Any]):
             job.work(place, thread)
             loaded.put(None)
 
-        self.pool.tasks.put(task)
+        self._plan.tasks.put(task)
         try:
             loaded.get(timeout=self._timeout_s or None)
         except Empty:
@@ -427,25 +313,95 @@ class ThreadPass(Iterator[Any]):
         if len(self._jobs) < self.capacity:
             return 0.0
         left = sum(max(1, job.left) for number, job in self._jobs.items() if number not in self._ready)
-        return max(0.0, 1 - left / len(self.pool.threads))
+        return max(0.0, 1 - left / len(self.threads))
 
     def _check(self, until: float | None) -> None:
         """Raise for a batch that is overdue, and for threads that are gone."""
         if until is not None and time.monotonic() >= until:
             at = "; ".join(f"thread worker {thread} is {doing}" for thread, doing in self.at_work())
-            self._finalizer()
-            self.pool.patience_s = _SHORT_PATIENCE_S
-            self.pool.close()
+            self.close(_SHORT_PATIENCE_S)
             raise LoaderError(
                 f"No batch came within timeout={self._timeout_s:g} s: {at or 'the threads are busy for another pass'}. "
                 "A sample that hangs cannot be stopped in a thread, so that thread is left behind. Give what it waits "
                 "for a timeout of its own, or allow more time by LoaderSettings(timeout_s=...)."
             )
-        if not self.pool.is_alive:
+        if not any(thread.is_alive() for thread in self.threads):
             raise LoaderError(
                 "All worker threads have ended without a word. Batches are missing: this is not the end of the epoch. "
                 "Use workers='process'."
             )
+
+
+def _start(threads: list[threading.Thread], count: int, plan: _Plan) -> None:
+    disable_opencv_threads()  # one pool for the process, which these threads would only wait for
+    computing = torch.get_num_threads()
+    # A new thread starts on device 0, whatever its maker's is; pinned memory would be registered with that one.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    started: SimpleQueue[None] = SimpleQueue()
+    try:
+        for number in range(count):
+            arguments = (plan.tasks, started, number, device)
+            thread = threading.Thread(target=_serve, args=arguments, name=f"feed-{number}", daemon=True)
+            thread.start()
+            threads.append(thread)
+        for _ in threads:
+            started.get()
+    except RuntimeError as error:
+        raise LoaderError(
+            f"Only {len(threads)} of {count} worker threads could be started: {error}. Lower num_workers, or raise the "
+            "limit of processes (`ulimit -u`; a container's `--pids-limit`)."
+        ) from error
+    finally:
+        # What a thread sets for itself becomes the default of all threads that are made later.
+        torch.set_num_threads(computing)
+
+
+def _serve(tasks: "SimpleQueue[_Task | None]", started: "SimpleQueue[None]", number: int, device: int | None) -> None:
+    try:
+        torch.get_num_threads()  # a thread's first call of it sets the default: before the next line, not after it
+        torch.set_num_threads(1)
+        if device is not None:
+            torch.cuda.set_device(device)
+    finally:
+        started.put(None)
+    while _do_one(tasks, number):
+        pass
+
+
+def _do_one(tasks: "SimpleQueue[_Task | None]", number: int) -> bool:
+    # A function, so that the thread holds no batch while it waits for the next task.
+    task = tasks.get()
+    if task is not None:
+        task(number)
+    return task is not None
+
+
+def _abandon(plan: _Plan, threads: list[threading.Thread], pid: int, owner: int) -> None:
+    with resend_ctrl_c():
+        _end(plan, threads, pid, owner, PATIENCE_S)
+
+
+def _end(plan: _Plan, threads: list[threading.Thread], pid: int, owner: int, patience_s: float) -> None:
+    """End the threads after what they are at, and wait for that where they were made."""
+    plan.cancelled = True
+    plan.done.put(None)
+    if os.getpid() != pid:
+        return  # in a forked copy the threads are the parent's
+    for _ in threads:
+        plan.tasks.put(None)
+    if threading.get_ident() != owner:
+        return  # perhaps one of them, or a thread that a sample waits for: it must not be kept waiting
+    until = time.monotonic() + patience_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    left = sum(thread.is_alive() for thread in threads)
+    if left:
+        logger.warning(
+            "%d worker threads are still at a sample after %g s and were left behind. They end when the sample does. "
+            "A dataset that may never return needs a timeout of its own.",
+            left,
+            patience_s,
+        )
 
 
 def check_arguments(loader: DataLoader[Any]) -> None:

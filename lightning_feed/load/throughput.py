@@ -60,16 +60,7 @@ class LoaderRate:
     batches_per_s: float
     start_s: float
     """From before ``iter(loader)`` to the first batch, of the first pass."""
-    batches: int
-    """That were measured."""
-    rounds: int
-    """Whole rounds that were measured. 0 where no pass was long enough for one, and whole passes were measured instead,
-    their start-up included; and where time ran out before there was one."""
-    elapsed_s: float
-    """That was measured."""
-    settled: bool
-    """Whether as many rounds were discarded and measured as was asked for. False: take the rate with care."""
-    taking_ms: float = 0.0
+    taking_ms: float
     """CPU time that the thread which takes the batches spends for each, of all that came: with workers, what it costs
     to open a batch that they have sent; without, all of the loading."""
 
@@ -86,7 +77,7 @@ def time_loader(
 
     A pass that ends before enough was measured is followed by a new one. What lies between the two is not counted: the
     broken round at the end, the start-up, and the first batch and rounds of the new pass. Where passes are too short
-    for that, fewer rounds are discarded, then whole passes are measured (``rounds=0``).
+    for that, fewer rounds are discarded, then whole passes are measured.
 
     Args:
         begin: begins a pass. The loader is used up: its workers are ended, persistent ones too.
@@ -156,7 +147,7 @@ class _Drain:
         now.whole = True
 
     def enough(self) -> bool:
-        batches, elapsed, _ = self._measured(self._warm_rounds())
+        batches, elapsed = self._measured(self._warm_rounds())
         asked = batches >= self._burst * self._limits.min_rounds and elapsed >= self._limits.min_s
         return asked or self._clock() - self._started > self._limits.max_s
 
@@ -171,14 +162,12 @@ class _Drain:
     def rate(self) -> LoaderRate:
         passes, limits = self.passes, self._limits
         came = sum(len(one.stamps) for one in passes)
-        batches, elapsed, rounds, warm = 0, 0.0, 0, 0
         for warm in range(self._warm_rounds(), -2, -1):  # time may have run out before the warm-up was over
-            batches, elapsed, rounds = self._measured(warm)
+            batches, elapsed = self._measured(warm)
             if elapsed > 0:
                 break
-        if elapsed <= 0:  # not even a round
-            batches = came - len(passes)
-            elapsed = sum(one.stamps[-1] - one.stamps[0] for one in passes)
+        else:  # not even a round
+            batches, elapsed = came - len(passes), sum(one.stamps[-1] - one.stamps[0] for one in passes)
         if elapsed <= 0:
             raise LoaderError(
                 f"The loader gave {came} batches in {limits.max_s:g} s, and its rate needs some after the first one. "
@@ -187,11 +176,7 @@ class _Drain:
         return LoaderRate(
             batches_per_s=batches / elapsed,
             start_s=passes[0].stamps[0] - passes[0].began,
-            batches=batches,
-            rounds=rounds,
-            elapsed_s=elapsed,
             taking_ms=1e3 * sum(one.cpu_s for one in passes) / came,
-            settled=warm == limits.warm_rounds and rounds >= limits.min_rounds,
         )
 
     def _warm_rounds(self) -> int:
@@ -201,19 +186,19 @@ class _Drain:
         rounds = (max(len(one.stamps) for one in self.passes) - 1) // self._burst
         return max(-1, min(self._limits.warm_rounds, rounds - 1))
 
-    def _measured(self, warm: int) -> tuple[int, float, int]:
-        """(batches, seconds, rounds) of the whole rounds that follow the first batch and ``warm`` rounds of each pass;
-        of whole passes for -1."""
+    def _measured(self, warm: int) -> tuple[int, float]:
+        """(batches, seconds) of the whole rounds that follow the first batch and ``warm`` rounds of each pass; of whole
+        passes for -1."""
         if warm < 0:
             whole = [one for one in self.passes if one.whole and one.stamps]
-            return sum(len(one.stamps) for one in whole), sum(one.stamps[-1] - one.began for one in whole), 0
+            return sum(len(one.stamps) for one in whole), sum(one.stamps[-1] - one.began for one in whole)
         batches, elapsed, first = 0, 0.0, warm * self._burst  # the last batch that does not count
         for one in self.passes:
             counted = max(0, len(one.stamps) - 1 - first) // self._burst * self._burst
             if counted:
                 batches += counted
                 elapsed += one.stamps[first + counted] - one.stamps[first]
-        return batches, elapsed, batches // self._burst
+        return batches, elapsed
 
 
 # --- the watchdog ---------------------------------------------------------------------------------------------------

@@ -377,7 +377,7 @@ class PassProbe:
         _, threads, background = self._parts()
         workers = self._source.workers() if self._source is not None else Workers()
         if threads is not None:
-            return Workers(thread_ids=threads.pool.thread_ids)
+            return Workers(thread_ids=threads.thread_ids)
         if not workers.pids and background is not None and background.thread.native_id is not None:
             return Workers(thread_ids=(background.thread.native_id,))
         return workers

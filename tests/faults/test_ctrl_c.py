@@ -11,7 +11,7 @@ import pytest
 
 from lightning_feed.load import worker
 from lightning_feed.load.background import BackgroundIterator
-from lightning_feed.load.threads import ThreadPool
+from lightning_feed.load.loader import FeedLoader
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def drop(held: list[Any]) -> None:
 
 def test_while_abandoned_worker_threads_end(interrupted_join: list[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        drop([ThreadPool(1, base_seed=0)])
+        drop([iter(FeedLoader(range(4), num_workers=1, workers="thread"))])
     assert interrupted_join == ["feed-0"]
 
 

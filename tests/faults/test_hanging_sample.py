@@ -99,6 +99,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+SPAWNS = pytest.mark.slow
+
+
 def loader_of(mode: str) -> tuple[FeedLoader, Hangs]:
     options = MODES[mode]
     data = Hangs(multiprocessing.get_context(options.get("multiprocessing_context")))
@@ -106,7 +109,7 @@ def loader_of(mode: str) -> tuple[FeedLoader, Hangs]:
     return FeedLoader(data, batch_size=2, worker_init_fn=init, **options), data
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=SPAWNS if mode == "spawned" else ()) for mode in MODES])
 def test_it_is_said_once_where_it_hangs(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     loader, data = loader_of(mode)
     with Loop(loader, data) as loop:
@@ -185,7 +188,7 @@ def test_the_setting_reaches_the_loader() -> None:
             LoaderSettings(warn_after_s=wrong)
 
 
-@pytest.mark.parametrize("mode", ["processes", "spawned", "persistent", "threads", "background"])
+@pytest.mark.parametrize("mode", ["processes", pytest.param("spawned", marks=SPAWNS), "threads", "background"])
 def test_ctrl_c_does_not_wait_for_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.data import _utils
 

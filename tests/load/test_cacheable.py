@@ -172,7 +172,9 @@ def test_the_sample_without_augmentation_is_asked_for_where_there_is_one() -> No
 # --- in loaders ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "method"), [("bytes", "fork"), ("decoded", "fork"), ("decoded", "spawn")])
+@pytest.mark.parametrize(
+    ("kind", "method"), [("bytes", "fork"), pytest.param("decoded", "spawn", marks=pytest.mark.slow)]
+)
 def test_workers_share_what_they_read(kind: Kind, method: str) -> None:
     dataset = Squares()
     (cache,) = _open(dataset, kind)

@@ -186,8 +186,16 @@ def test_map_style_resumes_after_any_batch(kind, workers):
     check_resume(lambda order: MAP_KINDS[kind](order, **WORKERS[workers]))
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "set_epoch", "unbatched", "user_generator", "rank_1_of_2"])
-@pytest.mark.parametrize("workers", ["2w", "2w-persistent-background"])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        ("shuffled", "2w"),
+        ("shuffled", "2w-persistent-background"),
+        ("set_epoch", "2w-persistent-background"),
+        ("user_generator", "2w"),
+        ("rank_1_of_2", "2w-persistent-background"),
+    ],
+)
 def test_map_style_resumes_with_workers(kind, workers):
     check_resume(lambda order: MAP_KINDS[kind](order, **WORKERS[workers]), at=[1, 3, 5])
 
@@ -198,8 +206,15 @@ def test_iterable_resumes_after_any_batch(kind, workers):
     check_resume(lambda order: ITERABLE_KINDS[kind](order, **WORKERS[workers]))
 
 
-@pytest.mark.parametrize("kind", ITERABLE_KINDS)
-@pytest.mark.parametrize("workers", ["2w", "2w-persistent-background"])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        ("state", "2w-persistent-background"),
+        ("no_state", "2w"),
+        ("drop_last", "2w-persistent-background"),
+        ("unbatched", "2w"),
+    ],
+)
 def test_iterable_resumes_with_workers(kind, workers):
     check_resume(lambda order: ITERABLE_KINDS[kind](order, **WORKERS[workers]), at=[0, 2, 3, 5])
 
@@ -266,8 +281,7 @@ def test_background_reads_ahead_and_counts_what_was_handed_out():
     loader.close()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch_size", [3, None])
+@pytest.mark.parametrize(("workers", "batch_size"), [(0, 3), (0, None), (2, 3)])
 def test_without_order_or_state_it_is_a_dataloader(workers, batch_size):
     for dataset in (Squares(), Sharded()):
         options = {"batch_size": batch_size, "num_workers": workers}

@@ -170,7 +170,8 @@ def test_threads_end_with_each_pass_and_say_what_they_are() -> None:
     assert found.workers == "thread"
     assert found.describe().startswith("workers=thread: as given\nnum_workers=7: ")
     assert "GIL" in found.reasons["num_workers"]
-    assert recommend(MACHINE, LoaderSettings(workers="thread", persistent_workers=True), WORK).persistent_workers
+    persistent = recommend(MACHINE, LoaderSettings(workers="thread", persistent_workers=True), WORK)
+    assert "given as True, and left off" in persistent.reasons["persistent_workers"]
 
 
 @pytest.mark.parametrize("batches", [1, 2])

@@ -53,6 +53,8 @@ def test_what_makes_sense_is_taken(given: dict[str, Any]) -> None:
         ("num_workers", "many"),
         ("num_workers", None),
         ("prefetch_factor", 0),
+        ("prefetch_factor", "tune"),
+        ("persistent_workers", "tune"),
         ("prefetch_factor", False),
         ("prefetch_factor", 5000),
         ("pin_memory", 1),

@@ -1,6 +1,5 @@
 """FastDataModule with worker threads in a Trainer: the run of num_workers=0, and resumed exactly."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +77,6 @@ def test_a_run_with_random_samples_resumes_exactly(callbacks: Any, background: i
         return {"datamodule": data}
 
     assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=count, max_epochs=3)
-
-
-def test_persistent_threads_end_with_the_fit() -> None:
-    before = set(threading.enumerate())
-    data = Data("validated", workers="thread", num_workers=2, persistent_workers=True)
-    assert fitted(data)[0] == fitted(Data("validated", num_workers=0))[0]
-    assert {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("feed-")} == set()
 
 
 def test_a_data_module_fits_twice_with_threads() -> None:

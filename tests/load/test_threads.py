@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods
-from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import (
     BatchSampler,
@@ -139,13 +138,12 @@ def test_batches_are_those_of_a_dataloader(number, options):
     assert ours[:same] == plain[:same]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", ["shuffled", "users_generator", "batch_sampler", "unbatched"])
-def test_batches_and_main_random_state_are_those_of_worker_processes(kind, persistent):
+def test_batches_and_main_random_state_are_those_of_worker_processes(kind):
     def run(**options):
         torch.manual_seed(7), random.seed(7), np.random.seed(7)
         given = KINDS[kind]()
-        seen = epochs(FeedLoader(Rows(), num_workers=1, persistent_workers=persistent, **given, **options))
+        seen = epochs(FeedLoader(Rows(), num_workers=1, **given, **options))
         users = given["generator"].get_state().tolist() if "generator" in given else None
         return seen, torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state()), users
 
@@ -473,8 +471,7 @@ class TwoWords(Exception):
         super().__init__(one, two)
 
 
-@pytest.mark.parametrize("options", [{}, {"background": 2}, {"persistent_workers": True}], ids=str)
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("threads", "options"), [(1, {}), (3, {"background": 2})])
 def test_an_error_names_the_thread_and_the_index(options, threads):
     loader = threaded(Failing(KeyError("no picture")), num_workers=threads, batch_size=4, **options)
     batches = iter(loader)
@@ -500,8 +497,7 @@ def test_an_error_that_takes_other_arguments_is_told_in_words():
     assert isinstance(caught.value.__cause__, TwoWords)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-@pytest.mark.parametrize("background", [0, 1])
+@pytest.mark.parametrize(("error", "background"), [(SystemExit(3), 0), (KeyboardInterrupt(), 1)])
 def test_what_is_no_exception_is_raised_as_it_is(error, background):
     with pytest.raises(type(error)) as caught:
         epochs(threaded(Failing(error), batch_size=4, background=background))
@@ -566,8 +562,8 @@ def test_dead_threads_are_not_the_end_of_the_epoch(monkeypatch):
     monkeypatch.setattr(worker_threads, "_ALIVE_CHECK_S", 0.01)
     loader = threaded(Rows(), batch_size=4)
     batches = iter(loader)
-    for _ in batches.source.pool.threads:
-        batches.source.pool.tasks.put(None)
+    for _ in batches.source.threads:
+        batches.source._plan.tasks.put(None)
     with pytest.raises(LoaderError, match="not the end of the epoch"):
         list(batches)
 
@@ -588,8 +584,9 @@ class Hanging(Rows):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("background", [0, 2])
-@pytest.mark.parametrize("how", ["close", "loader", "garbage", "break", "end"])
+@pytest.mark.parametrize(
+    ("how", "background"), [("close", 0), ("loader", 2), ("garbage", 0), ("garbage", 2), ("break", 2), ("end", 0)]
+)
 def test_no_thread_outlives_its_pass(how, background):
     before = set(threading.enumerate())
     loader = threaded(Rows(1000), num_workers=3, batch_size=2, background=background)
@@ -612,38 +609,13 @@ def test_no_thread_outlives_its_pass(how, background):
     assert len(loader.dataset.read) < 1000 or how == "end"
 
 
-@pytest.mark.parametrize("how", ["garbage", "lightning", "state"])
-def test_persistent_threads_live_as_long_as_their_loader(how):
-    before = set(threading.enumerate())
-    loader = threaded(Rows(), batch_size=4, persistent_workers=True)
-    first = iter(loader)
-    pool = set(threading.enumerate()) - before
-    list(first)
-    loader.close()
-    abandoned = iter(loader)
-    next(abandoned)
-    del abandoned
-    assert [batch.tolist()[0] for batch in loader] == [0, 4, 8, 12, 16, 20]
-    assert set(threading.enumerate()) - before == pool
-    if how == "lightning":
-        _shutdown_workers_and_reset_iterator(loader)
-    elif how == "state":
-        loader.load_state_dict(loader.state_dict())
-    else:
-        del loader
-    del first
-    assert set(threading.enumerate()) <= before
-
-
 def test_a_pass_that_was_closed_is_loaded_no_further():
     dataset = Hanging(1000)
-    loader = threaded(dataset, num_workers=1, batch_size=5, prefetch_factor=50, persistent_workers=True)
-    batches = iter(loader)
+    batches = iter(threaded(dataset, num_workers=1, batch_size=5, prefetch_factor=50))
     next(batches)
+    threading.Timer(0.1, dataset.free.set).start()
     batches.close()
-    dataset.free.set()
-    assert len(list(loader)) == 200
-    assert len(dataset.read) <= 6 + 1000
+    assert len(dataset.read) <= 6
 
 
 def test_a_batch_that_was_handed_out_is_not_kept():
@@ -657,7 +629,7 @@ def test_a_batch_that_was_handed_out_is_not_kept():
     assert len(next(batches)) == 4
 
 
-@pytest.mark.parametrize("options", [{}, {"background": 1}, {"in_order": False}, {"persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("options", [{"background": 1}, {"in_order": False}], ids=str)
 def test_a_sample_that_hangs_is_named(options):
     dataset = Hanging()
     loader = threaded(dataset, batch_size=4, timeout=0.2, **options)
@@ -665,12 +637,11 @@ def test_a_sample_that_hangs_is_named(options):
         list(loader)
     dataset.free.set()
     assert len(list(loader)) == 6
-    _join_feeds(loader)
+    _join_feeds()
 
 
-def _join_feeds(loader):
+def _join_feeds():
     """The threads that were left behind, once what they hung at is over."""
-    loader._iterator = None
     for thread in _feeds():
         thread.join(10)
 
@@ -681,7 +652,7 @@ def test_a_first_sample_that_hangs_is_named_too():
     with pytest.raises(LoaderError, match="at index 5 of the dataset"):
         next(iter(loader))
     dataset.free.set()
-    _join_feeds(loader)
+    _join_feeds()
 
 
 def test_threads_that_do_not_end_are_left_behind_with_words(monkeypatch, caplog):
@@ -692,7 +663,7 @@ def test_threads_that_do_not_end_are_left_behind_with_words(monkeypatch, caplog)
     loader.close()
     assert "1 worker threads are still at a sample after 0.01 s and were left behind" in caplog.text
     dataset.free.set()
-    _join_feeds(loader)
+    _join_feeds()
 
 
 def test_closing_wakes_a_consumer_in_another_thread():
@@ -711,18 +682,17 @@ def test_closing_wakes_a_consumer_in_another_thread():
     consumer = threading.Thread(target=consume)
     consumer.start()
     source = batches.source
-    source._finalizer()
+    source.close(0)
     consumer.join(10)
     dataset.free.set()
     assert raised == ["This pass over the loader was closed. Begin a new pass with iter(loader)."]
-    source.close()
+    _join_feeds()
 
 
 # os.fork is no good idea in a process with threads, says Python from 3.12 on: that is what is tested
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_fork_in_the_middle_does_not_hang(persistent):
-    loader = threaded(Rows(), batch_size=4, persistent_workers=persistent)
+def test_a_fork_in_the_middle_does_not_hang():
+    loader = threaded(Rows(), batch_size=4)
     batches = iter(loader)
     next(batches)
     context = multiprocessing.get_context("fork")
@@ -808,9 +778,8 @@ def test_lightning_can_copy_it_with_another_sampler(wrapped):
     copied.close()
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_it_can_be_pickled_in_the_middle_of_a_pass(persistent):
-    loader = threaded(Noisy(), batch_size=4, shuffle=True, persistent_workers=persistent)
+def test_it_can_be_pickled_in_the_middle_of_a_pass():
+    loader = threaded(Noisy(), batch_size=4, shuffle=True)
     batches = iter(loader)
     next(batches)
     copied = pickle.loads(pickle.dumps(loader))

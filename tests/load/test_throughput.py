@@ -43,14 +43,13 @@ def test_the_rate_is_that_of_whole_rounds(workers: int) -> None:
     rate = time_loader(begin, burst=workers, limits=RoundLimits(min_s=2.0, max_s=100), clock=clock)
     assert rate.batches_per_s == pytest.approx(workers / 0.5)
     assert rate.start_s == 3.0
-    assert (rate.rounds, rate.elapsed_s, rate.settled) == (4, 2.0, True)
-    assert rate.batches == 4 * workers
+    assert clock.now == pytest.approx(103.0 + 6 * 0.5)  # two rounds of warm-up and four that are measured
 
 
 def test_two_rounds_are_measured_however_long_they_take() -> None:
     clock = Clock()
     rate = time_loader(bursts(clock, 3, start_s=1, round_s=5), burst=3, limits=RoundLimits(min_s=1.0), clock=clock)
-    assert (rate.rounds, rate.batches, rate.elapsed_s) == (2, 6, 10.0)
+    assert rate.batches_per_s == pytest.approx(6 / 10)
 
 
 def test_the_first_batch_and_two_rounds_do_not_count() -> None:
@@ -76,7 +75,7 @@ def test_a_pass_that_ends_is_followed_by_another_and_what_lies_between_is_not_co
     rate = time_loader(counted, burst=2, limits=RoundLimits(min_s=4.5, max_s=1000), clock=clock)
     assert len(begun) == 3
     assert rate.batches_per_s == pytest.approx(4.0)
-    assert (rate.rounds, rate.elapsed_s, rate.start_s, rate.settled) == (9, 4.5, 50.0, True)
+    assert rate.start_s == 50.0
 
 
 def test_the_broken_round_at_the_end_of_a_pass_is_not_counted() -> None:
@@ -88,20 +87,18 @@ def test_the_broken_round_at_the_end_of_a_pass_is_not_counted() -> None:
             yield number
 
     rate = time_loader(begin, burst=2, limits=RoundLimits(min_s=5.0, max_s=1000), clock=clock)
-    assert (rate.rounds, rate.elapsed_s) == (5, 5.0)
+    assert rate.batches_per_s == pytest.approx(2.0)
 
 
 def test_short_passes_discard_less_and_very_short_ones_are_measured_whole() -> None:
     clock = Clock()
     three_rounds = bursts(clock, 2, start_s=1.0, round_s=0.5, batches=5)
     rate = time_loader(three_rounds, burst=2, limits=RoundLimits(min_s=1.0, max_s=1000), clock=clock)
-    assert (rate.batches_per_s, rate.settled) == (pytest.approx(4.0), False)
-    assert rate.rounds == 2
+    assert rate.batches_per_s == pytest.approx(4.0)
 
     clock = Clock()
     tiny = bursts(clock, 4, start_s=1.5, round_s=0.5, batches=3)
     rate = time_loader(tiny, burst=4, limits=RoundLimits(min_s=3.0, max_s=1000), clock=clock)
-    assert (rate.rounds, rate.settled) == (0, False)
     assert rate.batches_per_s == pytest.approx(3 / 1.5)
 
 

@@ -42,7 +42,7 @@ def _same_process(monkeypatch: pytest.MonkeyPatch) -> object:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_have_one_thread_each(start_method: str, recwarn: pytest.WarningsRecorder) -> None:
     loader = DataLoader(
         Environment(), num_workers=1, worker_init_fn=WorkerInit(), multiprocessing_context=start_method, batch_size=2

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.errors import DatasetError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.tuning.search import Tuned
 from lightning_feed.load.tuning.trial import Setting, Trial
@@ -200,9 +200,3 @@ def test_settings_of_workers_go_where_there_are_none() -> None:
         wished, Tuned(setting=Setting(num_workers=3, prefetch_factor=2, workers="thread"), reason="", trials=())
     )
     assert (threads.workers, threads.start_method) == ("thread", None)
-
-
-@pytest.mark.parametrize("name", ["prefetch_factor", "pin_memory", "persistent_workers", "workers", "in_order"])
-def test_only_the_number_of_workers_takes_tune(name: str) -> None:
-    with pytest.raises(SettingsError, match=f'{name}="tune" is not a choice. Write num_workers="tune"'):
-        LoaderSettings(**{name: "tune"})

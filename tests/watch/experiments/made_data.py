@@ -97,7 +97,7 @@ def session_of(*loaders: Any, machine: Machine | None = None, rate: float | None
     session = Session(loaders[0] if len(loaders) == 1 else list(loaders), share_s=0.0, machine=machine or machine_of())
     session.prepare()
     if rate is not None:
-        session.alone = LoaderRate(batches_per_s=rate, start_s=0, batches=9, rounds=9, elapsed_s=1, settled=True)
+        session.alone = LoaderRate(batches_per_s=rate, start_s=0, taking_ms=0)
     return session
 
 
