@@ -8,7 +8,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 from weakref import WeakValueDictionary, finalize
@@ -29,7 +29,7 @@ Format = Literal["lmdb", "hdf5", "litdata"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 Kind = Literal["files", "decoded", "samples"]
 _PARTS = {ALL, "train", "val", "test"}
-_BATCH_BYTES = 64 << 20
+_CHUNK_BYTES = 64 << 20
 
 
 def _damaged(path: Path, error: Exception, index: int | None = None) -> ArchiveError:
@@ -96,39 +96,41 @@ def read_manifest(path: Path) -> Manifest:
         raise ArchiveError(f"{path} is no pack: it has no {NAME}. To make one: lightning-feed pack SRC DEST")
     try:
         found = json.loads((path / NAME).read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        version = found["version"]
+        if version == VERSION:
+            return _manifest_of(found)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise _damaged(path / NAME, error) from error
-    version = found.get("version") if isinstance(found, dict) else None
-    if version != VERSION:
-        raise ArchiveError(
-            f"{path} is a pack of version {version!r}, and this lightning_feed reads version {VERSION}. Pack the "
-            "source again, or read it with the version that wrote it."
-        )
-    checksum = found.pop("checksum", None)
-    if not _is_manifest(found):
-        raise ArchiveError(f"{path / NAME} is not the manifest of a pack. Pack the source again.")
-    manifest = Manifest(**{**found, "classes": tuple(found["classes"])})
-    if checksum != manifest.checksum and (checksum is not None or manifest.indexes):  # earlier versions wrote neither
-        raise ArchiveError(f"{path / NAME} is damaged: its checksum does not fit. Copy or pack it again.")
-    return manifest
-
-
-def _is_manifest(found: dict[str, Any]) -> bool:
-    """Whether JSON has the names and types of a manifest: a stranger may have written it."""
-    if {*found, "indexes"} != {each.name for each in fields(Manifest)}:
-        return False
-    tables = [found["parts"], found["files"], found["options"], found.get("indexes", {})]
-    if not all(isinstance(table, dict) for table in tables) or not isinstance(found["classes"], list):
-        return False
-    numbers = [*found["parts"].values(), *found["files"].values(), found["total_bytes"]]
-    return (
-        found["format"] in FORMATS
-        and found["kind"] in get_args(Kind)
-        and all(isinstance(name, str) for name in found["classes"])
-        and bool(found["parts"])
-        and _PARTS.issuperset(found["parts"])
-        and all(type(number) is int and number >= 0 for number in numbers)
+    raise ArchiveError(
+        f"{path} is a pack of version {version!r}, and this lightning_feed reads version {VERSION}. Pack the source "
+        "again, or read it with the version that wrote it."
     )
+
+
+def _manifest_of(found: dict[str, Any]) -> Manifest:
+    """A manifest out of JSON, if it has the names and types of one: a stranger may have written it."""
+    checksum = found.pop("checksum", None)
+    manifest = Manifest(**found)
+    tables = (manifest.parts, manifest.files, manifest.options, manifest.indexes)
+    sound = (
+        all(isinstance(table, dict) for table in tables)
+        and manifest.format in FORMATS
+        and manifest.kind in get_args(Kind)
+        and isinstance(manifest.classes, list)
+        and all(isinstance(name, str) for name in manifest.classes)
+        and bool(manifest.parts)
+        and _PARTS.issuperset(manifest.parts)
+        and all(
+            type(number) is int and number >= 0
+            for number in (*manifest.parts.values(), *manifest.files.values(), manifest.total_bytes)
+        )
+    )
+    if not sound:
+        raise ValueError("it is not the manifest of a pack")
+    manifest = replace(manifest, classes=tuple(manifest.classes))
+    if checksum != manifest.checksum and (checksum is not None or manifest.indexes):  # earlier versions wrote neither
+        raise ValueError("its checksum does not fit")
+    return manifest
 
 
 def check_files(path: Path, manifest: Manifest, part: str) -> None:
@@ -138,16 +140,10 @@ def check_files(path: Path, manifest: Manifest, part: str) -> None:
         ArchiveError: for the first that is not.
     """
     for name, size in manifest.files.items():
-        if not name.startswith(f"{part}/"):
-            continue
-        try:
-            there = (path / name).stat().st_size
-        except OSError as error:
-            raise ArchiveError(f"{path / name} cannot be read: {error.strerror}. Copy or pack it again.") from error
-        if there != size:
+        file = path / name
+        if name.startswith(f"{part}/") and not (file.is_file() and file.stat().st_size == size):
             raise ArchiveError(
-                f"{path / name} has {there} bytes, and {size} were packed: it is cut short or damaged. Copy or pack it "
-                "again."
+                f"{file} is missing, cut short or damaged: {size} bytes were packed. Copy or pack it again."
             )
 
 
@@ -272,17 +268,16 @@ class LmdbReader:
             raise
         except Exception as error:
             raise _damaged(folder, error) from error
-        self._entries = self._environment.stat()["entries"]
 
     def read(self, index: int) -> bytes:
         """The payload of sample ``index``, copied out of the map: it is valid within a transaction only."""
         try:
             with self._environment.begin() as transaction:
                 found: bytes | None = transaction.get(lmdb_key(index))
+            if found is None:
+                raise LookupError("it is not there")
         except Exception as error:
             raise _damaged(self._folder, error, index) from error
-        if found is None:
-            raise ArchiveError(f"{self._folder} has no sample {index} among {self._entries}. Pack the source again.")
         return found
 
 
@@ -294,21 +289,15 @@ def write_hdf5(folder: Path, payloads: Iterator[bytes], index: PartIndex, report
     h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
     with h5py.File(folder / "data.h5", "w") as file:
         file.create_dataset("ends", data=np.cumsum(index.sizes))
-        # Contiguous and not compressed: readers take bytes from a place in the file, without the HDF5 library.
+        # Contiguous and not compressed: bytes are written to and read from a place in the file, without the library.
         data = file.create_dataset("bytes", shape=(max(1, int(index.sizes.sum())),), dtype="u1")
-        at, waiting = 0, bytearray()
-
-        def write() -> None:
-            data[at : at + len(waiting)] = np.frombuffer(waiting, np.uint8)
-            report(len(waiting))
-
+        data[-1] = 0  # which gives it its place
+        offset = data.id.get_offset()
+    with (folder / "data.h5").open("r+b") as plain:
+        plain.seek(offset)
         for payload in payloads:
-            waiting += payload
-            if len(waiting) >= _BATCH_BYTES:
-                write()
-                at, waiting = at + len(waiting), bytearray()
-        if waiting:
-            write()
+            plain.write(payload)
+            report(len(payload))
 
 
 class Hdf5Reader:
@@ -336,10 +325,10 @@ class Hdf5Reader:
             size = int(self._ends[index]) - begin
             left = os.fstat(self._descriptor).st_size - self._offset - begin
             payload = os.pread(self._descriptor, min(size, max(0, left)), self._offset + begin)
+            if len(payload) < size:
+                raise ValueError("it is cut short")
         except (OSError, ValueError, OverflowError, IndexError) as error:
             raise _damaged(self._path, error, index) from error
-        if len(payload) < size:
-            raise ArchiveError(f"{self._path} is cut short at sample {index}. Copy or pack it again.")
         return payload
 
 
@@ -352,7 +341,7 @@ def write_litdata(folder: Path, payloads: Iterator[bytes], index: PartIndex, rep
     A sample is ``{"data": bytes, "label": int}``: such a reader has no index to look the label up in.
     """
     litdata = require("litdata", extra="litdata", why="A pack of the format litdata")
-    cache = litdata.streaming.Cache(str(folder), chunk_bytes=_BATCH_BYTES)
+    cache = litdata.streaming.Cache(str(folder), chunk_bytes=_CHUNK_BYTES)
     for number, payload in enumerate(payloads):
         cache[number] = {"data": payload, "label": int(index.labels[number])}
         report(len(payload))

@@ -37,16 +37,15 @@ def alone_in(partial: Path) -> Iterator[None]:
     Raises:
         ArchiveError: when another process holds it, or when another user could change what is packed.
     """
-    mine = _make_private(partial)
     lock = FileLock(partial / _LOCK)
     try:
+        _make_private(partial)
         lock.acquire(timeout=0)
     except (Timeout, FileNotFoundError) as error:  # not found: renamed by the other process, which is done
         raise ArchiveError(
             f"Another process is packing to {partial}. Wait for it to end, or give another DEST."
         ) from error
     try:
-        _refuse_foreign(partial, mine)
         yield
     finally:
         if partial.is_dir() and [entry.name for entry in partial.iterdir()] == [_LOCK]:
@@ -54,18 +53,17 @@ def alone_in(partial: Path) -> Iterator[None]:
         lock.release()
 
 
-def _make_private(partial: Path) -> int:
+def _make_private(partial: Path) -> None:
     """Make the folder, or take it if it is this user's, and let nobody else write to it.
 
-    Returns:
-        What the file system calls this user: root is another on some network file systems.
+    What others left there while they could write is refused: a link would have another file overwritten.
     """
     try:
         partial.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             with tempfile.TemporaryFile(dir=partial) as probe:
-                mine = os.fstat(probe.fileno()).st_uid
+                mine = os.fstat(probe.fileno()).st_uid  # root is another user on some network file systems
             found = os.fstat(folder)
             if found.st_uid == mine:
                 with suppress(OSError):  # a file system without modes
@@ -79,25 +77,14 @@ def _make_private(partial: Path) -> int:
             f"{partial} cannot be made or written to: {error.strerror}. A pack is made there, so remove it, or give "
             "another DEST."
         ) from error
-    if found.st_uid != mine:
-        raise ArchiveError(
-            f"{partial} belongs to another user (number {found.st_uid}), who could change what is packed. A pack is "
-            "made there, so remove it, or give another DEST."
-        )
-    return mine
-
-
-def _refuse_foreign(partial: Path, mine: int) -> None:
-    """Look for what others left there while they could write: a link would have another file overwritten."""
-    for folder, folders, names in os.walk(partial):
-        for name in (*folders, *names):
-            status = os.lstat(f"{folder}/{name}")
-            single = stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)
-            if status.st_uid != mine or not single:
-                raise ArchiveError(
-                    f"{folder}/{name} is a link, or another user's, and no part of a pack in the making. Look at it, "
-                    f"and remove {partial} to pack anew."
-                )
+    for path in (partial, *partial.rglob("*")):
+        status = path.lstat()
+        single = stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)
+        if status.st_uid != mine or not single:
+            raise ArchiveError(
+                f"{path} is a link, or belongs to another user, who could change what is packed. A pack is made there, "
+                f"so look at it and remove {partial}, or give another DEST."
+            )
 
 
 def begin_or_resume(partial: Path, plan: str) -> None:

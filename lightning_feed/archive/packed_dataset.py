@@ -54,23 +54,21 @@ class PackedDataset(Dataset[Any]):
         self.place = Path(path) if isinstance(path, (str, Path)) else path
         self.path = self.place if isinstance(self.place, Path) else self.place.current()
         self.manifest = read_manifest(self.path)
-        self.part = part if part is not None else next(iter(self.manifest.parts))
-        if part is None and len(self.manifest.parts) > 1:
-            raise SettingsError(f"{self.path} has the parts {', '.join(map(repr, self.manifest.parts))}. Say which.")
-        if self.part not in self.manifest.parts:
+        parts = self.manifest.parts
+        self.part = next(iter(parts)) if part is None and len(parts) == 1 else str(part)
+        if self.part not in parts:
             raise SettingsError(
-                f"{self.path} has no part {part!r}. It has {', '.join(map(repr, self.manifest.parts))}."
+                f"{self.path} has the parts {', '.join(map(repr, parts))}, and no part {part!r}. Say which."
             )
         self.index = PartIndex.load(self.path / self.part / "index.npz", self.manifest.indexes.get(self.part))
-        if len(self.index.sizes) != self.manifest.parts[self.part]:
-            raise ArchiveError(
-                f"{self.path} should have {self.manifest.parts[self.part]} samples in {self.part!r}, and its index has "
-                f"{len(self.index.sizes)}. Copy or pack it again."
-            )
         self.classes = self.manifest.classes
         self.labels: npt.NDArray[Any] = self.index.labels
-        if self.manifest.kind != "samples" and not np.isin(self.labels, np.arange(len(self.classes))).all():
-            raise ArchiveError(f"{self.path} has labels that are of none of its classes. Copy or pack it again.")
+        known = self.manifest.kind == "samples" or np.isin(self.labels, np.arange(len(self.classes))).all()
+        if len(self) != parts[self.part] or not known:
+            raise ArchiveError(
+                f"{self.path} should have {parts[self.part]} samples of {len(self.classes)} classes in {self.part!r}, "
+                "and its index does not fit that. Copy or pack it again."
+            )
         check_files(self.path, self.manifest, self.part)
         self._identity = self.manifest.identity
         self._checked = np.zeros(len(self), bool)

@@ -381,23 +381,21 @@ class _CacheFile:
         return None
 
     def check_identity(self, identity: tuple[int, ...], words: memoryview) -> None:
-        """Refuse a cache of other data."""
-        theirs = tuple(words[_IDENTITY : _IDENTITY + len(identity)])
-        if theirs != identity:
+        """Refuse a cache of other data, or of another version of this package."""
+        theirs = (words[_MAGIC], *words[_IDENTITY : _IDENTITY + len(identity)])
+        if theirs != (_VERSION, *identity):
             raise ArchiveError(
-                f"The cache {self.path} is in use for other data (its kind and size are {theirs}, asked for is "
-                f"{identity}). Give this cache another name."
+                f"The cache {self.path} is in use for other data, or by another version of lightning_feed (version, "
+                f"kind and size are {theirs} and should be {(_VERSION, *identity)}). Give this cache another name."
             )
 
     def _prepare(self, identity: tuple[int, ...], limit_bytes: int) -> None:
         """Initialise the file where it is new, or was left half-made; else see that it is the same cache."""
         header = bytearray(os.pread(self._fd, _PAGE, 0).ljust(_PAGE, b"\0"))
         words = memoryview(header).cast("q")
-        if words[_MAGIC] == _VERSION:
+        if words[_MAGIC]:
             self.check_identity(identity, words)
             return
-        if words[_MAGIC]:
-            raise ArchiveError(f"{self.path} is not a cache of this version of lightning_feed. Give another name.")
         os.ftruncate(self._fd, 0)
         try:
             os.posix_fallocate(self._fd, 0, self.data_start)

@@ -87,9 +87,9 @@ def test_splits_become_parts(photos: Path, tmp_path: Path) -> None:
         pack(root, tmp_path / format, format=format, workers=0)  # type: ignore[arg-type]
         assert contents(PackedDataset(tmp_path / format, "train")) == contents(folder(root / "train"))
         assert PackedDataset(tmp_path / format, "val").labels.tolist() == [1]  # as in training, not 0
-    with pytest.raises(SettingsError, match="has the parts 'train', 'val'"):
+    with pytest.raises(SettingsError, match="has the parts 'train', 'val', and no part None"):
         PackedDataset(tmp_path / "lmdb")
-    with pytest.raises(SettingsError, match="has no part 'test'"):
+    with pytest.raises(SettingsError, match="and no part 'test'"):
         PackedDataset(tmp_path / "lmdb", "test")
 
 

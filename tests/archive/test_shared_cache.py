@@ -607,7 +607,7 @@ def test_the_first_comers_limit_holds(place: Path) -> None:
 def test_a_file_of_another_version_is_refused(place: Path) -> None:
     path = place / f"{PREFIX}{os.getuid()}-test"
     path.write_bytes(b"not ours" + bytes(8192))
-    with pytest.raises(ArchiveError, match="not a cache of this version"):
+    with pytest.raises(ArchiveError, match="by another version of lightning_feed"):
         _cache(place)
     assert not path.exists(), "nobody uses it"
 

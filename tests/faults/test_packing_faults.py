@@ -180,7 +180,7 @@ def test_a_link_of_another_user_in_dest_partial_overwrites_nothing(files: Path, 
     (partial / "plan.json").symlink_to(victim)
     for path in (partial, partial / "plan.json"):
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
-    with pytest.raises(ArchiveError, match=r"x\.pack\.partial belongs to another user \(number 65534\)"):
+    with pytest.raises(ArchiveError, match=r"x\.pack\.partial is a link, or belongs to another user"):
         pack(files, tmp_path / "x.pack", workers=0)
     assert victim.read_text() == "years of work"
     assert [path.name for path in partial.iterdir()] == ["plan.json"]
@@ -194,7 +194,7 @@ def test_links_in_ones_own_dest_partial_are_not_followed(link: str, name: str, f
     planted = tmp_path / "x.pack.partial" / name
     planted.parent.mkdir(parents=True)
     getattr(planted, link)(victim)
-    with pytest.raises(ArchiveError, match=r"is a link, or another user's"):
+    with pytest.raises(ArchiveError, match="is a link, or belongs to another user"):
         pack(files, tmp_path / "x.pack", workers=0)
     assert victim.read_text() == "years of work"
 
