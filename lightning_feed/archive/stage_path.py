@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
 from lightning_feed.errors import ArchiveError, printable
 
@@ -127,13 +127,14 @@ def claim(place: StagePlace, *, wait_s: float | None = None) -> FileLock:
     Raises:
         ArchiveError: when another process still copies after ``wait_s``, or when the folder cannot be written.
     """
-    lock, began, said = FileLock(place.lock), time.monotonic(), False
+    # A soft lock would outlive a process that is killed.
+    lock, began, said = FileLock(place.lock, fallback_to_soft=False), time.monotonic(), False
     while True:
         _make_private(place.folder)
         left_s = _SAY_AFTER_S if wait_s is None else wait_s - (time.monotonic() - began)
         try:
             lock.acquire(timeout=min(_SAY_AFTER_S, max(0.0, left_s)))
-            break
+            return lock
         except Timeout:
             record = place.read()
             who = record.copied_by if record and record.checked_s is None else "another process"
@@ -152,10 +153,6 @@ def claim(place: StagePlace, *, wait_s: float | None = None) -> FileLock:
                 f"{shown(place.lock)} cannot be opened or locked: {error.strerror}. Give a folder of your own on a "
                 "tmpfs or a local disk as DEST."
             ) from error
-    if isinstance(lock, SoftFileLock):  # which would outlive a process that is killed
-        lock.release()
-        raise ArchiveError(f"{shown(place.lock)} cannot be locked. Stage to a tmpfs or a local disk.")
-    return lock
 
 
 def _make_private(folder: Path) -> None:

@@ -123,23 +123,34 @@ def test_a_copy_that_was_there_before_stays(source: Path, dest: Path) -> None:
     assert contents(dest / "birds") == contents(source)
 
 
-def test_a_forked_child_neither_holds_nor_removes(source: Path, dest: Path) -> None:
-    place = StagePlace(dest / "birds")
+FORKED = """
+import os, sys, time
+from lightning_feed.archive.stage_path import StagePlace, claim
+lock = claim(StagePlace(sys.argv[1]))
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_killed_process(dest: Path) -> None:
     dest.mkdir()
-    lock = claim(place)
-    ready, go = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(ready[1], b".")
-        os.read(go[0], 1)
-        os._exit(0)
-    os.read(ready[0], 1)
-    lock.release()
-    claim(place, wait_s=0).release()
-    os.write(go[1], b".")
-    assert os.waitpid(child, 0)[1] == 0
-    for fd in (*ready, *go):
-        os.close(fd)
+    place = StagePlace(dest / "birds")
+    first = start(FORKED, place.target)
+    child = int(line(first))
+    try:
+        with pytest.raises(ArchiveError, match="being copied by another process"):
+            claim(place, wait_s=0)
+        first.kill()
+        first.wait()
+        os.kill(child, 0)  # it lives
+        claim(place, wait_s=10).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        first.communicate()
 
 
 def test_a_background_copy_is_complete_and_then_read(source: Path, dest: Path) -> None:
