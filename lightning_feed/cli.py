@@ -415,24 +415,24 @@ def _workers_grid(text: str) -> tuple[int, ...]:
 
 def _tune(arguments: argparse.Namespace) -> None:
     from lightning_feed.extras import require
+    from lightning_feed.load.tuning.search import Goal
     from lightning_feed.load.tuning.sweep import write_plot
     from lightning_feed.tuning.output import tuned_document, tuned_text
-    from lightning_feed.tuning.run import Wanted, run_tune
+    from lightning_feed.tuning.run import run_tune
 
     if arguments.plot is not None and arguments.sweep is None:
         raise SettingsError("--plot draws a sweep, and there is none. Add --sweep, or leave --plot out.")
     plot = None if arguments.plot is None else arguments.plot.absolute()  # a program may change the current folder
     if plot is not None:
         require("matplotlib", extra="plot", why="--plot")  # before a minute is spent on trials
-    wanted = Wanted(
-        samples_per_s=arguments.demand,
-        budget_s=arguments.budget,
-        max_trials=arguments.trials,
-        fresh=arguments.fresh,
-        grid=arguments.sweep,
-        loader=arguments.loader,
-    )
-    (tuned, swept, place), end_of_program = _with_fit(arguments, lambda fit: run_tune(fit, wanted))
+    goal = Goal(budget_s=arguments.budget, max_trials=arguments.trials)
+    wanted = {
+        "samples_per_s": arguments.demand,
+        "fresh": arguments.fresh,
+        "grid": arguments.sweep,
+        "loader": arguments.loader,
+    }
+    (tuned, swept, place), end_of_program = _with_fit(arguments, lambda fit: run_tune(fit, goal, **wanted))
     if arguments.json:
         document = tuned_document(tuned, place)
         _print_json(document if swept is None else {**document, "sweep": swept.to_dict()})

@@ -13,13 +13,12 @@ from lightning_feed import _host
 from lightning_feed.archive.shared_cache import parse_limit
 from lightning_feed.datamodule_base import ignore_warning
 from lightning_feed.datamodule_storage import Storage
-from lightning_feed.load.build import Job, Part, build_loader, size_of
+from lightning_feed.load.build import Job, Part, build_loader, even_batch_size, size_of
 from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.tuning.even import even_batch_size
 from lightning_feed.load.tuning.search import Tuned
 from lightning_feed.load.worker import WorkerInit
 from lightning_feed.transfer.resident import ResidentData, ResidentLoader, Shard, free_device_bytes, load_resident
@@ -68,12 +67,12 @@ class Loaders:
                 said = "a stream has no length that could be divided evenly"
                 self.even[part.name] = f"eval_batch_size={size}: {said}"
             return size
-        found = even_batch_size(size, samples, job.sharing_ranks)
+        best, reason = even_batch_size(size, samples, job.sharing_ranks)
         if even:
-            self.even[part.name] = f"eval_batch_size={found.batch_size}: {found.reason}"
-            return found.batch_size
-        if found.batch_size != size:
-            self.even[part.name] = f'eval_batch_size={size}: "even" would take {found.batch_size}: {found.reason}'
+            self.even[part.name] = f"eval_batch_size={best}: {reason}"
+            return best
+        if best != size:
+            self.even[part.name] = f'eval_batch_size={size}: "even" would take {best}: {reason}'
         return size
 
     def _build(self, datamodule: Any, dataset: Any, part: Part, job: Job) -> tuple[FeedLoader, Recommendation]:

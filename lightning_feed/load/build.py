@@ -194,6 +194,30 @@ def size_of(dataset: Any) -> int | None:
         return None
 
 
+def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int, str]:
+    """The batch size of at most ``wished``, and at least half of it, that leaves the fewest samples for a last batch.
+
+    The larger of two that leave as many. All samples are seen with any of them. Each rank has
+    ``ceil(samples / world_size)`` of them: a DistributedSampler repeats some to make the ranks equal.
+
+    Returns:
+        The size, and why it was chosen.
+
+    Example:
+        >>> even_batch_size(512, 50_000)[0]
+        500
+    """
+    share = -(-samples // world_size)
+    of_each = f"{share} samples" if world_size == 1 else f"{share} samples of each of {world_size} ranks"
+    if share <= wished:
+        return wished, f"the {of_each} fit into one batch"
+    best = min(range((wished + 1) // 2, wished + 1), key=lambda size: (share % size, -size))
+    left, before = share % best, share % wished
+    if best == wished:
+        return best, f"the {of_each} leave {left} for a last batch, and no size from half of {wished} on leaves fewer"
+    return best, f"the {of_each} leave {left} for a last batch, and {before} with {wished}"
+
+
 def _check_dataset(name: str, dataset: Any, split: str) -> None:
     stream = isinstance(dataset, IterableDataset)
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}".removeprefix("builtins.")

@@ -91,8 +91,6 @@ def _values(tuned: Tuned) -> dict[str, Any]:
             values["workers"] = found.workers
         values |= {"prefetch_factor": found.prefetch_factor, "persistent_workers": found.persistent_workers}
     values["pin_memory"] = found.pin_memory
-    if not found.in_order:
-        values["in_order"] = False
     return values
 
 
@@ -118,10 +116,10 @@ def _row(trial: Trial, tuned: Tuned, per: int) -> str:
     if trial.batches_per_s is None:
         return f"{head}{'-':>11}  {'-':>5}  could not run: {trial.infeasible}"
     start = f"{trial.start_s:.2f}" if trial.start_s is not None else "-"
-    same = ("num_workers", "prefetch_factor", "workers", "in_order")
-    chosen = all(getattr(setting, name) == getattr(tuned.setting, name) for name in same)
-    order = "" if setting.in_order else " in_order=False"
-    note = f"{kind}{order}{' <- chosen' if chosen else ''}".strip()
+    chosen = all(
+        getattr(setting, name) == getattr(tuned.setting, name) for name in ("num_workers", "prefetch_factor", "workers")
+    )
+    note = f"{kind}{' <- chosen' if chosen else ''}".strip()
     return f"{head}{trial.batches_per_s * per:>11,.0f}  {start:>5}  {note}".rstrip()
 
 

@@ -217,7 +217,7 @@ def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
     [
         FOUND,
         Setting(num_workers=0, prefetch_factor=None, pin_memory=True),
-        Setting(num_workers=3, prefetch_factor=2, workers="thread", in_order=False),
+        Setting(num_workers=3, prefetch_factor=2, workers="thread"),
     ],
 )
 def test_the_line_to_paste_means_what_was_found(setting: Setting) -> None:
