@@ -67,7 +67,7 @@ def _reports(capsys: pytest.CaptureFixture[str]) -> int:
     return capsys.readouterr().out.count("FEED  ")
 
 
-@pytest.mark.parametrize(("batches", "times"), [(8, 0), (60, 1), (199, 1), (200, 1), (210, 2)])
+@pytest.mark.parametrize(("batches", "times"), [(8, 0), (199, 1), (210, 2)])
 @pytest.mark.usefixtures("clock")
 def test_after_200_steps_and_at_the_end(batches: int, times: int, capsys: pytest.CaptureFixture[str]) -> None:
     _fit({}, make_loader(batches))
@@ -182,9 +182,9 @@ def test_a_slow_logger_is_called_hardly_more_often_with_the_callback(model: type
 
     starvation = GPUStarvationCallback(nvml=False, report=False)
     trainer = make_trainer(Steps(), starvation, logger=logger, log_every_n_steps=1)
-    trainer.fit(model(), make_loader(300))
+    trainer.fit(model(), make_loader(150))
     ours = len(logger.rows)
-    assert logger.calls - ours == (300 if model is Logs else 0)
+    assert logger.calls - ours == (150 if model is Logs else 0)
     assert 5 < ours <= 3 + clock.now / 0.6  # three to see that it is slow, then 6 ms in 600
 
 

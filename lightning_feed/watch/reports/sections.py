@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from lightning_feed.errors import plural
+from lightning_feed.errors import plural, source_line
 from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, FunctionCost, KeyUse
 from lightning_feed.watch.reports.compare import check_text
 from lightning_feed.watch.reports.headline import cause_text, if_free, step_parts
@@ -226,7 +225,7 @@ def _experiments(found: ExperimentResults, *, stepped: bool) -> Iterator[Section
 def _code_place(cost: FunctionCost) -> str:
     """``Birds.__getitem__ (birds.py:41), calling ColorJitter``."""
     calls = f", calling {cost.calls}" if cost.calls else ""
-    return f"{cost.name} ({Path(cost.file).name}:{cost.line}){calls}"
+    return f"{cost.name} ({source_line(cost.file, cost.line)}){calls}"
 
 
 def _batch_rows(found: ExperimentResults) -> list[Row]:

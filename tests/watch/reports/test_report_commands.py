@@ -70,7 +70,7 @@ def test_the_report_in_other_forms(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("limit", "code"),
-    [("0", 1), ("20", 1), ("33.89", 1), ("33.9", 0), ("34", 0), ("100", 0)],
+    [("0", 1), ("33.89", 1), ("33.9", 0), ("100", 0)],
 )
 def test_the_gate(limit: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = _run(tmp_path, _alone())
@@ -133,7 +133,7 @@ def test_the_gate_does_not_pass_on_nothing(
     assert "nothing to hold against the limit of 100 %" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("limit", ["nan", "-1", "100.1", "inf", "much", ""])
+@pytest.mark.parametrize("limit", ["nan", "-1", "100.1", "much"])
 def test_a_limit_that_is_no_share_is_wrong_usage(limit: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["report", str(tmp_path), f"--fail-above={limit}"])
@@ -168,8 +168,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["predictions"][0]["error_pct"] == pytest.approx(-4.0)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command", ["report", "compare"])
+@pytest.mark.parametrize(("command", "unbuffered"), [("report", ""), ("compare", "1")])
 def test_nobody_reads_the_output(command: str, unbuffered: str, tmp_path: Path) -> None:
     run = _run(tmp_path, sample())
     argv = [sys.executable, "-m", "lightning_feed", command, run, *([run] if command == "compare" else [])]
