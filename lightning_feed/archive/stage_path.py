@@ -1,7 +1,6 @@
 """What stands beside a staged copy, its record and its locks, and a path that leads to it once it is complete."""
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from lightning_feed.archive.files import RefcountedFile, open_refcounted, read_private, write_private
 from lightning_feed.errors import ArchiveError, printable
 
 logger = logging.getLogger(__name__)
@@ -74,18 +74,14 @@ class StagePlace:
     def read(self) -> StageRecord | None:
         """The record of a copy; None when there is none, or another user's, or another version's."""
         try:
-            if owner_of(self.folder) != os.geteuid():
-                return None
-            found = StageRecord(**json.loads(self.record.read_text()))
+            found = StageRecord(**json.loads(read_private(self.record)))
         except (OSError, ValueError, TypeError):
             return None
         return found if found.version == VERSION else None
 
     def write(self, record: StageRecord) -> None:
         """Replace the record atomically."""
-        partial = self.record.with_suffix(".tmp")
-        partial.write_text(json.dumps(asdict(record)))
-        partial.replace(self.record)
+        write_private(self.record, json.dumps(asdict(record)).encode())
 
 
 def shown(path: str | os.PathLike[str]) -> str:
@@ -165,37 +161,28 @@ def _make_private(folder: Path) -> None:
         raise ArchiveError(f"{shown(folder)} belongs to another user. Give a folder of your own as DEST.")
 
 
-_uses: dict[tuple[int, str], int] = {}
-"""By process and path of the copy: a file that is locked with the other users. Module state, because it is the process
-that uses copies. Forked children share the lock, and it ends for them too when the parent releases it."""
+_uses: dict[tuple[int, str], RefcountedFile] = {}
+"""By process and path of the copy: its file of users. Module state, because it is the process that uses copies."""
 
 
 def hold(place: StagePlace, *, at_exit: Callable[[StagePlace], object]) -> None:
     """Use a copy until this process ends, so that nobody removes it before. Called while the place is claimed."""
     key = (os.getpid(), str(place.target))
     if key not in _uses:
-        _uses[key] = os.open(place.users, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(_uses[key], fcntl.LOCK_SH)
+        _uses[key] = open_refcounted(place.users)
         # Below zero: after multiprocessing has ended its daemonic children, the workers that still read.
         Finalize(None, at_exit, args=(place,), exitpriority=-10)
 
 
 def release(place: StagePlace) -> None:
     """Use a copy no longer."""
-    fd = _uses.pop((os.getpid(), str(place.target)), None)
-    if fd is not None:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
+    if use := _uses.pop((os.getpid(), str(place.target)), None):
+        use.give_up()
 
 
 def is_used(place: StagePlace) -> bool:
     """Whether another process uses the copy. Called while the place is claimed, and not used by this process."""
-    with place.users.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    return not open_refcounted(place.users).give_up()
 
 
 # --- for readers ------------------------------------------------------------------------------------------------------

@@ -210,8 +210,12 @@ def test_another_users_folder_in_the_place_of_a_copy_that_was_removed(source: Pa
 def test_another_users_record_of_a_copy_is_not_believed(source: Path, dest: Path) -> None:
     place = StagePlace(stage(source, dest).path)
     assert StagedPath(source, place.target).is_staged
-    os.chown(place.folder, NOBODY, NOBODY)
+    os.chown(place.record, NOBODY, NOBODY)
     assert not StagedPath(source, place.target).is_staged
+    place.record.unlink()
+    os.mkfifo(place.record)
+    assert place.read() is None
+    os.chown(place.folder, NOBODY, NOBODY)
     assert place.read() is None
     with pytest.raises(ArchiveError, match="belongs to another user"):
         stage(source, dest)
