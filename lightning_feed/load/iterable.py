@@ -9,22 +9,10 @@ have read ahead since. The contract for datasets with state is that of torchdata
 import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from itertools import islice
+from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A dataset, or an iterator over one, that knows its own place."""
-
-    def state_dict(self) -> Any:
-        """The place, as something that can be pickled."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> None:
-        """Go to that place."""
-        ...
 
 
 class Stamped(NamedTuple):
@@ -47,11 +35,13 @@ class Stamped(NamedTuple):
     """Holds the worker's turn in the first round of a resumed pass, and is dropped."""
 
 
-class _Marker:
-    """A sample that is no sample: makes a worker pass its turn."""
+_MARKER = object()
+"""A sample that is no sample: makes a worker pass its turn."""
 
 
-_MARKER = _Marker()
+def _has_state(thing: Any) -> bool:
+    """Whether a dataset, or an iterator over one, knows its own place."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 class ResumableDataset(IterableDataset[Any]):
@@ -100,10 +90,8 @@ class _Draws:
         self.drawn: int = saved["drawn"] if saved is not None else 0
         self.ended = False
         self.iterator = iterator = _open(dataset, saved)
-        self._stateful: dict[str, Stateful] = {}
-        if isinstance(iterator, Stateful):
-            self._stateful["iterator"] = iterator
-        if isinstance(dataset, Stateful) and iterator is not dataset:
+        self._stateful: dict[str, Any] = {"iterator": iterator} if _has_state(iterator) else {}
+        if _has_state(dataset) and iterator is not dataset:
             self._stateful["dataset"] = dataset
 
     def __iter__(self) -> "_Draws":
@@ -136,25 +124,18 @@ class _Draws:
 def _open(dataset: Any, saved: Mapping[str, Any] | None) -> Iterator[Any]:
     """The dataset's iterator, at the saved place. The order is torchdata's: dataset, ``iter``, iterator; without any
     state, draw and discard."""
-    if saved is None:
-        fresh: Iterator[Any] = iter(dataset)
-        return fresh
-    restored = False
-    if saved["dataset"] is not None and isinstance(dataset, Stateful):
+    saved = saved or {"dataset": None, "iterator": None, "ended": False, "drawn": 0}
+    of_dataset = saved["dataset"] is not None and _has_state(dataset)
+    if of_dataset:
         dataset.load_state_dict(saved["dataset"])
-        restored = True
     if saved["ended"]:
         return iter(())  # its state may already be that of a new beginning
-    iterator: Iterator[Any] = iter(dataset)
-    if saved["iterator"] is not None and isinstance(iterator, Stateful):
+    iterator: Any = iter(dataset)
+    if saved["iterator"] is not None and _has_state(iterator):
         iterator.load_state_dict(saved["iterator"])
-        restored = True
-    if not restored:
-        end = object()
-        for _ in range(saved["drawn"]):
-            if next(iterator, end) is end:
-                break
-    return iterator
+    elif not of_dataset:
+        next(islice(iterator, saved["drawn"], saved["drawn"]), None)
+    return iterator  # type: ignore[no-any-return]
 
 
 class StampingCollate:
@@ -174,7 +155,7 @@ class StampingCollate:
         """The collated and stamped ``samples``: a list, or one sample where torch does not batch."""
         draws: _Draws = self.dataset._feed["draws"]
         first = samples[0] if type(samples) is list and samples else samples
-        if isinstance(first, _Marker):
+        if first is _MARKER:
             return Stamped(None, draws.worker, draws.drawn, ended=False, place=None, lost=False, skip=True)
         stamp = draws.stamp()  # before collating: a collate function may keep or change the samples
         return stamp._replace(batch=self.collate(samples))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_feed.errors import LoaderError, SettingsError
-from lightning_feed.load.worker import end_pass, kill_workers
+from lightning_feed.load.worker import end_pass, stop_workers
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def time_loader(
             watchdog(
                 partial(drain.run, batches),
                 silent_s=limits.silent_s or limits.max_s,
-                unblock=partial(kill_workers, batches),
+                unblock=partial(stop_workers, batches),
                 what=drain.hanging,
             )
             if not drain.passes[-1].stamps:

@@ -209,25 +209,14 @@ def shut_down_workers(iterator: Any) -> None:
         shut_down()
 
 
-def kill_workers(batches: Iterator[Any]) -> bool:
-    """Kill the worker processes of a pass that do not answer. Asked to end, each of them would be waited for 5 s.
+def stop_workers(batches: Iterator[Any]) -> bool:
+    """End the worker processes of a pass now, persistent ones too, whatever they are at.
 
-    Whoever waits for their batches gets torch's error about it, within 5 s.
+    Those that got Ctrl-C themselves are about to end; torch would wait 5 s for each of the others. Whoever waits for
+    their batches gets torch's error about it, within 5 s.
 
     Returns:
         Whether there were any.
-    """
-    processes = worker_processes(batches)
-    _expect_their_end(batches)
-    for process in processes:
-        process.kill()
-    return bool(processes)
-
-
-def stop_workers(batches: Iterator[Any]) -> None:
-    """End the worker processes of a pass now, persistent ones too: Ctrl-C does not wait for a sample that hangs.
-
-    Those that got Ctrl-C themselves are about to end; torch would wait 5 s for each of the others.
     """
     processes = worker_processes(batches)
     _expect_their_end(batches)
@@ -238,6 +227,7 @@ def stop_workers(batches: Iterator[Any]) -> None:
         for process in processes:
             if process.is_alive():
                 getattr(process, end)()
+    return bool(processes)
 
 
 def _expect_their_end(batches: Any) -> None:
