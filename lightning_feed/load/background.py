@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from prefetch_generator import BackgroundGenerator
@@ -222,14 +222,6 @@ class Watch:
     after_s: float
 
 
-class WatchedPass(Protocol):
-    """A pass, as the watchdog sees it."""
-
-    source: Iterator[Any] | None
-    position: Any
-    background: BackgroundIterator | None
-
-
 class LateBatch:
     """A watchdog for the batches of one pass: one warning that says where loading hangs, if none comes for long.
 
@@ -237,12 +229,12 @@ class LateBatch:
     takes it away afterwards; samples cost nothing. The thread ends with the pass, and when this object is garbage.
 
     Args:
-        batches: the pass. Not kept alive.
+        batches: the pass, a ``LoaderPass``. Not kept alive.
         watch: when to warn, and of what.
         clock: seconds.
     """
 
-    def __init__(self, batches: WatchedPass, watch: Watch, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, batches: Any, watch: Watch, clock: Callable[[], float] = time.monotonic) -> None:
         self._batches, self._watch, self._clock = weakref.ref(batches), watch, clock
         self._since: float | None = None
         self._quiet_until = clock()
@@ -301,7 +293,7 @@ def _look_often(watch: "weakref.ref[LateBatch]", wake: "queue.SimpleQueue[None]"
             del watching
 
 
-def _where(batches: WatchedPass, consumer: int) -> str:
+def _where(batches: Any, consumer: int) -> str:
     """Who is at which samples, and the stack."""
     source, position = batches.source, batches.position
     if isinstance(source, ThreadPass):

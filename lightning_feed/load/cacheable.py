@@ -1,4 +1,4 @@
-"""A dataset in steps, between which a cache can stand, and the caches of a run within one limit."""
+"""CacheableDataset, a dataset in steps that a cache can stand between; and the caches of a run, within one limit."""
 
 import hashlib
 import logging
@@ -107,10 +107,9 @@ class CacheableDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         decoded = self.cached_decoded(index)
-        if (
-            isinstance(decoded, np.ndarray) and not decoded.flags.writeable
-        ):  # from the cache, or as some decoders give it
-            decoded = decoded.copy()  # augment may write, and torch warns of arrays that cannot be written to
+        # From the cache, or as some decoders give it. Augment may write, and torch warns of what cannot be written to.
+        if isinstance(decoded, np.ndarray) and not decoded.flags.writeable:
+            decoded = decoded.copy()
         return self.augment(decoded, index)
 
 
@@ -141,7 +140,9 @@ def open_caches(
             if found.cache is None:
                 places.setdefault(id(found), (f"{name}.{part}", found))
     total = sum(len(dataset) for _, dataset in places.values())
-    room = _room(machine or read_machine())
+    machine = machine or read_machine()
+    known = [free for free in (machine.available_memory_bytes, machine.free_shm_bytes) if free is not None]
+    room = min(known, default=None)
     bytes_for_all = parse_limit(limit, room)
     if room is not None and bytes_for_all > _MOST * room:
         logger.warning(
@@ -168,11 +169,6 @@ def open_caches(
 def memory_left() -> int | None:
     """Bytes of memory that this process can still take, within the limit of its container; None: not known."""
     return read_machine().available_memory_bytes
-
-
-def _room(machine: Machine) -> int | None:
-    known = [limit for limit in (machine.available_memory_bytes, machine.free_shm_bytes) if limit is not None]
-    return min(known) if known else None
 
 
 def _cacheable_parts(dataset: Any, name: str, kind: str) -> Iterator[CacheableDataset]:

@@ -116,12 +116,14 @@ class FeedLoader(DataLoader[Any]):
 
     def forget(self) -> None:
         """Begin as a new loader of these attributes, without a place and without workers."""
-        self._iterable = isinstance(self.dataset, IterableDataset)
+        self._kind = "iterable" if isinstance(self.dataset, IterableDataset) else "map"
         self._threaded = self.workers == "thread" and self.num_workers > 0
         if self._threaded:
             check_arguments(self)
         inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
-        self._index = IndexSource(inner, {} if self._iterable else find_samplers(self.sampler, self.batch_sampler))
+        self._index = IndexSource(
+            inner, {} if self._kind == "iterable" else find_samplers(self.sampler, self.batch_sampler)
+        )
         self._sample_seed: int | None = None
         self._probed = False
         self._iterator = None
@@ -151,7 +153,7 @@ class FeedLoader(DataLoader[Any]):
     def state_differs_by_rank(self) -> bool:
         """Whether a checkpoint needs the state of every rank. A sampler stands at the same place on all of them; an
         iterable dataset divides itself, so each rank has a state of its own."""
-        return self._iterable
+        return self._kind == "iterable"
 
     def close(self) -> None:
         """End the live pass, if there is one, and its thread."""
@@ -218,10 +220,6 @@ class FeedLoader(DataLoader[Any]):
         place = self.state_dict() if begun else None
         return {**self.__dict__, "_live": None, "_position": None, "_iterator": None, "_pending": place}
 
-    @property
-    def _kind(self) -> str:
-        return "iterable" if self._iterable else "map"
-
     def _is_stale(self, state: dict[str, Any]) -> bool:
         """Whether the epoch that ``state`` interrupts was complete: the run is in a later one already."""
         return self.order is not None and state["epoch"] is not None and self.order.epoch() > state["epoch"]
@@ -242,7 +240,7 @@ class FeedLoader(DataLoader[Any]):
             epoch, cycle, last = self.order.epoch() if self.order is not None else None, 0, self._position
             if epoch is not None and last is not None and last.epoch == epoch:
                 cycle = last.cycle + (1 if last.batches else 0)
-        if self._iterable:
+        if self._kind == "iterable":
             stream = IterablePass(self.num_workers, epoch=epoch, cycle=cycle, resume=resume)
             stream.facts = {"world": ranks_of_run(), "batch_size": self.batch_size}
             return stream
