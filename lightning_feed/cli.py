@@ -339,8 +339,7 @@ def _add_diagnose(commands: "Commands") -> None:
 
 
 def _diagnose(arguments: argparse.Namespace) -> None:
-    from lightning_feed.diagnosing import diagnose
-    from lightning_feed.diagnosing.outcomes import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
+    from lightning_feed.diagnosing import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten, diagnose
     from lightning_feed.watch.reports.document import as_json, make_report, read_document
     from lightning_feed.watch.reports.files import check_writable
 
@@ -374,7 +373,7 @@ def _diagnose(arguments: argparse.Namespace) -> None:
         print(f"Written to {arguments.out}.", file=sys.stderr)
         sys.stderr.write(end_of_program)
         return
-    if isinstance(ended, DiagnosisInterrupted) and ended.not_written is not None:
+    if isinstance(ended, DiagnosisInterrupted) and ended.not_written:
         _say(ended.not_written)
     elif not isinstance(ended, DiagnosisNotWritten) and ended.written:
         how = "the failure" if isinstance(ended, DiagnosisFailed) else "it was stopped"
@@ -455,16 +454,14 @@ def _add_target(command: argparse.ArgumentParser) -> None:
 
 def _with_fit(arguments: argparse.Namespace, look: "Callable[[Fit], Any]") -> tuple[Any, str]:
     """What ``look`` gives for what TARGET makes, or for the first fit of a program, and a line on how that ended."""
-    from lightning_feed.diagnosing.program import Fit, Program, run_until_fit
-    from lightning_feed.diagnosing.target import open_target, trainer_for
+    from lightning_feed.diagnosing.program import Program, open_target, run_until_fit
 
     target, given = arguments.target, tuple(arguments.program_arguments)
     if target is not None and ":" in target and not target.endswith(".py"):
         if given:
             raise SettingsError(f"What follows -- are arguments of a program, and {target} is none. Leave them out.")
-        with open_target(target) as made:
-            trainer = trainer_for(made, arguments.accelerator or "auto")
-            return look(Fit(trainer=trainer, model=made.model, datamodule=made.datamodule)), ""
+        with open_target(target, arguments.accelerator or "auto") as fit:
+            return look(fit), ""
     if arguments.accelerator is not None:
         raise SettingsError("--accelerator is for TARGET: a program has a Trainer of its own. Set it there.")
     program = Program(arguments.module or target, given, is_module=target is None)

@@ -1,6 +1,6 @@
-"""``diagnose``: one part of the road changed at a time, timed, and everything put back as it was."""
+"""``diagnose``: one part of the input pipeline changed at a time, timed, and what training changed put back."""
 
-from lightning_feed.diagnosing.outcomes import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
+from lightning_feed.diagnosing.failure import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
 from lightning_feed.diagnosing.run import diagnose
 
 __all__ = ["DiagnosisFailed", "DiagnosisInterrupted", "DiagnosisNotWritten", "diagnose"]

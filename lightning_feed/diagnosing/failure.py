@@ -1,17 +1,19 @@
-"""Errors of the user's code, told in a line."""
+"""How a diagnosis ends other than with a verdict, and errors of the user's code in a line."""
 
 import os
 import re
+import signal
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from lightning_feed.errors import DatasetError, FeedError, LoaderError
+from lightning_feed.errors import DatasetError, FeedError, LoaderError, ReportError
 from lightning_feed.load.cloning import locate_failure
 from lightning_feed.watch.experiments.session import parts_of
+from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
 _NOT_THEIRS = tuple(
     {
@@ -25,29 +27,71 @@ _OF_A_WORKER = re.compile(r'^ *File "(.+?)", line (\d+)', re.MULTILINE)
 _LOADING = ("torch.utils.data.dataloader", "lightning_feed.load.")
 
 
-class told:
-    """Errors of the user's code with what was being done, in a line, and the error itself as the cause."""
+class DiagnosisInterrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM while experiments ran. What had been measured by then is here."""
 
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
+    def __init__(
+        self, diagnosis: Diagnosis, written: list[Path], signal_number: int = signal.SIGINT, not_written: str = ""
+    ) -> None:
+        super().__init__("diagnose() was interrupted")
+        self.diagnosis = diagnosis
+        """The verdict on what was measured."""
+        self.written = written
+        """Its files."""
+        self.signal_number = int(signal_number)
+        """``signal.SIGINT`` or ``signal.SIGTERM``."""
+        self.not_written = not_written
+        """Why there are no files, though some were asked for."""
 
-    def __enter__(self) -> None:
-        pass
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, FeedError):
-            raise FeedError(
-                f"{self._doing}: {_closed(in_a_line(error))} Everything is as it was before. Call trainer.fit() or the "
-                "data module yourself to see the whole traceback."
-            ) from error
+class DiagnosisFailed(FeedError):
+    """The user's code failed after something had been measured."""
+
+    def __init__(self, message: str, diagnosis: Diagnosis, written: list[Path]) -> None:
+        super().__init__(message)
+        self.diagnosis = diagnosis
+        """The verdict on what was measured before."""
+        self.written = written
+        """Its files."""
+
+
+class DiagnosisNotWritten(ReportError):
+    """All was measured, and the files could not be written."""
+
+    def __init__(self, message: str, diagnosis: Diagnosis) -> None:
+        super().__init__(message)
+        self.diagnosis = diagnosis
+        """The verdict."""
+
+
+class ProgramEnded(FeedError):
+    """The user's program ended before it called ``Trainer.fit``."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        """The exit code for the command: the program's own, and 1 where that says that all is well."""
+
+
+@contextmanager
+def told(doing: str) -> Iterator[None]:
+    """A context whose errors of the user's code are raised as a FeedError with ``doing``, in a line."""
+    try:
+        yield
+    except FeedError:
+        raise
+    except Exception as error:
+        raise FeedError(
+            f"{doing}: {_closed(in_a_line(error))} Call trainer.fit() or the data module yourself to see the whole "
+            "traceback."
+        ) from error
 
 
 def in_a_line(error: BaseException) -> str:
     """Class and message of an error, and where in the user's code it was raised."""
     place = _place(error)
     at = f" ({place})" if place else ""
-    text = str(error).strip()
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
     # A worker's error comes with its traceback, whose last line says what it was.
     said = lines[-1] if len(lines) > 1 and "Caught" in lines[0] else lines[0] if lines else ""
     said = said.removeprefix(f"{type(error).__name__}: ")
@@ -56,7 +100,7 @@ def in_a_line(error: BaseException) -> str:
 
 def raised_by_loader(error: BaseException, model: Any) -> bool:
     """Whether an error came up in a training loader, and not in a method of the module's that uses one."""
-    for frame in _frames(error):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_locals.get("self") is model:
             return False
         if str(frame.f_globals.get("__name__")).startswith(_LOADING):
@@ -76,18 +120,18 @@ def loading_failed(doing: str, error: Exception, loaders: Any, *, first_pass: bo
     try:
         parts = parts_of(loaders)
     except LoaderError:  # no DataLoader: what it loads is not known
-        return FeedError(f"{doing}: {_closed(in_a_line(error))} Everything is as it was before.")
+        return FeedError(f"{doing}: {_closed(in_a_line(error))}")
     place = _place(error)
     at = f" Raised in {place}." if place else ""
     what = (
         error if isinstance(error, DatasetError) else locate_failure(parts, error, _came(error) if first_pass else None)
     )
-    return DatasetError(f"{doing}. {what}{at} Everything is as it was before.")
+    return DatasetError(f"{doing}. {what}{at}")
 
 
 def _came(error: BaseException) -> int | None:
     """Batches that the loader gave before it raised. Read in torch 2.6 and 2.15."""
-    for frame in _frames(error):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")) == "torch.utils.data.dataloader":
             given = getattr(frame.f_locals.get("self"), "_num_yielded", None)
             if isinstance(given, int):
@@ -111,7 +155,3 @@ def _closed(text: str) -> str:
 def is_theirs(name: str) -> bool:
     """Whether a file of this name is the user's code: no part of Python, of an installed package, or of this one."""
     return not name.startswith(_NOT_THEIRS) and not any(part in name for part in _INSTALLED)
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    return (frame for frame, _ in traceback.walk_tb(error.__traceback__))

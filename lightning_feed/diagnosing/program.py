@@ -1,33 +1,34 @@
-"""The user's own program, run as Python runs it until its first ``Trainer.fit``, which is taken over."""
+"""What is diagnosed: the user's own program, run until its first ``Trainer.fit``, or what ``module.py:NAME`` gives."""
 
 import ast
 import importlib.util
+import inspect
 import os
 import runpy
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, Generic, TypeVar
 
 from lightning_feed import _host
 from lightning_feed.autoload import PROGRAM
-from lightning_feed.diagnosing.failure import is_theirs
-from lightning_feed.diagnosing.outcomes import ProgramEnded
-from lightning_feed.diagnosing.trainer import PACKAGES, Package, quiet
+from lightning_feed.diagnosing.failure import ProgramEnded, in_a_line, is_theirs
+from lightning_feed.diagnosing.trainer import PACKAGES, package_of, quiet
 from lightning_feed.errors import SettingsError
 
 Result = TypeVar("Result")
 LOOPS = ("fit", "validate", "test", "predict")
-MOST_ENDS = 10
-"""So often a program may catch what ends it, and call the Trainer again."""
+WANTED = "a LightningDataModule, or a pair of a LightningModule and a LightningDataModule"
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is to be run."""
+    """A program of the user's."""
 
     name: str
     """``train.py``, or with ``is_module`` ``package.module``."""
@@ -40,14 +41,18 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What a program gave to its first ``Trainer.fit``."""
+    """What is to be trained: what a program gave to its first ``Trainer.fit``."""
 
     trainer: Any
     model: Any
+    """None: the loader alone."""
     datamodule: Any = None
     train_dataloaders: Any = None
     went_on: str = ""
     """What the program would have gone on with, in sentences."""
+
+
+# --- a program ----------------------------------------------------------------------------------------------------
 
 
 class _Ended(SystemExit):
@@ -86,8 +91,11 @@ def run_until_fit(program: Program, take: Callable[[Fit], Result]) -> tuple[Resu
         except Exception as error:
             # After the fit it may fail of having been ended; what was found counts.
             if not taken.over:
-                _refuse_missing(program, error)
-                sys.excepthook(type(error), error.with_traceback(_theirs(error.__traceback__)), error.__traceback__)
+                theirs = _theirs(error.__traceback__)
+                if program.is_module and isinstance(error, ImportError) and theirs is None:  # not a line was reached
+                    said = f"{program} cannot be run: {error}. Give SCRIPT.py, or -m package.module."
+                    raise SettingsError(said) from error
+                sys.excepthook(type(error), error.with_traceback(theirs), error.__traceback__)
                 raise ProgramEnded(f"{program} failed before it called Trainer.fit.", 1) from error
     return taken.result(program)
 
@@ -98,7 +106,7 @@ class _Takeover(Generic[Result]):
     def __init__(self, take: Callable[[Fit], Result]) -> None:
         self.over = False
         """Whether the fit has been taken over."""
-        self._take, self._taking, self._ends, self._pid = take, False, 0, os.getpid()
+        self._take, self._taking, self._pid = take, False, os.getpid()
         self._found: tuple[Result, Fit] | None = None
         self._failure: BaseException | None = None
 
@@ -108,7 +116,7 @@ class _Takeover(Generic[Result]):
         with ExitStack() as undo:
             for package in _installed():
                 for name in LOOPS:
-                    undo.callback(_host.replace_in_class(package.root.Trainer, name, self._around))
+                    undo.callback(_host.replace_in_class(package.Trainer, name, self._around))
             yield
 
     def result(self, program: Program) -> tuple[Result, Fit]:
@@ -142,108 +150,67 @@ class _Takeover(Generic[Result]):
                 self._failure = error
             finally:
                 self._taking = False
-        self._ends += 1
-        if self._ends > MOST_ENDS:
-            sys.stderr.write("lightning-feed: the program catches what ends it and trains again. It is stopped here.\n")
-            sys.stderr.flush()
-            os._exit(1)
         raise _Ended(0)
 
 
-def _installed() -> Iterator[Package]:
+def _installed() -> Iterator[Any]:
     """The packages with a Trainer that the program may use."""
     for top, name in PACKAGES.items():
         if importlib.util.find_spec(top) is None:
             continue
         with quiet():
             try:
-                importlib.import_module(name)
+                package = importlib.import_module(name)
             except Exception:  # noqa: BLE001  # one that cannot be imported is not what the program trains with
                 continue
-        yield Package(name)
+        yield package
 
 
 def _fit_of(trainer: Any, given: dict[str, Any]) -> Fit:
     loaders, datamodule = given.get("train_dataloaders"), given.get("datamodule")
     if datamodule is None and hasattr(loaders, "train_dataloader"):  # Lightning takes it there, too
         loaders, datamodule = None, loaders
-    frames = [frame for frame in _stack() if is_theirs(frame.f_code.co_filename)]
     return Fit(
         trainer=trainer,
         model=given["model"],
         datamodule=datamodule,
         train_dataloaders=loaders,
-        went_on=_went_on(trainer, given.get("ckpt_path"), frames),
+        went_on=_went_on(trainer, given.get("ckpt_path")),
     )
 
 
-# --- what would come next -----------------------------------------------------------------------------------------
-
-
-def _went_on(trainer: Any, checkpoint: Any, frames: list[FrameType]) -> str:
-    at = f" at {_place(frames[0])}" if frames else ""
+def _went_on(trainer: Any, checkpoint: Any) -> str:
+    """What would come next."""
+    frames = [one.frame for one in inspect.stack(context=0) if is_theirs(one.filename)]
+    at = f" at {Path(frames[0].f_code.co_filename).name}:{frames[0].f_lineno}" if frames else ""
+    limits = [
+        f"{number} {word}{'' if number == 1 else 's'}"
+        for number, word in ((trainer.max_epochs, "epoch"), (trainer.max_steps, "step"))
+        if number not in (None, -1)
+    ]
+    how_long = f"for {' or '.join(limits)}" if limits else "without an end"
     resumed = f" from the checkpoint {checkpoint}, which was not loaded" if checkpoint is not None else ""
     calls = [call for frame in frames for call in _calls_after(frame)]
     then = f", then call {', '.join(calls)}" if calls else ""
     return (
-        f"ended where it calls fit{at}. It would now train {_how_long(trainer)}{resumed}{then}. Neither this nor "
-        "anything else that follows in it was run."
+        f"ended where it calls fit{at}. It would now train {how_long}{resumed}{then}. Neither this nor anything else "
+        "that follows in it was run."
     )
-
-
-def _how_long(trainer: Any) -> str:
-    epochs, steps = trainer.max_epochs, trainer.max_steps
-    limits = [
-        f"{number} {word}{'' if number == 1 else 's'}"
-        for number, word in ((epochs, "epoch"), (steps, "step"))
-        if number not in (None, -1)
-    ]
-    return f"for {' or '.join(limits)}" if limits else "without an end"
 
 
 def _calls_after(frame: FrameType) -> list[str]:
     """Calls of a Trainer's loops that stand behind the line where ``frame`` is now, in the same function."""
     try:
-        tree = ast.parse(Path(frame.f_code.co_filename).read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        lines, first = inspect.getsourcelines(frame)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError):
         return []
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    scope: Any = tree
-    if frame.f_code.co_name != "<module>":
-        lines = (frame.f_code.co_firstlineno, frame.f_lineno)
-        inside = (
-            one
-            for one in ast.walk(tree)
-            if isinstance(one, functions)
-            and one.name == frame.f_code.co_name
-            and one.lineno <= lines[1] <= (one.end_lineno or 0)
-        )
-        scope = max(inside, key=lambda one: one.lineno, default=None)
-    todo, found = list(scope.body) if scope is not None else [], []
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (*functions, ast.ClassDef, ast.Lambda)):
-            continue
-        todo.extend(ast.iter_child_nodes(node))
-        called = node.func if isinstance(node, ast.Call) else None
-        if isinstance(called, ast.Attribute) and called.attr in LOOPS and called.lineno > frame.f_lineno:
-            found.append((called.lineno, ast.unparse(called)))
-    name = Path(frame.f_code.co_filename).name
-    return [f"{text} ({name}:{line})" for line, text in sorted(found)]
-
-
-def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _place(frame: FrameType) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-# --- as Python runs it --------------------------------------------------------------------------------------------
+    above, name = max(first, 1) - 1, Path(frame.f_code.co_filename).name
+    calls = [
+        node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    later = [(above + call.lineno, ast.unparse(call)) for call in calls if call.attr in LOOPS]
+    return [f"{text} ({name}:{line})" for line, text in sorted(later) if line > frame.f_lineno]
 
 
 def _path_of(program: Program) -> Path | None:
@@ -289,14 +256,103 @@ def _ended_early(program: Program, end: SystemExit) -> ProgramEnded:
     return ProgramEnded(f"{program} ended by an exit with {code} before it called Trainer.fit.", code or 1)
 
 
-def _refuse_missing(program: Program, error: Exception) -> None:
-    """The module that was to be run is missing itself, or is none that can be run: no line of it was reached."""
-    if program.is_module and isinstance(error, ImportError) and _theirs(error.__traceback__) is None:
-        raise SettingsError(f"{program} cannot be run: {error}. Give SCRIPT.py, or -m package.module.") from error
-
-
 def _theirs(trace: TracebackType | None) -> TracebackType | None:
     """A traceback from the program's own first line on."""
     while trace is not None and not is_theirs(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
+
+
+# --- a target -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_target(text: str, accelerator: str) -> Iterator[Fit]:
+    """Import what ``text`` names, call it where it can be called, and give what it returns, with a Trainer.
+
+    NAME is a function or a class that needs no arguments, or an object: a data module, or a module and a data module.
+    Its folder (the current one for ``package.module``) is importable until the end, and found first; ``sys.path`` is as
+    before then.
+
+    Args:
+        text: ``module.py:NAME`` or ``package.module:NAME``.
+        accelerator: of the Trainer, which has one device.
+
+    Raises:
+        SettingsError: for whatever is wrong with it.
+    """
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise SettingsError(
+            f"TARGET {text!r} names no object in a file or module. Give module.py:NAME or package.module:NAME."
+        )
+    before = sys.path[:]
+    try:
+        module = _import(place)
+        try:
+            found = _call(attrgetter(name)(module))
+        except (Exception, SystemExit) as error:
+            said = (
+                f"TARGET {text!r} failed: {in_a_line(error)}. NAME is called without arguments where it can be called."
+            )
+            raise SettingsError(said) from error
+        model, datamodule = _pair(found, text)
+        yield Fit(trainer=_trainer(accelerator, datamodule, model), model=model, datamodule=datamodule)
+    finally:
+        sys.path[:] = before
+
+
+def _import(place: str) -> ModuleType:
+    folder, name = Path.cwd(), place
+    if place.endswith(".py") or "/" in place:
+        path = Path(place).expanduser().resolve()
+        if not path.is_file():
+            raise SettingsError(f"There is no file {place}. Give module.py:NAME or package.module:NAME.")
+        folder, name = path.parent, path.stem
+        sys.modules.pop(name, None)  # another of this name is not meant
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise SettingsError(
+                f"There is no module {missing!r} to import. Name one that Python finds from here, or a file: "
+                "path/to/module.py:NAME."
+            ) from error
+        raise SettingsError(
+            f"{place} could not be imported: {in_a_line(error)}. Import it yourself to see it."
+        ) from error
+
+
+def _call(found: Any) -> Any:
+    """Call a function or class; anything else is taken as it is."""
+    return found() if callable(found) and _kind(found) is None else found
+
+
+def _pair(made: Any, text: str) -> tuple[Any, Any]:
+    """(module or None, data module)."""
+    parts = made if isinstance(made, (tuple, list)) else [made]
+    kinds = {_kind(one): one for one in parts}
+    if len(parts) == len(kinds) and set(kinds) in ({"LightningDataModule"}, {"LightningModule", "LightningDataModule"}):
+        return kinds.get("LightningModule"), kinds["LightningDataModule"]
+    alone = " A module alone does not say what to load." if set(kinds) == {"LightningModule"} else ""
+    got = ", ".join(type(one).__name__ for one in parts) or "nothing"
+    raise SettingsError(f"TARGET {text!r} gives {got}.{alone} It must give {WANTED}.")
+
+
+def _kind(thing: Any) -> str | None:
+    """The class of Lightning's that an object is of, of either package."""
+    for base in type(thing).__mro__:
+        if base.__name__.startswith("Lightning") and base.__module__.partition(".")[0] in PACKAGES:
+            return base.__name__
+    return None
+
+
+def _trainer(accelerator: str, datamodule: Any, model: Any) -> Any:
+    package: Any = package_of(*(one for one in (model, datamodule) if one is not None))
+    try:
+        with quiet():
+            return package.Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
+    except Exception as error:
+        raise SettingsError(f"accelerator {accelerator!r} cannot be used here: {in_a_line(error)}.") from error

@@ -1,32 +1,69 @@
-"""diagnose: one part of the road changed at a time, timed, and everything put back as it was."""
+"""diagnose: one part of the input pipeline changed at a time, timed, and what training changed put back."""
 
+import math
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from lightning_feed._host import is_overridden
+from lightning_feed import _host
 from lightning_feed.backend_measurements import remember_diagnosis
-from lightning_feed.diagnosing.beside import own_callbacks
-from lightning_feed.diagnosing.fits import Bench
-from lightning_feed.diagnosing.globals import ProcessState
-from lightning_feed.diagnosing.outcomes import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
-from lightning_feed.diagnosing.plan import EXPERIMENTS, Found, run_all
-from lightning_feed.diagnosing.snapshot import Snapshot
-from lightning_feed.diagnosing.stopping import StopSignals
-from lightning_feed.diagnosing.trainer import Package, check_trainer, package_of_all, quiet
-from lightning_feed.errors import FeedError, ReportError, SettingsError
+from lightning_feed.diagnosing.batches import Sample, own_loaders
+from lightning_feed.diagnosing.failure import (
+    DiagnosisFailed,
+    DiagnosisInterrupted,
+    DiagnosisNotWritten,
+    in_a_line,
+    told,
+)
+from lightning_feed.diagnosing.restore import ModelState
+from lightning_feed.diagnosing.session import AS_IT_IS, FEWEST_CYCLES, DiagnosisSession, open_session
+from lightning_feed.diagnosing.trainer import LATEST, Limits
+from lightning_feed.diagnosing.trainer import quiet as without_messages
+from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsError
+from lightning_feed.load.machine import read_machine
+from lightning_feed.watch.experiments.data_experiments import EXPERIMENTS as DATA_EXPERIMENTS
+from lightning_feed.watch.experiments.data_experiments import run_data_experiments
+from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse
+from lightning_feed.watch.experiments.session import key_bytes, parts_of
+from lightning_feed.watch.facts import with_loaders
 from lightning_feed.watch.reports.document import make_report, read_document
 from lightning_feed.watch.reports.files import check_writable, write_report
 from lightning_feed.watch.reports.report import Report
+from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.verdict import tree
-from lightning_feed.watch.verdict.diagnosis import Diagnosis
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
 
-ARRAYS_KEPT = 64 * 2**20
-"""Bytes. Larger arrays of a data module are taken to be read only."""
+EXPERIMENTS = ("X1", "X2", "X3", "X4", "X5", "X6", "X7", "X8")
+"""The first two are with the model, the others with the loader alone."""
 BUDGET_S, QUICK_BUDGET_S = 90.0, 30.0
+RUN_SHARE, REPLAY_SHARE = 0.17, 0.06
+"""Shares of the budget for the run as it is, and for each replay. The data experiments have the rest."""
+RUN_STEPS, REPLAY_STEPS = 200, 300
+QUICK_RUN_STEPS, QUICK_REPLAY_STEPS = 80, 80
+REPLAYED = (8, 4, 2)
+"""Batches of a run with batches of several shapes that are replayed: as many of these as there is time for."""
+PASSES = 5
+"""Times that all of them come: one is warm-up, and two must be left behind it."""
+FEWEST_RUN_STEPS = 12
+"""The first does not count, and a verdict needs ten."""
+CALLBACK_HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+)
+"""Of callbacks, and called in training."""
+_PARTS = {
+    "X3": ("loader", "keys", "workers"),
+    "X4": ("cached-files", "disk"),
+    "X5": ("transforms", "functions", "no-transforms", "uint8", "device-decode"),
+    "X6": ("cold-files", "disk"),
+    "X7": ("constant-samples", "hand-over"),
+    "X8": ("copies",),
+}
+"""The experiments with the loader that stand for each name that a user can ask for."""
 BAR = "{desc} {bar} {percentage:3.0f}%"
 
 
@@ -43,14 +80,18 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     budget_s: float | None = None,
     callbacks: bool = False,
 ) -> Diagnosis:
-    """Find what limits training by experiments, and leave everything as it was.
+    """Find what limits training by experiments.
 
     Trains for some seconds with the loaders as they are, then with the same batches again and again (X1 on the device,
     X2 from the host), on one device, without loggers, checkpoints, validation or other callbacks than PrefetchCallback,
     and without the module's hooks for the end of a training. What was left out is named in the report.
-    Then drives the training loader alone, with parts of its work left out (X3 to X8). Module, data module, loaders,
-    optimizers, random states and settings of the process are afterwards as they were before, bit for bit. What it found
-    of an ImageFolderDataModule is remembered for ``backend="auto"``.
+    Then drives the training loader alone, with parts of its work left out (X3 to X8).
+
+    Afterwards these are as before: the module's parameters, buffers and gradients, ``requires_grad``, ``train()`` and
+    ``eval()``, the layers that it has; optimizers and schedulers that it holds; the random states of torch, numpy and
+    Python; attributes of the data module and its data sets; your own loaders. What else your code changes in a training
+    step, in objects of its own or outside of Python, is not put back: the command ``lightning-feed diagnose`` runs in a
+    process of its own. What it found of an ImageFolderDataModule is remembered for ``backend="auto"``.
 
     Args:
         trainer: the Trainer that trains the model. It is only read. None: one that Lightning chooses a device for.
@@ -81,67 +122,19 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     earlier = read_document(previous) if isinstance(previous, (str, Path)) else previous
     if out is not None:
         check_writable(Path(out))  # a minute of experiments is not to be lost in the end
-    found = Found(asked=asked, budget_s=limit_s, quick=quick)
-
-    def make_bench() -> Bench:
-        bench = _bench(trainer, model, datamodule, train_dataloaders)
-        bench.callbacks = own_callbacks(bench.trainer) if callbacks else []
-        return bench
-
-    stopped_by, failure = _experiments(found, make_bench)
-    diagnosis = tree.diagnose(found.measurements())
+    session = _open(trainer, model, datamodule, train_dataloaders, callbacks=callbacks)
+    experiments = _Experiments(session, asked, limit_s, quick=quick)
+    stopped_by, failure = _run(experiments)
+    diagnosis = tree.diagnose(experiments.measurements())
     written, problem = _write(diagnosis, out, earlier)
     if stopped_by is not None:
-        raise DiagnosisInterrupted(diagnosis, written, stopped_by, None if problem is None else str(problem))
+        raise DiagnosisInterrupted(diagnosis, written, stopped_by, str(problem or ""))
     if failure is not None:
         raise DiagnosisFailed(str(failure), diagnosis, written) from (failure.__cause__ or failure)
-    if found.bench is not None:
-        remember_diagnosis(found.bench.datamodule, found.bench.trainer.strategy.root_device, diagnosis)
+    remember_diagnosis(session.datamodule, session.device, diagnosis)
     if problem is not None:
         raise DiagnosisNotWritten(str(problem), diagnosis) from problem
     return diagnosis
-
-
-def _experiments(found: Found, make_bench: Callable[[], Bench]) -> tuple[int | None, FeedError | None]:
-    """All that was asked for, and everything put back: (signal that ended it, failure that ended it).
-
-    Raises:
-        FeedError: a failure before anything was measured.
-    """
-    process, stops = ProcessState(), StopSignals()
-    kept: list[Any] = [process]
-    interrupted, failure = False, None
-    try:
-        stops.listen()
-        with quiet():
-            found.bench = _prepare(make_bench(), stops, kept)
-            with tqdm(total=100, desc="diagnose", disable=None, leave=False, bar_format=BAR) as bar:
-                run_all(found, kept[1:2], bar)
-    except KeyboardInterrupt:
-        interrupted = True
-    except Exception as error:
-        # Ctrl-C reaches the workers too, and the loader fails of it.
-        if stops.number is None:
-            if not isinstance(error, FeedError) or not found.anything():
-                raise
-            failure = error
-    finally:
-        stops.hold_back()
-        for one in reversed(kept):  # the process last, which has the handlers of signals
-            one.restore()
-    return (signal.SIGINT if interrupted and stops.number is None else stops.number), failure
-
-
-def _prepare(bench: Bench, stops: StopSignals, kept: list[Any]) -> Bench:
-    """Take down what the experiments will change: into ``kept``, the process first, then the module, then the data."""
-    bench.stops = stops
-    if bench.trainer.strategy.root_device.type == "cuda":
-        kept[0].keep_cuda()
-    leave = [bench.trainer]
-    of_model = (bench.model, bench.compiled, *bench.callbacks)
-    kept.append(Snapshot(*of_model, leave=(*leave, bench.datamodule, bench.loaders)))
-    kept.append(Snapshot(bench.datamodule, bench.loaders, leave=(*leave, bench.model), array_limit=ARRAYS_KEPT))
-    return bench
 
 
 def _check_only(only: Iterable[str] | None) -> tuple[str, ...]:
@@ -157,24 +150,42 @@ def _check_only(only: Iterable[str] | None) -> tuple[str, ...]:
     return asked
 
 
-def _bench(trainer: Any, model: Any, datamodule: Any, loaders: Any) -> Bench:
+def _open(trainer: Any, model: Any, datamodule: Any, loaders: Any, *, callbacks: bool) -> DiagnosisSession:
     if datamodule is not None and loaders is not None:
         raise SettingsError("Give diagnose() a datamodule or train_dataloaders, not both, as for Trainer.fit.")
     if datamodule is None and loaders is None:
         datamodule = getattr(trainer, "datamodule", None)
-    if datamodule is None and loaders is None and not (model is not None and is_overridden(model, "train_dataloader")):
+    if datamodule is None and loaders is None and not _host.is_overridden(model, "train_dataloader"):
         raise SettingsError(
             "diagnose() found no training loader. Give it a datamodule, or train_dataloaders=, or a module with a "
             "train_dataloader() of its own."
         )
-    known = [one for one in (trainer, getattr(model, "_orig_mod", model), datamodule) if one is not None]
-    package = package_of_all(known) if known else Package("lightning.pytorch")
-    if trainer is None:
-        trainer = package.root.Trainer(logger=False, enable_checkpointing=False, devices=1)
-    else:
-        check_trainer(trainer)
-    compiled = model if type(model).__name__ == "OptimizedModule" else None
-    return Bench(package, trainer, getattr(model, "_orig_mod", model), datamodule, loaders, compiled)
+    session = open_session(trainer, model, datamodule, loaders)
+    session.callbacks = _own_callbacks(session.trainer) if callbacks else []
+    return session
+
+
+def _run(experiments: "_Experiments") -> tuple[int | None, FeedError | None]:
+    """Make the experiments, and put back what they changed: (signal that ended them, failure that ended them).
+
+    Raises:
+        FeedError: a failure before anything was measured.
+    """
+    session = experiments.session
+    interrupted, failure = False, None
+    try:
+        bar = tqdm(total=100, desc="diagnose", disable=None, leave=False, bar_format=BAR)
+        with bar, without_messages(), session.restoring() as state:
+            experiments.run(state, bar)
+    except KeyboardInterrupt:
+        interrupted = True
+    except Exception as error:
+        # Ctrl-C reaches the workers too, and the loader fails of it.
+        if session.stops.number is None:
+            if not isinstance(error, FeedError) or not experiments.anything():
+                raise
+            failure = error
+    return (signal.SIGINT if interrupted and session.stops.number is None else session.stops.number), failure
 
 
 def _write(
@@ -184,7 +195,200 @@ def _write(
     if folder is None:
         return [], None
     try:
-        report = make_report(diagnosis, previous=earlier)
-        return write_report(report, folder), None
+        return write_report(make_report(diagnosis, previous=earlier), folder), None
     except ReportError as error:
         return [], error
+
+
+class _Experiments:
+    """The experiments of one diagnosis, and what they gave so far.
+
+    Ctrl-C comes through; one that Python dropped ends it between the steps of a fit, and between the experiments.
+    """
+
+    def __init__(self, session: DiagnosisSession, asked: tuple[str, ...], budget_s: float, *, quick: bool) -> None:
+        self.session = session
+        self._bar: Any = None
+        self._asked, self._budget_s, self._quick = asked, budget_s, quick
+        self._results = ExperimentResults()
+        self._left_out: dict[str, str] = {}
+
+    def anything(self) -> bool:
+        """Whether something was measured."""
+        measured = self.session.measured
+        return self._results != ExperimentResults() or (measured is not None and measured.stats.step_ms is not None)
+
+    def measurements(self) -> Measurements:
+        """All of it, for the verdict."""
+        session, results = self.session, self._results
+        measured = session.measured or Measurements(
+            stats=StarvationStats(steps=0, confidence="low"), facts=_facts_without_a_fit(session)
+        )
+        keys, first = results.keys, session.host_batches.first
+        if not keys and first is not None:
+            keys = tuple(KeyUse(name=name, bytes_per_batch=size, used=None) for name, size in key_bytes(first).items())
+        results = replace(
+            results,
+            batch_size=results.batch_size or measured.facts.batch_size,
+            keys=tuple(replace(key, used=session.uses.get(key.name)) for key in keys),
+            left_out=tuple(sorted((*results.left_out, *self._left_out.items()))),
+        )
+        return replace(measured, experiments=results)
+
+    def run(self, state: ModelState, bar: Any) -> None:
+        """Make them all.
+
+        Args:
+            state: of the module, to begin each replay with.
+            bar: a tqdm bar of 100 steps.
+
+        Raises:
+            FeedError: when the run as it is fails.
+        """
+        session, self._bar = self.session, bar
+        if session.model is None:
+            self._left_out.update({name: "no module was given" for name in ("X1", "X2") if name in self._asked})
+            with told("the data module could not be set up"):
+                session.set_up()
+        else:
+            self._run_as_it_is()
+            # The same weights in each: a long fit of one batch ends in other numbers than training.
+            for name, sample in (("X1", session.device_batches), ("X2", session.host_batches)):
+                session.stops.look()
+                if name in self._asked:
+                    state.restore()
+                    self._replay(name, sample)
+            state.restore()
+        self._measure_loader()
+        try:
+            session.tear_down()
+        except Exception as error:  # noqa: BLE001  # what was measured is worth more
+            self._left_out["teardown"] = f"the data module's failed: {in_a_line(error)}"
+        session.stops.look()
+        self._bar.update(self._bar.total - self._bar.n)
+
+    def _run_as_it_is(self) -> None:
+        session = self.session
+        steps = QUICK_RUN_STEPS if self._quick else RUN_STEPS
+        limits = Limits(least=FEWEST_RUN_STEPS, most=steps, seconds=RUN_SHARE * self._budget_s)
+        self._show("the run as it is", 0.0)
+        with told(AS_IT_IS):
+            session.run_as_it_is(limits)
+        beside = _left_out_of_the_fit(session)
+        if beside:
+            self._left_out["the rest of the fit"] = beside
+        if session.trainer.num_devices * session.trainer.num_nodes > 1:
+            self._left_out["ranks"] = (
+                "trained on one device; GPUStarvationCallback() measures in the run itself what ranks cost each other"
+            )
+
+    def _replay(self, name: str, sample: Sample) -> None:
+        session, on_device = self.session, name == "X1"
+        if sample.first is None:
+            self._left_out[name] = (
+                "training_step takes dataloader_iter, and fetches for itself"
+                if _host.takes_iterator(session.model)
+                else "the run as it is gave no batch"
+            )
+            return
+        batches, limits = self._batches_and_limits(sample)
+        many, where = "batch" if len(batches) == 1 else "batches", "on the device" if on_device else "from the host"
+        self._show(f"{name}: the same {many} {where} again and again", RUN_SHARE + (0 if on_device else REPLAY_SHARE))
+        try:
+            per_s = session.replay(batches, limits, on_device=on_device)
+        except Exception as error:  # noqa: BLE001  # the other experiments do not need this one
+            session.stops.look()  # Ctrl-C reaches the workers too, and they fail of it
+            self._left_out[name] = f"it failed: {in_a_line(error)}"
+            return
+        if per_s is None:
+            self._left_out[name] = "too few steps in the time that there was: give it more, or leave --quick out"
+        elif on_device:
+            self._results = replace(self._results, model_per_s=per_s)
+        else:
+            self._results = replace(self._results, host_batch_per_s=per_s)
+
+    def _batches_and_limits(self, sample: Sample) -> tuple[list[Any], Limits]:
+        """As many batches of the run as can be replayed often enough in the time that there is."""
+        session, seconds = self.session, REPLAY_SHARE * self._budget_s
+        accumulate = session.trainer.accumulate_grad_batches
+        most = (QUICK_REPLAY_STEPS if self._quick else REPLAY_STEPS) * accumulate
+        step_ms = session.measured.stats.step_ms if session.measured is not None else None
+        for count in REPLAYED:
+            least = PASSES * math.lcm(accumulate, count)
+            if step_ms is not None and least <= most and least * step_ms * 1e-3 <= LATEST * seconds:
+                batches = sample.take(count)
+                if len(batches) > 1:
+                    return batches, Limits(least=least, most=most, seconds=seconds)
+                break
+        least = (FEWEST_CYCLES * 4 // 3 + 4) * accumulate
+        return sample.take(1), Limits(least=least, most=most, seconds=seconds)
+
+    def _measure_loader(self) -> None:
+        session, mine = self.session, self._results
+        wanted = [name for name in EXPERIMENTS[2:] if name in self._asked]
+        if not wanted:
+            return
+        spent = 0.0 if session.model is None else RUN_SHARE + 2 * REPLAY_SHARE
+        begun: list[str] = []
+
+        def on_progress(what: str, share: float) -> None:
+            session.stops.look()
+            begun.append(what)
+            self._show(what, spent + (1 - spent) * share)
+
+        try:
+            for results in run_data_experiments(
+                own_loaders(session.train_loaders),
+                device=session.device,
+                budget_s=(1 - spent) * self._budget_s,
+                only=frozenset(part for name in wanted for part in _PARTS[name]),
+                on_progress=on_progress,
+            ):
+                self._results = replace(results, model_per_s=mine.model_per_s, host_batch_per_s=mine.host_batch_per_s)
+        except FeedError as error:
+            if session.measured is None:
+                raise
+            unmade = [name for name in wanted if DATA_EXPERIMENTS[_PARTS[name][0]].what not in begun[:-1]]
+            self._left_out.update(dict.fromkeys(unmade, str(error)))
+
+    def _show(self, words: str, share: float) -> None:
+        """Say on the bar what is run now, and the share of the time that is over."""
+        self._bar.set_description_str(words)
+        self._bar.update(100 * share - self._bar.n)
+
+
+def _facts_without_a_fit(session: DiagnosisSession) -> LoopFacts:
+    try:
+        loaders = [part.loader for part in parts_of(session.train_loaders)]
+    except LoaderError:  # no DataLoader: nothing is known of it
+        loaders = []
+    return with_loaders(LoopFacts(device_type=session.device.type, usable_cpus=read_machine().usable_cpus), loaders)
+
+
+# --- what is not run ----------------------------------------------------------------------------------------------
+
+
+def _own_callbacks(trainer: Any) -> list[Any]:
+    """The callbacks of the user's own classes that take part in training."""
+    return [
+        one
+        for one in trainer.callbacks
+        if not _host.defined_by_lightning(type(one)) and any(_host.is_overridden(one, hook) for hook in CALLBACK_HOOKS)
+    ]
+
+
+def _left_out_of_the_fit(session: DiagnosisSession) -> str:
+    """What a diagnosis does not run of a fit, by name; empty where there is nothing."""
+    trainer, model, data = session.trainer, session.model, session.datamodule
+    has_data = data is None or any(_host.is_overridden(one, "val_dataloader") for one in (model, data))
+    validates = has_data and trainer.limit_val_batches and _host.is_overridden(model, "validation_step")
+    callbacks = [one for one in _own_callbacks(trainer) if not any(one is each for each in session.callbacks)]
+    names = ["validation"] if validates else []
+    names += [type(one).__name__ for one in (*trainer.checkpoint_callbacks, *trainer.loggers, *callbacks)]
+    if not names:
+        return ""
+    more = "; --callbacks, or callbacks=True, runs the callbacks here" if callbacks else ""
+    return (
+        f"{', '.join(names)}: not run, since they may write files or upload. What they take, the report of "
+        f"GPUStarvationCallback() in the fit itself tells{more}"
+    )

@@ -1,7 +1,5 @@
 """``tune`` and its command: loader settings found by a few trials, everything left as it was."""
 
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,14 +9,11 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from lightning_feed.backend_measurements import remember_tuning
-from lightning_feed.diagnosing.data import request_loaders
+from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failure import told
-from lightning_feed.diagnosing.fits import Bench
-from lightning_feed.diagnosing.globals import ProcessState
 from lightning_feed.diagnosing.program import Fit
-from lightning_feed.diagnosing.replay import own_loaders
-from lightning_feed.diagnosing.snapshot import Snapshot
-from lightning_feed.diagnosing.trainer import Limits, Package, check_trainer, package_of, quiet
+from lightning_feed.diagnosing.session import DiagnosisSession, open_session
+from lightning_feed.diagnosing.trainer import Limits, quiet
 from lightning_feed.errors import LoaderError, SettingsError, plural
 from lightning_feed.load.cloning import Changes, clone_loader, preserve_state
 from lightning_feed.load.tuning.search import Goal, Tuned
@@ -30,8 +25,6 @@ from lightning_feed.load.worker import end_pass
 from lightning_feed.watch.experiments.session import parts_of
 from lightning_feed.watch.verdict.diagnosis import Place
 
-ARRAYS_KEPT = 64 * 2**20
-"""Bytes. Larger arrays of a data module are taken to be read only."""
 REPLAY_STEPS, FEWEST_STEPS, REPLAY_S = 300, 12, 5.0
 
 
@@ -80,25 +73,27 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
         0
     """
     goal = Goal(demand_per_s=demand_per_s, budget_s=budget_s, max_trials=max_trials)
-    with bench_of(target, model, trainer, loader) as (bench, one):
-        goal = goal_for(bench, goal, ranks=trainer is not None)
-        return find(bench, one, goal, batch_size=batch_size, fresh=fresh)
+    with open_target_session(target, model, trainer, loader) as (session, one):
+        goal = goal_for(session, goal, ranks=trainer is not None)
+        return find(session, one, goal, batch_size=batch_size, fresh=fresh)
 
 
-def find(bench: Bench, loader: DataLoader[Any], goal: Goal, *, batch_size: int | None, fresh: bool) -> Tuned:
+def find(
+    session: DiagnosisSession, loader: DataLoader[Any], goal: Goal, *, batch_size: int | None, fresh: bool
+) -> Tuned:
     """The settings for a loader, with a progress bar on stderr.
 
     Args:
-        bench: with a module, whose demand is measured unless the goal has one.
+        session: with a module, whose demand is measured unless the goal has one.
         loader: the training loader.
         goal: what for.
         batch_size: as for :func:`tune`.
         fresh: as for :func:`tune`.
     """
     with tqdm(total=goal.max_trials, desc="tune", disable=None, leave=False) as bar:
-        if bench.model is not None and goal.demand_per_s is None:
+        if session.model is not None and goal.demand_per_s is None:
             bar.set_description_str("tune: what the model can take")
-            goal = replace(goal, demand_per_s=measure_demand(bench))
+            goal = replace(goal, demand_per_s=measure_demand(session))
 
         def on_trial(trial: Trial) -> None:
             bar.set_description_str(f"tune: {plural(trial.setting.num_workers, 'worker')} tried")
@@ -106,13 +101,13 @@ def find(bench: Bench, loader: DataLoader[Any], goal: Goal, *, batch_size: int |
 
         tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=on_trial)
     tuned = replace(tuned, batch_size=tuned.batch_size or batch_size or batch_size_of(loader))
-    remember_tuning(bench.datamodule, bench.trainer.strategy.root_device, tuned, ranks=goal.local_ranks)
+    remember_tuning(session.datamodule, session.trainer.strategy.root_device, tuned, ranks=goal.local_ranks)
     return tuned
 
 
-def goal_for(bench: Bench, goal: Goal, *, ranks: bool) -> Goal:
+def goal_for(session: DiagnosisSession, goal: Goal, *, ranks: bool) -> Goal:
     """``goal`` with what the Trainer says: the device, whether workers may live on, and with ``ranks`` how many."""
-    trainer = bench.trainer
+    trainer = session.trainer
     return replace(
         goal,
         local_ranks=trainer.num_devices if ranks else 1,
@@ -155,7 +150,7 @@ def run_tune(  # the options of the command, by name
     if grid is not None:
         check_grid(grid)  # before seconds are spent on trials
     data = next((one for one in (fit.datamodule, fit.train_dataloaders) if one is not None), fit.model)
-    with bench_of(data, fit.model, fit.trainer, loader) as (bench, one):
+    with open_target_session(data, fit.model, fit.trainer, loader) as (session, one):
         size = batch_size_of(one)
         if samples_per_s is not None:
             if size is None:
@@ -164,8 +159,8 @@ def run_tune(  # the options of the command, by name
                     "samples a batch has. Leave it out, or call tune(demand_per_s=...), in batches per second."
                 )
             goal = replace(goal, demand_per_s=samples_per_s / size)
-        tuned = find(bench, one, goal_for(bench, goal, ranks=False), batch_size=size, fresh=fresh)
-        place = bench.place()
+        tuned = find(session, one, goal_for(session, goal, ranks=False), batch_size=size, fresh=fresh)
+        place = session.place()
         if grid is None:
             return tuned, None, place
         with tqdm(total=len(grid), desc="sweep", disable=None, leave=False) as bar:
@@ -177,7 +172,9 @@ def run_tune(  # the options of the command, by name
 
 
 @contextmanager
-def bench_of(target: Any, model: Any, trainer: Any, name: str | None = None) -> Iterator[tuple[Bench, DataLoader[Any]]]:
+def open_target_session(
+    target: Any, model: Any, trainer: Any, name: str | None = None
+) -> Iterator[tuple[DiagnosisSession, DataLoader[Any]]]:
     """The training loader of a target, with what is needed to train on it. Afterwards all is as it was before.
 
     Args:
@@ -199,37 +196,15 @@ def bench_of(target: Any, model: Any, trainer: Any, name: str | None = None) -> 
             raise SettingsError(
                 f"A {type(target).__name__} cannot be tuned: {error}. Give a LightningDataModule, or torch DataLoaders."
             ) from error
-    plain = getattr(model, "_orig_mod", model)
-    known = next((one for one in (trainer, plain, target if has_loaders else None) if one is not None), None)
-    package = Package("lightning.pytorch") if known is None else package_of(known)
-    process = ProcessState()
-    kept: list[Any] = [process]
-    try:
-        with quiet():
-            if trainer is None:
-                used = package.root.Trainer(
-                    logger=False, enable_checkpointing=False, devices=1, enable_progress_bar=False
-                )
-            else:
-                check_trainer(trainer)
-                used = trainer
-            if used.strategy.root_device.type == "cuda":
-                process.keep_cuda()
-            datamodule = target if has_loaders and target is not model else None
-            loaders = None if has_loaders else target
-            compiled = model if plain is not model else None
-            leave = [one for one in (trainer, used) if one is not None]
-            kept.append(Snapshot(plain, compiled, leave=(*leave, datamodule, loaders)))
-            kept.append(Snapshot(datamodule, loaders, leave=(*leave, plain), array_limit=ARRAYS_KEPT))
-            bench = Bench(package, used, plain, datamodule, loaders, compiled)
-            with told("the data module could not be set up"):
-                request_loaders(bench)
-            yield bench, _named_loader(bench, name)
-    finally:
-        _put_back(kept)
+    datamodule, loaders = (target, None) if has_loaders else (None, target)
+    session = open_session(trainer, model, None if target is model else datamodule, loaders)
+    with quiet(), session.restoring():
+        with told("the data module could not be set up"):
+            session.set_up()
+        yield session, _named_loader(session, name)
 
 
-def measure_demand(bench: Bench) -> float:
+def measure_demand(session: DiagnosisSession) -> float:
     """Batches per second of a fit in which each step gets the same batch, its way to the device included.
 
     The batch comes from the host, as from a loader that costs nothing: where the run has PrefetchCallback the copy
@@ -238,14 +213,14 @@ def measure_demand(bench: Bench) -> float:
     Raises:
         FeedError: the fit fails, or is too slow to be measured.
     """
-    with told("a batch could not be loaded"), preserve_state(bench.train_loaders):
-        batch = _first_batch(bench)
+    with told("a batch could not be loaded"), preserve_state(session.train_loaders):
+        batch = _first_batch(session)
     if batch is None:
         raise LoaderError("The training loader gives no batch. Check the length of the data set, and drop_last.")
-    accumulate = bench.trainer.accumulate_grad_batches
+    accumulate = session.trainer.accumulate_grad_batches
     limits = Limits(least=FEWEST_STEPS * accumulate, most=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
     with told("training on one batch again and again failed"):
-        per_s = bench.replay([batch], limits, _silent, on_device=False)
+        per_s = session.replay([batch], limits, on_device=False)
     if per_s is None:
         raise LoaderError(
             "Training on one batch again and again was too slow to tell what the model can take. Give demand_per_s="
@@ -254,24 +229,24 @@ def measure_demand(bench: Bench) -> float:
     return per_s
 
 
-def _first_batch(bench: Bench) -> Any:
+def _first_batch(session: DiagnosisSession) -> Any:
     """As the loop gets it, made in this process: of several loaders a batch of each. None: there is none."""
-    mine = own_loaders(bench.train_loaders, lambda loader: clone_loader(loader, Changes(num_workers=0)))
+    mine = own_loaders(session.train_loaders, lambda loader: clone_loader(loader, Changes(num_workers=0)))
     if isinstance(mine, DataLoader):
         batches = iter(mine)
         try:
             return next(batches, None)
         finally:
             end_pass(batches)
-    combined = bench.package.root.utilities.CombinedLoader
+    combined = session.package.utilities.CombinedLoader
     whole = mine if isinstance(mine, combined) else combined(mine, "max_size_cycle")  # as a fit would
     batch, _, _ = next(iter(whole), (None, 0, 0))
     return batch
 
 
-def _named_loader(bench: Bench, name: str | None) -> DataLoader[Any]:
+def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Any]:
     try:
-        parts = {part.name: part.loader for part in parts_of(bench.train_loaders)}
+        parts = {part.name: part.loader for part in parts_of(session.train_loaders)}
     except LoaderError as error:
         raise SettingsError(f"The training loader cannot be tuned: {error}.") from error
     if name is None and len(parts) == 1:
@@ -286,15 +261,3 @@ def _named_loader(bench: Bench, name: str | None) -> DataLoader[Any]:
         f"There are {len(parts)} training loaders: {', '.join(parts)}. {what}: --loader {first} on the command line, "
         f"loader={first!r} in a call of tune()."
     )
-
-
-def _put_back(kept: list[Any]) -> None:
-    """Everything as it was, whatever Ctrl-C does meanwhile; the process last, which has the handler of Ctrl-C."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for one in reversed(kept):
-        one.restore()
-
-
-def _silent(done: int, most: int) -> None:
-    """Nobody asked for the steps of a replay."""

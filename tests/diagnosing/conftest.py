@@ -1,9 +1,18 @@
 """What the tests of diagnose() share."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from lightning_feed.diagnosing import run
+
+SMALL_FITS = (
+    "ignore:.*does not have many workers",
+    "ignore:The number of training batches",
+    "ignore:Found 1 module.s. in eval mode",  # small_runs keeps one so, to see it kept
+)
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +22,27 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many steps as a verdict needs."""
+    monkeypatch.setattr(run, "QUICK_RUN_STEPS", 20)
+    monkeypatch.setattr(run, "QUICK_REPLAY_STEPS", 40)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _quick_collections() -> Iterator[None]:
+    """Each fit collects garbage: it is not to look at all that pytest and torch hold."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The fits are small on purpose."""
+    for item in items:
+        if "diagnosing" in item.path.parts:
+            for said in SMALL_FITS:
+                item.add_marker(pytest.mark.filterwarnings(said))

@@ -1,4 +1,4 @@
-"""A user's own program, run until its first fit: what it sees, what it gives, and how it ends."""
+"""A user's own program, run until its first fit: what it sees, what it gives, how it ends; and TARGET."""
 
 import json
 import os
@@ -10,8 +10,8 @@ import pytest
 from diagnosing.small_runs import PACKAGES
 
 from lightning_feed.autoload import PROGRAM, callbacks
-from lightning_feed.diagnosing.outcomes import ProgramEnded
-from lightning_feed.diagnosing.program import Fit, Program, run_until_fit
+from lightning_feed.diagnosing.failure import ProgramEnded
+from lightning_feed.diagnosing.program import Fit, Program, open_target, run_until_fit
 from lightning_feed.errors import SettingsError
 
 PARTS = """
@@ -32,18 +32,26 @@ def make(**options):
 """
 
 
-@pytest.fixture(params=PACKAGES)
-def script(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture
+def package() -> str:
+    return PACKAGES[0]
+
+
+@pytest.fixture
+def script(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Writes a program beside a file of parts, and gives its path."""
-    (tmp_path / f"parts_{request.param[:2]}.py").write_text(PARTS.format(package=request.param))
+    (tmp_path / f"parts_{package[:2]}.py").write_text(PARTS.format(package=package))
     monkeypatch.chdir(tmp_path)
 
     def write(text: str, name: str = "train.py") -> str:
-        (tmp_path / name).write_text(f"from parts_{request.param[:2]} import *\n{text}")
+        (tmp_path / name).write_text(f"from parts_{package[:2]} import *\n{text}")
         return name
 
     yield write
-    sys.modules.pop(f"parts_{request.param[:2]}", None)
+    sys.modules.pop(f"parts_{package[:2]}", None)
+
+
+both_packages = pytest.mark.parametrize("package", PACKAGES)
 
 
 def fit_of(name: str, *arguments: str, **options: Any) -> Fit:
@@ -56,6 +64,7 @@ def fit_of(name: str, *arguments: str, **options: Any) -> Fit:
 # --- what it gives ------------------------------------------------------------------------------------------------
 
 
+@both_packages
 @pytest.mark.parametrize(
     ("call", "given"),
     [
@@ -101,8 +110,8 @@ def test_what_would_come_next(script: Any) -> None:
     )
 
 
-def lightning_cli(script: Any, request: pytest.FixtureRequest, call: str, rest: str = "") -> str:
-    start = f"from {request.node.callspec.params['script']}.cli import LightningCLI\n"
+def lightning_cli(script: Any, package: str, call: str, rest: str = "") -> str:
+    start = f"from {package}.cli import LightningCLI\n"
     return str(script(f"{start}cli = LightningCLI({call}, seed_everything_default=False)\n{rest}"))
 
 
@@ -110,9 +119,10 @@ of_jsonargparse = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Li
 
 
 @of_jsonargparse
-def test_lightning_cli_that_runs_nothing_by_itself(script: Any, request: pytest.FixtureRequest) -> None:
+@both_packages
+def test_lightning_cli_that_runs_nothing_by_itself(script: Any, package: str) -> None:
     rest = "cli.trainer.fit(cli.model, LOADER)\ncli.trainer.test(cli.model, LOADER)\n"
-    name = lightning_cli(script, request, "Model, run=False", rest)
+    name = lightning_cli(script, package, "Model, run=False", rest)
     fit = fit_of(name, "--trainer.max_epochs=5", "--trainer.accelerator=cpu", "--trainer.logger=false")
     assert "It would now train for 5 epochs, then call cli.trainer.test (train.py:5)." in fit.went_on
 
@@ -120,10 +130,10 @@ def test_lightning_cli_that_runs_nothing_by_itself(script: Any, request: pytest.
 @of_jsonargparse
 @pytest.mark.parametrize("checkpoint", [(), ("--ckpt_path=last.ckpt",)])
 def test_lightning_cli_makes_its_arguments_of_the_replaced_fit(
-    checkpoint: tuple[str, ...], script: Any, request: pytest.FixtureRequest
+    checkpoint: tuple[str, ...], script: Any, package: str
 ) -> None:
     options = ("--trainer.max_epochs=5", "--trainer.accelerator=cpu", "--trainer.logger=false")
-    fit = fit_of(lightning_cli(script, request, "Model, Data"), "fit", *checkpoint, *options)
+    fit = fit_of(lightning_cli(script, package, "Model, Data"), "fit", *checkpoint, *options)
     assert type(fit.datamodule).__name__ == "Data"
     assert "train.py:3. It would now train for 5 epochs" in fit.went_on
     assert ("from the checkpoint last.ckpt" in fit.went_on) == bool(checkpoint)
@@ -275,3 +285,126 @@ def test_trainers_of_a_started_process_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(PROGRAM, f"{os.getppid()} train.py")
     with pytest.raises(SystemExit, match=r"train\.py is only looked at, and makes a Trainer in another process"):
         callbacks()
+
+
+# --- TARGET -------------------------------------------------------------------------------------------------------
+
+GOOD = """
+import torch
+from {package} import LightningDataModule, LightningModule
+import beside_{stem}
+
+class Data(LightningDataModule):
+    def __init__(self, size=4):
+        super().__init__()
+
+class Model(LightningModule):
+    pass
+
+class NeedsPath(LightningDataModule):
+    def __init__(self, path, *, size, other=1):
+        super().__init__()
+
+def data(): return Data()
+def pair(): return Model(), Data()
+def reverse(): return [Data(), Model()]
+def alone(): return Model()
+def nothing(): return None
+def three(): return Model(), Data(), 3
+def broken(): return 1 / 0
+def leaves(): raise SystemExit(3)
+instance = Data()
+both = (Model(), instance)
+class inner:
+    made = instance
+number = 7
+"""
+
+
+@pytest.fixture
+def file(package: str, tmp_path: Path) -> Path:
+    stem = f"target_{package[:2]}"
+    (tmp_path / f"beside_{stem}.py").touch()
+    path = tmp_path / f"{stem}.py"
+    path.write_text(GOOD.format(package=package, stem=stem))
+    return path
+
+
+@both_packages
+def test_a_data_module(file: Path, package: str) -> None:
+    for name in ("data", "Data", "instance", "inner.made"):
+        with open_target(f"{file}:{name}", "cpu") as fit:
+            assert fit.model is None
+            assert type(fit.datamodule).__name__ == "Data"
+            assert sys.path[0] == str(file.parent)
+            assert type(fit.trainer).__module__.startswith(package)
+        assert str(file.parent) not in sys.path
+
+
+@both_packages
+def test_a_module_and_a_data_module(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    for target in (f"{file}:pair", f"{file}:reverse", f"{file.name}:both", f"{file.stem}:pair"):
+        with open_target(target, "cpu") as fit:
+            assert (type(fit.model).__name__, type(fit.datamodule).__name__) == ("Model", "Data")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{file}", "names no object"),
+        ("{file}:", "names no object"),
+        (":data", "names no object"),
+        ("{file}:Dat", "AttributeError: module 'target_li' has no attribute 'Dat'"),
+        ("{folder}/targt.py:data", "There is no file"),
+        ("no_such_package.module:data", "There is no module 'no_such_package' to import"),
+        ("json.no_such_module:data", "There is no module 'json.no_such_module' to import"),
+        ("{file}:NeedsPath", "missing 1 required positional argument: 'path'. NAME is called without arguments"),
+        ("{file}:alone", "gives Model. A module alone does not say what to load"),
+        ("{file}:nothing", "gives NoneType"),
+        ("{file}:number", "gives int"),
+        ("{file}:three", "gives Model, Data, int"),
+        ("{file}:broken", "failed: ZeroDivisionError: division by zero (target_li.py:"),
+        ("{file}:leaves", "failed: SystemExit: 3"),
+    ],
+)
+def test_bad_targets(file: Path, text: str, message: str) -> None:
+    path = sys.path[:]
+    with pytest.raises(SettingsError) as raised, open_target(text.format(file=file, folder=file.parent), "cpu"):
+        pass
+    assert message in str(raised.value)
+    assert sys.path == path
+
+
+@pytest.mark.parametrize("body", ["import no_such_thing", "1 / 0", "raise SystemExit", "def ("])
+def test_files_that_do_not_import(tmp_path: Path, body: str) -> None:
+    file = tmp_path / "bad_target.py"
+    file.write_text(body)
+    with pytest.raises(SettingsError, match="could not be imported"), open_target(f"{file}:data", "cpu"):
+        pass
+    assert "bad_target" not in sys.modules
+
+
+def test_a_module_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bad_module.py").write_text("import no_such_thing")
+    monkeypatch.chdir(tmp_path)
+    wanted = pytest.raises(SettingsError, match="bad_module could not be imported: ModuleNotFoundError")
+    with wanted, open_target("bad_module:data", "cpu"):
+        pass
+
+
+@pytest.mark.parametrize("order", ["Model(), Data()", "Data(), Model()"])
+def test_a_pair_of_two_packages(order: str, tmp_path: Path) -> None:
+    file = tmp_path / "two_packages.py"
+    file.write_text(
+        "from lightning.pytorch import LightningDataModule\nfrom pytorch_lightning import LightningModule\n"
+        f"class Data(LightningDataModule): pass\nclass Model(LightningModule): pass\ndef make(): return {order}\n"
+    )
+    said = "Model comes from pytorch_lightning and Data from lightning.pytorch, and neither package takes"
+    with pytest.raises(SettingsError, match=said), open_target(f"{file}:make", "cpu"):
+        pass
+
+
+def test_an_accelerator_that_is_not_there(file: Path) -> None:
+    with pytest.raises(SettingsError, match="accelerator 'abacus'"), open_target(f"{file}:pair", "abacus"):
+        pass

@@ -1,7 +1,13 @@
-"""A diagnosis leaves no trace: modules, data, random numbers, the process; after errors and Ctrl-C too."""
+"""What torch can name is put back: modules, data, random numbers, the process; after errors and Ctrl-C too."""
 
+import os
+import random
+import signal
+import sys
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diagnosing.small_runs import (
@@ -19,15 +25,93 @@ from diagnosing.small_runs import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_feed.diagnosing.outcomes import DiagnosisInterrupted
+from lightning_feed.diagnosing import DiagnosisInterrupted
+from lightning_feed.diagnosing.restore import ModelState, StopSignals, restored
 from lightning_feed.errors import FeedError
 
-pytestmark = [
-    # The fits around the diagnosis are small on purpose.
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode"),  # the module keeps one so, to see it kept
-]
+# --- the module ---------------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_was_cast_moved_and_changed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("expanded", torch.ones(1).expand(3))
+    model.register_buffer("special", torch.tensor([float("nan"), -0.0, 1e-45]))
+    model(torch.ones(3, 2)).sum().backward()
+    weight, kept = model[0].weight, [1]
+    model.kept = kept  # type: ignore[assignment]
+    values, memory, grad = weight.detach().clone(), weight.data_ptr(), weight.grad.clone()  # type: ignore[union-attr]
+    bits = model.special.view(torch.int32).clone()
+    state = ModelState(model)
+    for _ in range(2):  # it can be used again
+        model.double()  # casts parameters, gradients and buffers, as moving to a device moves them
+        weight.grad = None
+        weight.requires_grad_(False)
+        model[1].running_mean.fill_(7)
+        model.special.fill_(0)
+        model.register_buffer("more", torch.ones(1))
+        model.eval()
+        kept.append(2)
+        state.restore()
+        assert model[0].weight is weight
+        assert weight.data_ptr() == memory
+        assert torch.equal(weight, values)
+        assert torch.equal(weight.grad, grad)  # type: ignore[arg-type]
+        assert weight.requires_grad
+        assert model.training
+        assert model[1].training
+        assert not torch.equal(model[1].running_mean, torch.full((2,), 7.0))
+        assert torch.equal(model.special.view(torch.int32), bits)
+        assert "more" not in dict(model.named_buffers())
+        assert model.kept is kept
+        assert kept == [1]
+
+
+def test_an_optimizer_and_a_scheduler_that_the_module_holds() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model.held = [optimizer, scheduler]  # type: ignore[assignment]
+
+    def step() -> None:
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    step()
+    state = ModelState(model)
+    step()
+    expected = [one.detach().clone() for one in model.parameters()]
+    for _ in range(2):
+        state.restore()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        step()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
+
+
+def test_lazy_layers_are_lazy_again() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    state = ModelState(model)
+    for _ in range(2):
+        model(torch.ones(1, 3))
+        assert isinstance(model[0].weight, nn.Parameter)
+        state.restore()
+        assert isinstance(model[0], nn.LazyLinear)
+        assert isinstance(model[0].weight, nn.UninitializedParameter)
+
+
+def test_random_numbers_and_data() -> None:
+    seed_everything()
+    data = Numbers()
+    with restored(None, data, stops=StopSignals(), device=torch.device("cpu")):
+        drawn = data[0], torch.rand(1), np.random.rand(), random.random()
+        seed_everything(3)
+    assert data.served == []
+    again = data[0], torch.rand(1), np.random.rand(), random.random()
+    assert torch.equal(drawn[0][0], again[0][0])
+    assert drawn[1:] == again[1:]
+
+
+# --- a whole diagnosis --------------------------------------------------------------------------------------------
 
 
 def all_of_it(trainer: Any, model: Any, data: Any) -> dict[str, Any]:
@@ -51,7 +135,7 @@ def test_before_any_training(package: str) -> None:
     Module, Data = make_parts(package)
     trainer, model, data = make_trainer(package), Module(), Data()
     before = all_of_it(trainer, model, data)
-    found = short_diagnosis(trainer, model, data)
+    found = short_diagnosis(trainer, model, data, only="X1,X2")
     compare(before, all_of_it(trainer, model, data))
     assert found.stats.steps >= 10
     experiments = found.measurements.experiments
@@ -60,26 +144,16 @@ def test_before_any_training(package: str) -> None:
     assert not hasattr(data, "dataset")
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_after_a_training(package: str) -> None:
-    seed_everything()
-    Module, Data = make_parts(package)
-    trainer, model, data = make_trainer(package), Module(), Data()
-    trainer.fit(model, datamodule=data)
-    before = all_of_it(trainer, model, data)
-    short_diagnosis(trainer, model, data)
-    compare(before, all_of_it(trainer, model, data))
-    assert model.trainer is trainer
-    assert data.trainer is trainer
-
-
 def train_twice(*, diagnosed: bool) -> Any:
     seed_everything()
     Module, Data = make_parts()
     trainer, model, data = make_trainer(), Module(), Data()
     trainer.fit(model, datamodule=data)
+    before = all_of_it(trainer, model, data)
     if diagnosed:
         short_diagnosis(trainer, model, data)
+    compare(before, all_of_it(trainer, model, data))
+    assert model.trainer is trainer
     trainer.fit_loop.max_epochs = 3
     trainer.fit(model, datamodule=data)
     return model
@@ -93,14 +167,22 @@ def test_training_goes_on_as_if_nothing_had_been() -> None:
         assert torch.equal(value, diagnosed.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["dataset", "first step", "later step", "replay"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("dataset", ValueError),
+        ("dataset", KeyboardInterrupt),
+        ("first step", KeyboardInterrupt),
+        ("later step", ValueError),
+        ("replay", ValueError),
+        ("replay", KeyboardInterrupt),
+    ],
+)
 def test_after_an_error_and_after_ctrl_c(where: str, error: type[BaseException]) -> None:
     seed_everything()
     Module, Data = make_parts(dataset=Numbers(fail_at=11 if where == "dataset" else None, error=error))
     trainer, model, data = make_trainer(), Module(), Data()
-    trainer.fit_loop.max_epochs = 1
-    count = {"first step": 1, "later step": 15, "replay": 105}.get(where, 0)
+    count = {"first step": 1, "later step": 15, "replay": 45}.get(where, 0)
     calls = [0]
 
     def fail(_: int) -> None:
@@ -113,13 +195,11 @@ def test_after_an_error_and_after_ctrl_c(where: str, error: type[BaseException])
     if error is KeyboardInterrupt:
         with pytest.raises(DiagnosisInterrupted) as stop:
             short_diagnosis(trainer, model, data)
-        assert (stop.value.diagnosis.stats.steps > 50) == (where == "replay")
+        assert (stop.value.diagnosis.stats.steps > 10) == (where == "replay")
         assert stop.value.diagnosis.measurements.experiments.model_per_s is None
     elif where == "replay":
         found = short_diagnosis(trainer, model, data)
-        left_out = dict(found.measurements.experiments.left_out)
-        assert "this step is broken" in left_out["X1"]
-        assert "this step is broken" in left_out["X2"]
+        assert "this step is broken" in dict(found.measurements.experiments.left_out)["X1"]
     else:
         with pytest.raises(FeedError, match="broken") as raised:
             short_diagnosis(trainer, model, data)
@@ -136,7 +216,7 @@ def test_the_users_own_loader_keeps_its_workers_and_generator() -> None:
     next(iterator)
     state = loader.generator.get_state()
     attributes = dict(vars(loader))
-    found = short_diagnosis(make_trainer(), Module(), train_dataloaders=loader, only="X1")
+    found = short_diagnosis(make_trainer(), Module(), train_dataloaders=loader)
     assert found.measurements.facts.num_workers == 1
     assert vars(loader) == attributes
     assert loader._iterator is iterator
@@ -146,52 +226,106 @@ def test_the_users_own_loader_keeps_its_workers_and_generator() -> None:
     loader._iterator = None
 
 
-class Lazy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LazyLinear(2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
-def test_lazy_layers_are_lazy_again() -> None:
-    Module, Data = make_parts()
-    model = Module()
-    model.net = Lazy()
-    short_diagnosis(make_trainer(), model, Data())
-    assert isinstance(model.net.layer, nn.LazyLinear)
-    assert isinstance(model.net.layer.weight, nn.UninitializedParameter)
-
-
-def test_a_module_that_builds_itself_in_configure_model() -> None:
+def test_a_module_that_builds_itself_in_configure_model_and_keeps_its_optimizer() -> None:
     Module, Data = make_parts()
 
     class Late(Module):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
         def configure_model(self) -> None:
             if not hasattr(self, "extra"):
                 self.extra = nn.Linear(2, 2)
+
+        def configure_optimizers(self) -> Any:
+            return self.kept
 
     model = Late()
     found = short_diagnosis(make_trainer(), model, Data())
     assert found.stats.steps >= 10
     assert not hasattr(model, "extra")
+    assert not model.kept.state
 
 
-def test_an_optimizer_that_the_module_keeps() -> None:
+# --- signals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _as_in_a_shell() -> Any:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGTERM, before[1])
+
+
+@pytest.mark.usefixtures("_as_in_a_shell")
+class TestSignals:
+    def test_only_the_first_counts_and_handlers_are_put_back(self) -> None:
+        with StopSignals() as stops:
+            stops.look()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(number)
+            with pytest.raises(KeyboardInterrupt):
+                stops.look()
+        assert stops.number == signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_what_is_held_back_raises_nothing(self) -> None:
+        with StopSignals() as stops:
+            stops.hold_back()
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+        assert stops.number == signal.SIGTERM
+
+    def test_what_is_ignored_stays_ignored(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with StopSignals() as stops:
+            signal.raise_signal(signal.SIGINT)
+        assert stops.number is None
+
+    def test_a_handler_of_the_users_own_decides(self) -> None:
+        heard: list[int] = []
+        signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+        with StopSignals() as stops:
+            signal.raise_signal(signal.SIGINT)
+        assert heard == [signal.SIGINT]
+        assert stops.number is None
+
+    def test_in_another_thread_nothing_is_heard(self) -> None:
+        seen: list[Any] = []
+
+        def listen() -> None:
+            with StopSignals() as stops:
+                seen.append(signal.getsignal(signal.SIGTERM))
+                stops.hold_back()
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        thread.join()
+        assert seen == [signal.SIG_DFL]
+
+    def test_a_worker_that_was_just_forked_ends_of_sigterm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        killed: list[tuple[int, int]] = []
+        with StopSignals() as stops:
+            monkeypatch.setattr(os, "getpid", lambda: 7)
+            monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+            signal.raise_signal(signal.SIGTERM)
+            assert killed == [(7, signal.SIGTERM)]
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert stops.number is None
+
+
+def test_stdin_stays_open_after_ctrl_c() -> None:
     Module, Data = make_parts()
+    model, stdin = Module(), sys.stdin
 
-    class Keeps(Module):  # type: ignore[misc,valid-type]
-        def configure_optimizers(self) -> Any:
-            if not hasattr(self, "kept"):
-                self.kept = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
-            return self.kept
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
 
-    model, trainer = Keeps(), make_trainer()
-    trainer.fit(model, datamodule=Data())
-    momentum = [state["momentum_buffer"] for state in model.kept.state.values()]
-    before = [one.clone() for one in momentum]
-    short_diagnosis(trainer, model, Data())
-    after = [state["momentum_buffer"] for state in model.kept.state.values()]
-    assert all(a is b for a, b in zip(after, momentum, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    model.during = interrupt
+    with pytest.raises(DiagnosisInterrupted):
+        short_diagnosis(make_trainer(), model, Data())
+    assert sys.stdin is stdin

@@ -1,9 +1,7 @@
 """Ctrl-C and SIGTERM end a diagnosis, also where Python drops the KeyboardInterrupt; an exit is the user's."""
 
-import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,24 +17,15 @@ from diagnosing.small_runs import (
     state_of_process,
 )
 
-from lightning_feed.diagnosing import diagnose, plan
-from lightning_feed.diagnosing.data import measure_loader
-from lightning_feed.diagnosing.outcomes import DiagnosisInterrupted
-from lightning_feed.diagnosing.plan import QUICK_RUN_STEPS
-from lightning_feed.diagnosing.stopping import StopSignals
+from lightning_feed.diagnosing import DiagnosisInterrupted, diagnose, run
 from lightning_feed.errors import LoaderError
+from lightning_feed.watch.experiments.data_experiments import run_data_experiments
 from lightning_feed.watch.reports.document import read_document
 from lightning_feed.watch.windows import WARM_UP_STEPS
 
-pytestmark = [
-    # The fits are small on purpose.
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode"),
-    pytest.mark.usefixtures("as_in_a_shell"),
-]
+pytestmark = pytest.mark.usefixtures("as_in_a_shell")
 
-IN_A_REPLAY = QUICK_RUN_STEPS + WARM_UP_STEPS + 20
+IN_A_REPLAY = 20 + WARM_UP_STEPS + 10
 """Steps."""
 
 
@@ -87,8 +76,7 @@ def interrupted(model: Any, data: Any, package: str = "lightning.pytorch", **opt
     return stop.value
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(("package", "number"), [(PACKAGES[0], signal.SIGINT), (PACKAGES[1], signal.SIGTERM)])
 def test_a_signal_that_is_lost_in_a_step(package: str, number: int, dropped: list[Any], tmp_path: Path) -> None:
     Module, Data = make_parts(package)
     model, steps = Module(), []
@@ -107,14 +95,14 @@ def test_one_that_is_lost_in_a_replay(dropped: list[Any]) -> None:
     model.during = at_call(IN_A_REPLAY, lambda: Dies(signal.SIGINT))
     stop = interrupted(model, Data())
     assert dropped == [KeyboardInterrupt]
-    assert stop.diagnosis.stats.steps > 50
+    assert stop.diagnosis.stats.steps > 10
     assert stop.diagnosis.measurements.experiments.model_per_s is None
     assert stop.diagnosis.measurements.experiments.left_out == ()
 
 
-def lost_after_the_first_experiment(*arguments: Any) -> Iterator[Any]:
+def lost_after_the_first_experiment(*arguments: Any, **options: Any) -> Iterator[Any]:
     """In the place of the experiments with the loader."""
-    for found in measure_loader(*arguments):
+    for found in run_data_experiments(*arguments, **options):
         Dies(signal.SIGINT)
         yield found
 
@@ -123,10 +111,10 @@ def lost_after_the_first_experiment(*arguments: Any) -> Iterator[Any]:
 def test_one_that_is_lost_while_the_loader_is_driven(
     only: str, dropped: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "measure_loader", lost_after_the_first_experiment)
+    monkeypatch.setattr(run, "run_data_experiments", lost_after_the_first_experiment)
     _, Data = make_parts()
     with pytest.raises(DiagnosisInterrupted) as stop:
-        diagnose(None, None, Data(), budget_s=4.0, only=only)
+        diagnose(None, None, Data(), budget_s=2.0, only=only)
     assert dropped == [KeyboardInterrupt]
     found = stop.value.diagnosis.measurements.experiments
     assert (found.loader_per_s is None, found.ceiling_per_s is None) == ("X3" not in only, "X3" in only)
@@ -150,15 +138,15 @@ def test_a_loader_that_fails_of_ctrl_c(count: int) -> None:
 def test_a_loader_that_fails_of_ctrl_c_before_anything_was_measured(
     dropped: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any) -> Iterator[Any]:
+    def fails(*_: Any, **__: Any) -> Iterator[Any]:
         Dies(signal.SIGINT)
         raise LoaderError("a worker exited")
         yield
 
-    monkeypatch.setattr(plan, "measure_loader", fails)
+    monkeypatch.setattr(run, "run_data_experiments", fails)
     _, Data = make_parts()
     with pytest.raises(DiagnosisInterrupted) as stop:
-        diagnose(None, None, Data(), budget_s=4.0, only="X3")
+        diagnose(None, None, Data(), budget_s=2.0, only="X3")
     assert dropped == [KeyboardInterrupt]
     assert stop.value.signal_number == signal.SIGINT
 
@@ -172,14 +160,14 @@ def test_sigterm_in_a_step(package: str) -> None:
 
 
 def test_sigterm_while_the_loader_is_driven(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told_to_end(*arguments: Any) -> Iterator[Any]:
-        yield next(measure_loader(*arguments))
+    def told_to_end(*arguments: Any, **options: Any) -> Iterator[Any]:
+        yield next(run_data_experiments(*arguments, **options))
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(plan, "measure_loader", told_to_end)
+    monkeypatch.setattr(run, "run_data_experiments", told_to_end)
     _, Data = make_parts()
     with pytest.raises(DiagnosisInterrupted) as stop:
-        diagnose(None, None, Data(), budget_s=4.0, only="X3")
+        diagnose(None, None, Data(), budget_s=2.0, only="X3")
     assert stop.value.signal_number == signal.SIGTERM
     assert stop.value.diagnosis.measurements.experiments.loader_per_s > 0
 
@@ -204,77 +192,3 @@ def test_an_exit_of_the_users_code_is_theirs(package: str) -> None:
     with pytest.raises(SystemExit) as end:
         short_diagnosis(make_trainer(package), model, Data())
     assert end.value.code == 3
-
-
-# --- the handlers -------------------------------------------------------------------------------------------------
-
-
-def listening() -> StopSignals:
-    stops = StopSignals()
-    stops.listen()
-    return stops
-
-
-def test_nothing_came() -> None:
-    stops = listening()
-    stops.look()
-    assert stops.number is None
-
-
-def test_only_the_first_counts() -> None:
-    stops = listening()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
-    assert stops.number == signal.SIGTERM
-    with pytest.raises(KeyboardInterrupt):
-        stops.look()
-
-
-def test_what_is_held_back_raises_nothing() -> None:
-    stops = listening()
-    stops.hold_back()
-    signal.raise_signal(signal.SIGTERM)
-    signal.raise_signal(signal.SIGINT)
-    assert stops.number == signal.SIGTERM
-
-
-def test_what_is_ignored_stays_ignored() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stops = listening()
-    signal.raise_signal(signal.SIGINT)
-    stops.hold_back()
-    signal.raise_signal(signal.SIGINT)
-    assert stops.number is None
-
-
-def test_a_handler_of_the_users_own_decides() -> None:
-    heard: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    stops = listening()
-    signal.raise_signal(signal.SIGINT)
-    assert heard == [signal.SIGINT]
-    assert stops.number is None
-
-
-def test_in_another_thread_nothing_is_heard() -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-
-    def listen_and_hold_back() -> None:
-        listening().hold_back()
-
-    thread = threading.Thread(target=listen_and_hold_back)
-    thread.start()
-    thread.join()
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_a_worker_that_was_just_forked_ends_of_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
-    stops = listening()
-    killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "getpid", lambda: 7)
-    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
-    signal.raise_signal(signal.SIGTERM)
-    assert killed == [(7, signal.SIGTERM)]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert stops.number is None

@@ -1,41 +1,37 @@
-"""What kinds of training can be diagnosed, what of them is kept and left out, and what is refused."""
+"""What kinds of training can be diagnosed, what of them is kept and left out, what is refused; with which pace."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch
 import pytest
 import torch
-from diagnosing.small_runs import Numbers, make_parts, make_trainer, short_diagnosis
+from diagnosing.small_runs import PACKAGES, Numbers, make_parts, make_trainer, short_diagnosis
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from simulated.device import SimulatedDevice
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from watch.small_fits import CpuPrefetch
 
+from lightning_feed import GPUStarvationCallback, tune
 from lightning_feed._host.hooks import Wrap
-from lightning_feed.diagnosing import diagnose, fits
+from lightning_feed.diagnosing import DiagnosisInterrupted, diagnose, run, session
 from lightning_feed.diagnosing import trainer as diagnosing_trainer
-from lightning_feed.diagnosing.fits import Bench, _Pace
-from lightning_feed.diagnosing.outcomes import DiagnosisInterrupted
-from lightning_feed.diagnosing.plan import QUICK_REPLAY_STEPS
-from lightning_feed.diagnosing.replay import Replay, own_loaders
+from lightning_feed.diagnosing.session import DiagnosisSession, _Pace
 from lightning_feed.diagnosing.trainer import Limits, package_of
 from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.watch.reports.document import read_document
 
-pytestmark = [
-    # The fits around the diagnosis are small on purpose.
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode"),
-]
 Module, Data = make_parts()
 
 
 def results_of(model: Any, data: Any = None, *, trainer: Any = None, **options: Any) -> Any:
-    found = short_diagnosis(trainer or make_trainer(), model, data if data or options else Data(), **options)
+    if data is None and "train_dataloaders" not in options:
+        data = Data()
+    found = short_diagnosis(trainer or make_trainer(), model, data, **options)
     assert found.stats.steps >= 10
     return found.measurements.experiments
 
@@ -85,7 +81,7 @@ class OneCycle(Module):  # type: ignore[misc,valid-type]
 
 
 def test_manual_optimization_with_two_optimizers() -> None:
-    results = results_of(Manual())
+    results = results_of(Manual(), only="X1,X2")
     assert results.model_per_s > 0
     assert results.host_batch_per_s > 0
 
@@ -93,7 +89,7 @@ def test_manual_optimization_with_two_optimizers() -> None:
 def test_a_step_that_takes_its_batch_apart() -> None:
     samples = [{"x": torch.randn(4), "y": torch.tensor(1)} for _ in range(16)]
     loader = DataLoader(samples, batch_size=4)  # type: ignore[arg-type]  # a list is a data set
-    results = results_of(Greedy(), train_dataloaders=loader)
+    results = results_of(Greedy(), train_dataloaders=loader, only="X1,X2")
     assert results.model_per_s > 0
     assert results.host_batch_per_s > 0
 
@@ -118,7 +114,7 @@ def test_accumulation_and_clipping_are_kept() -> None:
 
 def test_prefetching_is_kept_with_a_copy_of_the_callback() -> None:
     mine = CpuPrefetch()
-    found = short_diagnosis(make_trainer(callbacks=[mine]), Module(), Data())
+    found = short_diagnosis(make_trainer(callbacks=[mine]), Module(), Data(), only="X1,X2")
     assert found.stats.prefetch_active is True
     assert not mine.active
     assert found.measurements.experiments.model_per_s > 0
@@ -136,9 +132,8 @@ def test_several_loaders() -> None:
             return sum(nn.functional.cross_entropy(self.net(x), y) for x, y in batch.values())  # type: ignore[return-value]
 
     loaders = {"a": DataLoader(Numbers(), batch_size=4), "b": DataLoader(Numbers(8), batch_size=2)}
-    results = results_of(Two(), train_dataloaders=loaders, only="X1,X2,X3")
+    results = results_of(Two(), train_dataloaders=loaders)
     assert results.model_per_s > 0
-    assert results.loader_per_s > 0
     assert {key.name: key.used for key in results.keys} == dict.fromkeys(("a.0", "a.1", "b.0", "b.1"), True)
 
 
@@ -148,7 +143,7 @@ def test_a_stream() -> None:
             return ((torch.ones(4), torch.tensor(1)) for _ in range(40))
 
     loader = DataLoader(Stream(), batch_size=4)
-    assert results_of(Module(), train_dataloaders=loader).host_batch_per_s > 0
+    assert results_of(Module(), train_dataloaders=loader, only="X2").host_batch_per_s > 0
 
 
 def test_a_module_with_its_own_loader() -> None:
@@ -172,7 +167,7 @@ def test_a_step_that_fetches_for_itself() -> None:
             batch, _, _ = next(dataloader_iter)
             return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
-    found = short_diagnosis(make_trainer(), Fetches(), Data())
+    found = short_diagnosis(make_trainer(), Fetches(), Data(), only="X1,X2")
     left_out = dict(found.measurements.experiments.left_out)
     assert "fetches for itself" in left_out["X1"]
     assert "fetches for itself" in left_out["X2"]
@@ -186,20 +181,228 @@ def test_the_replay_on_the_device_leaves_the_way_there_out() -> None:
             calls["on_after_batch_transfer"] += 1
             return batch
 
-    results_of(Module(), Transfers(), only="X1", trainer=make_trainer())
+    results_of(Module(), Transfers(), only="X1")
     only_x1 = calls["on_after_batch_transfer"]
-    calls["on_after_batch_transfer"] = 0
-    results_of(Module(), Transfers(), only="X2", trainer=make_trainer())
-    assert calls["on_after_batch_transfer"] == only_x1 + QUICK_REPLAY_STEPS
+    results_of(Module(), Transfers(), only="X2")
+    assert calls["on_after_batch_transfer"] == 2 * only_x1 + run.QUICK_REPLAY_STEPS
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_modules(whole: bool) -> None:
+    class Plain(Module):  # type: ignore[misc,valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    model = Plain()
+    compiled: Any = model
+    if whole:
+        compiled = torch.compile(model, backend="eager")
+    else:
+        model.net.compile(backend="eager")
+    before = set(vars(model))
+    found = short_diagnosis(make_trainer(), compiled, Data(), only="X1")
+    assert found.measurements.experiments.model_per_s > 0
+    assert set(vars(model)) == before
+
+
+# --- what is left out ---------------------------------------------------------------------------------------------
+
+
+class Talks(Module):  # type: ignore[misc,valid-type]
+    """Needs a logger and its data module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.experiment.add_image("x", batch[0])
+        assert self.trainer.datamodule.dataset.length == 24
+        return super().training_step(batch, batch_idx)
+
+
+def test_loggers_callbacks_and_validation_are_left_out_by_name(tmp_path: Path) -> None:
+    class Counts(Callback):
+        calls = 0
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            Counts.calls += 1
+
+    class Validates(Data):  # type: ignore[misc,valid-type]
+        def val_dataloader(self) -> Any:
+            raise AssertionError("validation is not measured")
+
+    class Brings(Talks):
+        def configure_callbacks(self) -> Any:
+            return [Counts()]
+
+        def validation_step(self, *_: Any) -> None:
+            raise AssertionError("validation is not measured")
+
+    callbacks = [Counts(), GPUStarvationCallback(), ModelCheckpoint(tmp_path, every_n_train_steps=20)]
+    options = {"enable_checkpointing": True, "default_root_dir": str(tmp_path), "val_check_interval": 5}
+    trainer = make_trainer(logger=CSVLogger(tmp_path), callbacks=callbacks, **options)
+    found = short_diagnosis(trainer, Brings(), Validates())
+    assert Counts.calls == 0
+    assert list(tmp_path.iterdir()) == []
+    assert dict(found.measurements.experiments.left_out)["the rest of the fit"].startswith(
+        "validation, ModelCheckpoint, CSVLogger, Counts: not run, "
+    )
+
+
+def test_callbacks_run_on_request_but_for_the_end_of_a_training() -> None:
+    class Own(Callback):
+        def __init__(self) -> None:
+            self.called: set[str] = set()
+
+        def setup(self, *_: Any, stage: str) -> None:
+            self.called.add("setup")
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            time.sleep(0.01)
+            self.called.add("step")
+
+        def on_train_end(self, *_: Any) -> None:
+            called.add("on_train_end")
+
+        on_fit_end = on_save_checkpoint = on_train_end
+
+        def teardown(self, *_: Any, stage: str) -> None:
+            called.add("teardown")
+
+    called: set[str] = set()
+    found = short_diagnosis(make_trainer(callbacks=[Own()]), Module(), Data(), callbacks=True)
+    assert called == set()
+    assert found.measurements.hooks[0].name.endswith(".Own.on_train_batch_end")
+    assert found.cause == "hooks"
+    assert "the rest of the fit" not in dict(found.measurements.experiments.left_out)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_hooks_for_the_end_of_a_training_are_not_called(package: str) -> None:
+    PackageModule, PackageData = make_parts(package)
+    ends: list[str] = []
+
+    class Uploads(PackageModule):  # type: ignore[misc,valid-type]
+        def on_fit_end(self) -> None:
+            ends.append("on_fit_end")
+
+        def on_train_end(self) -> None:
+            ends.append("on_train_end")
+
+        def teardown(self, stage: str) -> None:
+            ends.append("teardown")
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            ends.append("on_save_checkpoint")
+
+    class Cleans(PackageData):  # type: ignore[misc,valid-type]
+        def teardown(self, stage: str) -> None:
+            ends.append(f"data {stage}")
+
+    short_diagnosis(make_trainer(package), Uploads(), Cleans())
+    assert ends == ["data fit"]  # once, as it was set up once
+
+
+@pytest.mark.parametrize(("interval", "package"), [("step", "lightning.pytorch"), ("epoch", "pytorch_lightning")])
+def test_a_rate_that_follows_validation(interval: str, package: str) -> None:
+    PackageModule, PackageData = make_parts(package)
+
+    class Detector(PackageModule):  # type: ignore[misc,valid-type]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_map", 0.5)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max")
+            scheduler = {"scheduler": plateau, "monitor": "val_map", "interval": interval, "frequency": 3}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    class Validated(PackageData):  # type: ignore[misc,valid-type]
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+    found = short_diagnosis(make_trainer(package), Detector(), Validated())
+    assert found.stats.steps >= 10
+    assert found.measurements.experiments.model_per_s > 0
+    if interval == "step":
+        assert tune(Validated(), model=Detector(), budget_s=1, max_trials=1, fresh=True).demand_per_s > 0
+
+
+# --- batches of several lengths, and of no known kind -------------------------------------------------------------
+
+
+class Sentences(Dataset[Any]):
+    """Sorted by length, and padded batch by batch."""
+
+    def __len__(self) -> int:
+        return 2000
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"ids": torch.zeros(10 + index // 4, dtype=torch.long), "y": torch.tensor(index % 2)}
+
+
+def pad(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    ids = torch.nn.utils.rnn.pad_sequence([one["ids"] for one in samples], batch_first=True)
+    return {"ids": ids, "y": torch.stack([one["y"] for one in samples])}
+
+
+def test_batches_of_the_lengths_that_the_run_has_are_replayed() -> None:
+    lengths: list[list[int]] = []
+
+    class Text(Module):  # type: ignore[misc,valid-type]
+        def on_train_start(self) -> None:
+            lengths.append([])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            lengths[-1].append(batch["ids"].shape[1])
+            return torch.nn.functional.cross_entropy(self.net(batch["ids"][:, :4].float()), batch["y"])
+
+    loader = DataLoader(Sentences(), batch_size=4, collate_fn=pad)
+    found = short_diagnosis(make_trainer(), Text(), train_dataloaders=loader, only="X1,X2")
+    as_it_is, on_device, from_host = lengths
+    measured = as_it_is[session.WARM_UP_STEPS :]
+    for replayed in (on_device, from_host):
+        again = replayed[: len(replayed) // 8 * 8]
+        assert len(set(again)) == 8
+        assert sum(again) / len(again) == pytest.approx(sum(measured) / len(measured), rel=0.05)
+    experiments = found.measurements.experiments
+    assert experiments.model_per_s > 0
+    assert experiments.host_batch_per_s > 0
+
+
+class Closed:
+    """Raises on all that is asked of it but the one thing that the step needs."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def to(self, device: Any) -> "Closed":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+    def keys(self) -> Any:
+        raise RuntimeError("no keys")
+
+    def __copy__(self) -> Any:
+        raise RuntimeError("no copy")
+
+    __deepcopy__ = __iter__ = __getitem__ = __bool__ = None
+
+
+def test_a_batch_that_raises_on_all_that_is_asked_of_it() -> None:
+    class Careful(Module):  # type: ignore[misc,valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch._x).sum()  # type: ignore[no-any-return]
+
+    loader = DataLoader(range(40), batch_size=4, collate_fn=lambda some: Closed(torch.ones(len(some), 4)))  # type: ignore[arg-type]  # a range is a data set
+    found = short_diagnosis(make_trainer(), Careful(), train_dataloaders=loader)
+    assert found.stats.steps >= 10
+    assert "the run as it is gave no batch" in dict(found.measurements.experiments.left_out)["X1"]
 
 
 # --- the loader alone ---------------------------------------------------------------------------------------------
-
-
-def test_hooks_of_the_diagnosis_itself_are_not_named() -> None:
-    found = short_diagnosis(make_trainer(), Module(), Data(), only="X1")
-    names = [hook.name for hook in found.measurements.hooks]
-    assert not any("ShortFit" in name or "GPUStarvationCallback" in name for name in names)
 
 
 def test_a_data_module_alone() -> None:
@@ -216,14 +419,6 @@ def test_a_data_module_alone() -> None:
 def test_a_loader_that_fails_alone() -> None:
     with pytest.raises(FeedError, match="broken"):
         diagnose(None, None, Data(Numbers(fail_at=5)), budget_s=4.0, only="X3")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_that_fails_in_the_run(workers: int) -> None:
-    loader = DataLoader(Numbers(fail_at=5), batch_size=2, num_workers=workers)
-    with pytest.raises(FeedError, match=r"^training as it is failed. .*ValueError: sample is broken") as raised:
-        short_diagnosis(make_trainer(), Module(), train_dataloaders=loader)
-    assert isinstance(raised.value.__cause__, ValueError)
 
 
 def test_a_loader_that_fails_after_the_run(tmp_path: Path) -> None:
@@ -300,22 +495,7 @@ def test_something_that_is_no_trainer() -> None:
         diagnose(object(), Module(), Data())
 
 
-# --- the parts ----------------------------------------------------------------------------------------------------
-
-
-def test_replayed_tensors_are_copied_only_where_a_step_writes_into_them() -> None:
-    batch = {"x": torch.ones(2), "names": ["a"]}
-    read = iter(Replay([batch], 4))
-    next(read)
-    second = next(read)
-    assert second["x"] is batch["x"]
-    assert second is not batch
-    assert second["names"] is not batch["names"]
-    assert len(list(read)) == 2
-    writes = iter(Replay([batch], 3))
-    for given in writes:
-        given["x"].add_(1)
-    assert torch.equal(batch["x"], torch.ones(2))
+# --- the pace -----------------------------------------------------------------------------------------------------
 
 
 def test_a_wrap_around_a_wrap_is_its_own() -> None:
@@ -333,27 +513,9 @@ def test_a_wrap_around_a_wrap_is_its_own() -> None:
     assert owner.say() == ["owner"]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_compiled_modules(whole: bool) -> None:
-    class Plain(Module):  # type: ignore[misc,valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    model = Plain()
-    compiled: Any = model
-    if whole:
-        compiled = torch.compile(model, backend="eager")
-    else:
-        model.net.compile(backend="eager")
-    before = set(vars(model))
-    found = short_diagnosis(make_trainer(), compiled, Data(), only="X1")
-    assert found.measurements.experiments.model_per_s > 0
-    assert set(vars(model)) == before
-
-
 @pytest.mark.parametrize(("accumulate", "rate"), [(1, 100.0), (2, 100.0)])
 def test_the_pace_is_not_that_of_a_disturbance(accumulate: int, rate: float) -> None:
-    pace = _Pace()
+    pace = _Pace(torch.device("cpu"))
     steps_ms = [500] * 20 + [5, 15] * 20 + [60] * 10 + [5, 15] * 25  # the start, then with ten slow ones in the middle
     now = 0.0
     for ms in steps_ms:
@@ -364,34 +526,37 @@ def test_the_pace_is_not_that_of_a_disturbance(accumulate: int, rate: float) -> 
     assert pace.per_s(accumulate) is None
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_rate_of_several_batches_has_all_of_them_equally_often(accumulate: int) -> None:
+    pace, now = _Pace(torch.device("cpu")), 0.0
+    for step in range(4 * 6):
+        now += (0.1, 0.1, 0.1, 0.5)[step % 4]
+        pace._stamps.append(now)
+    assert pace.per_s(accumulate, 4) == pytest.approx(1 / 0.2)
+    pace._stamps = pace._stamps[:9]
+    assert pace.per_s(accumulate, 4) is None
+
+
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     """A device with events that is far behind the host; the fits' time limits go by the same clock."""
     fake = SimulatedDevice()
-
-    def wait() -> None:
-        fake.now = max(fake.now, fake.compute.free_at)
-
-    begin = _Pace.begin
-    monkeypatch.setattr(_Pace, "begin", lambda pace, _: begin(pace, torch.device("cuda")))
-    monkeypatch.setattr(fits, "event_maker", lambda _: fake.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", wait)
-    monkeypatch.setattr(diagnosing_trainer, "time", SimpleNamespace(perf_counter=lambda: fake.now * 1e-9))
+    monkeypatch.setattr(session, "event_maker", lambda _: fake.event)
+    for module in (session, diagnosing_trainer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: fake.now * 1e-9))
     return fake
 
 
 def test_a_rate_is_that_of_the_device_however_far_the_host_is_ahead(late: SimulatedDevice) -> None:
-    pace = _Pace()
-    pace.begin(torch.device("cuda"))
+    pace = _Pace(torch.device("cpu"))
     began = late.now
     for step in range(100):
         late.launch(50)
         late.host(1)
         pace.stamp()
-        assert late.now - began >= (step - fits.STEPS_AHEAD) * 50 * 1e6
+        assert late.now - began >= (step - session.STEPS_AHEAD) * 50 * 1e6
         assert late.compute.free_at > late.now, "the device has run out of work"
     assert pace.per_s(1) == pytest.approx(20)
-    assert late.now >= late.compute.free_at
 
 
 @pytest.mark.parametrize("on_device", [True, False], ids=["X1", "X2"])
@@ -404,21 +569,10 @@ def test_a_replay_on_a_device_keeps_to_its_time(on_device: bool, late: Simulated
             return super().training_step(batch, batch_idx)
 
     trainer = make_trainer()
-    bench = Bench(package_of(trainer), trainer, Queued(), loaders=DataLoader(Numbers(), batch_size=4))
-    bench.train_loaders = bench.loaders
+    queued = DiagnosisSession(package_of(trainer), trainer, Queued(), loaders=DataLoader(Numbers(), batch_size=4))
+    queued.train_loaders = queued.loaders
     began = late.now
     limits = Limits(least=20, most=300, seconds=2)
-    batch = next(iter(bench.loaders))
-    per_s = bench.replay([batch], limits, lambda *_: None, on_device=on_device)
-    assert per_s == pytest.approx(20)
-    assert (late.compute.free_at - began) / 1e9 == pytest.approx(2, abs=0.05 * (fits.STEPS_AHEAD + 2))
-
-
-def test_own_loaders_of_all_kinds() -> None:
-    loader = DataLoader(Numbers(), batch_size=4)
-    combined = lightning.pytorch.utilities.CombinedLoader({"a": loader, "b": [1, 2]}, "max_size")
-    mine = own_loaders(combined)
-    assert mine.iterables["a"] is not loader
-    assert combined.iterables["a"] is loader
-    assert mine.iterables["a"].dataset is loader.dataset
-    assert own_loaders([loader, {"x": loader}])[1]["x"] is not loader
+    batch = next(iter(queued.loaders))
+    assert queued.replay([batch], limits, on_device=on_device) == pytest.approx(20)
+    assert (late.compute.free_at - began) / 1e9 == pytest.approx(2, abs=0.05 * (session.STEPS_AHEAD + 2))

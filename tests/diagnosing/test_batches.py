@@ -1,4 +1,4 @@
-"""Which parts of a batch the step reads: never called unused when it was read."""
+"""Batches: which parts a step reads (never called unused when it was read), and those that are replayed."""
 
 import copy
 import dataclasses
@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from diagnosing.small_runs import make_parts, make_trainer, short_diagnosis
+from diagnosing.small_runs import Numbers, make_parts, make_trainer, short_diagnosis
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_feed.diagnosing.keys import KeyWatch, is_opaque
+from lightning_feed.diagnosing import batches
+from lightning_feed.diagnosing.batches import KeyWatch, Replay, Sample, is_opaque, own_loaders
 from lightning_feed.watch.experiments.session import key_bytes
 
 
@@ -24,13 +26,6 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass
 class Record:
-    image: Tensor
-    label: Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Slotted:
-    __slots__ = ("image", "label")
     image: Tensor
     label: Tensor
 
@@ -91,10 +86,10 @@ CASES: list[tuple[str, Callable[[], Any], Callable[[Any], Any], dict[str, bool |
     ("slice", lambda: (ones(), ones(), ones()), lambda b: b[:2], {"0": UNCLEAR, "1": UNCLEAR, "2": NO}),
     ("*batch", lambda: (ones(), ones()), lambda b: named(*b[:1]), {"0": TAKEN, "1": NO}),
     ("stack", lambda: [ones(), ones()], torch.stack, {"0": TAKEN, "1": TAKEN}),
-    ("fields", lambda: Pair(ones(), ones()), lambda b: b.image, {"image": TAKEN, "label": NO, "path": NO}),
-    ("named tuple", lambda: Pair(ones(), ones()), lambda b: b[1], {"image": NO, "label": TAKEN, "path": NO}),
-    ("attributes", lambda: Record(ones(), ones()), lambda b: b.image, {"image": TAKEN, "label": NO}),
-    ("frozen, slots", lambda: Slotted(ones(), ones()), lambda b: b.label, {"image": NO, "label": TAKEN}),
+    ("fields", lambda: Pair(ones(), ones()), lambda b: b.image + 1,
+     {"image": TAKEN, "label": UNCLEAR, "path": UNCLEAR}),
+    ("attributes", lambda: Record(ones(), ones()), lambda b: b.image + 1, {"image": TAKEN, "label": UNCLEAR}),
+    ("paths alone", lambda: ["a", "b"], lambda b: b[0], {"batch": UNCLEAR}),
     ("submodule", lambda: {"nested": three(), "id": ones()}, Submodule(),
      {"nested.image": TAKEN, "nested.label": NO, "nested.path": NO, "id": NO}),
     ("foreign", lambda: UserDict(three()), lambda b: b["image"] + 1,
@@ -134,65 +129,95 @@ def test_compiled_code_is_opaque() -> None:
 
 # --- in a fit -----------------------------------------------------------------------------------------------------
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # the fits are small on purpose
-]
-
 
 def dict_batches(**more: Any) -> DataLoader[Any]:
     samples = [{"x": torch.randn(4), "y": torch.tensor(i % 2), "mask": torch.ones(50), **more} for i in range(16)]
     return DataLoader(samples, batch_size=4)  # type: ignore[arg-type]  # a list is a data set
 
 
-def used(model: Any, loader: Any, **options: Any) -> dict[str, bool | None]:
-    found = short_diagnosis(make_trainer(**options), model, train_dataloaders=loader, only="X1")
+def used(model: Any, loader: Any) -> dict[str, bool | None]:
+    found = short_diagnosis(make_trainer(), model, train_dataloaders=loader)
     return {key.name: key.used for key in found.measurements.experiments.keys}
 
 
-def test_an_ignored_key_is_told() -> None:
+def cross_entropy(module: Any, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(module.net(batch["x"]), batch["y"])
+
+
+def reads(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    return cross_entropy(module, batch)
+
+
+def minds_the_containers(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    assert type(batch) is dict
+    return cross_entropy(module, batch)
+
+
+@pytest.mark.parametrize(
+    ("step", "hooks", "uses"),
+    [
+        (reads, {}, {"x": True, "y": True, "mask": False}),
+        (reads, {"on_train_batch_end": lambda *_: None}, {"x": True, "y": True, "mask": None}),  # it is given the batch
+        (minds_the_containers, {}, {"x": None, "y": None, "mask": None}),
+    ],
+    ids=["an ignored key", "read by other hooks, perhaps", "left alone"],
+)
+def test_the_parts_that_a_fit_reads(step: Any, hooks: dict[str, Any], uses: dict[str, bool | None]) -> None:
     Module, _ = make_parts()
-
-    class Reads(Module):  # type: ignore[misc,valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return nn.functional.cross_entropy(self.net(batch["x"]), batch["y"])
-
-    assert used(Reads(), dict_batches()) == {"x": True, "y": True, "mask": False}
+    model = type("Model", (Module,), {"training_step": step, **hooks})()
+    assert used(model, dict_batches()) == uses
 
 
-def test_what_other_hooks_are_given_may_be_read_there() -> None:
-    Module, _ = make_parts()
-
-    class Reads(Module):  # type: ignore[misc,valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return nn.functional.cross_entropy(self.net(batch["x"]), batch["y"])
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            batch["mask"].sum()
-
-    assert used(Reads(), dict_batches()) == {"x": True, "y": True, "mask": None}
+# --- replay -------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_minds_the_containers_is_left_alone() -> None:
-    Module, _ = make_parts()
+def test_replayed_tensors_are_copied_only_where_a_step_writes_into_them() -> None:
+    batch = {"x": torch.ones(2), "names": ["a"]}
+    read = iter(Replay([batch], 4))
+    next(read)
+    second = next(read)
+    assert second["x"] is batch["x"]
+    assert second is not batch
+    assert second["names"] is not batch["names"]
+    assert len(list(read)) == 2
+    writes = iter(Replay([batch], 3))
+    for given in writes:
+        given["x"].add_(1)
+    assert torch.equal(batch["x"], torch.ones(2))
 
-    class Strict(Module):  # type: ignore[misc,valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            assert type(batch) is dict
-            return nn.functional.cross_entropy(self.net(batch["x"]), batch["y"])
 
-    assert used(Strict(), dict_batches()) == {"x": None, "y": None, "mask": None}
+def test_own_loaders_of_all_kinds() -> None:
+    loader = DataLoader(Numbers(), batch_size=4)
+    combined = CombinedLoader({"a": loader, "b": [1, 2]}, "max_size")
+    mine = own_loaders(combined)
+    assert mine.iterables["a"] is not loader
+    assert combined.iterables["a"] is loader
+    assert mine.iterables["a"].dataset is loader.dataset
+    assert own_loaders([loader, {"x": loader}])[1]["x"] is not loader
 
 
-def test_scripted_parts_may_read_anything() -> None:
-    Module, _ = make_parts()
+def test_of_batches_that_are_alike_the_first_is_replayed() -> None:
+    sample = Sample(skip=2)
+    for number in range(100):
+        sample.offer(torch.full((2,), number))
+    assert [batch.tolist() for batch in sample.take(8)] == [[0, 0]]
 
-    class Scripted(Module):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self.compiled = nn.Linear(4, 4)
-            self.compiled.compile(backend="eager")
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return nn.functional.cross_entropy(self.net(batch["x"]), batch["y"])
+def test_a_sample_is_as_the_run_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Sample(skip=10)
+    for length in range(10, 1010):
+        sample.offer({"x": torch.zeros(length)})
+    taken = [len(batch["x"]) for batch in sample.take(4)]
+    assert taken == pytest.approx([145, 395, 645, 895], abs=40)
+    assert len(sample._batches) <= batches.MOST_KEPT
+    monkeypatch.setattr(batches, "MOST_BYTES", 4000)
+    small = Sample()
+    for length in range(1, 400):
+        small.offer(torch.zeros(length))
+    assert 1 < len(small._batches) < 8
+    assert small._bytes() <= batches.MOST_BYTES
 
-    assert used(Scripted(), dict_batches()) == {"x": None, "y": None, "mask": None}
+
+def test_several_batches_come_one_after_the_other() -> None:
+    given = [torch.zeros(1), torch.zeros(2), torch.zeros(3)]
+    assert [len(batch) for batch in Replay(given, 7)] == [1, 2, 3, 1, 2, 3, 1]

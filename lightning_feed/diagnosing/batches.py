@@ -1,0 +1,345 @@
+"""Batches of a short fit: kept for replay, replayed, and watched for the parts that a step reads."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, KeysView, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from lightning_feed.errors import SettingsError
+from lightning_feed.transfer.tree import tensors
+from lightning_feed.watch.experiments.session import key_leaves
+
+MOST_KEPT, MOST_BYTES = 32, 256 * 2**20
+"""Batches that a sample of a run holds at most, and their memory."""
+_Shapes = tuple[tuple[int, ...], ...]
+
+# --- copies -------------------------------------------------------------------------------------------------------
+
+
+def copy_of(batch: Any) -> Any:
+    """A copy of a batch with its tensors, pinned where they are: a copy to the device is then as fast."""
+    return _with_new_containers(batch, _clone)
+
+
+def _with_new_containers(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """New containers with ``change(tensor)`` for each tensor. Other objects are copied without what they hold."""
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else copy.copy(leaf), batch)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    copied = tensor.clone()
+    return copied.pin_memory() if tensor.is_pinned() else copied
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] | None = None) -> Any:
+    """``loaders`` with a copy of every DataLoader, without the workers that the user's own may have running.
+
+    Dicts, lists and tuples of loaders, and ``CombinedLoader``, are rebuilt around the copies; data sets, samplers and
+    other iterables are the user's own objects.
+
+    Args:
+        loaders: as the data module gives them.
+        make: makes each copy in another way.
+
+    Raises:
+        SettingsError: for an iterator, which can be read only once.
+    """
+    if isinstance(loaders, DataLoader):
+        return _idle_copy(loaders) if make is None else make(loaders)
+    if isinstance(loaders, dict):
+        return {name: own_loaders(loader, make) for name, loader in loaders.items()}
+    if type(loaders) in (list, tuple):
+        return type(loaders)(own_loaders(loader, make) for loader in loaders)
+    if hasattr(loaders, "flattened") and hasattr(loaders, "limits"):
+        mine = copy.copy(loaders)
+        mine.flattened = [own_loaders(loader, make) for loader in loaders.flattened]
+        return mine
+    if hasattr(loaders, "__next__"):
+        raise SettingsError(
+            f"The training loader is a {type(loaders).__name__}, an iterator that can be read only once: diagnosing it "
+            "would use it up. Give an object whose __iter__ begins anew, such as a DataLoader."
+        )
+    return loaders
+
+
+def _idle_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
+    mine = copy.copy(loader)
+    mine._iterator = None
+    return mine
+
+
+# --- replay -------------------------------------------------------------------------------------------------------
+
+
+class Replay:
+    """A loader that yields the same batches again and again, ``length`` in all.
+
+    The containers are new each time, since a step may take parts out of its batch. The tensors are the same, unless the
+    first step wrote into them: then each step gets copies.
+
+    Args:
+        batches: what the loop gets, one after the other. Kept as they are.
+        length: batches per epoch.
+    """
+
+    def __init__(self, batches: Sequence[Any], length: int) -> None:
+        self._batches = batches
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        first = copy_of(self._batches[0])
+        given = [(tensor, _version(tensor)) for tensor in tensors(first)]
+        yield first
+        change = _clone if any(_version(tensor) != version for tensor, version in given) else _same
+        del first, given
+        for number in range(1, self._length):
+            yield _with_new_containers(self._batches[number % len(self._batches)], change)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors count no versions
+
+
+class Sample:
+    """Batches of a run to be replayed: taken evenly over it where their shapes differ, else only the first.
+
+    Of batches with equal shapes one is kept for all.
+
+    Args:
+        skip: batches before those that are measured; of them only the first is kept.
+    """
+
+    def __init__(self, skip: int = 0) -> None:
+        self.first: Any = None
+        self._kept: list[_Shapes] = []
+        self._batches: dict[_Shapes, Any] = {}
+        self._skip, self._every, self._came = skip, 1, 0
+
+    def offer(self, batch: Any) -> None:
+        """Keep a copy of a batch of the run, if its turn has come."""
+        number, self._came = self._came, self._came + 1
+        if number and (number < self._skip or (number - self._skip) % self._every):
+            return
+        try:
+            shapes = tuple(tuple(tensor.shape) for tensor in tensors(batch))
+            if shapes not in self._batches:
+                self._batches[shapes] = copy_of(batch)
+        except Exception:  # noqa: BLE001  # a class of the user's that cannot be looked into: it is not replayed
+            return
+        if number == 0:
+            self.first = self._batches[shapes]
+        self._kept.append(shapes)
+        while len(self._kept) > MOST_KEPT or (len(self._kept) > 1 and self._bytes() > MOST_BYTES):
+            self._kept = self._kept[::2]
+            self._every *= 2
+            self._batches = {one: self._batches[one] for one in self._kept}
+
+    def take(self, count: int) -> list[Any]:
+        """``count`` batches, as large as those of the run were; one where all are alike, and where ``count`` is one.
+
+        There must be a ``first``.
+        """
+        by_size = sorted(self._kept[1:] or self._kept, key=lambda shapes: sum(map(math.prod, shapes)))
+        if by_size[0] == by_size[-1]:
+            count = 1
+        return [self._batches[by_size[(2 * place + 1) * len(by_size) // (2 * count)]] for place in range(count)]
+
+    def _bytes(self) -> int:
+        return sum(tensor.nbytes for batch in self._batches.values() for tensor in tensors(batch))
+
+
+# --- which parts a step reads -------------------------------------------------------------------------------------
+
+
+class KeyWatch:
+    """A batch that knows which of its parts were read.
+
+    A part is used when the step takes it out by its name, or hands it to any function of torch. It is unused when it
+    was never taken out at all. What was only handed out with all others (unpacking, ``**batch``, ``.items()``) and no
+    function of torch has seen cannot be told: the step may have kept it, or ignored it.
+
+    Dicts, lists and tuples are watched at any depth, and pass ``isinstance``; of other containers only torch's
+    functions tell what was read.
+
+    Args:
+        batch: what the step is to get. It is not written to.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._leaves: dict[str, Any] = {}
+        self._read: set[str] = set()
+        self._handed: set[str] = set()
+        self.batch = self._watched(batch, "")
+        """The same, watched."""
+
+    def uses(self) -> dict[str, bool | None]:
+        """Whether each part was used, by its place as :func:`key_leaves` names it. None: cannot be told."""
+        return {name: True if name in self._read else None if name in self._handed else False for name in self._leaves}
+
+    def seeing_torch(self) -> TorchFunctionMode:
+        """A context in which a part that any function of torch is given was read."""
+        return _Seen(self._see)
+
+    def _see(self, value: Any, depth: int = 4) -> None:
+        if isinstance(value, Tensor):
+            self._read |= {name for name, leaf in self._leaves.items() if leaf is value}
+        elif depth and isinstance(value, (list, tuple)):
+            for part in tuple.__iter__(value) if isinstance(value, tuple) else list.__iter__(value):
+                self._see(part, depth - 1)
+        elif depth and isinstance(value, dict):
+            for part in dict.values(value):
+                self._see(part, depth - 1)
+
+    def _watched(self, value: Any, place: str) -> Any:
+        kind = type(value)
+        leaves = dict(key_leaves(value, place))
+        if kind not in (dict, list, tuple) or any(leaf is value for leaf in leaves.values()):
+            self._leaves |= leaves
+            if place not in leaves:  # no container hands them out that would tell
+                self._handed |= set(leaves)
+            return value
+        items = list(value.items()) if kind is dict else list(enumerate(value))
+        places = {key: f"{place}.{key}" if place else str(key) for key, _ in items}
+        children = [self._watched(part, places[key]) for key, part in items]
+
+        def take(key: Any, *, named: bool) -> None:
+            if places.get(key) in self._leaves:
+                (self._read if named else self._handed).add(places[key])
+
+        kinds: dict[type, Any] = {list: _WatchedList, tuple: _WatchedTuple}
+        made = kinds[kind](children) if kind in kinds else _WatchedDict(zip(places, children, strict=True))
+        made._take = take
+        return made
+
+
+def is_opaque(module: torch.nn.Module) -> bool:
+    """Whether parts of a batch may be read where neither containers nor torch's functions notice: compiled code."""
+    scripted = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
+    return any(
+        type(part).__name__ == "OptimizedModule"
+        or getattr(part, "_compiled_call_impl", None) is not None
+        or any(isinstance(held, scripted) for held in (part, *vars(part).values()))
+        for part in module.modules()
+    )
+
+
+def _on_a_copy(name: str) -> Any:
+    """A method that is called on a plain copy, for which all parts are handed out."""
+
+    def method(self: Any, *args: Any) -> Any:
+        return getattr(self._plain(), name)(*args)
+
+    return method
+
+
+def _take_nothing(key: Any, *, named: bool) -> None:
+    """Of a container that the step made itself, from the class of its batch."""
+
+
+class _WatchedDict(dict[Any, Any]):
+    _take = staticmethod(_take_nothing)
+    _listed = False
+
+    def __getitem__(self, key: Any) -> Any:
+        self._take(key, named=not self._listed)  # `f(**batch)` lists all keys, and then reads each by its name
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._take(key, named=True)
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._take(key, named=True)
+        return super().pop(key, *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        self._take(key, named=True)
+        return super().setdefault(key, default)
+
+    def popitem(self) -> Any:
+        self._plain()
+        return super().popitem()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._listed = True
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        return KeysView(cast(Any, self))
+
+    def _plain(self) -> dict[Any, Any]:
+        for key in super().__iter__():
+            self._take(key, named=False)
+        return dict(super().items())
+
+    items = _on_a_copy("items")
+    values = _on_a_copy("values")
+    copy = _on_a_copy("copy")
+    __or__ = _on_a_copy("__or__")
+    __ror__ = _on_a_copy("__ror__")
+    __eq__ = _on_a_copy("__eq__")
+    __reduce_ex__ = _on_a_copy("__reduce_ex__")
+    __hash__ = None
+
+
+class _SequenceReads:
+    """What lists and tuples hand their elements out by."""
+
+    _take = staticmethod(_take_nothing)
+    _kind: Any
+
+    def __getitem__(self, index: Any) -> Any:
+        taken = range(len(cast(Any, self)))[index]
+        for each in taken if isinstance(taken, range) else (taken,):
+            self._take(each, named=not isinstance(taken, range))
+        return self._kind.__getitem__(self, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, value in enumerate(self._kind.__iter__(self)):
+            self._take(index, named=False)
+            yield value
+
+    def _plain(self) -> Any:
+        return self._kind(iter(self))
+
+    __reversed__ = _on_a_copy("__reversed__")
+    __add__ = _on_a_copy("__add__")
+    __eq__ = _on_a_copy("__eq__")
+    __reduce_ex__ = _on_a_copy("__reduce_ex__")
+    __hash__ = None  # type: ignore[assignment]  # tensors in it are not hashed by value either
+
+
+class _WatchedList(_SequenceReads, list[Any]):
+    _kind = list
+    copy = _on_a_copy("copy")
+
+    def pop(self, index: Any = -1) -> Any:
+        self[index]
+        return super().pop(index)
+
+
+class _WatchedTuple(_SequenceReads, tuple[Any, ...]):  # type: ignore[misc]  # neither is to be hashed
+    _kind = tuple
+
+
+class _Seen(TorchFunctionMode):
+    def __init__(self, see: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._see((args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
