@@ -1,23 +1,44 @@
-"""A pack in the making: private and locked, resumable for the same plan, and renamed when it is whole."""
+"""A pack in the making: private and locked, resumable for the same plan, and renamed when it is whole.
+
+Samples go straight into LMDB transactions. A journal beside them has a line for each sample of the source, written
+after the transaction that holds its payload is on the disk; a call that was broken off is resumed after its last line.
+A pack of another format is written from there at the end.
+"""
 
 import ctypes
 import errno
 import hashlib
+import json
 import logging
 import os
 import shutil
 import stat
+import sys
 import tempfile
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 from filelock import FileLock, Timeout
+from tqdm import tqdm
 
 from lightning_feed.archive.folder import FolderSource
-from lightning_feed.archive.pack_formats import Format, is_pack
-from lightning_feed.archive.pack_samples import Payloads
+from lightning_feed.archive.pack_formats import (
+    Format,
+    PartIndex,
+    is_pack,
+    lmdb_key,
+    open_lmdb,
+    write_hdf5,
+    write_litdata,
+)
+from lightning_feed.archive.pack_samples import Payload, Payloads
 from lightning_feed.errors import ArchiveError
+from lightning_feed.extras import require
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +49,9 @@ _REPLACED = "replaced"
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_COMMIT_BYTES = 64 << 20
+_COMMIT_S = 5.0
+"""Payloads that were waiting for a transaction for longer, or are more bytes, are committed: a kill loses no more."""
 
 
 @contextmanager
@@ -35,22 +59,43 @@ def alone_in(partial: Path) -> Iterator[None]:
     """Hold the lock of a pack in the making. The system drops it when the process ends, however it ends.
 
     Raises:
-        ArchiveError: when another process holds it, or when another user could change what is packed.
+        ArchiveError: when another process holds it, when another user could change what is packed, or in place of any
+            error that says that the disk is full.
     """
-    lock = FileLock(partial / _LOCK)
-    try:
-        _make_private(partial)
-        lock.acquire(timeout=0)
-    except (Timeout, FileNotFoundError) as error:  # not found: renamed by the other process, which is done
-        raise ArchiveError(
-            f"Another process is packing to {partial}. Wait for it to end, or give another DEST."
-        ) from error
+    with _report_full_disk(partial):
+        lock = FileLock(partial / _LOCK)
+        try:
+            _make_private(partial)
+            lock.acquire(timeout=0)
+        except (Timeout, FileNotFoundError) as error:  # not found: renamed by the other process, which is done
+            raise ArchiveError(
+                f"Another process is packing to {partial}. Wait for it to end, or give another DEST."
+            ) from error
+        try:
+            yield
+        finally:
+            if partial.is_dir() and [entry.name for entry in partial.iterdir()] == [_LOCK]:
+                shutil.rmtree(partial)
+            lock.release()
+
+
+@contextmanager
+def _report_full_disk(partial: Path) -> Iterator[None]:
+    """Say what to do when the disk is full."""
     try:
         yield
-    finally:
-        if partial.is_dir() and [entry.name for entry in partial.iterdir()] == [_LOCK]:
-            shutil.rmtree(partial)
-        lock.release()
+    except ArchiveError:
+        raise
+    except Exception as error:
+        number, text = getattr(error, "errno", None), str(error)
+        # LMDB calls it an input/output error when a write fitted in part.
+        cut_short = text.startswith("mdb_") and "Input/output error" in text
+        if number not in _FULL and "No space left" not in text and not cut_short:
+            raise
+        raise ArchiveError(
+            f"The disk of {partial.parent} is full. What is packed so far is kept in {partial}: free some space there "
+            f"and pack to {partial.with_suffix('')} again, which resumes it. To give up, remove that folder."
+        ) from error
 
 
 def _make_private(partial: Path) -> None:
@@ -166,24 +211,175 @@ def _exchanged(one: Path, other: Path) -> bool:
     return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
-@contextmanager
-def report_full_disk(partial: Path) -> Iterator[None]:
-    """Say what to do when the disk is full.
+def progress_bar(**options: Any) -> "tqdm[Any]":
+    """A progress bar on a terminal. Without standard error, as in some services, there is none."""
+    closed = sys.stderr is None or getattr(sys.stderr, "closed", False)
+    return tqdm(disable=True if closed else None, leave=False, **options)
 
-    Raises:
-        ArchiveError: in place of any error that says that there is no space.
+
+# --- the store --------------------------------------------------------------------------------------------------------
+
+
+class _Line(NamedTuple):
+    """A line of the journal: a sample of the source that is done."""
+
+    size: int
+    """Bytes of the payload; -1 for a sample that was left out."""
+    checksum: int
+    problem: str
+    changed_ns: int
+
+
+class Store:
+    """The payloads of one part in the making, in LMDB, and the journal of the samples that they were made of.
+
+    As a context it is open for writing, and holds what an earlier call had done, up to the first sample that is damaged
+    there, or has changed in its source since. Whatever ends the context, what was appended is committed.
+
+    Attributes:
+        lines: the journal.
+        samples: how many of them were kept.
+        resumed_at: how many of them an earlier call had done.
+        digest: of the index that was written.
     """
-    try:
-        yield
-    except ArchiveError:
-        raise
-    except Exception as error:
-        number, text = getattr(error, "errno", None), str(error)
-        # LMDB calls it an input/output error when a write fitted in part.
-        cut_short = text.startswith("mdb_") and "Input/output error" in text
-        if number not in _FULL and "No space left" not in text and not cut_short:
+
+    def __init__(self, folder: Path, part: Payloads, format: Format) -> None:
+        self.part, self.name, self.format = part, folder.name, format
+        self._index = folder / "index.npz"
+        self._journal = folder / "journal"
+        self._data = folder / "data"
+        self._payloads = self._data if format == "lmdb" else folder / "store"
+        self._pending: list[Payload] = []
+        self._pending_bytes = 0
+        self._committed_at = time.monotonic()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all payloads."""
+        return sum(line.size for line in self.lines if line.size >= 0)
+
+    def __enter__(self) -> "Store":
+        lmdb = require("lmdb", extra="pack", why="Packing")
+        try:
+            self._resume()
+        except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError):
+            shutil.rmtree(self._payloads)  # a crash of the machine can have damaged them
+            self._resume()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._commit()
+        finally:
+            self._environment.close()
+
+    def append(self, payload: Payload) -> None:
+        """Add the next sample of the source."""
+        self._pending.append(payload)
+        self._pending_bytes += len(payload.data or b"")
+        if self._pending_bytes >= _COMMIT_BYTES or time.monotonic() - self._committed_at >= _COMMIT_S:
+            self._commit()
+
+    def write(self) -> None:
+        """Write the index of the part, and its data where they are of another format than LMDB."""
+        self._commit()
+        kept = [row for row, line in enumerate(self.lines) if line.size >= 0]
+        names = [self.part.name(row).encode("utf-8", "surrogateescape") for row in kept]
+        index = PartIndex(
+            labels=self.part.labels[kept],
+            sizes=np.array([self.lines[row].size for row in kept], dtype=np.int64),
+            checksums=np.array([self.lines[row].checksum for row in kept], dtype=np.uint32),
+            names=np.frombuffer(b"".join(names), dtype=np.uint8),
+            name_ends=np.cumsum([len(name) for name in names], dtype=np.int64),
+        )
+        self.digest = index.save(self._index)
+        if self.format == "lmdb":
+            return
+        shutil.rmtree(self._data, ignore_errors=True)  # of a call that was broken off while it wrote it
+        self._data.mkdir()
+        write = write_hdf5 if self.format == "hdf5" else write_litdata
+        with (
+            progress_bar(total=self.total_bytes, desc=f"Writing {self.format}", unit="B", unit_scale=True) as bar,
+            self._environment.begin() as transaction,
+        ):
+            write(self._data, (payload for _, payload in transaction.cursor()), index, bar.update)
+
+    def files(self) -> dict[str, int]:
+        """Bytes of each data file, by its path in the pack."""
+        return {f"{self.name}/data/{file.name}": file.stat().st_size for file in sorted(self._data.iterdir())}
+
+    def check_source(self) -> None:
+        """Refuse samples whose files have changed since they were read: they may have been read while written.
+
+        At the end, not after each read: what empties a file and fills it later is seen, too.
+        """
+        for row, line in enumerate(self.lines):
+            if self.part.changed_ns(row) != line.changed_ns:
+                raise ArchiveError(
+                    f"{self.part.source.name(row)} (sample {row}) changed while it was packed, so the pack may hold a "
+                    "part of it. Pack again when nothing writes there: what comes before that file is kept."
+                )
+
+    def _resume(self) -> None:
+        """Take over what an earlier call had done, as far as it is undamaged, and drop the rest."""
+        self.lines: list[_Line] = []
+        self.samples, end = 0, 0
+        self._environment = open_lmdb(self._payloads, write=True)
+        try:
+            with self._environment.begin() as transaction, self._journal.open("a+b") as journal:
+                journal.seek(0)
+                for text in journal:
+                    line = _parsed(text)
+                    if line is None or not self._is_sound(line, transaction):
+                        break
+                    self._add(line)
+                    end += len(text)
+                journal.truncate(end)
+            with self._writing([]) as transaction:
+                cursor = transaction.cursor()
+                while cursor.set_range(lmdb_key(self.samples)):
+                    cursor.delete()
+        except BaseException:
+            self._environment.close()
             raise
-        raise ArchiveError(
-            f"The disk of {partial.parent} is full. What is packed so far is kept in {partial}: free some space there "
-            f"and pack to {partial.with_suffix('')} again, which resumes it. To give up, remove that folder."
-        ) from error
+        self.resumed_at = len(self.lines)
+
+    def _is_sound(self, line: _Line, transaction: Any) -> bool:
+        """Whether the next sample is as it was packed, and as it is in the source."""
+        payload = b"" if line.size < 0 else transaction.get(lmdb_key(self.samples))
+        sound = payload is not None and zlib.crc32(payload) == line.checksum
+        return sound and self.part.changed_ns(len(self.lines)) == line.changed_ns
+
+    def _add(self, line: _Line) -> None:
+        self.lines.append(line)
+        self.samples += line.size >= 0
+
+    def _commit(self) -> None:
+        """Bring what was appended to the disk: payloads first, then the lines that speak of them."""
+        pending, self._pending, self._pending_bytes = self._pending, [], 0
+        kept = [payload.data for payload in pending if payload.data is not None]
+        with self._writing(kept) as transaction:
+            for number, data in enumerate(kept, self.samples):
+                transaction.put(lmdb_key(number), data, append=True)
+        lines = [_Line(-1 if each.data is None else len(each.data), *each[1:]) for each in pending]
+        with self._journal.open("ab") as journal:
+            journal.writelines(json.dumps(line).encode() + b"\n" for line in lines)
+        for line in lines:
+            self._add(line)
+        self._committed_at = time.monotonic()
+
+    def _writing(self, payloads: list[bytes]) -> Any:
+        """A transaction with room for these payloads."""
+        page = self._environment.stat()["psize"]
+        pages = self._environment.info()["last_pgno"] + 1 + sum(len(payload) // page + 2 for payload in payloads)
+        self._environment.set_mapsize(pages * page + (16 << 20))  # LMDB keeps some pages for itself
+        return self._environment.begin(write=True)
+
+
+def _parsed(text: bytes) -> _Line | None:
+    """A line of the journal; None where a kill or a crash of the machine left something else."""
+    try:
+        line = _Line(*json.loads(text))
+    except (ValueError, TypeError):
+        return None
+    return line if text.endswith(b"\n") else None

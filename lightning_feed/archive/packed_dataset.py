@@ -11,15 +11,7 @@ from torch.utils.data import Dataset
 
 from lightning_feed.archive import files
 from lightning_feed.archive.folder import Encoded, Place
-from lightning_feed.archive.pack_formats import (
-    ALL,
-    READERS,
-    Manifest,
-    PartIndex,
-    Reader,
-    check_files,
-    read_manifest,
-)
+from lightning_feed.archive.pack_formats import ALL, READERS, Manifest, PartIndex, Reader, check_files, read_manifest
 from lightning_feed.archive.pack_samples import from_bytes, pixels_of
 from lightning_feed.errors import ArchiveError, DatasetError, SettingsError
 

@@ -78,14 +78,14 @@ def kill(*_: Any, **__: Any) -> None:
 
 KILLED = """
 import os, signal, sys
-from lightning_feed.archive import pack, packing
-packing._COMMIT_BYTES = 16 * 20_000
-append = packing._Store.append
+from lightning_feed.archive import pack, pack_partial
+pack_partial._COMMIT_BYTES = 16 * 20_000
+append = pack_partial.Store.append
 def killing(self, payload):
     append(self, payload)
     if len(self.lines) == 16 and len(self._pending) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-packing._Store.append = killing
+pack_partial.Store.append = killing
 pack(sys.argv[1], sys.argv[2], format=sys.argv[3], workers=2)
 """
 
@@ -115,9 +115,9 @@ def test_a_killed_pack_is_resumed_and_its_workers_end(
 def test_what_waited_for_a_while_is_committed(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow sources lose no more than seconds of work to a kill."""
     now = iter(range(0, 10_000, 2))
-    monkeypatch.setattr(packing.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(pack_partial.time, "monotonic", lambda: float(next(now)))
     with monkeypatch.context() as patch:
-        patch.setattr(packing._Store, "write", kill)
+        patch.setattr(pack_partial.Store, "write", kill)
         killed(lambda: pack(files, tmp_path / "x.pack", workers=0))
     assert 30 < pack(files, tmp_path / "x.pack", workers=0).resumed_at < 40
 
@@ -288,7 +288,7 @@ def test_a_pack_that_does_not_verify_is_mended_by_the_next_call(
         data.write_bytes(whole)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing._Store, "check_source", flip)
+        patch.setattr(pack_partial.Store, "check_source", flip)
         with pytest.raises(ArchiveError, match=r"sample 18 .* is not what was packed"):
             pack(files, tmp_path / "x.pack", workers=0, verify=True)
     (tmp_path / "x.pack.partial" / "all" / "index.npz").write_bytes(b"cut")
@@ -383,7 +383,7 @@ def test_a_disk_that_fills_up_is_told_and_the_pack_resumed(
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes((4 << 20) - free))
     monkeypatch.setattr(packing, "_check_room", lambda *others: None)  # the room went after it was looked at
-    monkeypatch.setattr(packing, "_COMMIT_BYTES", 150_000)
+    monkeypatch.setattr(pack_partial, "_COMMIT_BYTES", 150_000)
     with pytest.raises(ArchiveError) as told:
         pack(files, small_disk / "x.pack", format=format, workers=0)
     assert f"The disk of {small_disk} is full. What is packed so far is kept in" in str(told.value)
