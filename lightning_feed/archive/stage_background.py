@@ -15,7 +15,7 @@ import time
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from lightning_feed.archive.stage_path import StagedPath, StagePlace, claim, hold, now_s, shown
+from lightning_feed.archive.stage_path import StagedPath, StagePlace, claimed, hold, now_s, shown
 from lightning_feed.archive.staging import StageWork, find_place, leave
 from lightning_feed.errors import ArchiveError, FeedError
 
@@ -101,14 +101,11 @@ class BackgroundStage:
             logger.warning("Training goes on from %s, which was not staged: %s", shown(self._origin), error)
 
     def _hold(self) -> None:
-        lock = claim(self._place)
-        try:
+        with claimed(self._place):
             record = self._place.read()
             if record is None or record.source != self._origin:
                 raise ArchiveError(f"{shown(self._place.target)} was removed by another process.")
             hold(self._place, at_exit=leave)
-        finally:
-            lock.release()
 
     def _at_exit(self) -> None:
         self.stop()

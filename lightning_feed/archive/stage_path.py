@@ -4,10 +4,11 @@ import errno
 import json
 import logging
 import os
+import shutil
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -149,6 +150,18 @@ def claim(place: StagePlace, *, wait_s: float | None = None) -> FileLock:
                 f"{shown(place.lock)} cannot be opened or locked: {error.strerror}. Give a folder of your own on a "
                 "tmpfs or a local disk as DEST."
             ) from error
+
+
+@contextmanager
+def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]:
+    """:func:`claim` for a block; a place without a record after it is removed, but for the copy itself."""
+    lock = claim(place, wait_s=wait_s)
+    try:
+        yield
+    finally:
+        if place.read() is None:
+            shutil.rmtree(place.folder, ignore_errors=True)  # one who waits may make a lock in it just now
+        lock.release()
 
 
 def _make_private(folder: Path) -> None:

@@ -25,7 +25,7 @@ from lightning_feed.archive.stage_path import (
     StagedPath,
     StagePlace,
     StageRecord,
-    claim,
+    claimed,
     hold,
     is_used,
     now_s,
@@ -162,23 +162,19 @@ class StageWork:
         Raises:
             ArchiveError: as :func:`stage`.
         """
-        place, began_s = self.place, now_s()
-        lock = claim(place, wait_s=self.wait_s)
+        began_s = now_s()
         try:
-            record = self._make(began_s)
-            if not self.in_background:
-                hold(place, at_exit=leave)
+            with claimed(self.place, wait_s=self.wait_s):
+                record = self._make(began_s)
+                if not self.in_background:
+                    hold(self.place, at_exit=leave)
         except ArchiveError:
             raise
         except OSError as error:
             raise ArchiveError(
-                f"{shown(self.origin)} could not be staged to {shown(place.target)}: {error}. Give a DEST that you may "
-                "write to, with room for it."
+                f"{shown(self.origin)} could not be staged to {shown(self.place.target)}: {error}. Give a DEST that "
+                "you may write to, with room for it."
             ) from error
-        finally:
-            if place.read() is None:
-                shutil.rmtree(place.folder, ignore_errors=True)  # refused before a byte was written
-            lock.release()
         return self._staged(record, took_s=now_s() - began_s)
 
     def _make(self, began_s: float) -> StageRecord:
@@ -351,12 +347,9 @@ def _unstage(place: StagePlace, origin: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     release(place)
-    lock = claim(place, wait_s=0)
-    try:
+    with claimed(place, wait_s=0):
         _refuse_removal(place, origin)
         remove_copy(place, origin)
-    finally:
-        lock.release()
     return True
 
 
@@ -383,25 +376,21 @@ def remove_copy(place: StagePlace, source: str) -> None:
     if owner_of(place.target) == os.geteuid():  # removed by hand, it may have made room for another user's
         copy = scan_copy(str(place.target), source=Tree(source))
         remove_entries(copy.root, [*copy.files, *reversed(copy.folders)])
-    shutil.rmtree(place.folder, ignore_errors=True)  # one who waits may make a lock in it just now
+    place.record.unlink()
 
 
 def leave(place: StagePlace) -> bool:
     """Use a copy no longer, and remove it if it may go and nobody else uses it. Tells whether it was removed."""
     release(place)
-    record = place.read()
-    if record is None or not record.remove_at_exit:
+    if place.read() is None:
         return False
     try:
-        lock = claim(place, wait_s=0)
+        with claimed(place, wait_s=0):
+            record = place.read()
+            may_go = record is not None and record.remove_at_exit and not is_used(place)
+            if record is None or not may_go or _is_source(place, record.source):
+                return False
+            remove_copy(place, record.source)
+            return True
     except ArchiveError:
         return False  # somebody brings it up to date
-    try:
-        record = place.read()
-        may_go = record is not None and record.remove_at_exit and not is_used(place)
-        if record is None or not may_go or _is_source(place, record.source):
-            return False
-        remove_copy(place, record.source)
-        return True
-    finally:
-        lock.release()
