@@ -37,23 +37,15 @@ class _State:
     eval_last_batch: LastBatch
     resumable: bool
     options: DaliOptions
-    defining: "_Defining | None" = None
-    """The pipeline that ``pipeline()`` is defining."""
+    arguments: dict[str, Any] | None = None
+    """What readers are to be told, while ``pipeline()`` defines a pipeline."""
+    readers: int = 0
+    """How often that was asked for, for the last pipeline."""
     resume: dict[str, Any] | None = None
     """The state of the training loader in the checkpoint that this fit goes on from."""
     there: dict[str, bool] = field(default_factory=dict)
     """Whether there is a split, once it was asked for."""
     loaders: dict[str, ReaderLoader] = field(default_factory=dict)
-
-
-@dataclass
-class _Defining:
-    """A pipeline that is being defined: what its readers are to be told."""
-
-    settings: PipelineSettings
-    arguments: dict[str, Any]
-    readers: int = 0
-    """Whose arguments were given out."""
 
 
 class FeedDali(DataModuleBase):
@@ -126,15 +118,15 @@ class FeedDali(DataModuleBase):
         Raises:
             SettingsError: outside of ``pipeline``.
         """
-        defining = self._dali.defining
-        if defining is None:
+        state = self._dali
+        if state.arguments is None:
             raise SettingsError(
                 "self.reader() tells a reader its share of the set, which is known while a pipeline is made. Call it "
                 "in pipeline(split): fn.readers.file(file_root=..., **self.reader())."
             )
-        defining.readers += 1
+        state.readers += 1
         shuffled = {} if shuffle is None else {"random_shuffle": shuffle}
-        return {"name": name, **defining.arguments, **shuffled}
+        return {"name": name, **state.arguments, **shuffled}
 
     @property
     def decoder_device(self) -> Literal["cpu", "mixed"]:
@@ -156,6 +148,10 @@ class FeedDali(DataModuleBase):
         return "\n".join(lines) or "No loader has been made yet."
 
     # --- what Lightning calls -----------------------------------------------------------------------------------------
+
+    def teardown(self, stage: str) -> None:
+        """Free the pipelines."""
+        self._feed_release()
 
     def __getstate__(self) -> dict[str, Any]:
         state = self._dali
@@ -218,10 +214,10 @@ class FeedDali(DataModuleBase):
         )
 
         def build(seed: int, checkpoint: bytes | None) -> ReaderPipeline:
-            with self._dali_defining(split, seed) as defining:
+            with self._dali_defining(split, seed) as settings:
                 return ReaderPipeline(
                     lambda: self.pipeline(split),
-                    defining.settings,
+                    settings,
                     name=reading.name,
                     seed=mix_seed(seed, settings.rank, 0, "operators") >> 32,
                     resumable=resumable,
@@ -256,9 +252,9 @@ class FeedDali(DataModuleBase):
         """Whether there is such a split. Its pipeline is defined to know it, and not built."""
         there = self._dali.there
         if split not in there:
-            with self._dali_defining(split, seed=0) as defining, new_pipeline(defining.settings):
+            with self._dali_defining(split, seed=0) as settings, new_pipeline(settings):
                 found = self.pipeline(split)
-            if found is None and defining.readers:
+            if found is None and self._dali.readers:
                 raise DatasetError(
                     f"{self._dali_name(split)} made a reader and returned nothing. Return its outputs: return images, "
                     "labels."
@@ -267,10 +263,11 @@ class FeedDali(DataModuleBase):
         return there[split]
 
     @contextmanager
-    def _dali_defining(self, split: str, seed: int) -> Iterator[_Defining]:
+    def _dali_defining(self, split: str, seed: int) -> Iterator[PipelineSettings]:
         """While a pipeline is being defined, ``reader()`` can tell what it has to be told."""
         settings, training = self._dali_settings(split), split == "train"
-        arguments = {
+        self._dali.readers = 0
+        self._dali.arguments = {
             "shard_id": settings.rank,
             "num_shards": settings.ranks,
             "stick_to_shard": not training,
@@ -278,11 +275,10 @@ class FeedDali(DataModuleBase):
             "seed": mix_seed(seed, 0, 0, "reader") >> 32,  # the same on all ranks, and for all readers of a pipeline
             "pad_last_batch": True,
         }
-        self._dali.defining = _Defining(settings, arguments)
         try:
-            yield self._dali.defining
+            yield settings
         finally:
-            self._dali.defining = None
+            self._dali.arguments = None
 
     def _dali_settings(self, split: str) -> PipelineSettings:
         """What a pipeline of ``split`` is built with in this process."""

@@ -2,7 +2,7 @@
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -37,72 +37,51 @@ NOT_MEASURED = "nothing is measured yet on this folder, size and device: run lig
 # --- what a backend cannot do -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class BackendWish:
-    """What a user asked for, as far as backends are concerned."""
+_BESIDE = {
+    "transform": (
+        "crops and flips by itself, and cannot call a transform of yours for each image. Leave transform and "
+        'eval_transform out, or use backend="torch".'
+    ),
+    "collate": (
+        "puts batches together before they are decoded, and cannot call a collate of yours. Change the decoded batch "
+        'in device_transform, or use backend="torch".'
+    ),
+    "drop_keys": "has batches of images, labels: drop_keys has nothing to drop. Leave it out.",
+    "cache": 'decodes after the cache, and this one keeps decoded images. Use cache="bytes", or backend="torch".',
+}
+"""What the backends other than torch do that leaves no place for something else, by the name of that."""
 
-    backend: str
-    quality: str
-    dali: DaliOptions | None
-    cache: str | None
-    transforms: bool
-    """Whether there is a transform of the user's."""
-    collate: bool
-    """Whether ``collate`` is overridden."""
-    drop_keys: bool
 
-
-def check_backend(wish: BackendWish) -> DaliOptions:
+def check_backend(backend: str, quality: str, dali: DaliOptions | None, beside: Mapping[str, bool]) -> DaliOptions:
     """Refuse a backend that is none, and what would have no effect beside it. Returns the options of DALI to use.
+
+    Args:
+        backend: as given.
+        quality: as given.
+        dali: as given.
+        beside: which of the keys of the table above there is.
 
     Raises:
         SettingsError: with what to do instead.
     """
-    backend = wish.backend
     if backend not in BACKENDS:
         raise SettingsError(f"backend={backend!r} is not a choice. Give one of {', '.join(map(repr, BACKENDS))}.")
-    if backend not in ("torch", "auto"):
-        _check_other_than_torch(wish)
-    if backend in DALI_BACKENDS and wish.quality != "exact":
+    for name, why in _BESIDE.items():
+        if beside.get(name) and backend not in ("torch", "auto"):
+            raise SettingsError(f"backend={backend!r} {why}")
+    if backend in DALI_BACKENDS and quality != "exact":
         raise SettingsError(
-            f"quality={wish.quality!r} would have no effect with backend={backend!r}, which decodes all pixels of a "
-            'box. Leave it out, or use backend="torch".'
+            f"quality={quality!r} would have no effect with backend={backend!r}, which decodes all pixels of a box. "
+            'Leave it out, or use backend="torch".'
         )
-    if wish.dali is None:
-        return DaliOptions()
-    if backend not in (*DALI_BACKENDS, "auto"):
+    if dali is not None and backend not in (*DALI_BACKENDS, "auto"):
         raise SettingsError(
             f"dali=DaliOptions(...) would have no effect with backend={backend!r}. Leave it out, or use "
             'backend="dali-cpu" or "dali-gpu".'
         )
-    if backend == "dali-cpu":
-        wish.dali.refuse_gpu_options(
-            'is for decoding on the GPU and has no effect with backend="dali-cpu". Leave it out.'
-        )
-    return wish.dali
-
-
-def _check_other_than_torch(wish: BackendWish) -> None:
-    backend = wish.backend
-    if wish.transforms:
-        raise SettingsError(
-            f"backend={backend!r} crops and flips by itself, and cannot call a transform of yours for each image. "
-            'Leave transform and eval_transform out, or use backend="torch".'
-        )
-    if wish.collate:
-        raise SettingsError(
-            f"backend={backend!r} puts batches together before they are decoded, and cannot call a collate of yours. "
-            'Change the decoded batch in device_transform, or use backend="torch".'
-        )
-    if wish.drop_keys:
-        raise SettingsError(
-            f"drop_keys has nothing to drop with backend={backend!r}, whose batches are images, labels. Leave it out."
-        )
-    if wish.cache not in (None, "bytes"):
-        raise SettingsError(
-            f"cache={wish.cache!r} keeps decoded images, and backend={backend!r} decodes after the cache. Use "
-            'cache="bytes", or backend="torch".'
-        )
+    if dali is not None and backend == "dali-cpu":
+        dali.refuse_gpu_options('is for decoding on the GPU and has no effect with backend="dali-cpu". Leave it out.')
+    return dali or DaliOptions()
 
 
 def require_cuda(backend: str, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,6 @@ from lightning_feed.image_backends import (
     Backend,
     BackendChoice,
     BackendFacts,
-    BackendWish,
     as_asked,
     check_backend,
     device_of,
@@ -110,16 +110,13 @@ class FeedImageFolder(FeedDataModule):
                 "cache='device' keeps decoded images, so that no transform on the host runs on them again. Leave "
                 "transform out (crop and flip are then done on the device), or use cache='decoded'."
             )
-        wish = BackendWish(
-            backend=backend,
-            quality=quality,
-            dali=dali,
-            cache=self._feed.storage.cache,
-            transforms=bool(transform or eval_transform),
-            collate=self._images_own_collate(),
-            drop_keys=bool(self._feed.loaders.drop_keys),
-        )
-        self._images_dali = check_backend(wish)
+        beside = {
+            "transform": bool(transform or eval_transform),
+            "collate": self._images_own_collate(),
+            "drop_keys": bool(self._feed.loaders.drop_keys),
+            "cache": self._feed.storage.cache not in (None, "bytes"),
+        }
+        self._images_dali = check_backend(backend, quality, dali, beside)
         self._images_decoders: dict[str, DaliImageDecoder] = {}
         self._images_threads = loader is None
         self._images_backend: BackendChoice | None = None
@@ -127,7 +124,6 @@ class FeedImageFolder(FeedDataModule):
         self._images_generators: dict[torch.device, tuple[int, torch.Generator]] = {}
         self._images_splits = Splits(val_fraction, split_seed)
         self._images_choice: Choice | None = None
-        self._images_scaling: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     # --- what FastDataModule asks for ---------------------------------------------------------------------------------
 
@@ -168,7 +164,7 @@ class FeedImageFolder(FeedDataModule):
             values = crop_and_flip(images, boxes, flipped, self.image_size)
         else:
             values = images.to(torch.float32)
-        scale, offset = self._images_scale(images.device)
+        scale, offset = _scaling(self.mean, self.std, images.device)
         # In float32, since a half's mean / std would be off by up to a step of uint8; then cast.
         return torch.addcmul(offset, values, scale).to(self.dtype), labels
 
@@ -217,7 +213,7 @@ class FeedImageFolder(FeedDataModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # What is on a device stays there: a worker that got it would open the device for itself.
-        return {**super().__getstate__(), "_images_scaling": {}, "_images_generators": {}, "_images_decoders": {}}
+        return {**super().__getstate__(), "_images_generators": {}, "_images_decoders": {}}
 
     # --- details ------------------------------------------------------------------------------------------------------
 
@@ -390,15 +386,17 @@ class FeedImageFolder(FeedDataModule):
             self._images_generators[device] = held
         return held[1]
 
-    def _images_scale(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """scale and offset, shape (3, 1, 1): (x / 255 - mean) / std = x * scale + offset."""
-        if device not in self._images_scaling:
-            numbers = torch.tensor([self.mean, self.std], dtype=torch.float64, device="cpu")
-            mean, std = numbers.view(2, 3, 1, 1)
-            # Kept, since making them from numbers is a copy that waits for the device.
-            scale, offset = (value.float().to(device) for value in (1 / (255 * std), -mean / std))
-            self._images_scaling[device] = (scale, offset)
-        return self._images_scaling[device]
+
+@lru_cache
+def _scaling(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """scale and offset, shape (3, 1, 1): (x / 255 - mean) / std = x * scale + offset.
+
+    Kept, since making them from numbers is a copy that waits for the device.
+    """
+    means, stds = torch.tensor([mean, std], dtype=torch.float64, device="cpu").view(2, 3, 1, 1)
+    return (1 / (255 * stds)).float().to(device), (-means / stds).float().to(device)
 
 
 def _images_in(dataset: Any) -> ImageDataset | None:

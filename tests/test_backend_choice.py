@@ -11,7 +11,6 @@ from lightning_feed.image_backends import (
     HEADROOM_PCT,
     NOT_MEASURED,
     BackendFacts,
-    BackendWish,
     check_backend,
     choose_backend,
 )
@@ -241,10 +240,7 @@ def test_a_cache_of_bytes_is_before_decoding() -> None:
 
 
 def _checked(backend: str, dali: DaliOptions | None, quality: str = "exact") -> DaliOptions:
-    wish = BackendWish(
-        backend=backend, quality=quality, dali=dali, cache=None, transforms=False, collate=False, drop_keys=False
-    )
-    return check_backend(wish)
+    return check_backend(backend, quality, dali, {})
 
 
 def test_what_has_no_effect_is_refused() -> None:

@@ -451,7 +451,7 @@ def test_diagnose_with_dali(class_folders: Path) -> None:
     assert [key.name for key in results.keys] == ["0", "1"]  # images and labels, so the decoder is behind the loader
     assert results.keys[0].bytes_per_batch == 3 * 16 * 16
     assert [cost.name for cost in results.costs] == ["read"]  # what the workers do
-    assert results.left_out == (("handing batches over", "worker threads hand nothing over"),)
+    assert results.left_out == (("hand-over", "worker threads hand nothing over"),)
     (kept,) = BackendMeasurements().load(birds._feed_measurement_key(torch.device("cpu")))
     assert (kept.backend, kept.batch_size) == ("dali-cpu", 1)
     assert birds.backend_choice is None

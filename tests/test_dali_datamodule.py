@@ -247,9 +247,10 @@ class Watches(Recording):
             self.look("val")
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("limit", [2, 1.0])
-@pytest.mark.parametrize("callbacks", [list, lambda: [NullStreamPrefetch()]])
+@pytest.mark.parametrize(
+    ("keep", "limit", "callbacks"),
+    [(False, 2, list), (False, 1.0, lambda: [NullStreamPrefetch()]), (True, 1.0, list)],
+)
 def test_evaluation_pipelines_live_while_they_run(keep: bool, limit: Any, callbacks: Any, tmp_path: Path) -> None:
     module = DaliNumbers(tmp_path, train=4, val=10, keep=keep)
     model = fit(module, Watches(module), callbacks(), max_epochs=2, limit_val_batches=limit)

@@ -117,15 +117,10 @@ def test_structure_types_and_memory_are_those_of_torch(photos: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"limit_train_batches": 2},
+        {"limit_train_batches": 2, "num_sanity_val_steps": -1},
         {"limit_train_batches": 0.5, "limit_val_batches": 1},
-        {"limit_val_batches": 0},
-        {"val_check_interval": 2},
-        {"val_check_interval": 0.25, "limit_val_batches": 1},
+        {"val_check_interval": 2, "num_sanity_val_steps": 0},
         {"check_val_every_n_epoch": None, "val_check_interval": 3, "max_epochs": -1, "max_steps": 7},
-        {"max_steps": 6},
-        {"num_sanity_val_steps": -1},
-        {"num_sanity_val_steps": 0},
         {"overfit_batches": 1},
         {"fast_dev_run": 2},
         {"reload_dataloaders_every_n_epochs": 1},
@@ -176,8 +171,7 @@ def test_prefetching_changes_nothing(photos: Path) -> None:
 # --- resuming, ranks, one process for all -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("callbacks", [list, lambda: [NullStreamPrefetch()]], ids=["plain", "prefetching"])
-@pytest.mark.parametrize("count", [0, 2, 5])
+@pytest.mark.parametrize(("callbacks", "count"), [(list, 0), (list, 5), (lambda: [NullStreamPrefetch()], 2)])
 def test_resumed_in_mid_epoch_to_the_bit(photos: Path, callbacks: Any, count: int, tmp_path: Path) -> None:
     assert_resumes_exactly(data(photos, loader=THREADS), callbacks, tmp_path / "run.ckpt", count=count, max_epochs=3)
 
@@ -194,6 +188,7 @@ def test_resumed_after_a_validation_in_mid_epoch(photos: Path, tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:.*using the device under current context")
+@pytest.mark.slow
 def test_two_ranks_share_the_samples(tmp_path: Path) -> None:
     """Spawned, not forked: threads of DALI may be at work in this process."""
     rng = np.random.default_rng(0)
@@ -241,8 +236,7 @@ class Both(ImageFolderDataModule):
         return super().make_dataset("test" if split == "predict" else split)
 
 
-@pytest.mark.parametrize("limit", [1, None])
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("limit", "keep"), [(1, False), (None, True)])
 def test_pipelines_of_evaluation_are_there_for_it_only(photos: Path, limit: int | None, keep: bool) -> None:
     module = Both(
         photos,
@@ -332,8 +326,7 @@ def test_a_broken_image_ends_the_run_with_its_name(photos: Path, broken: str) ->
         run(data(photos, loader=THREADS), [])
 
 
-@pytest.mark.parametrize("broken", ["JPEG cut in the middle", "PNG cut"])
-@pytest.mark.parametrize("on_error", ["skip", "substitute"])
+@pytest.mark.parametrize(("broken", "on_error"), [("JPEG cut in the middle", "skip"), ("PNG cut", "substitute")])
 def test_a_broken_image_is_dealt_with_as_asked_for(
     photos: Path, broken: str, on_error: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -436,6 +429,7 @@ def tell_growth(photos: Path, told: Any) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.slow
 def test_fifty_rebuilds_do_not_grow(photos: Path) -> None:
     """Seen: less than 2 MB; 42 MB where each pipeline is left behind, which is planted to see the bound break."""
     fresh = multiprocessing.get_context("spawn")

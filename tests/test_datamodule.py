@@ -138,8 +138,7 @@ def _no_workers_from_elsewhere() -> Iterator[None]:
 # --- the way from dataset to step -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("package", "workers"), zip(PACKAGES, (0, 2), strict=True))
 def test_every_sample_arrives_in_every_stage(package: str, workers: int) -> None:
     kind = importlib.import_module("lightning_feed.pl").FastDataModule if "_" in package else None
     given = {"train": Rows(10), "val": Rows(6, 100), "test": Rows(5, 200), "predict": Rows(3, 300)}
@@ -356,7 +355,7 @@ class Unshared(Collating):
         return {**state, "given": {}}
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_collate_of_ones_own(start_method: Any) -> None:
     data = Unshared({"train": Rows(8), "val": Rows(4)}, loader=LoaderSettings(num_workers=1, start_method=start_method))
     data.trainer = trainer()

@@ -172,6 +172,7 @@ def test_a_data_set_of_another_kind_is_refused(photos: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.slow
 def test_spawned_workers_hand_over_the_same_batches(photos: Path) -> None:
     """They get a copy of the data module, which has a backend by then."""
     loader = {"workers": "process", "num_workers": 1, "start_method": "spawn"}
@@ -194,8 +195,7 @@ def test_so_they_are_at_lower_quality(quality: Any, photos: Path) -> None:
     assert_same_run(fitted(made(photos, "nvjpeg", **options), max_epochs=1), theirs)
 
 
-@pytest.mark.parametrize("cache", [None, "bytes"])
-@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize(("cache", "workers"), [(None, "thread"), ("bytes", "process")])
 @pytest.mark.usefixtures("on_cpu")
 def test_prefetched_batches_are_the_same(cache: Any, workers: str, photos: Path) -> None:
     theirs = fitted(made(photos, "torch", loader={"workers": workers}))
@@ -278,8 +278,7 @@ def test_both_packages_have_it(package: str, photos: Path) -> None:
 # --- resumed ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["threads", "threads, and one behind them"])
-@pytest.mark.parametrize("prefetching", [False, True])
+@pytest.mark.parametrize(("kind", "prefetching"), [("threads", True), ("threads, and one behind them", False)])
 @pytest.mark.usefixtures("on_cpu")
 def test_a_run_resumes_exactly_in_mid_epoch(kind: str, prefetching: bool, photos: Path, tmp_path: Path) -> None:
     def run(*callbacks: Callback, resume: Path | None = None) -> list[Any]:
@@ -369,8 +368,7 @@ def test_two_ranks_share_the_images_as_with_torch(photos: Path, tmp_path: Path) 
 # --- images that cannot be decoded ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefetching", [False, True])
-@pytest.mark.parametrize("data", [b"no image", None], ids=["a text", "cut short"])
+@pytest.mark.parametrize(("data", "prefetching"), [(b"no image", False), (None, True)], ids=["a text", "cut short"])
 @pytest.mark.usefixtures("on_cpu")
 def test_a_broken_image_ends_the_fit_with_its_name(data: bytes | None, prefetching: bool, photos: Path) -> None:
     broken = photos / "train" / "b" / "3.jpg"
@@ -380,8 +378,7 @@ def test_a_broken_image_ends_the_fit_with_its_name(data: bytes | None, prefetchi
         fitted(made(photos, "nvjpeg"), callbacks)
 
 
-@pytest.mark.parametrize("on_error", ["skip", "substitute"])
-@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize(("on_error", "workers"), [("skip", "thread"), ("substitute", "process")])
 @pytest.mark.usefixtures("on_cpu")
 def test_broken_images_are_replaced_and_counted(
     on_error: Any, workers: str, photos: Path, caplog: pytest.LogCaptureFixture

@@ -154,8 +154,7 @@ def test_training_order_and_pixels_do_not_depend_on_the_kind_of_workers(photos: 
 # --- in a Trainer -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.parametrize("workers", ["process", "thread"])
+@pytest.mark.parametrize(("package", "workers"), [("lightning.pytorch", "process"), ("pytorch_lightning", "thread")])
 def test_it_trains_and_validates(package: str, workers: Any, photos: Path) -> None:
     home = lightning_feed if package == "lightning.pytorch" else importlib.import_module("lightning_feed.pl")
     module = home.ImageFolderDataModule(
@@ -224,8 +223,9 @@ BREAK = {
 }
 
 
-@pytest.mark.parametrize("name", BREAK)
-@pytest.mark.parametrize("workers", [LoaderSettings(num_workers=0), LoaderSettings(num_workers=1)])
+@pytest.mark.parametrize(
+    ("name", "workers"), [(name, LoaderSettings(num_workers=place % 2)) for place, name in enumerate(BREAK)]
+)
 def test_a_broken_file_ends_the_fit_with_its_path_and_index(name: str, workers: LoaderSettings, photos: Path) -> None:
     module = ImageFolderDataModule(photos, batch_size=4, image_size=16, loader=workers)
     module.dataset("train")
@@ -234,8 +234,7 @@ def test_a_broken_file_ends_the_fit_with_its_path_and_index(name: str, workers: 
         quiet_trainer([], max_epochs=1).fit(Classifier.of(), datamodule=module)
 
 
-@pytest.mark.parametrize("on_error", ["skip", "substitute"])
-@pytest.mark.parametrize("workers", ["process", "thread"])
+@pytest.mark.parametrize(("on_error", "workers"), [("skip", "process"), ("substitute", "thread")])
 def test_broken_files_are_replaced_and_counted(on_error: Any, workers: Any, photos: Path) -> None:
     module = ImageFolderDataModule(
         photos,

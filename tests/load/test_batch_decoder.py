@@ -106,7 +106,7 @@ def test_all_batches_come_decoded_in_their_order_in_each_pass(options: dict[str,
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=str)
-@pytest.mark.parametrize("handed_out", [0, 1, 3, 6])
+@pytest.mark.parametrize("handed_out", [1, 6])
 def test_its_place_is_in_batches_handed_out_not_in_batches_taken(options: dict[str, Any], handed_out: int) -> None:
     def shuffled(**more: Any) -> tuple[FeedLoader, AheadDecoder]:
         return made(shuffle=True, order=EpochOrder(seed=3, epoch=lambda: 0), **{**options, **more})

@@ -108,7 +108,7 @@ class DaliImageDecoder:
             pipeline.close()
             release_unused_memory()
 
-    # --- the way of a batch -------------------------------------------------------------------------------------------
+    # --- a pass -------------------------------------------------------------------------------------------------------
 
     def _take_ahead(self, now: _Pass, batches: Iterator[EncodedBatch]) -> None:
         while now.failure is None and len(now.waiting) < self.spec.prefetch:

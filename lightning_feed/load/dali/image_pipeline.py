@@ -160,6 +160,7 @@ def _build(spec: PipelineSpec) -> Any:
         num_threads=spec.threads,
         device_id=spec.device.index if gpu else None,
         prefetch_queue_depth=spec.prefetch,
+        exec_dynamic=True,
         seed=0,  # nothing is drawn here
     )
 

@@ -163,6 +163,7 @@ def new_pipeline(settings: PipelineSettings, **options: Any) -> Any:
         num_threads=settings.num_threads,
         device_id=None if settings.device is None else settings.device.index or 0,
         prefetch_queue_depth=settings.prefetch_queue_depth,
+        exec_dynamic=True,
         **options,
     )
     outlive_forks(pipeline)
