@@ -183,17 +183,17 @@ def test_a_subset_is_decoded_where_the_images_are(backend: Any, class_folders: P
 
 
 @pytest.mark.parametrize(
-    ("labels", "found", "backend"),
+    ("labels", "backend"),
     [
-        (np.array(["cats", "1"] * 6), r"<U4 of shape \(12,\)", "torch"),
-        (np.linspace(0, 1, 12), r"float64 of shape \(12,\)", "nvjpeg"),
-        (np.zeros((12, 2), np.int64), r"int64 of shape \(12, 2\)", "auto"),
-        (np.zeros(3, np.int64), r"int64 of shape \(3,\)", "torch"),
+        (np.array(["cats", "1"] * 6), "torch"),
+        (np.linspace(0, 1, 12), "nvjpeg"),
+        (np.zeros((12, 2), np.int64), "auto"),
+        (np.zeros(3, np.int64), "torch"),
     ],
     ids=["texts", "fractions", "pairs", "too few"],
 )
 def test_labels_of_a_pack_that_are_no_numbers_are_told_before_training(
-    labels: Any, found: str, backend: Any, class_folders: Path, tmp_path: Path
+    labels: Any, backend: Any, class_folders: Path, tmp_path: Path
 ) -> None:
     pack(class_folders, tmp_path / "pack", workers=1)
     index = tmp_path / "pack" / "all" / "index.npz"
@@ -205,9 +205,7 @@ def test_labels_of_a_pack_that_are_no_numbers_are_told_before_training(
     written = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({key: written[key] for key in written if key not in ("indexes", "checksum")}))
     module = ImageFolderDataModule(tmp_path / "pack", 4, backend=backend)
-    with pytest.raises(
-        ArchiveError, match=rf"not one integer for each of 12 samples, but {found}. The pack is damaged"
-    ):
+    with pytest.raises(ArchiveError, match="not one integer for each of 12 samples"):
         module.setup("fit")
 
 
