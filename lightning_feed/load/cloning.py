@@ -22,7 +22,7 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import drawing_device
 from lightning_feed.load.recommend import TORCH_PREFETCH
 
-_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order", "timeout")
+_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
 _PASSES = ("__iter__", "_get_iterator")
 _WORKER = re.compile(r"in DataLoader worker process (\d+)")
 
@@ -48,8 +48,6 @@ class Changes:
     """What the sampler is to give, batch for batch: lists of indices, or indices where the loader does not batch."""
     endless: bool = False
     """Whether the sampler begins again at its end. Iterable datasets end when they end."""
-    timeout: float | None = None
-    """Seconds that torch waits for a batch of its workers."""
 
     def __post_init__(self) -> None:
         if self.num_workers == 0 and (self.prefetch_factor is not None or self.persistent_workers):
