@@ -50,7 +50,6 @@ from lightning_feed._host.replay import (
     needs_metrics_every,
     shards_the_model,
     steps_between_checkpoints,
-    stop_schedulers,
     takes_iterator,
 )
 from lightning_feed._host.reporting import (
@@ -103,7 +102,6 @@ __all__ = [
     "step_to_log",
     "steps_between_checkpoints",
     "steps_logged",
-    "stop_schedulers",
     "takes_iterator",
     "train_batches_to_follow",
     "train_fetcher",

@@ -15,16 +15,6 @@ def go_on_past_the_end(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop.max_steps = -1
 
 
-def stop_schedulers(trainer: Any) -> None:
-    """Leave the learning rates as they are: a schedule of fixed length raises when it is stepped past its end.
-
-    Modules that optimize by themselves step theirs through ``self.lr_schedulers()``. Read in 2.4.0 and 2.6.6
-    (``loops/training_epoch_loop.py: _update_learning_rates``, ``core/module.py: lr_schedulers``).
-    """
-    for config in trainer.strategy.lr_scheduler_configs:
-        config.scheduler.step = _nothing
-
-
 def keep_plateaus(trainer: Any) -> None:
     """Leave the learning rates that follow a metric as they are: without validation there may be no such metric.
 
@@ -42,10 +32,6 @@ def needs_metrics_every(trainer: Any) -> set[str]:
     """
     configs = trainer.strategy.lr_scheduler_configs
     return {config.interval for config in configs if config.reduce_on_plateau and config.strict}
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of a scheduler's ``step``."""
 
 
 def takes_iterator(pl_module: Any) -> bool:

@@ -1,8 +1,11 @@
 """Batches of a short fit: kept for replay, replayed, and watched for the parts that a step reads."""
 
 import copy
+import dataclasses
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, KeysView, Sequence
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -41,7 +44,13 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] | None = None) -> Any:
+def _idle_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
+    mine = copy.copy(loader)
+    mine._iterator = None
+    return mine
+
+
+def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] = _idle_copy) -> Any:
     """``loaders`` with a copy of every DataLoader, without the workers that the user's own may have running.
 
     Dicts, lists and tuples of loaders, and ``CombinedLoader``, are rebuilt around the copies; data sets, samplers and
@@ -49,20 +58,18 @@ def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] | None = No
 
     Args:
         loaders: as the data module gives them.
-        make: makes each copy in another way.
+        make: makes a copy of a DataLoader.
 
     Raises:
         SettingsError: for an iterator, which can be read only once.
     """
     if isinstance(loaders, DataLoader):
-        return _idle_copy(loaders) if make is None else make(loaders)
-    if isinstance(loaders, dict):
-        return {name: own_loaders(loader, make) for name, loader in loaders.items()}
-    if type(loaders) in (list, tuple):
-        return type(loaders)(own_loaders(loader, make) for loader in loaders)
+        return make(loaders)
+    if type(loaders) in (dict, list, tuple):
+        return tree_map(lambda one: own_loaders(one, make), loaders)
     if hasattr(loaders, "flattened") and hasattr(loaders, "limits"):
         mine = copy.copy(loaders)
-        mine.flattened = [own_loaders(loader, make) for loader in loaders.flattened]
+        mine.flattened = own_loaders(loaders.flattened, make)
         return mine
     if hasattr(loaders, "__next__"):
         raise SettingsError(
@@ -70,12 +77,6 @@ def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] | None = No
             "would use it up. Give an object whose __iter__ begins anew, such as a DataLoader."
         )
     return loaders
-
-
-def _idle_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
-    mine = copy.copy(loader)
-    mine._iterator = None
-    return mine
 
 
 # --- replay -------------------------------------------------------------------------------------------------------
@@ -171,8 +172,8 @@ class KeyWatch:
     was never taken out at all. What was only handed out with all others (unpacking, ``**batch``, ``.items()``) and no
     function of torch has seen cannot be told: the step may have kept it, or ignored it.
 
-    Dicts, lists and tuples are watched at any depth, and pass ``isinstance``; of other containers only torch's
-    functions tell what was read.
+    Dicts, lists, tuples, named tuples and dataclasses are watched at any depth, and pass ``isinstance``; of other
+    containers only torch's functions tell what was read.
 
     Args:
         batch: what the step is to get. It is not written to.
@@ -204,25 +205,60 @@ class KeyWatch:
                 self._see(part, depth - 1)
 
     def _watched(self, value: Any, place: str) -> Any:
-        kind = type(value)
         leaves = dict(key_leaves(value, place))
-        if kind not in (dict, list, tuple) or any(leaf is value for leaf in leaves.values()):
+        parts = None if any(leaf is value for leaf in leaves.values()) else _parts(value)
+        if parts is None:
             self._leaves |= leaves
             if place not in leaves:  # no container hands them out that would tell
                 self._handed |= set(leaves)
             return value
-        items = list(value.items()) if kind is dict else list(enumerate(value))
-        places = {key: f"{place}.{key}" if place else str(key) for key, _ in items}
-        children = [self._watched(part, places[key]) for key, part in items]
+        places = {key: f"{place}.{name}" if place else name for key, name, _ in parts}
+        children = {key: self._watched(part, places[key]) for key, _, part in parts}
 
         def take(key: Any, *, named: bool) -> None:
             if places.get(key) in self._leaves:
                 (self._read if named else self._handed).add(places[key])
 
-        kinds: dict[type, Any] = {list: _WatchedList, tuple: _WatchedTuple}
-        made = kinds[kind](children) if kind in kinds else _WatchedDict(zip(places, children, strict=True))
+        return _container(value, children, take)
+
+
+def _parts(value: Any) -> list[tuple[Any, str, Any]] | None:
+    """(key, name as :func:`key_leaves` gives it, part) of each part; None: not watched."""
+    kind: Any = type(value)
+    if kind in (dict, OrderedDict):
+        return [(key, str(key), part) for key, part in value.items()]
+    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        names = getattr(kind, "_fields", None) or map(str, range(len(value)))
+        return [(index, name, part) for index, (name, part) in enumerate(zip(names, value, strict=True))]
+    if dataclasses.is_dataclass(value) and not isinstance(value, (dict, list, tuple, Tensor)):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return [(name, name, getattr(value, name)) for name in names]
+    return None
+
+
+def _container(value: Any, children: dict[Any, Any], take: Callable[..., None]) -> Any:
+    """An object of a class derived from that of ``value``, which calls ``take`` for what it hands out."""
+    kind: Any = type(value)
+    if isinstance(value, (dict, list, tuple)):
+        fields = {name: property(itemgetter(index)) for index, name in enumerate(getattr(kind, "_fields", ()))}
+        reads = _DictReads if isinstance(value, dict) else _SequenceReads
+        watched: Any = type(kind.__name__, (reads, kind), {"_kind": kind, **fields})
+        made = kind.__new__(watched, *([children.values()] if kind is tuple else children.values() if fields else []))
+        if isinstance(value, dict):
+            kind.update(made, children)
+        elif isinstance(value, list):
+            made.extend(children.values())
         made._take = take
         return made
+
+    def read(self: Any, name: str) -> Any:
+        take(name, named=True)
+        return kind.__getattribute__(self, name)
+
+    made = object.__new__(type(kind.__name__, (kind,), {"__getattribute__": read}))
+    for name, child in {**getattr(value, "__dict__", {}), **children}.items():
+        object.__setattr__(made, name, child)
+    return made
 
 
 def is_opaque(module: torch.nn.Module) -> bool:
@@ -249,57 +285,53 @@ def _take_nothing(key: Any, *, named: bool) -> None:
     """Of a container that the step made itself, from the class of its batch."""
 
 
-class _WatchedDict(dict[Any, Any]):
-    _take = staticmethod(_take_nothing)
+class _DictReads:
+    """What dicts hand their values out by. Writing needs no watching."""
+
+    _take, _kind = staticmethod(_take_nothing), cast(Any, dict)
     _listed = False
 
     def __getitem__(self, key: Any) -> Any:
         self._take(key, named=not self._listed)  # `f(**batch)` lists all keys, and then reads each by its name
-        return super().__getitem__(key)
+        return self._kind.__getitem__(self, key)
 
     def get(self, key: Any, default: Any = None) -> Any:
         self._take(key, named=True)
-        return super().get(key, default)
+        return self._kind.get(self, key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
         self._take(key, named=True)
-        return super().pop(key, *default)
+        return self._kind.pop(self, key, *default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         self._take(key, named=True)
-        return super().setdefault(key, default)
+        return self._kind.setdefault(self, key, default)
 
-    def popitem(self) -> Any:
+    def popitem(self, *args: Any, **kwargs: Any) -> Any:
         self._plain()
-        return super().popitem()
+        return self._kind.popitem(self, *args, **kwargs)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         self._listed = True
-        return super().__iter__()
+        return self._kind.__iter__(self)
 
     def keys(self) -> Any:
         return KeysView(cast(Any, self))
 
-    def _plain(self) -> dict[Any, Any]:
-        for key in super().__iter__():
+    def _plain(self) -> Any:
+        for key in self._kind.__iter__(self):
             self._take(key, named=False)
-        return dict(super().items())
+        return self._kind(self._kind.items(self))
 
-    items = _on_a_copy("items")
-    values = _on_a_copy("values")
-    copy = _on_a_copy("copy")
-    __or__ = _on_a_copy("__or__")
-    __ror__ = _on_a_copy("__ror__")
-    __eq__ = _on_a_copy("__eq__")
-    __reduce_ex__ = _on_a_copy("__reduce_ex__")
-    __hash__ = None
+    items, values, copy = _on_a_copy("items"), _on_a_copy("values"), _on_a_copy("copy")
+    __or__, __ror__ = _on_a_copy("__or__"), _on_a_copy("__ror__")
+    __eq__, __reduce_ex__ = _on_a_copy("__eq__"), _on_a_copy("__reduce_ex__")
 
 
 class _SequenceReads:
     """What lists and tuples hand their elements out by."""
 
-    _take = staticmethod(_take_nothing)
-    _kind: Any
+    _take, _kind = staticmethod(_take_nothing), cast(Any, list)
 
     def __getitem__(self, index: Any) -> Any:
         taken = range(len(cast(Any, self)))[index]
@@ -312,27 +344,15 @@ class _SequenceReads:
             self._take(index, named=False)
             yield value
 
-    def _plain(self) -> Any:
-        return self._kind(iter(self))
-
-    __reversed__ = _on_a_copy("__reversed__")
-    __add__ = _on_a_copy("__add__")
-    __eq__ = _on_a_copy("__eq__")
-    __reduce_ex__ = _on_a_copy("__reduce_ex__")
-    __hash__ = None  # type: ignore[assignment]  # tensors in it are not hashed by value either
-
-
-class _WatchedList(_SequenceReads, list[Any]):
-    _kind = list
-    copy = _on_a_copy("copy")
-
     def pop(self, index: Any = -1) -> Any:
         self[index]
-        return super().pop(index)
+        return self._kind.pop(self, index)
 
+    def _plain(self) -> Any:
+        return self._kind(*self) if hasattr(self._kind, "_fields") else self._kind(iter(self))
 
-class _WatchedTuple(_SequenceReads, tuple[Any, ...]):  # type: ignore[misc]  # neither is to be hashed
-    _kind = tuple
+    __reversed__, __add__, copy = _on_a_copy("__reversed__"), _on_a_copy("__add__"), _on_a_copy("copy")
+    __eq__, __reduce_ex__ = _on_a_copy("__eq__"), _on_a_copy("__reduce_ex__")
 
 
 class _Seen(TorchFunctionMode):

@@ -28,6 +28,7 @@ from lightning_feed.load.cloning import preserve_state
 from lightning_feed.loader_place import place_of
 from lightning_feed.watch.clocks import event_maker
 from lightning_feed.watch.experiments.session import parts_of
+from lightning_feed.watch.facts import batches_ahead
 from lightning_feed.watch.verdict.diagnosis import Measurements, Place
 from lightning_feed.watch.windows import WARM_UP_STEPS
 
@@ -139,7 +140,7 @@ class DiagnosisSession:
         watch = _BatchWatch(self)
 
         def on_start(trainer: Any) -> None:
-            queue = _ready_batches(_host.train_loaders(trainer))
+            queue = batches_ahead(_host.train_loaders(trainer))  # for so many steps a full queue hides a slow loader
             short_fit.limits = replace(limits, most=limits.most + queue + WARM_UP_STEPS)
             watch.begin(trainer, queue + WARM_UP_STEPS)
 
@@ -259,12 +260,6 @@ def open_session(trainer: Any, model: Any, datamodule: Any = None, loaders: Any 
     else:
         check_trainer(trainer)
     return DiagnosisSession(package, trainer, plain, datamodule, loaders, model if plain is not model else None)
-
-
-def _ready_batches(loaders: list[Any]) -> int:
-    """Batches that the loaders may hold ready: for so many steps a full queue hides a slow loader."""
-    held = [(getattr(each, "num_workers", 0) or 0) * (getattr(each, "prefetch_factor", 0) or 0) for each in loaders]
-    return max(held, default=0)
 
 
 class _BatchWatch:

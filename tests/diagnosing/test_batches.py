@@ -30,6 +30,13 @@ class Record:
     label: Tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class Slotted:
+    __slots__ = ("image", "label")
+    image: Tensor
+    label: Tensor
+
+
 def ones() -> Tensor:
     return torch.ones(2)
 
@@ -86,9 +93,13 @@ CASES: list[tuple[str, Callable[[], Any], Callable[[Any], Any], dict[str, bool |
     ("slice", lambda: (ones(), ones(), ones()), lambda b: b[:2], {"0": UNCLEAR, "1": UNCLEAR, "2": NO}),
     ("*batch", lambda: (ones(), ones()), lambda b: named(*b[:1]), {"0": TAKEN, "1": NO}),
     ("stack", lambda: [ones(), ones()], torch.stack, {"0": TAKEN, "1": TAKEN}),
-    ("fields", lambda: Pair(ones(), ones()), lambda b: b.image + 1,
-     {"image": TAKEN, "label": UNCLEAR, "path": UNCLEAR}),
-    ("attributes", lambda: Record(ones(), ones()), lambda b: b.image + 1, {"image": TAKEN, "label": UNCLEAR}),
+    ("fields", lambda: Pair(ones(), ones()), lambda b: b.image, {"image": TAKEN, "label": NO, "path": NO}),
+    ("named tuple", lambda: Pair(ones(), ones()), lambda b: b[1], {"image": NO, "label": TAKEN, "path": NO}),
+    ("deep copy of fields", lambda: Pair(ones(), ones()), copy.deepcopy,
+     {"image": TAKEN, "label": TAKEN, "path": UNCLEAR}),
+    ("attributes", lambda: Record(ones(), ones()), lambda b: b.image, {"image": TAKEN, "label": NO}),
+    ("frozen, slots", lambda: Slotted(ones(), ones()), lambda b: b.label, {"image": NO, "label": TAKEN}),
+    ("ordered by key", lambda: OrderedDict(three()), lambda b: b["image"], {"image": TAKEN, "label": NO, "path": NO}),
     ("paths alone", lambda: ["a", "b"], lambda b: b[0], {"batch": UNCLEAR}),
     ("submodule", lambda: {"nested": three(), "id": ones()}, Submodule(),
      {"nested.image": TAKEN, "nested.label": NO, "nested.path": NO, "id": NO}),
