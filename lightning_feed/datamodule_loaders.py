@@ -39,7 +39,7 @@ class Loaders:
     resident: dict[str, tuple[Any, ResidentData]] = field(default_factory=dict)
     """Datasets and what of them is on the device, by the name of the loader."""
     tuned: dict[str, Tuned | None] = field(default_factory=dict)
-    """What tuning found, by the name of the loader; None where it took too long."""
+    """What tuning found, by the name of the loader; None where the ranks could not agree."""
     even: dict[str, str] = field(default_factory=dict)
     """What there is to say of the batch size of evaluation, by the name of the loader."""
 

@@ -160,11 +160,11 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
         found: made with :func:`settled`.
         settings: the user's.
         tuned: what tuning found.
-        why_not: why there was none; empty where it found nothing in time.
+        why_not: why there was none; empty where the ranks could not agree.
     """
     reasons = dict(found.reasons)
     if tuned is None:
-        why_not = why_not or "not tuned: it took too long for the ranks, so this is as for num_workers='auto'"
+        why_not = why_not or "not tuned: the ranks are not connected, so this is as for num_workers='auto'"
         reasons["num_workers"] = f"{reasons['num_workers']} ({why_not})"
         return replace(found, reasons=reasons)
     short = "tuned" if not tuned.remembered else "tuned by an earlier run, and checked"

@@ -64,7 +64,7 @@ PASS_ON = {
     "GPUStarvationCallback._new_guard",
     "AutotuneCallback._new_guard",
 }
-SILENT = {"ConsoleHandler.emit"}
+SILENT = {"_ConsoleHandler.emit"}
 """What would say it."""
 Function = tuple[str, str, int]
 """File, name and line."""

@@ -82,7 +82,7 @@ class Tunes:
 def tunes(monkeypatch: pytest.MonkeyPatch) -> Tunes:
     made = Tunes()
     monkeypatch.setattr(tuning, "tune_loader", made)
-    monkeypatch.setattr(tuning, "REPLAY_S", 0.3)
+    monkeypatch.setattr(tuning, "REPLAY_STEPS", 30)
     return made
 
 
