@@ -267,8 +267,8 @@ class FileWork:
                 work(name)
 
         with ThreadPoolExecutor(THREADS) as pool:  # which waits: nothing writes once the lock on the copy is given back
-            running = [pool.submit(drain) for _ in range(THREADS)]
             try:
+                running = [pool.submit(drain) for _ in range(THREADS)]
                 wait(running, return_when=FIRST_EXCEPTION)
             finally:  # after Ctrl-C too
                 self._stop.set()

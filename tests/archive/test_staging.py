@@ -264,6 +264,26 @@ def test_unreadable_files_are_named_and_the_others_kept(
     assert is_clean(done.path)
 
 
+@pytest.mark.parametrize("at", ["wait", "ThreadPoolExecutor.submit"])
+def test_ctrl_c_ends_the_copying_at_once(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    with (source / "large").open("wb") as file:
+        file.truncate(1 << 30)
+    real, calls = stage_copy.ThreadPoolExecutor.submit, iter(range(10))
+
+    def interrupted(*args: object, **options: object) -> object:
+        if at == "wait" or next(calls) == 1:  # one thread copies the large file by then
+            raise KeyboardInterrupt
+        return real(*args, **options)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"lightning_feed.archive.stage_copy.{at}", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stage(source, dest)
+    assert not is_complete(dest / "birds")
+    assert not (dest / "birds/large").exists()
+    assert list(StagePlace(dest / "birds").parts.iterdir()) == []
+
+
 def test_a_source_that_changes_while_it_is_copied_is_copied_again(
     source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
