@@ -23,6 +23,8 @@ from lightning_feed.prefetch_callback import PrefetchCallback
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 QUIET_LOGGERS = (*PACKAGES, *PACKAGES.values(), "lightning.fabric", "lightning_fabric", "lightning_feed")
+PRECISIONS_BY_NAME = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+"""Classes of precision plugins that ``Trainer(precision=...)`` makes anew from the name."""
 LATEST = 3
 """A fit ends after so many times its seconds, however few its steps."""
 
@@ -108,11 +110,19 @@ def short_trainer(package: Any, like: Any, callbacks: list[Any], folder: str, *,
         gradient_clip_algorithm=like.gradient_clip_algorithm,
         detect_anomaly=_host.detects_anomalies(like),
         default_root_dir=folder,
-        plugins=[copy.deepcopy(like.precision_plugin)],  # a GradScaler in it has a state
+        **_precision(like),
     )
     # Other packages may have added callbacks to every Trainer. None of ours is dropped by that.
     trainer.callbacks = [callback for callback in trainer.callbacks if any(callback is one for one in mine)]
     return trainer
+
+
+def _precision(like: Any) -> dict[str, Any]:
+    """The precision by its name; a plugin of the user's own as a copy, since a GradScaler in it has a state."""
+    kind = type(like.precision_plugin)
+    if kind.__name__ in PRECISIONS_BY_NAME and _host.defined_by_lightning(kind):
+        return {"precision": like.precision}
+    return {"plugins": [copy.deepcopy(like.precision_plugin)]}
 
 
 def _silent_logger(package: Any) -> Any:

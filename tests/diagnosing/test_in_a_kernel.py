@@ -58,6 +58,7 @@ def run(client: Any, code: str) -> str:
     return "".join(said).strip()
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_interrupted(kernel: Any, tmp_path: Path) -> None:
     manager, client = kernel
     assert "Error" not in run(client, SETUP)

@@ -1,4 +1,4 @@
-"""``lightning-feed diagnose`` and ``tune`` on programs as users write them, each in a process of its own."""
+"""``lightning-feed diagnose`` and ``tune`` on programs as users write them, most in a process of its own."""
 
 import json
 import subprocess
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from lightning_feed import cli
 
 PARTS = """
 from pathlib import Path
@@ -142,6 +144,25 @@ QUICK = ("diagnose", "--quick", "--only", "X1")
 END = "Neither this nor anything else that follows in it was run."
 
 
+def test_a_program_is_diagnosed_and_not_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    assert cli.main([*QUICK, "plain.py", "--", "--epochs", "10"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("FEED  ")
+    assert printed.err.splitlines()[-2:] == [
+        "Written to feed_diagnosis.",
+        "lightning-feed: plain.py was ended where it calls fit at plain.py:12. It would now train for 10 epochs, then "
+        f"call trainer.test (plain.py:13). {END}",
+    ]
+    assert (project / "feed_diagnosis" / "feed_report.json").exists()
+    assert not (project / "uploaded").exists()
+    for name in ("birds", "birds.parts"):
+        sys.modules.pop(name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "end", "batch_size"),
     [
@@ -151,18 +172,16 @@ END = "Neither this nor anything else that follows in it was run."
             "trainer.test (plain.py:13).",
             4,
         ),
-        pytest.param(
+        (
             ("lcli.py", "--", "fit", "--config", "c.yaml"),
             "lcli.py was ended where it calls fit at lcli.py:6. It would now train for 4 epochs.",
             8,
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             ("with_hydra.py", "--", "data.batch_size=2", "hydra.run.dir=out"),
             "with_hydra.py was ended where it calls fit at with_hydra.py:8. It would now train for 3 epochs, then "
             "call trainer.test (with_hydra.py:9).",
             2,
-            marks=pytest.mark.slow,
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
