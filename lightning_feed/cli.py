@@ -328,7 +328,7 @@ def _add_diagnose(commands: "Commands") -> None:
     )
     _add_target(diagnose)
     _flag(diagnose, "--quick", "a third of the time, figures less certain")
-    diagnose.add_argument("--only", metavar="LIST", help="experiments to run, such as X1,X3 (default: X1 to X8)")
+    diagnose.add_argument("--only", metavar="LIST", help="experiments to run, such as model,loader (default: all)")
     out = Path("feed_diagnosis")
     diagnose.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"default: {out}")
     previous = "of an earlier run: say what became of its predictions"

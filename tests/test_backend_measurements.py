@@ -384,7 +384,7 @@ def _kept(module: ImageFolderDataModule) -> tuple[BackendMeasurement, ...]:
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_diagnose_remembers_and_auto_knows_it_in_the_next_run(backend: Any, class_folders: Path) -> None:
     birds = _birds(class_folders, backend=backend)
-    found = diagnose(_trainer(), Small(), birds, budget_s=2, only=("X3",))
+    found = diagnose(_trainer(), Small(), birds, budget_s=2, only=("loader",))
     assert found.measurements.facts.backend == "torch"
     (kept,) = _kept(birds)
     assert (kept.backend, kept.by, kept.batch_size) == ("torch", "diagnose", 1)
@@ -402,18 +402,26 @@ def test_diagnose_remembers_and_auto_knows_it_in_the_next_run(backend: Any, clas
 def test_a_backend_that_was_diagnosed_by_name_is_kept_beside_torch(class_folders: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("lightning_feed.image_backends.require_cuda", lambda backend, device: None)
     for backend in ("torch", "nvjpeg"):
-        diagnose(_trainer(), Small(), _birds(class_folders, backend=backend), budget_s=2, only=("X3", "X5", "X7"))
+        diagnose(
+            _trainer(),
+            Small(),
+            _birds(class_folders, backend=backend),
+            budget_s=2,
+            only=("loader", "transforms", "constant-samples"),
+        )
     assert {one.backend for one in _kept(_birds(class_folders))} == {"torch", "nvjpeg"}
 
 
 def test_of_another_data_module_nothing_is_kept() -> None:
-    diagnose(_trainer(), Small(), Plain(batch_size=2, loader=LoaderSettings(num_workers=0)), budget_s=2, only=("X3",))
+    diagnose(
+        _trainer(), Small(), Plain(batch_size=2, loader=LoaderSettings(num_workers=0)), budget_s=2, only=("loader",)
+    )
     assert not BackendMeasurements().folder.exists()
 
 
 def test_the_loader_alone_says_nothing(class_folders: Path) -> None:
     birds = _birds(class_folders)
-    diagnose(_trainer(), None, birds, budget_s=1, only=("X3",))
+    diagnose(_trainer(), None, birds, budget_s=1, only=("loader",))
     assert _kept(birds) == ()
 
 
@@ -445,7 +453,7 @@ def test_diagnose_with_dali(class_folders: Path) -> None:
         backend="dali-cpu",
         loader=LoaderSettings(num_workers=1, workers="thread"),
     )
-    found = diagnose(_trainer(), Small(), birds, budget_s=3, only=("X3", "X5", "X7"))
+    found = diagnose(_trainer(), Small(), birds, budget_s=3, only=("loader", "transforms", "constant-samples"))
     results = found.measurements.experiments
     assert results is not None
     assert [key.name for key in results.keys] == ["0", "1"]  # images and labels, so the decoder is behind the loader

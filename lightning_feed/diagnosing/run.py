@@ -37,8 +37,19 @@ from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.verdict import tree
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
 
-EXPERIMENTS = ("X1", "X2", "X3", "X4", "X5", "X6", "X7", "X8")
-"""The first two are with the model, the others with the loader alone."""
+MODEL_EXPERIMENTS = ("model", "host-batch")
+"""The same batches again and again, on the device and from the host."""
+LOADER_EXPERIMENTS = {
+    "loader": ("loader", "keys", "workers"),
+    "cached-files": ("cached-files", "disk"),
+    "transforms": ("transforms", "functions", "no-transforms", "uint8", "device-decode"),
+    "cold-files": ("cold-files", "disk"),
+    "constant-samples": ("constant-samples", "hand-over"),
+    "copies": ("copies",),
+}
+"""The experiments with the loader alone, and the parts that each of them has."""
+EXPERIMENTS = (*MODEL_EXPERIMENTS, *LOADER_EXPERIMENTS)
+"""What a user can ask for. The earlier names ``X1`` to ``X8`` stand for these, in this order."""
 BUDGET_S, QUICK_BUDGET_S = 90.0, 30.0
 RUN_SHARE, REPLAY_SHARE = 0.17, 0.06
 """Shares of the budget for the run as it is, and for each replay. The data experiments have the rest."""
@@ -55,15 +66,6 @@ CALLBACK_HOOKS = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
 )
 """Of callbacks, and called in training."""
-_PARTS = {
-    "X3": ("loader", "keys", "workers"),
-    "X4": ("cached-files", "disk"),
-    "X5": ("transforms", "functions", "no-transforms", "uint8", "device-decode"),
-    "X6": ("cold-files", "disk"),
-    "X7": ("constant-samples", "hand-over"),
-    "X8": ("copies",),
-}
-"""The experiments with the loader that stand for each name that a user can ask for."""
 BAR = "{desc} {bar} {percentage:3.0f}%"
 
 
@@ -82,10 +84,10 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
 ) -> Diagnosis:
     """Find what limits training by experiments.
 
-    Trains for some seconds with the loaders as they are, then with the same batches again and again (X1 on the device,
-    X2 from the host), on one device, without loggers, checkpoints, validation or other callbacks than PrefetchCallback,
-    and without the module's hooks for the end of a training. What was left out is named in the report.
-    Then drives the training loader alone, with parts of its work left out (X3 to X8).
+    Trains for some seconds with the loaders as they are, then with the same batches again and again (on the device,
+    then from the host), on one device, without loggers, checkpoints, validation or other callbacks than
+    PrefetchCallback, and without the module's hooks for the end of a training. What was left out is named in the
+    report. Then drives the training loader alone, with parts of its work left out.
 
     Afterwards these are as before: the module's parameters, buffers and gradients, ``requires_grad``, ``train()`` and
     ``eval()``, the layers that it has; optimizers and schedulers that it holds; the random states of torch, numpy and
@@ -99,7 +101,8 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         datamodule: what has the training loader, unless ``train_dataloaders`` or the module has it.
         train_dataloaders: as for ``Trainer.fit``.
         quick: a third of the time.
-        only: experiments to run, of "X1" to "X8"; None: all. With a module, the run as it is always comes first.
+        only: experiments to run, such as "model" and "loader"; None: all. With a module, the run as it is always comes
+            first.
         out: folder for ``feed_report.json``, ``.md`` and ``.html``; None: nothing is written.
         previous: the report of an earlier run, or where it is. What it predicted for remedies that are in effect now is
             held against what was measured, in the ``report_card`` of the files.
@@ -140,7 +143,9 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
 def _check_only(only: Iterable[str] | None) -> tuple[str, ...]:
     if only is None:
         return EXPERIMENTS
-    asked = tuple(name.strip().upper() for name in (only.split(",") if isinstance(only, str) else only))
+    numbered = {f"x{number}": name for number, name in enumerate(EXPERIMENTS, start=1)}
+    given = (name.strip().lower() for name in (only.split(",") if isinstance(only, str) else only))
+    asked = tuple(numbered.get(name, name) for name in given)
     unknown = [name for name in asked if name not in EXPERIMENTS]
     if unknown or not asked:
         raise SettingsError(
@@ -247,13 +252,13 @@ class _Experiments:
         """
         session, self._bar = self.session, bar
         if session.model is None:
-            self._left_out.update({name: "no module was given" for name in ("X1", "X2") if name in self._asked})
+            self._left_out.update({name: "no module was given" for name in MODEL_EXPERIMENTS if name in self._asked})
             with told("the data module could not be set up"):
                 session.set_up()
         else:
             self._run_as_it_is()
             # The same weights in each: a long fit of one batch ends in other numbers than training.
-            for name, sample in (("X1", session.device_batches), ("X2", session.host_batches)):
+            for name, sample in (("model", session.device_batches), ("host-batch", session.host_batches)):
                 session.stops.look()
                 if name in self._asked:
                     state.restore()
@@ -283,7 +288,7 @@ class _Experiments:
             )
 
     def _replay(self, name: str, sample: Sample) -> None:
-        session, on_device = self.session, name == "X1"
+        session, on_device = self.session, name == "model"
         if sample.first is None:
             self._left_out[name] = (
                 "training_step takes dataloader_iter, and fetches for itself"
@@ -325,15 +330,16 @@ class _Experiments:
 
     def _measure_loader(self) -> None:
         session, mine = self.session, self._results
-        wanted = [name for name in EXPERIMENTS[2:] if name in self._asked]
+        wanted = [name for name in LOADER_EXPERIMENTS if name in self._asked]
         if not wanted:
             return
         spent = 0.0 if session.model is None else RUN_SHARE + 2 * REPLAY_SHARE
         begun: list[str] = []
 
-        def on_progress(what: str, share: float) -> None:
+        def on_progress(name: str, share: float) -> None:
             session.stops.look()
-            begun.append(what)
+            begun.append(name)
+            what = f"{name}: {DATA_EXPERIMENTS[name].what}" if name else name
             self._show(what, spent + (1 - spent) * share)
 
         try:
@@ -341,14 +347,14 @@ class _Experiments:
                 own_loaders(session.train_loaders),
                 device=session.device,
                 budget_s=(1 - spent) * self._budget_s,
-                only=frozenset(part for name in wanted for part in _PARTS[name]),
+                only=frozenset(part for name in wanted for part in LOADER_EXPERIMENTS[name]),
                 on_progress=on_progress,
             ):
                 self._results = replace(results, model_per_s=mine.model_per_s, host_batch_per_s=mine.host_batch_per_s)
         except FeedError as error:
             if session.measured is None:
                 raise
-            unmade = [name for name in wanted if DATA_EXPERIMENTS[_PARTS[name][0]].what not in begun[:-1]]
+            unmade = [name for name in wanted if name not in begun[:-1]]
             self._left_out.update(dict.fromkeys(unmade, str(error)))
 
     def _show(self, words: str, share: float) -> None:

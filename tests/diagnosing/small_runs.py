@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_feed.diagnosing import diagnose
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-SHORT = {"budget_s": 600.0, "quick": True, "only": "X1"}  # as many steps as conftest.py says, however slow
+SHORT = {"budget_s": 600.0, "quick": True, "only": "model"}  # as many steps as conftest.py says, however slow
 
 
 class Numbers(Dataset[Any]):

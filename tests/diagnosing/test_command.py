@@ -85,7 +85,7 @@ def file(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_training(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["diagnose", f"{file}:pair", "--quick", "--only", "X1", "--accelerator", "cpu"]) == 0
+    assert cli.main(["diagnose", f"{file}:pair", "--quick", "--only", "model", "--accelerator", "cpu"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("FEED  ")
     assert "keys  mask: 0.1 kB a batch, never used by the model" in printed.out
@@ -108,7 +108,7 @@ def test_a_data_module_has_a_road(
 
 
 def test_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["diagnose", f"{file}:pair", "--quick", "--only", "X1", "--json", "--accelerator", "cpu"]) == 0
+    assert cli.main(["diagnose", f"{file}:pair", "--quick", "--only", "model", "--json", "--accelerator", "cpu"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["verdict"]["bottleneck"]
     assert json.loads(Path("feed_diagnosis/feed_report.json").read_text())["verdict"] == printed["verdict"]
@@ -128,7 +128,7 @@ def as_in_a_shell() -> Iterator[None]:
     ("name", "code", "package"), [("stopped", 130, "lightning.pytorch"), ("ended", 143, "pytorch_lightning")]
 )
 def test_ctrl_c_and_sigterm_in_the_middle(name: str, code: int, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["diagnose", f"{file}:{name}", "--quick", "--only", "X1", "--accelerator", "cpu"]
+    argv = ["diagnose", f"{file}:{name}", "--quick", "--only", "model", "--accelerator", "cpu"]
     assert cli.main(argv) == code
     printed = capsys.readouterr()
     said = printed.err.splitlines()[-2:]
@@ -142,7 +142,7 @@ def test_ctrl_c_and_sigterm_in_the_middle(name: str, code: int, file: Path, caps
 
 
 def test_a_failure_after_some_steps(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["diagnose", f"{file}:failing", "--quick", "--only", "X1", "--json", "--accelerator", "cpu"]
+    argv = ["diagnose", f"{file}:failing", "--quick", "--only", "model", "--json", "--accelerator", "cpu"]
     assert cli.main(argv) == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out)["step"]["steps"] >= 10
@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_is_told_before_anything_runs(
 def test_a_verdict_that_cannot_be_written_is_printed(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = ["diagnose", f"{file}:pair", "--quick", "--only", "X1", "--accelerator", "cpu"]
+    argv = ["diagnose", f"{file}:pair", "--quick", "--only", "model", "--accelerator", "cpu"]
     monkeypatch.setattr(run, "write_report", _disk_is_full)
     assert cli.main(argv) == 1
     printed = capsys.readouterr()
@@ -183,7 +183,7 @@ def test_what_cannot_be_written_of_a_part_is_printed(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "write_report", _disk_is_full)
-    assert cli.main(["diagnose", f"{file}:stopped", "--quick", "--only", "X1", "--accelerator", "cpu"]) == 130
+    assert cli.main(["diagnose", f"{file}:stopped", "--quick", "--only", "model", "--accelerator", "cpu"]) == 130
     printed = capsys.readouterr()
     assert printed.out.startswith("FEED  ")
     assert printed.err.splitlines()[-2:] == [
@@ -205,7 +205,7 @@ def test_what_an_earlier_report_predicted(file: Path, capsys: pytest.CaptureFixt
         remedies=(Remedy(code="num_workers=0", why="", predicted_step_ms=57.6, changes="num_workers=0"),),
     )
     write_report(sample_report(earlier), "feed_diagnosis")  # where the new one goes
-    argv = ["diagnose", f"{file}:pair", "--quick", "--only", "X1", "--accelerator", "cpu", "--previous"]
+    argv = ["diagnose", f"{file}:pair", "--quick", "--only", "model", "--accelerator", "cpu", "--previous"]
     assert cli.main([*argv, "feed_diagnosis"]) == 0
     said = r"num_workers=0: predicted step 57\.6 ms, achieved \d+\.\d ms, error \+\d+\.\d %"
     assert re.search(rf"^card  {said}", capsys.readouterr().out, re.MULTILINE)
@@ -233,7 +233,7 @@ def test_an_earlier_report_that_is_none_is_told_at_once(file: Path, capsys: pyte
     [
         (["{file}:nope"], "has no attribute 'nope'"),
         (["{file}:broken"], "ZeroDivisionError"),
-        (["{file}:pair", "--only", "X0"], "X0 is no experiment"),
+        (["{file}:pair", "--only", "speed"], "speed is no experiment"),
         (["{file}:pair", "--accelerator", "abacus"], "abacus"),
         (["nowhere.py:pair"], "There is no file nowhere.py"),
     ],

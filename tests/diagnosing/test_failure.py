@@ -154,7 +154,7 @@ def test_a_data_module_that_gives_no_iterable() -> None:
             return 7
 
     with pytest.raises(LoaderError, match="The training loader is a int, which nothing can be taken from"):
-        diagnose(None, None, Number(), budget_s=2.0, only="X3")
+        diagnose(None, None, Number(), budget_s=2.0, only="loader")
 
 
 # --- the line -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def test_a_diagnosis_on_the_device(device: str) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     before = [(one.device, one.data_ptr(), one.detach().clone()) for one in tensors]
     states = torch.cuda.get_rng_state_all()
-    found = short_diagnosis(make_trainer(accelerator="cuda"), model, Data(), only="X1,X2,X8")
+    found = short_diagnosis(make_trainer(accelerator="cuda"), model, Data(), only="model,host-batch,copies")
     for one, (where, memory, values) in zip(tensors, before, strict=True):
         assert one.device == where
         assert one.data_ptr() == memory

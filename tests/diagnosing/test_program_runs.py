@@ -140,7 +140,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
-QUICK = ("diagnose", "--quick", "--only", "X1")
+QUICK = ("diagnose", "--quick", "--only", "model")
 END = "Neither this nor anything else that follows in it was run."
 
 

@@ -135,7 +135,7 @@ def test_before_any_training(package: str) -> None:
     Module, Data = make_parts(package)
     trainer, model, data = make_trainer(package), Module(), Data()
     before = all_of_it(trainer, model, data)
-    found = short_diagnosis(trainer, model, data, only="X1,X2")
+    found = short_diagnosis(trainer, model, data, only="model,host-batch")
     compare(before, all_of_it(trainer, model, data))
     assert found.stats.steps >= 10
     experiments = found.measurements.experiments
@@ -199,7 +199,7 @@ def test_after_an_error_and_after_ctrl_c(where: str, error: type[BaseException])
         assert stop.value.diagnosis.measurements.experiments.model_per_s is None
     elif where == "replay":
         found = short_diagnosis(trainer, model, data)
-        assert "this step is broken" in dict(found.measurements.experiments.left_out)["X1"]
+        assert "this step is broken" in dict(found.measurements.experiments.left_out)["model"]
     else:
         with pytest.raises(FeedError, match="broken") as raised:
             short_diagnosis(trainer, model, data)

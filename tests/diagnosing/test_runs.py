@@ -81,7 +81,7 @@ class OneCycle(Module):  # type: ignore[misc,valid-type]
 
 
 def test_manual_optimization_with_two_optimizers() -> None:
-    results = results_of(Manual(), only="X1,X2")
+    results = results_of(Manual(), only="model,host-batch")
     assert results.model_per_s > 0
     assert results.host_batch_per_s > 0
 
@@ -89,7 +89,7 @@ def test_manual_optimization_with_two_optimizers() -> None:
 def test_a_step_that_takes_its_batch_apart() -> None:
     samples = [{"x": torch.randn(4), "y": torch.tensor(1)} for _ in range(16)]
     loader = DataLoader(samples, batch_size=4)  # type: ignore[arg-type]  # a list is a data set
-    results = results_of(Greedy(), train_dataloaders=loader, only="X1,X2")
+    results = results_of(Greedy(), train_dataloaders=loader, only="model,host-batch")
     assert results.model_per_s > 0
     assert results.host_batch_per_s > 0
 
@@ -114,7 +114,7 @@ def test_accumulation_and_clipping_are_kept() -> None:
 
 def test_prefetching_is_kept_with_a_copy_of_the_callback() -> None:
     mine = CpuPrefetch()
-    found = short_diagnosis(make_trainer(callbacks=[mine]), Module(), Data(), only="X1,X2")
+    found = short_diagnosis(make_trainer(callbacks=[mine]), Module(), Data(), only="model,host-batch")
     assert found.stats.prefetch_active is True
     assert not mine.active
     assert found.measurements.experiments.model_per_s > 0
@@ -143,7 +143,7 @@ def test_a_stream() -> None:
             return ((torch.ones(4), torch.tensor(1)) for _ in range(40))
 
     loader = DataLoader(Stream(), batch_size=4)
-    assert results_of(Module(), train_dataloaders=loader, only="X2").host_batch_per_s > 0
+    assert results_of(Module(), train_dataloaders=loader, only="host-batch").host_batch_per_s > 0
 
 
 def test_a_module_with_its_own_loader() -> None:
@@ -167,10 +167,10 @@ def test_a_step_that_fetches_for_itself() -> None:
             batch, _, _ = next(dataloader_iter)
             return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
-    found = short_diagnosis(make_trainer(), Fetches(), Data(), only="X1,X2")
+    found = short_diagnosis(make_trainer(), Fetches(), Data(), only="model,host-batch")
     left_out = dict(found.measurements.experiments.left_out)
-    assert "fetches for itself" in left_out["X1"]
-    assert "fetches for itself" in left_out["X2"]
+    assert "fetches for itself" in left_out["model"]
+    assert "fetches for itself" in left_out["host-batch"]
 
 
 def test_the_replay_on_the_device_leaves_the_way_there_out() -> None:
@@ -181,9 +181,9 @@ def test_the_replay_on_the_device_leaves_the_way_there_out() -> None:
             calls["on_after_batch_transfer"] += 1
             return batch
 
-    results_of(Module(), Transfers(), only="X1")
+    results_of(Module(), Transfers(), only="model")
     only_x1 = calls["on_after_batch_transfer"]
-    results_of(Module(), Transfers(), only="X2")
+    results_of(Module(), Transfers(), only="host-batch")
     assert calls["on_after_batch_transfer"] == 2 * only_x1 + run.QUICK_REPLAY_STEPS
 
 
@@ -200,7 +200,7 @@ def test_compiled_modules(whole: bool) -> None:
     else:
         model.net.compile(backend="eager")
     before = set(vars(model))
-    found = short_diagnosis(make_trainer(), compiled, Data(), only="X1")
+    found = short_diagnosis(make_trainer(), compiled, Data(), only="model")
     assert found.measurements.experiments.model_per_s > 0
     assert set(vars(model)) == before
 
@@ -355,7 +355,7 @@ def test_batches_of_the_lengths_that_the_run_has_are_replayed() -> None:
             return torch.nn.functional.cross_entropy(self.net(batch["ids"][:, :4].float()), batch["y"])
 
     loader = DataLoader(Sentences(), batch_size=4, collate_fn=pad)
-    found = short_diagnosis(make_trainer(), Text(), train_dataloaders=loader, only="X1,X2")
+    found = short_diagnosis(make_trainer(), Text(), train_dataloaders=loader, only="model,host-batch")
     as_it_is, on_device, from_host = lengths
     measured = as_it_is[session.WARM_UP_STEPS :]
     for replayed in (on_device, from_host):
@@ -399,7 +399,7 @@ def test_a_batch_that_raises_on_all_that_is_asked_of_it() -> None:
     loader = DataLoader(range(40), batch_size=4, collate_fn=lambda some: Closed(torch.ones(len(some), 4)))  # type: ignore[arg-type]  # a range is a data set
     found = short_diagnosis(make_trainer(), Careful(), train_dataloaders=loader)
     assert found.stats.steps >= 10
-    assert "the run as it is gave no batch" in dict(found.measurements.experiments.left_out)["X1"]
+    assert "the run as it is gave no batch" in dict(found.measurements.experiments.left_out)["model"]
 
 
 # --- the loader alone ---------------------------------------------------------------------------------------------
@@ -407,32 +407,34 @@ def test_a_batch_that_raises_on_all_that_is_asked_of_it() -> None:
 
 def test_a_data_module_alone() -> None:
     data = Data()
-    found = diagnose(None, None, data, budget_s=4.0, only="X1,X3")
+    found = diagnose(None, None, data, budget_s=4.0, only="model,loader")
     assert found.bottleneck == "unknown"
     assert found.measurements.experiments.loader_per_s > 0
     assert found.measurements.facts.num_workers == 0
-    assert dict(found.measurements.experiments.left_out)["X1"] == "no module was given"
+    assert dict(found.measurements.experiments.left_out)["model"] == "no module was given"
     assert data.stages == []
     assert data.trainer is None
 
 
 def test_a_loader_that_fails_alone() -> None:
     with pytest.raises(FeedError, match="broken"):
-        diagnose(None, None, Data(Numbers(fail_at=5)), budget_s=4.0, only="X3")
+        diagnose(None, None, Data(Numbers(fail_at=5)), budget_s=4.0, only="loader")
 
 
 def test_a_loader_that_fails_after_the_run(tmp_path: Path) -> None:
-    found = short_diagnosis(make_trainer(), Module(), Data(Numbers(fail_at=600)), only="X1,X3,X7", out=tmp_path)
+    found = short_diagnosis(
+        make_trainer(), Module(), Data(Numbers(fail_at=600)), only="model,loader,constant-samples", out=tmp_path
+    )
     assert found.stats.steps > 10
     left_out = dict(found.measurements.experiments.left_out)
-    assert "broken" in left_out["X3"] + left_out.get("X7", "")
+    assert "broken" in left_out["loader"] + left_out.get("constant-samples", "")
     assert found.measurements.experiments.model_per_s > 0
 
 
 def test_ctrl_c_in_the_loader_gives_the_rest(tmp_path: Path) -> None:
     data = Data(Numbers(fail_at=600, error=KeyboardInterrupt))
     with pytest.raises(DiagnosisInterrupted) as stop:
-        short_diagnosis(make_trainer(), Module(), data, only="X1,X3", out=tmp_path)
+        short_diagnosis(make_trainer(), Module(), data, only="model,loader", out=tmp_path)
     assert stop.value.diagnosis.measurements.experiments.model_per_s > 0
     assert tmp_path / "feed_report.json" in stop.value.written
     read = read_document(tmp_path)
@@ -446,7 +448,7 @@ def test_ctrl_c_in_the_loader_gives_the_rest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"only": "X9"}, "X9 is no experiment"),
+        ({"only": "speed"}, "speed is no experiment"),
         ({"only": ()}, "nothing is no experiment"),
         ({"budget_s": 0}, "budget_s=0"),
         ({"train_dataloaders": [1]}, "not both"),
@@ -559,7 +561,7 @@ def test_a_rate_is_that_of_the_device_however_far_the_host_is_ahead(late: Simula
     assert pace.per_s(1) == pytest.approx(20)
 
 
-@pytest.mark.parametrize("on_device", [True, False], ids=["X1", "X2"])
+@pytest.mark.parametrize("on_device", [True, False], ids=["model", "host-batch"])
 def test_a_replay_on_a_device_keeps_to_its_time(on_device: bool, late: SimulatedDevice) -> None:
     class Queued(Module):  # type: ignore[misc,valid-type]
         """As with CUDA graphs: a step is queued in no time at all."""

@@ -107,7 +107,7 @@ def lost_after_the_first_experiment(*arguments: Any, **options: Any) -> Iterator
         yield found
 
 
-@pytest.mark.parametrize("only", ["X3,X7", "X7"])
+@pytest.mark.parametrize("only", ["loader,constant-samples", "X7"])
 def test_one_that_is_lost_while_the_loader_is_driven(
     only: str, dropped: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +117,7 @@ def test_one_that_is_lost_while_the_loader_is_driven(
         diagnose(None, None, Data(), budget_s=2.0, only=only)
     assert dropped == [KeyboardInterrupt]
     found = stop.value.diagnosis.measurements.experiments
-    assert (found.loader_per_s is None, found.ceiling_per_s is None) == ("X3" not in only, "X3" in only)
+    assert (found.loader_per_s is None, found.ceiling_per_s is None) == ("loader" not in only, "loader" in only)
 
 
 @pytest.mark.usefixtures("dropped")
@@ -146,7 +146,7 @@ def test_a_loader_that_fails_of_ctrl_c_before_anything_was_measured(
     monkeypatch.setattr(run, "run_data_experiments", fails)
     _, Data = make_parts()
     with pytest.raises(DiagnosisInterrupted) as stop:
-        diagnose(None, None, Data(), budget_s=2.0, only="X3")
+        diagnose(None, None, Data(), budget_s=2.0, only="loader")
     assert dropped == [KeyboardInterrupt]
     assert stop.value.signal_number == signal.SIGINT
 
@@ -167,7 +167,7 @@ def test_sigterm_while_the_loader_is_driven(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(run, "run_data_experiments", told_to_end)
     _, Data = make_parts()
     with pytest.raises(DiagnosisInterrupted) as stop:
-        diagnose(None, None, Data(), budget_s=2.0, only="X3")
+        diagnose(None, None, Data(), budget_s=2.0, only="loader")
     assert stop.value.signal_number == signal.SIGTERM
     assert stop.value.diagnosis.measurements.experiments.loader_per_s > 0
 

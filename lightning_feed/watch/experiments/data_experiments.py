@@ -75,7 +75,7 @@ def run_data_experiments(
         device: that batches go to; None: none.
         budget_s: for all of them together. One may take a little longer where a single batch does.
         only: names, of :data:`EXPERIMENTS`; None: all. ``loader`` is made for every one that builds on it.
-        on_progress: called with what is done next and the share of the work that is done, 0 to 1.
+        on_progress: called with the name of the next one and the share of the work that is done, 0 to 1.
         clock: seconds.
 
     Raises:
@@ -102,7 +102,7 @@ def _run(
     no_loader = session.prepare()
     for done, name in enumerate(names):
         if on_progress is not None:
-            on_progress(f"{name}: {EXPERIMENTS[name].what}", done / len(names))
+            on_progress(name, done / len(names))
         left_s = budget_s - (session.clock() - began)
         weights = sum(EXPERIMENTS[other].weight for other in names[done:]) or 1.0
         session.share_s = max(_LEAST_S, left_s * EXPERIMENTS[name].weight / weights)

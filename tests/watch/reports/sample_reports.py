@@ -96,7 +96,7 @@ def sample_experiments() -> ExperimentResults:
         worker_spread=((6, 10.6, 12.9),),
         keys=(KeyUse(name="0", bytes_per_batch=4_816_896, used=True), KeyUse(name="1", bytes_per_batch=256, used=None)),
         disk=DiskFacts(file_system="ext4", kind="local", files_per_s=371.0, mean_file_bytes=118_000.0),
-        left_out=(("X6", "the files belong to another user"),),
+        left_out=(("cold-files", "the files belong to another user"),),
     )
 
 

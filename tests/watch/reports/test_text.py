@@ -68,7 +68,7 @@ def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
     assert "tried 6 workers: 371 samples/s; 12 workers: 717 samples/s" in text
     assert "batch its samples, in one process: 390.0 ms; collating them: 41.0 ms; taking it from" in text
     assert "code  Birds.__getitem__ (birds.py:41), calling ColorJitter: 120.0 ms a batch" in text
-    assert "skip  X6: the files belong to another user" in text
+    assert "skip  cold-files: the files belong to another user" in text
 
 
 def test_a_sample_that_is_loaded_as_a_whole_is_no_transform() -> None:
@@ -198,7 +198,7 @@ def test_what_experiments_found_beside_the_pipeline() -> None:
     assert lines[-3:] == [
         "disk  file system: ext4 on local; files: 371 a second; mean size of a file: 118 kB",
         "keys  meta.path: 2.5 kB a batch, never used by the model",
-        "skip  X6: the files belong to another user",
+        "skip  cold-files: the files belong to another user",
     ]
 
 
@@ -410,7 +410,7 @@ def test_the_markdown_of_a_report() -> None:
     assert "| `rank 1 (the slow one)` | 29.60 |" in text
     assert "| `decode` | 9.80 ms | 9.60 ms |" in text
     assert "| `[Callback]ModelCheckpoint.on_train_batch_end` | 2.40 |" in text
-    assert "| `X6` | the files belong to another user |" in text
+    assert "| `cold-files` | the files belong to another user |" in text
 
 
 def test_the_markdown_for_loggers_is_the_beginning_of_the_file() -> None:
