@@ -368,7 +368,7 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     report = make_report(found, previous=earlier)
     print(as_json(report) if arguments.json else _as_text(report))
     if earlier is not None and not report.report_card:
-        _say(f"no remedy of {earlier.path} that it can be held against is in effect")
+        _say(f"no remedy of {earlier.path} that can be checked is in effect")
     if ended is None:
         print(f"Written to {arguments.out}.", file=sys.stderr)
         sys.stderr.write(end_of_program)

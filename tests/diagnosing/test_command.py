@@ -219,7 +219,7 @@ def test_what_an_earlier_report_predicted(file: Path, capsys: pytest.CaptureFixt
     assert cli.main([*argv, "feed_diagnosis", "--json"]) == 0  # the one before is of the same settings
     printed = capsys.readouterr()
     assert json.loads(printed.out)["report_card"] == []
-    assert "no remedy of feed_diagnosis/feed_report.json that it can be held against is in effect" in printed.err
+    assert "no remedy of feed_diagnosis/feed_report.json that can be checked is in effect" in printed.err
 
 
 def test_an_earlier_report_that_is_none_is_told_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

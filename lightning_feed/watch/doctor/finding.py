@@ -89,7 +89,7 @@ def as_text(findings: Sequence[Finding]) -> str:
             lines += textwrap.wrap(one.do, WIDTH, initial_indent=arrow, subsequent_indent=below, break_long_words=False)
     counts = {level: sum(one.level == level for one in findings) for level in LEVELS[:3]}
     said = [f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items() if count]
-    return "\n".join([*lines, "", (", ".join(said) or "Nothing to mend") + "."])
+    return "\n".join([*lines, "", (", ".join(said) or "Nothing to fix") + "."])
 
 
 def as_plain(findings: Sequence[Finding]) -> dict[str, Any]:

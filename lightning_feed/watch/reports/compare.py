@@ -280,7 +280,7 @@ def check_starved(report: Report, *, above_pct: float) -> str:
         alone = measured.experiments is not None and not stats.steps
         todo = "Diagnose a LightningModule with it." if alone else "Train longer with GPUStarvationCallback."
         raise ReportError(
-            f"nothing to hold against the limit of {above_pct:g} %: {stats.steps} steps were measured. {todo}"
+            f"nothing to compare with the limit of {above_pct:g} %: {stats.steps} steps were measured. {todo}"
         )
     shares = shares_of(measured)
     candidates = {

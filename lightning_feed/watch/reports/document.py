@@ -213,7 +213,7 @@ def from_document(document: object, *, path: Path | None = None) -> Report:
     _check_schema(document["schema"])
     written_at = document.get("written_at")
     if not isinstance(written_at, str):
-        raise ReportError("written_at is missing. Write the report anew.")
+        raise ReportError("written_at is missing. Write the report again.")
     return _report_of(_read_object(Parts, document, ""), written_at, path)
 
 
@@ -265,7 +265,7 @@ def _read_object(kind: type[Value], value: object, where: str) -> Value:
         if one.name in value:
             given[one.name] = _read(hints[one.name], value[one.name], below)
         elif _is_required(one):
-            raise ReportError(f"{below} is missing. Write the report anew with the lightning_feed that is installed.")
+            raise ReportError(f"{below} is missing. Write the report again with the lightning_feed that is installed.")
     return kind(**given)
 
 
@@ -326,7 +326,7 @@ def _read_scalar(hint: Any, value: object, where: str) -> Any:
 def _wrong(where: str, value: object, wanted: str) -> ReportError:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
-    return ReportError(f"{where or 'the report'} is {shown}, and must be {wanted}. Write the report anew.")
+    return ReportError(f"{where or 'the report'} is {shown}, and must be {wanted}. Write the report again.")
 
 
 # --- the schema ---------------------------------------------------------------------------------------------------

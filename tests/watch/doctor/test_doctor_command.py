@@ -44,4 +44,4 @@ def test_the_screen_shows_the_worst_first() -> None:
     assert lines[-1] == "1 problem, 1 warning."
     assert max(map(len, lines)) <= 110
     assert [one["topic"] for one in as_plain(found)["findings"]] == ["a", "b", "c"]
-    assert as_text(found[:1]).endswith("Nothing to mend.")
+    assert as_text(found[:1]).endswith("Nothing to fix.")

@@ -1,4 +1,4 @@
-"""Two reports held against each other: what changed, and what became of the predictions."""
+"""Two reports compared: what changed, and what became of the predictions."""
 
 import json
 from dataclasses import replace

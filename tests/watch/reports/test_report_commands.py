@@ -130,7 +130,7 @@ def test_the_gate_does_not_pass_on_nothing(
     found: Diagnosis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", _run(tmp_path, found), "--fail-above", "100"]) == 1
-    assert "nothing to hold against the limit of 100 %" in capsys.readouterr().err
+    assert "nothing to compare with the limit of 100 %" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("limit", ["nan", "-1", "100.1", "much"])
