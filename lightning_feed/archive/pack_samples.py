@@ -184,6 +184,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 def _describe(value: Any, arrays: list[np.ndarray[Any, Any]], place: str) -> Any:
+    # A np.float64 is a float, and is to stay a np.float64.
     if isinstance(value, (bool, int, float, str, type(None))) and not isinstance(value, np.floating):
         return {"value": value}
     if isinstance(value, (bytes, bytearray)):

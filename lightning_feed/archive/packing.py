@@ -66,8 +66,8 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
 ) -> PackReport:
     """Pack a folder of class folders (with ``train``, ``val`` ... around them or not), or a map-style dataset.
 
-    The pack is made in ``DEST.partial`` and renamed at the end. Called again after a kill or an error, it goes on where
-    it was. HDF5 and LitData packs need room for twice the data until they are done.
+    The pack is made in ``DEST.partial`` and renamed at the end. Called again after a kill or an error, it resumes. HDF5
+    and LitData packs need room for twice the data until they are done.
 
     Args:
         source: a folder, or a dataset whose samples are nested dicts, lists and tuples of tensors, arrays, numbers,

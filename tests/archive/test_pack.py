@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import threading
+import zipfile
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from lightning_feed.archive import PackedDataset, is_pack, pack
+from lightning_feed.archive import PackedDataset, is_pack, pack, verify_pack
 from lightning_feed.archive.folder import FolderSource, SampleSource, scan_classes
 from lightning_feed.archive.pack_samples import from_bytes, to_bytes
 from lightning_feed.archive.splits import Splits
@@ -161,6 +162,25 @@ def test_litdata_alone_gives_the_label(made: Path) -> None:
     stream = litdata.StreamingDataset(str(made / "litdata" / "all" / "data"))
     assert [stream[index]["label"] for index in (0, 4, 5, 9)] == [0, 0, 1, 1]
     assert bytes(stream[6]["data"]) == (made / "photos" / "würger" / "1 ö.jpg").read_bytes()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packs_written_by_an_earlier_version_are_read(format: str, tmp_path: Path) -> None:
+    """Written before packs were made in LMDB, whatever their format."""
+    with zipfile.ZipFile(Path(__file__).with_name("earlier_packs.zip")) as packs:
+        packs.extractall(tmp_path)
+    for split, many in (("train", 3), ("val", 1)):
+        packed = PackedDataset(tmp_path / f"files.{format}", split)
+        assert contents(packed) == [
+            (f"{split} {name} {number}".encode() * 40, label)
+            for label, name in enumerate(("cat", "dog"))
+            for number in range(many)
+        ]
+        assert packed.name(0).endswith(f"{split}:cat/0 ö.jpg")
+    assert verify_pack(tmp_path / f"samples.{format}") == 3
+    for number, sample in enumerate(PackedDataset(tmp_path / f"samples.{format}")[index] for index in range(3)):
+        image = torch.full((2, number), number, dtype=torch.bfloat16)
+        assert same(sample, {"x": image, "name": f"n{number}", "pair": (b"\0", [None, number / 2])})
 
 
 # --- any dataset ------------------------------------------------------------------------------------------------------
