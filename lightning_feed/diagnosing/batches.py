@@ -165,8 +165,8 @@ class Sample:
 # --- which parts a step reads -------------------------------------------------------------------------------------
 
 
-class KeyWatch:
-    """A batch that knows which of its parts were read.
+class KeyWatch(TorchFunctionMode):
+    """A batch that knows which of its parts were read; and the context in which torch's functions are seen, too.
 
     A part is used when the step takes it out by its name, or hands it to any function of torch. It is unused when it
     was never taken out at all. What was only handed out with all others (unpacking, ``**batch``, ``.items()``) and no
@@ -180,6 +180,7 @@ class KeyWatch:
     """
 
     def __init__(self, batch: Any) -> None:
+        super().__init__()
         self._leaves: dict[str, Any] = {}
         self._read: set[str] = set()
         self._handed: set[str] = set()
@@ -190,9 +191,9 @@ class KeyWatch:
         """Whether each part was used, by its place as :func:`key_leaves` names it. None: cannot be told."""
         return {name: True if name in self._read else None if name in self._handed else False for name in self._leaves}
 
-    def seeing_torch(self) -> TorchFunctionMode:
-        """A context in which a part that any function of torch is given was read."""
-        return _Seen(self._see)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._see((args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _see(self, value: Any, depth: int = 4) -> None:
         if isinstance(value, Tensor):
@@ -353,13 +354,3 @@ class _SequenceReads:
 
     __reversed__, __add__, copy = _on_a_copy("__reversed__"), _on_a_copy("__add__"), _on_a_copy("copy")
     __eq__, __reduce_ex__ = _on_a_copy("__eq__"), _on_a_copy("__reduce_ex__")
-
-
-class _Seen(TorchFunctionMode):
-    def __init__(self, see: Callable[[Any], None]) -> None:
-        super().__init__()
-        self._see = see
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._see((args, kwargs or {}))
-        return func(*args, **(kwargs or {}))

@@ -1,11 +1,9 @@
-"""What experiments change in the user's objects and in the process, kept and put back; signals meanwhile."""
+"""The state of a module, kept and put back, and the signals that come meanwhile."""
 
 import copy
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -15,8 +13,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
-
-from lightning_feed.load.cloning import preserve_state
 
 
 class ModelState:
@@ -86,27 +82,6 @@ class _KeptTensor:
 
 def _on_host(value: Any) -> Any:
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-@contextmanager
-def restored(model: nn.Module | None, *data: Any, stops: "StopSignals", device: torch.device) -> Iterator[ModelState]:
-    """A context after which the model, the data and the global random generators are as before.
-
-    Args:
-        model: the module, or None.
-        data: data modules, loaders, callbacks: what they hold is put back as :func:`preserve_state` says.
-        stops: signals, which are held back while all is put back.
-        device: the model's. CUDA is started, since its generators are kept too.
-    """
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    with preserve_state(*data):
-        state = ModelState(model)
-        try:
-            yield state
-        finally:
-            stops.hold_back()
-            state.restore()
 
 
 class StopSignals:

@@ -21,7 +21,7 @@ import torch
 from lightning_feed import _host
 from lightning_feed.diagnosing.batches import KeyWatch, Replay, Sample, copy_of, is_opaque, own_loaders
 from lightning_feed.diagnosing.failure import loading_failed, raised_by_loader
-from lightning_feed.diagnosing.restore import ModelState, StopSignals, restored
+from lightning_feed.diagnosing.restore import ModelState, StopSignals
 from lightning_feed.diagnosing.trainer import Limits, ShortFit, check_trainer, nothing, package_of, quiet, short_trainer
 from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.load.cloning import preserve_state
@@ -96,9 +96,15 @@ class DiagnosisSession:
     @contextmanager
     def restoring(self) -> Iterator[ModelState]:
         """A context that hears signals, and after which what the fits change is as before. Gives the module's state."""
-        data = (self.datamodule, self.loaders, self.callbacks)
-        with StopSignals() as self.stops, restored(self.model, *data, stops=self.stops, device=self.device) as state:
-            yield state
+        if self.device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # its generators are kept too
+        with StopSignals() as self.stops, preserve_state(self.datamodule, self.loaders, self.callbacks):
+            state = ModelState(self.model)
+            try:
+                yield state
+            finally:
+                self.stops.hold_back()
+                state.restore()
 
     def set_up(self) -> None:
         """Get the training loaders without a fit, as Lightning would.
@@ -299,7 +305,7 @@ class _BatchWatch:
         self._first = False
         try:
             watch = KeyWatch(batch)
-            with watch.seeing_torch():
+            with watch:
                 output = original(watch.batch, *rest, **named)
         except Exception:  # noqa: BLE001  # a step that minds the containers minds nothing else: it gets its own batch
             first = session.device_batches.first

@@ -114,7 +114,7 @@ CASES: list[tuple[str, Callable[[], Any], Callable[[Any], Any], dict[str, bool |
 def test_reads(name: str, make: Callable[[], Any], read: Callable[[Any], Any], uses: dict[str, bool | None]) -> None:
     batch = make()
     watch = KeyWatch(batch)
-    with watch.seeing_torch():
+    with watch:
         read(watch.batch)
     assert watch.uses() == uses
     assert set(uses) == set(key_bytes(make())), "the names are those under which the bytes are given"

@@ -26,7 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_feed.diagnosing import DiagnosisInterrupted
-from lightning_feed.diagnosing.restore import ModelState, StopSignals, restored
+from lightning_feed.diagnosing.restore import ModelState, StopSignals
+from lightning_feed.diagnosing.session import open_session
 from lightning_feed.errors import FeedError
 
 # --- the module ---------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def test_lazy_layers_are_lazy_again() -> None:
 def test_random_numbers_and_data() -> None:
     seed_everything()
     data = Numbers()
-    with restored(None, data, stops=StopSignals(), device=torch.device("cpu")):
+    with open_session(None, None, loaders=DataLoader(data)).restoring():
         drawn = data[0], torch.rand(1), np.random.rand(), random.random()
         seed_everything(3)
     assert data.served == []
