@@ -1,4 +1,4 @@
-"""What diagnose and tune measured of an image folder with a backend, remembered between runs for ``backend="auto"``."""
+"""Measurements of an image folder with a backend, by diagnose and tune, remembered between runs for "auto"."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ _CPU_CAUSES: tuple[Cause, ...] = ("cpu", "oversubscribed", "no workers")
 
 @dataclass(frozen=True, kw_only=True)
 class BackendMeasurement:
-    """What one command measured of one backend, on one device. None: not measured."""
+    """One command's measurement of one backend, on one device. None: not measured."""
 
     backend: str
     by: Literal["diagnose", "tune"]

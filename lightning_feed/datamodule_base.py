@@ -1,4 +1,4 @@
-"""The base of our data modules: splits and stages, the seed of a run, the end of a pass, and the way to the device."""
+"""The base of our data modules: splits, stages, the seed of a run, the ends of passes, the transfer to the device."""
 
 import copy
 import logging
@@ -23,7 +23,7 @@ _TRANSFER = "transfer_batch_to_device"
 
 
 def check_batch_size(name: str, value: object) -> None:
-    """Refuse what is no whole number of 1 or more.
+    """Refuse what is not a whole number of 1 or more.
 
     Raises:
         SettingsError: says which, and what to give.
@@ -71,7 +71,7 @@ class RunSeed:
 
 
 class DataModuleBase:
-    """What our data modules share, but for Lightning's own class, of which there are two packages.
+    """The base of our data modules, without Lightning's own class, which comes in two packages.
 
     Names that begin with ``_feed_`` are ours, all others are the user's.
     """
@@ -213,7 +213,7 @@ class DataModuleBase:
 
 
 class PassEnds(Callback):
-    """What Lightning does not tell a data module: that a pass is over, that a fit goes on from a checkpoint, an error.
+    """A callback that tells a data module of the ends of passes, of checkpoints that a fit goes on from, and of errors.
 
     A loop that ends early, as with ``limit_val_batches``, does not close its loader, and Lightning keeps its iterator.
     """

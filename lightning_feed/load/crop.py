@@ -1,4 +1,4 @@
-"""What is taken of an image: the image as far as it is decoded, a crop drawn before that, and the standard recipes.
+"""Crops: images decoded as far as is asked for, boxes drawn before that, and the standard recipes.
 
 Crops are drawn before an image is decoded, so that any backend can decode, and all take the same. Everything is uint8.
 """

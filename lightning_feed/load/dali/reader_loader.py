@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from lightning_feed.errors import DatasetError, LoaderError, ResumeError
 from lightning_feed.load.dali.binding import require_dali
 from lightning_feed.load.dali.reader_pipeline import LastBatch, PipelineSettings, Place, ReaderPipeline, Share
-from lightning_feed.load.order import EpochOrder, mix_seed
+from lightning_feed.load.order import EpochOrder, mix_seed, rank_of_run, ranks_of_run
 from lightning_feed.load.trace import traced
 
 _VERSION = 1
@@ -338,12 +336,11 @@ class ResumableReaderLoader(ReaderLoader):
 
 
 def _of_this_rank(state: Mapping[str, Any]) -> dict[str, Any]:
-    started = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if started else (0, 1)
     ranks: list[dict[str, Any]] = state["ranks"]
+    world = ranks_of_run()
     if len(ranks) != world:
         raise ResumeError(
             f"The checkpoint was saved by {len(ranks)} ranks and this run has {world}. DALI's readers divide the "
             f"set among the ranks, so their places cannot be carried over. Resume with {len(ranks)} ranks."
         )
-    return ranks[rank]
+    return ranks[rank_of_run()]
