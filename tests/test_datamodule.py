@@ -138,7 +138,7 @@ def _no_workers_from_elsewhere() -> Iterator[None]:
 # --- the way from dataset to step -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("package", "workers"), zip(PACKAGES, (0, 2), strict=True))
+@pytest.mark.parametrize(("package", "workers"), list(zip(PACKAGES, (0, 2), strict=True)))
 def test_every_sample_arrives_in_every_stage(package: str, workers: int) -> None:
     kind = importlib.import_module("lightning_feed.pl").FastDataModule if "_" in package else None
     given = {"train": Rows(10), "val": Rows(6, 100), "test": Rows(5, 200), "predict": Rows(3, 300)}
