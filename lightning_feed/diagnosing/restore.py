@@ -70,9 +70,11 @@ class _KeptTensor:
         if self._values is None:
             return
         tensor.grad = None  # torch refuses new data while an unlike gradient is there
-        if tensor.device != memory.device or tensor.data_ptr() != memory.data_ptr():
+        strided = memory.layout is torch.strided
+        if tensor.device != memory.device or (strided and tensor.data_ptr() != memory.data_ptr()):
             tensor.data = memory
-        if not torch.equal(memory.cpu(), self._values):  # what was expanded cannot be written to, and has not been
+        # What was expanded cannot be written to, and has not been; sparse tensors cannot be compared.
+        if not strided or not torch.equal(memory.cpu(), self._values):
             with torch.inference_mode(memory.is_inference()):
                 memory.copy_(self._values)
         if tensor.requires_grad != self._requires_grad:

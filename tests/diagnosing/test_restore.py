@@ -37,6 +37,7 @@ def test_a_module_that_was_cast_moved_and_changed() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("expanded", torch.ones(1).expand(3))
     model.register_buffer("special", torch.tensor([float("nan"), -0.0, 1e-45]))
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
     model(torch.ones(3, 2)).sum().backward()
     weight, kept = model[0].weight, [1]
     model.kept = kept  # type: ignore[assignment]
@@ -49,6 +50,7 @@ def test_a_module_that_was_cast_moved_and_changed() -> None:
         weight.requires_grad_(False)
         model[1].running_mean.fill_(7)
         model.special.fill_(0)
+        model.sparse.zero_()
         model.register_buffer("more", torch.ones(1))
         model.eval()
         kept.append(2)
@@ -62,6 +64,7 @@ def test_a_module_that_was_cast_moved_and_changed() -> None:
         assert model[1].training
         assert not torch.equal(model[1].running_mean, torch.full((2,), 7.0))
         assert torch.equal(model.special.view(torch.int32), bits)
+        assert torch.equal(model.sparse.to_dense(), torch.eye(2))
         assert "more" not in dict(model.named_buffers())
         assert model.kept is kept
         assert kept == [1]
