@@ -63,7 +63,7 @@ def alone_in(partial: Path) -> Iterator[None]:
             error that says that the disk is full.
     """
     with _report_full_disk(partial):
-        lock = FileLock(partial / _LOCK)
+        lock = FileLock(partial / _LOCK, fallback_to_soft=False)
         try:
             _make_private(partial)
             lock.acquire(timeout=0)
