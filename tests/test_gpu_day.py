@@ -67,6 +67,8 @@ FAULTS = {
     "json.dump({'claims': []}, open(out, 'w'))": "it claims nothing",
 }
 
+pytestmark = pytest.mark.slow  # of the scripts for a day with a GPU
+
 
 def part(code: str, name: str = "part", *, about_s: float = 0, limit_s: float = 30) -> Part:
     command = (sys.executable, "-c", START + code)

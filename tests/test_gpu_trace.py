@@ -10,6 +10,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from recording import quiet_trainer
 from torch.utils.data import DataLoader
 
+pytestmark = pytest.mark.slow  # of the scripts for a day with a GPU
+
 
 @pytest.mark.parametrize(
     ("span", "by", "inside"),

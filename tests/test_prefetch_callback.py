@@ -577,7 +577,7 @@ def test_profilers_see_the_look_ahead(profiler: str, tmp_path: Path) -> None:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp_spawn", marks=pytest.mark.slow), "ddp_fork"])
 @pytest.mark.filterwarnings("ignore:.*recommended to use `sync_dist=True`")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 @pytest.mark.filterwarnings("ignore:.*barrier.*using the device under current context")

@@ -121,6 +121,10 @@ class MeasuredLoop:
         )
 
 
+def _seconds() -> float:
+    return clock()  # looked up at each call: tests replace it
+
+
 class Schedule:
     """When the next report is due.
 
@@ -129,7 +133,7 @@ class Schedule:
     """
 
     def __init__(self, now: Callable[[], float] | None = None) -> None:
-        self._now = now or (lambda: clock())  # which tests replace
+        self._now = now or _seconds
         self._next_step: float = FIRST_STEPS
         self._next_s = self._now() + FIRST_S
         self.first = True

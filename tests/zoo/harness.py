@@ -4,7 +4,7 @@ A project is a folder of ``projects/`` with a ``row.json``: ``program`` (default
 (arguments for a short and a long run), ``environment`` (of a short run), ``augments`` (workers draw random numbers, so
 pixels depend on their number), ``reshuffles`` (the order depends on the number of workers: of a stream that is divided
 among them, or of several loaders, whose shuffles draw their seeds in another order without workers), ``ranks``,
-``slow``, ``faults`` (what the benchmark plants).
+``faults`` (what the benchmark plants).
 """
 
 import json
@@ -43,7 +43,6 @@ class Project:
     augments: bool = False
     reshuffles: bool = False
     ranks: int = 1
-    slow: bool = False
     faults: dict[str, list[str]] = field(default_factory=dict)
 
 

@@ -29,12 +29,8 @@ def trained(name: str, folder: Path) -> tuple[Outcome, Outcome]:
     return plain, fed
 
 
-def rows(*, slow: bool) -> list[object]:
-    marked = [pytest.mark.slow] if slow else []
-    return [
-        pytest.param(project, id=name, marks=pytest.mark.slow if project.slow else marked)
-        for name, project in ZOO.items()
-    ]
+rows = pytest.mark.parametrize("project", [pytest.param(project, id=name) for name, project in ZOO.items()])
+pytestmark = pytest.mark.slow
 
 
 def test_each_folder_is_a_project_of_a_kind_of_its_own() -> None:
@@ -42,7 +38,7 @@ def test_each_folder_is_a_project_of_a_kind_of_its_own() -> None:
     assert {path.name for path in Path(__file__).with_name("projects").iterdir()} == set(ZOO)
 
 
-@pytest.mark.parametrize("project", rows(slow=False))
+@rows
 def test_weights_are_the_same_bit_for_bit(project: Project, folder: Path) -> None:
     plain, fed = trained(project.name, folder)
     assert plain.fine, plain.printed[-3000:]
@@ -53,7 +49,7 @@ def test_weights_are_the_same_bit_for_bit(project: Project, folder: Path) -> Non
         assert one["weights"] == other["weights"] != ""
 
 
-@pytest.mark.parametrize("project", rows(slow=False))
+@rows
 def test_the_report_of_a_short_run_is_made_without_an_error(project: Project, folder: Path) -> None:
     fed = trained(project.name, folder)[1]
     assert fed.ranks[0]["report"]["step_ms"] > 0
@@ -62,7 +58,7 @@ def test_the_report_of_a_short_run_is_made_without_an_error(project: Project, fo
     assert [words for words in failures if words in fed.printed] == []
 
 
-@pytest.mark.parametrize("project", rows(slow=True))
+@rows
 def test_every_remedy_can_be_applied_as_it_is_printed(project: Project, folder: Path) -> None:
     plain, fed = trained(project.name, folder)
     remedies = every_remedy(fed.measured.facts)
