@@ -339,7 +339,8 @@ def _add_diagnose(commands: "Commands") -> None:
 
 
 def _diagnose(arguments: argparse.Namespace) -> None:
-    from lightning_feed.diagnosing import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten, diagnose
+    from lightning_feed.diagnosing import diagnose
+    from lightning_feed.diagnosing.failure import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
     from lightning_feed.watch.reports.document import as_json, make_report, read_document
     from lightning_feed.watch.reports.files import check_writable
 

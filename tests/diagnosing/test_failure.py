@@ -11,8 +11,8 @@ from diagnosing.small_runs import PACKAGES, make_parts, make_trainer, short_diag
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_feed.diagnosing import DiagnosisFailed, diagnose, failure
-from lightning_feed.diagnosing.failure import in_a_line
+from lightning_feed.diagnosing import diagnose, failure
+from lightning_feed.diagnosing.failure import DiagnosisFailed, in_a_line
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
 from lightning_feed.watch.reports.document import read_document
 

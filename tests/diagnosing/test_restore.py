@@ -25,7 +25,7 @@ from diagnosing.small_runs import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_feed.diagnosing import DiagnosisInterrupted
+from lightning_feed.diagnosing.failure import DiagnosisInterrupted
 from lightning_feed.diagnosing.restore import ModelState, StopSignals
 from lightning_feed.diagnosing.session import open_session
 from lightning_feed.errors import FeedError

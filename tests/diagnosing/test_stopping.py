@@ -17,7 +17,8 @@ from diagnosing.small_runs import (
     state_of_process,
 )
 
-from lightning_feed.diagnosing import DiagnosisInterrupted, diagnose, run
+from lightning_feed.diagnosing import diagnose, run
+from lightning_feed.diagnosing.failure import DiagnosisInterrupted
 from lightning_feed.errors import LoaderError
 from lightning_feed.watch.experiments.data_experiments import run_data_experiments
 from lightning_feed.watch.reports.document import read_document
