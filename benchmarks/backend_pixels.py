@@ -36,10 +36,11 @@ from backend_machine import machine_line
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lightning_feed import ImageFolderDataModule, LoaderSettings, image_backends, images
+from lightning_feed import ImageFolderDataModule, LoaderSettings
+from lightning_feed.data import image_backends, images
+from lightning_feed.data.image_backends import why_no_dali, why_no_nvjpeg
 from lightning_feed.decode.choose import DECODER_NAMES, make_decoder
 from lightning_feed.errors import MissingExtraError
-from lightning_feed.image_backends import why_no_dali, why_no_nvjpeg
 from lightning_feed.load.crop import QUALITIES
 from lightning_feed.transfer import gpu_decode as device_decode
 

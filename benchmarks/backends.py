@@ -44,7 +44,7 @@ from backends_pictures import find_or_make, lay_out
 from backends_table import BACKENDS, show
 from largest_batch import Found, largest_batch
 
-from lightning_feed.image_backends import why_no_dali, why_no_nvjpeg
+from lightning_feed.data.image_backends import why_no_dali, why_no_nvjpeg
 
 MODELS = ("shufflenet_v2_x0_5", "resnet18", "resnet50")
 START_S = 150.0

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torchvision.io import ImageReadMode
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.image_backends import why_no_nvjpeg
+from lightning_feed.data.image_backends import why_no_nvjpeg
 from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.gpu_decode import NvJpeg
 from lightning_feed.watch.nvml import NvmlSampler, find_handle

@@ -117,7 +117,8 @@ def on_gpu(job: Job, *, backend: str) -> Feed:
 
 def host_part(job: Job) -> Feed:
     """What the workers do of backend="nvjpeg", up to a batch of encoded images."""
-    from lightning_feed import ImageFolderDataModule, LoaderSettings, image_backends
+    from lightning_feed import ImageFolderDataModule, LoaderSettings
+    from lightning_feed.data import image_backends
 
     made = ImageFolderDataModule(
         job.folder,

@@ -6,18 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_feed.autotune_callback import AutotuneCallback
-    from lightning_feed.dali import DaliDataModule
-    from lightning_feed.datamodule import FastDataModule
+    from lightning_feed.callbacks.autotune import AutotuneCallback
+    from lightning_feed.callbacks.plain_loop import watch_loader
+    from lightning_feed.callbacks.prefetch import PrefetchCallback
+    from lightning_feed.callbacks.starvation import GPUStarvationCallback
+    from lightning_feed.data.dali import DaliDataModule
+    from lightning_feed.data.datamodule import FastDataModule
+    from lightning_feed.data.images import ImageFolderDataModule
     from lightning_feed.diagnosing import diagnose
     from lightning_feed.errors import FeedError
-    from lightning_feed.images import ImageFolderDataModule
     from lightning_feed.load.cacheable import CacheableDataset
     from lightning_feed.load.dali.options import DaliOptions
     from lightning_feed.load.settings import LoaderSettings
-    from lightning_feed.plain_loop import watch_loader
-    from lightning_feed.prefetch_callback import PrefetchCallback
-    from lightning_feed.starvation_callback import GPUStarvationCallback
     from lightning_feed.tuning.run import tune
 
 __all__ = [
@@ -38,19 +38,19 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AutotuneCallback": "lightning_feed.autotune_callback",
+    "AutotuneCallback": "lightning_feed.callbacks.autotune",
     "CacheableDataset": "lightning_feed.load.cacheable",
-    "DaliDataModule": "lightning_feed.dali",
+    "DaliDataModule": "lightning_feed.data.dali",
     "DaliOptions": "lightning_feed.load.dali.options",
-    "FastDataModule": "lightning_feed.datamodule",
+    "FastDataModule": "lightning_feed.data.datamodule",
     "FeedError": "lightning_feed.errors",
-    "GPUStarvationCallback": "lightning_feed.starvation_callback",
-    "ImageFolderDataModule": "lightning_feed.images",
+    "GPUStarvationCallback": "lightning_feed.callbacks.starvation",
+    "ImageFolderDataModule": "lightning_feed.data.images",
     "LoaderSettings": "lightning_feed.load.settings",
-    "PrefetchCallback": "lightning_feed.prefetch_callback",
+    "PrefetchCallback": "lightning_feed.callbacks.prefetch",
     "diagnose": "lightning_feed.diagnosing",
     "tune": "lightning_feed.tuning.run",
-    "watch_loader": "lightning_feed.plain_loop",
+    "watch_loader": "lightning_feed.callbacks.plain_loop",
 }
 
 

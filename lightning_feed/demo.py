@@ -26,12 +26,12 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from lightning_feed.datamodule import FastDataModule
+from lightning_feed.callbacks.prefetch import PrefetchCallback
+from lightning_feed.callbacks.starvation import GPUStarvationCallback
+from lightning_feed.data.datamodule import FastDataModule
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
-from lightning_feed.prefetch_callback import PrefetchCallback
-from lightning_feed.starvation_callback import GPUStarvationCallback
 
 PIXELS = 32
 """Side of the model's input: small, so that the demo ends soon on two CPU cores."""

@@ -1,12 +1,12 @@
 """The public names for users of the ``pytorch_lightning`` package, a separate tree of classes."""
 
-from lightning_feed.autotune_callback import AutotuneCallback as _AutotuneCallback
-from lightning_feed.dali import FeedDali
-from lightning_feed.datamodule import FeedDataModule
+from lightning_feed.callbacks.autotune import AutotuneCallback as _AutotuneCallback
+from lightning_feed.callbacks.prefetch import PrefetchCallback as _PrefetchCallback
+from lightning_feed.callbacks.starvation import GPUStarvationCallback as _GPUStarvationCallback
+from lightning_feed.data.dali import FeedDali
+from lightning_feed.data.datamodule import FeedDataModule
+from lightning_feed.data.images import FeedImageFolder
 from lightning_feed.extras import require
-from lightning_feed.images import FeedImageFolder
-from lightning_feed.prefetch_callback import PrefetchCallback as _PrefetchCallback
-from lightning_feed.starvation_callback import GPUStarvationCallback as _GPUStarvationCallback
 
 require("pytorch_lightning", extra="pl", why="lightning_feed.pl")
 

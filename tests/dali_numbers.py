@@ -5,7 +5,7 @@ from typing import Any
 
 from nvidia.dali import fn, types
 
-from lightning_feed.dali import DaliDataModule
+from lightning_feed.data.dali import DaliDataModule
 from lightning_feed.load.dali.options import DaliOptions
 
 VAL = 1000

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_feed import image_backends, images
-from lightning_feed.backend_measurements import BackendMeasurement, BackendMeasurements, measurement_key
+from lightning_feed.data import image_backends, images
+from lightning_feed.data.backend_measurements import BackendMeasurement, BackendMeasurements, measurement_key
 
 CUDA = torch.device("cuda")
 BOUND = BackendMeasurement(

@@ -52,4 +52,4 @@ class Scripted(GPUStarvationCallback):
 
 
 def own_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "lightning_feed.autotune_callback"]
+    return [record.getMessage() for record in caplog.records if record.name == "lightning_feed.callbacks.autotune"]

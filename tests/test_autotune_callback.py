@@ -20,7 +20,7 @@ from watch.small_fits import Memory
 from watch.test_ranks_gloo import in_ranks
 
 from lightning_feed import FastDataModule, LoaderSettings, _host
-from lightning_feed.autotune_callback import AutotuneCallback, Figures
+from lightning_feed.callbacks.autotune import AutotuneCallback, Figures
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
@@ -48,7 +48,7 @@ def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         free_shm_bytes=2**40,
         start_method=multiprocessing.get_all_start_methods()[0],
     )
-    monkeypatch.setattr("lightning_feed.autotune_callback.read_machine", lambda: machine)
+    monkeypatch.setattr("lightning_feed.callbacks.autotune.read_machine", lambda: machine)
 
 
 class Watching(Callback):
@@ -200,7 +200,7 @@ def test_a_second_fit_begins_anew() -> None:
 
 
 def test_a_second_callback_stands_aside(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="lightning_feed.autotune_callback")
+    caplog.set_level(logging.INFO, logger="lightning_feed.callbacks.autotune")
     first, second = AutotuneCallback(), AutotuneCallback()
     fit([Scripted(STARVED, FED), first, second], plain(num_workers=1), max_epochs=3)
     assert (len(first.moves), len(second.moves)) == (1, 0)
@@ -343,7 +343,7 @@ class Only(Numbers):
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13 and later
 @pytest.mark.parametrize(("loaders", "why"), ASIDE.values(), ids=list(ASIDE))
 def test_it_stands_aside_and_says_so_once(loaders: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="lightning_feed.autotune_callback")
+    caplog.set_level(logging.INFO, logger="lightning_feed.callbacks.autotune")
     expected, _, _ = fit([], loaders, max_epochs=2)
     autotune = AutotuneCallback()
     same, _, error = fit([Scripted(STARVED), autotune], loaders, max_epochs=2)

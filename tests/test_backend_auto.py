@@ -12,11 +12,11 @@ import torch
 from decode_bound import BOUND, CUDA, pretend_gpu, remember
 from lightning.pytorch import Trainer
 
-from lightning_feed import ImageFolderDataModule, LoaderSettings, image_backends, images
+from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.archive.packing import pack
-from lightning_feed.backend_measurements import BackendMeasurement, BackendMeasurements
-from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
-from lightning_feed.image_backends import (
+from lightning_feed.data import image_backends, images
+from lightning_feed.data.backend_measurements import BackendMeasurement, BackendMeasurements
+from lightning_feed.data.image_backends import (
     NOT_MEASURED,
     BackendChoice,
     BackendFacts,
@@ -27,6 +27,7 @@ from lightning_feed.image_backends import (
     why_no_nvjpeg,
     with_auto,
 )
+from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
 from lightning_feed.load.image_dataset import EncodedBatch
 
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.backend_measurements import BackendMeasurement
-from lightning_feed.errors import SettingsError
-from lightning_feed.image_backends import (
+from lightning_feed.data.backend_measurements import BackendMeasurement
+from lightning_feed.data.image_backends import (
     HEADROOM_PCT,
     NOT_MEASURED,
     BackendFacts,
     check_backend,
     choose_backend,
 )
+from lightning_feed.errors import SettingsError
 from lightning_feed.load.dali.options import DaliOptions
 
 BOUND = BackendMeasurement(

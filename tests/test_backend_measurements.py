@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, diagnose, tune
 from lightning_feed.archive import files
-from lightning_feed.backend_measurements import (
+from lightning_feed.data.backend_measurements import (
     BackendMeasurement,
     BackendMeasurements,
     measurement_key,
@@ -400,7 +400,7 @@ def test_diagnose_remembers_and_auto_knows_it_in_the_next_run(backend: Any, clas
 
 
 def test_a_backend_that_was_diagnosed_by_name_is_kept_beside_torch(class_folders: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lightning_feed.image_backends.require_cuda", lambda backend, device: None)
+    monkeypatch.setattr("lightning_feed.data.image_backends.require_cuda", lambda backend, device: None)
     for backend in ("torch", "nvjpeg"):
         diagnose(
             _trainer(),

@@ -17,8 +17,9 @@ from made_samples import jpegs
 from recording import quiet_trainer
 from torch import Tensor, nn
 
-from lightning_feed import ImageFolderDataModule, LoaderSettings, images
-from lightning_feed.backend_measurements import BackendMeasurements
+from lightning_feed import ImageFolderDataModule, LoaderSettings
+from lightning_feed.data import images
+from lightning_feed.data.backend_measurements import BackendMeasurements
 from lightning_feed.decode.choose import make_decoder
 from lightning_feed.errors import FeedError
 

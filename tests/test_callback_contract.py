@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import lightning_feed.pl
 from lightning_feed import AutotuneCallback, FastDataModule, GPUStarvationCallback, LoaderSettings, PrefetchCallback
-from lightning_feed.exact_resume import ExactResume
+from lightning_feed.data.exact_resume import ExactResume
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

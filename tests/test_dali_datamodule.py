@@ -21,7 +21,7 @@ pytest.importorskip("nvidia.dali")
 from dali_numbers import VAL, DaliNumbers, Defined, decoded, flat, numbers, write_files
 from nvidia.dali import Pipeline, fn
 
-from lightning_feed.dali import DaliDataModule
+from lightning_feed.data.dali import DaliDataModule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),

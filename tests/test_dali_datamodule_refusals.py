@@ -19,7 +19,7 @@ pytest.importorskip("nvidia.dali")
 from dali_numbers import DaliNumbers, Defined, decoded, write_files
 from nvidia.dali import Pipeline, fn, pipeline_def
 
-from lightning_feed.dali import DaliDataModule
+from lightning_feed.data.dali import DaliDataModule
 from lightning_feed.load.dali.options import DaliOptions
 
 pytestmark = [
@@ -336,7 +336,7 @@ def test_in_both_packages(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning")
     from pytorch_lightning import LightningDataModule
 
-    from lightning_feed.dali import FeedDali
+    from lightning_feed.data.dali import FeedDali
 
     class Module(FeedDali, LightningDataModule):
         def pipeline(self, split: str) -> Any:

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 import lightning_feed
-from lightning_feed import _host, datamodule
+from lightning_feed import _host
+from lightning_feed.data import datamodule
 from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
@@ -328,7 +329,7 @@ def test_the_background_thread_is_gone_after_the_fit(workers: int) -> None:
 
 
 def test_the_fit_makes_its_checkpoints_exact() -> None:
-    from lightning_feed.exact_resume import ExactResume
+    from lightning_feed.data.exact_resume import ExactResume
 
     fitting = trainer()
     fitting.fit(module(), datamodule=Data({"train": Rows(8)}))

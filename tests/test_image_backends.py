@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import StackDataset, Subset
 
 import lightning_feed
-from lightning_feed import GPUStarvationCallback, ImageFolderDataModule, LoaderSettings, image_backends
+from lightning_feed import GPUStarvationCallback, ImageFolderDataModule, LoaderSettings
+from lightning_feed.data import image_backends
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.image_dataset import EncodedBatch
 

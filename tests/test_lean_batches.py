@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import FastDataModule, PrefetchCallback
 from lightning_feed.errors import SettingsError
-from lightning_feed.transfer import lean
+from lightning_feed.transfer import transfer_filter as lean
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -16,8 +16,8 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.loader_place import find_place
-from lightning_feed.starvation_report import facts_of
+from lightning_feed.callbacks.loader_place import find_place
+from lightning_feed.callbacks.starvation_report import facts_of
 from lightning_feed.watch.facts import divides_among_workers, may_leave_process, may_persist
 from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.verdict.diagnosis import HookPlace, LoopFacts, Place

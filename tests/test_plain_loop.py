@@ -14,8 +14,9 @@ import torch
 from simulated.device import SimulatedDevice
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_feed import plain_loop, watch_loader
-from lightning_feed.plain_loop import PlainRun, WatchedLoader
+from lightning_feed import watch_loader
+from lightning_feed.callbacks import plain_loop
+from lightning_feed.callbacks.plain_loop import PlainRun, WatchedLoader
 from lightning_feed.watch.clocks import EventRing
 
 MS = 1_000_000

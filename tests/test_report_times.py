@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from watch.small_fits import Memory, make_loader, make_trainer
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.starvation_run import StarvationRun
+from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.watch import loop
 
 pytestmark = [

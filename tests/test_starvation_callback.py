@@ -14,8 +14,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
-from lightning_feed import GPUStarvationCallback, PrefetchCallback, starvation_run
-from lightning_feed.starvation_report import queue_of
+from lightning_feed import GPUStarvationCallback, PrefetchCallback
+from lightning_feed.callbacks import starvation_run
+from lightning_feed.callbacks.starvation_report import queue_of
 from lightning_feed.watch import loop
 
 pytestmark = [

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from watch.small_fits import CpuPrefetch, Memory, make_trainer
 from watch.test_wall import Clock, told
 
-from lightning_feed import GPUStarvationCallback, starvation_callback
+from lightning_feed import GPUStarvationCallback
+from lightning_feed.callbacks import starvation as starvation_callback
 from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.loop import MeasuredLoop
 from lightning_feed.watch.reports.document import as_document, make_report, read_document
@@ -39,8 +40,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """In the place of the host's in a run's own meters."""
     clock = Clock()
     monkeypatch.setattr(starvation_callback, "WallClock", partial(starvation_callback.WallClock, clock))
-    monkeypatch.setattr("lightning_feed.starvation_run.MeasuredLoop", partial(MeasuredLoop, clock=clock))
-    monkeypatch.setattr("lightning_feed.starvation_run.host_clock", clock)
+    monkeypatch.setattr("lightning_feed.callbacks.starvation_run.MeasuredLoop", partial(MeasuredLoop, clock=clock))
+    monkeypatch.setattr("lightning_feed.callbacks.starvation_run.host_clock", clock)
     return clock
 
 
@@ -365,7 +366,7 @@ def test_the_room_for_batches_of_workers_is_known_of_validation_too(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = replace(read_machine(), free_shm_bytes=1)
-    monkeypatch.setattr("lightning_feed.starvation_report.read_machine", lambda: machine)
+    monkeypatch.setattr("lightning_feed.callbacks.starvation_report.read_machine", lambda: machine)
     measured = run_of(clock).measurements
     assert measured.validation is not None
     assert (measured.facts.free_shm_bytes, measured.validation.facts.free_shm_bytes) == (1, 1)

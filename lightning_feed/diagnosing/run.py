@@ -10,7 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from lightning_feed import _host
-from lightning_feed.backend_measurements import remember_diagnosis
+from lightning_feed.data.backend_measurements import remember_diagnosis
 from lightning_feed.diagnosing.batches import Sample, own_loaders
 from lightning_feed.diagnosing.failure import (
     DiagnosisFailed,

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from lightning_feed import _host
+from lightning_feed._host.packages import package_of
+from lightning_feed.callbacks.loader_place import place_of
 from lightning_feed.diagnosing.batches import KeyWatch, Replay, Sample, copy_of, is_opaque, own_loaders
 from lightning_feed.diagnosing.failure import loading_failed, raised_by_loader
 from lightning_feed.diagnosing.restore import ModelState, StopSignals
-from lightning_feed.diagnosing.trainer import Limits, ShortFit, check_trainer, nothing, package_of, quiet, short_trainer
+from lightning_feed.diagnosing.trainer import Limits, ShortFit, check_trainer, nothing, quiet, short_trainer
 from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.load.cloning import preserve_state
-from lightning_feed.loader_place import place_of
 from lightning_feed.watch.clocks import event_maker
 from lightning_feed.watch.experiments.session import parts_of
 from lightning_feed.watch.facts import batches_ahead

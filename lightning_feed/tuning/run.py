@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from lightning_feed.backend_measurements import remember_tuning
+from lightning_feed.data.backend_measurements import remember_tuning
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failure import told
 from lightning_feed.diagnosing.program import Fit

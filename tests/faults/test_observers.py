@@ -24,8 +24,9 @@ from torch.utils.data import DataLoader
 from watch.small_fits import CpuPrefetch, Memory, make_trainer
 
 import lightning_feed
-from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, starvation_run
-from lightning_feed.autotune_callback import AutotuneCallback
+from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
+from lightning_feed.callbacks import starvation_run
+from lightning_feed.callbacks.autotune import AutotuneCallback
 from lightning_feed.load.tuning import epoch_controller
 from lightning_feed.watch import guard, loop
 from lightning_feed.watch import hooks as hook_times

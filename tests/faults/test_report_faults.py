@@ -21,7 +21,7 @@ from watch.small_fits import Memory, make_trainer, run_fit
 from watch.test_ranks_gloo import in_ranks
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
-from lightning_feed.autotune_callback import AutotuneCallback
+from lightning_feed.callbacks.autotune import AutotuneCallback
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -8,8 +8,8 @@ from recording import Numbers
 from resuming import run
 
 from lightning_feed import FastDataModule, LoaderSettings
+from lightning_feed.data.exact_resume import check_equal_ranks
 from lightning_feed.errors import LoaderError
-from lightning_feed.exact_resume import check_equal_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),

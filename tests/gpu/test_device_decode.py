@@ -11,7 +11,8 @@ from made_samples import batch_of, dataset, noise, obvious, photo, torn
 from on_cuda import Seen, fitted, spin, warm_up
 from torch import Tensor
 
-from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback, image_backends
+from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
+from lightning_feed.data import image_backends
 from lightning_feed.decode.choose import psnr_db
 from lightning_feed.errors import DecodeError, MissingExtraError
 from lightning_feed.load.crop import CropSpec, EvalRecipe, TrainRecipe

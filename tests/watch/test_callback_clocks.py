@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader
 from watch.failing_device import FailingDevice
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
-from lightning_feed import GPUStarvationCallback, starvation_callback, starvation_run
+from lightning_feed import GPUStarvationCallback
+from lightning_feed.callbacks import starvation as starvation_callback
+from lightning_feed.callbacks import starvation_run
 from lightning_feed.watch import loop
 from lightning_feed.watch.clocks import EventRing
 from lightning_feed.watch.stats import GpuStats

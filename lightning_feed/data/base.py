@@ -9,7 +9,8 @@ from typing import Any, final
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_feed import _host, exact_resume
+from lightning_feed import _host
+from lightning_feed.data import exact_resume
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.settings import SEEDS
 from lightning_feed.load.trace import traced

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_feed.archive.files import cache_folder, read_private, write_private
-from lightning_feed.datamodule_base import DataModuleBase
+from lightning_feed.data.base import DataModuleBase
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.tuning.search import Tuned
 from lightning_feed.watch.verdict.causes import BUSY_PCT

@@ -12,12 +12,9 @@ from torch.utils.data import Subset
 
 from lightning_feed.archive.folder import SampleSource
 from lightning_feed.archive.splits import Splits
-from lightning_feed.backend_measurements import measurement_key
-from lightning_feed.datamodule import FeedDataModule
-from lightning_feed.decode.choose import Choice, make_decoder
-from lightning_feed.errors import DatasetError, FeedError, SettingsError
-from lightning_feed.extras import require
-from lightning_feed.image_backends import (
+from lightning_feed.data.backend_measurements import measurement_key
+from lightning_feed.data.datamodule import FeedDataModule
+from lightning_feed.data.image_backends import (
     DALI_BACKENDS,
     Backend,
     BackendChoice,
@@ -31,6 +28,9 @@ from lightning_feed.image_backends import (
     require_nvjpeg,
     with_auto,
 )
+from lightning_feed.decode.choose import Choice, make_decoder
+from lightning_feed.errors import DatasetError, FeedError, SettingsError
+from lightning_feed.extras import require
 from lightning_feed.load.bad_samples import BadSamples, OnError
 from lightning_feed.load.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe
 from lightning_feed.load.dali.binding import require_dali

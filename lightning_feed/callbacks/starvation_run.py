@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_feed import _host
 from lightning_feed.archive.shared_cache import CacheStats
-from lightning_feed.prefetch_callback import HAND_OUT, LOOK_AHEAD, Stage
-from lightning_feed.starvation_report import facts_of, prefetch_active, queue_of
+from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, Stage
+from lightning_feed.callbacks.starvation_report import facts_of, prefetch_active, queue_of
 from lightning_feed.watch.clocks import host_clock, open_ring
 from lightning_feed.watch.cpu import CpuShare
 from lightning_feed.watch.facts import with_batch

@@ -12,9 +12,10 @@ from torch.utils.data import default_collate
 
 from lightning_feed import _host
 from lightning_feed.archive.shared_cache import CacheStats
-from lightning_feed.datamodule_base import SPLITS, DataModuleBase, RunSeed, check_batch_size
-from lightning_feed.datamodule_loaders import Loaders, job_of
-from lightning_feed.datamodule_storage import Cache, Storage
+from lightning_feed.data.base import SPLITS, DataModuleBase, RunSeed, check_batch_size
+from lightning_feed.data.loaders import Loaders, job_of
+from lightning_feed.data.storage import Cache, Storage
+from lightning_feed.data.wrapping import wrap
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.drop_keys import DroppingCollate, check_drop_keys
@@ -22,7 +23,6 @@ from lightning_feed.load.loader import BatchDecoder
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.wrapping import wrap
 
 logger = logging.getLogger(__name__)
 

@@ -11,18 +11,18 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed import _host
 from lightning_feed.archive.shared_cache import parse_limit
-from lightning_feed.datamodule_base import ignore_warning
-from lightning_feed.datamodule_storage import Storage
+from lightning_feed.data.base import ignore_warning
+from lightning_feed.data.storage import Storage
 from lightning_feed.load.build import Job, Part, build_loader, even_batch_size, size_of
 from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.tuning.in_fit import explained, for_trials, settled, tune_for_fit, why_not_now
 from lightning_feed.load.tuning.search import Tuned
 from lightning_feed.load.worker import WorkerInit
 from lightning_feed.transfer.resident import ResidentData, ResidentLoader, Shard, free_device_bytes, load_resident
-from lightning_feed.tuning.fit import explained, for_trials, settled, tune_for_fit, why_not_now
 from lightning_feed.watch.guard import say
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,19 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
+from lightning_feed.callbacks.prefetch import Stage
+from lightning_feed.callbacks.starvation_report import (
+    SLOW_S,
+    Pace,
+    achieved,
+    give_report,
+    log_hparams,
+    run_folder,
+    tells_nothing,
+    tuned_hparams,
+)
+from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
-from lightning_feed.prefetch_callback import Stage
-from lightning_feed.starvation_report import SLOW_S, Pace, achieved, give_report, run_folder, tells_nothing
-from lightning_feed.starvation_run import StarvationRun
-from lightning_feed.tuning.output import log_hparams, tuned_hparams
 from lightning_feed.watch import loop
 from lightning_feed.watch.guard import Guard, guarded, say
 from lightning_feed.watch.loop import Schedule

@@ -5,16 +5,16 @@ import io
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from lightning_feed import _host
 from lightning_feed._host.loops import bar_refresh_rate
+from lightning_feed.callbacks.loader_place import find_place, users_line
+from lightning_feed.callbacks.prefetch import PrefetchCallback, Stage
 from lightning_feed.load.machine import read_machine
-from lightning_feed.loader_place import find_place, users_line
-from lightning_feed.prefetch_callback import PrefetchCallback, Stage
 from lightning_feed.watch import loop
 from lightning_feed.watch.facts import (
     batches_ahead,
@@ -234,3 +234,65 @@ def give_report(to: Any, report: Report, step: int) -> None:
         else:
             experiment.log_text(run_id, diagnosis_markdown(found), "feed_report.md")
             experiment.log_text(run_id, as_json(report), "feed_report.json")
+
+
+_HPARAMS_RUN = "feed"
+"""The folder in a TensorBoard run's folder, where TensorBoard finds them."""
+
+
+def tuned_hparams(datamodule: Any) -> dict[str, Any]:
+    """The settings of the training loader as hyperparameters, so that runs can be compared by them.
+
+    Args:
+        datamodule: a FastDataModule or a wrapped data module whose training loader was made.
+
+    Returns:
+        ``feed/num_workers`` and so on; of several training loaders with their names. Empty for other data modules, and
+        before the loader is made.
+    """
+    found = getattr(datamodule, "recommendations", None)
+    if not isinstance(found, Mapping):
+        return {}
+    chosen = {name: one for name, one in found.items() if name == "train" or str(name).startswith("train[")}
+    params: dict[str, Any] = {}
+    for name, one in chosen.items():
+        prefix = "feed/" if len(chosen) == 1 else f"feed/{name}/"
+        for value in ("num_workers", "workers", "prefetch_factor", "pin_memory", "persistent_workers"):
+            params[prefix + value] = getattr(one, value) if getattr(one, value) is not None else 0
+    return params
+
+
+def log_hparams(logger: Any, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Give a logger of Lightning's hyperparameters with what they led to. Once, at the end of a fit, on rank 0.
+
+    TensorBoard takes the first hyperparameters of a run and no others, and those are the user's: so these go, with the
+    user's, into a run of their own in the folder ``feed`` of that run. Other loggers get them as further
+    hyperparameters, and the metrics as metrics.
+
+    Args:
+        logger: one of ``trainer.loggers``.
+        params: of :func:`tuned_hparams`.
+        metrics: what runs are to be compared by, such as ``feed_final/starved_pct``.
+    """
+    if not params:
+        return
+    add = getattr(logger.experiment, "add_hparams", None)
+    if add is None:
+        logger.log_hyperparams(dict(params))
+        logger.log_metrics(dict(metrics))
+        return
+    users = _flat(getattr(logger, "hparams", None) or {})
+    # torch's SummaryWriter and tensorboardX's differ in the name of that argument.
+    name = "run_name" if "run_name" in inspect.signature(add).parameters else "name"
+    add({**users, **params}, dict(metrics), **{name: _HPARAMS_RUN})
+
+
+def _flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested hyperparameters with their places as names, and as text what TensorBoard does not take as it is."""
+    flat: dict[str, Any] = {}
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}/")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flat

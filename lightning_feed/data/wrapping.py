@@ -13,18 +13,18 @@ from torch.utils._pytree import keystr, tree_map_with_path
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
-from lightning_feed.dali import FeedDali
-from lightning_feed.datamodule_loaders import ignore_worker_warnings, job_of, log_choice
-from lightning_feed.diagnosing.trainer import package_of
+from lightning_feed._host.packages import package_of
+from lightning_feed.data.dali import FeedDali
+from lightning_feed.data.loaders import ignore_worker_warnings, job_of, log_choice
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import Job, size_of
 from lightning_feed.load.dali.reader_loader import ReaderLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.tuning.in_fit import WITHOUT_WORKERS, explained, settled, tune_for_fit, why_not_now
 from lightning_feed.load.tuning.search import Tuned
 from lightning_feed.load.worker import why_not_sent
-from lightning_feed.tuning.fit import WITHOUT_WORKERS, explained, settled, tune_for_fit, why_not_now
 
 logger = logging.getLogger(__name__)
 

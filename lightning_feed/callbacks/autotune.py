@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
+from lightning_feed.callbacks.starvation import GPUStarvationCallback
+from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, read_machine
 from lightning_feed.load.recommend import TORCH_PREFETCH
@@ -25,10 +27,8 @@ from lightning_feed.load.tuning.epoch_controller import (
     why_no_workers,
     worst,
 )
-from lightning_feed.starvation_callback import GPUStarvationCallback
-from lightning_feed.starvation_run import StarvationRun
+from lightning_feed.load.tuning.in_fit import gather
 from lightning_feed.transfer.resident import ResidentLoader
-from lightning_feed.tuning.fit import gather
 from lightning_feed.watch.guard import Guard, guarded, say
 from lightning_feed.watch.verdict.diagnosis import LoopFacts, Measurements
 from lightning_feed.watch.windows import FEW_STEPS, WARM_UP_STEPS
@@ -84,7 +84,7 @@ class AutotuneCallback(Callback):
 
     Example:
         >>> from lightning.pytorch import Trainer
-        >>> from lightning_feed.autotune_callback import AutotuneCallback
+        >>> from lightning_feed.callbacks.autotune import AutotuneCallback
         >>> autotune = AutotuneCallback(max_workers=8)
         >>> trainer = Trainer(callbacks=[autotune], logger=False, accelerator="cpu")
         >>> autotune.moves

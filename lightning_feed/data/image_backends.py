@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from lightning_feed.archive.folder import SampleSource
-from lightning_feed.backend_measurements import BackendMeasurement, BackendMeasurements
+from lightning_feed.data.backend_measurements import BackendMeasurement, BackendMeasurements
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, MissingExtraError, SettingsError
 from lightning_feed.load.dali.binding import require_dali

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 from lightning_feed import _host
-from lightning_feed.datamodule_base import DataModuleBase, RunSeed, check_batch_size
+from lightning_feed.data.base import DataModuleBase, RunSeed, check_batch_size
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.dali.binding import require_dali
 from lightning_feed.load.dali.options import DaliOptions, decode_threads

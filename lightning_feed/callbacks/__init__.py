@@ -1,0 +1,1 @@
+"""Callbacks: what users put into the Trainer, and watch_loader for loops of their own."""

@@ -1,0 +1,1 @@
+"""Data modules: what users subclass, and wrap for those that they have."""
