@@ -31,8 +31,7 @@ from PIL import Image
 from torchvision import transforms
 
 from lightning_feed.decode.choose import DECODER_NAMES, make_decoder, psnr_db
-from lightning_feed.decode.decoders import Decoder, PillowDecoder, Pixels, Region, RegionDecoder
-from lightning_feed.decode.resize import resize
+from lightning_feed.decode.decoders import Decoder, PillowDecoder, Pixels, Region, RegionDecoder, resize
 from lightning_feed.decode.turbo_region import scale_for, snap
 from lightning_feed.errors import MissingExtraError
 

@@ -1,7 +1,35 @@
 """Where the trainer and its loops stand."""
 
 import inspect
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import Any
+
+from lightning_feed.errors import SettingsError
+
+PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def package_of(first: Any, *others: Any) -> ModuleType:
+    """The package that a Trainer, a module or a data module comes from: ``lightning.pytorch`` or ``pytorch_lightning``.
+
+    Raises:
+        SettingsError: when it comes from neither, or ``others`` come from another: each takes nothing of the other.
+    """
+    found = [PACKAGES[top] for base in type(first).__mro__ if (top := base.__module__.partition(".")[0]) in PACKAGES]
+    if not found:
+        raise SettingsError(
+            f"{type(first).__module__}.{type(first).__qualname__} comes from neither lightning.pytorch nor "
+            "pytorch_lightning. Give a Trainer, a LightningModule and a LightningDataModule of one of them."
+        )
+    for other in others:
+        if package_of(other).__name__ != found[0]:
+            raise SettingsError(
+                f"{type(first).__name__} comes from {found[0]} and {type(other).__name__} from "
+                f"{package_of(other).__name__}, and neither package takes what is of the other. Import both from one."
+            )
+    return import_module(found[0])
 
 
 def epochs_processed(trainer: Any) -> int:
@@ -248,3 +276,58 @@ def shift_batches(trainer: Any, shift: int) -> None:
 
 def _counts_the_batch_in_hand(trainer: Any) -> bool:
     return hasattr(trainer.fit_loop.epoch_loop, "restarted_on_train_batch_end")
+
+
+def go_on_past_the_end(trainer: Any) -> None:
+    """Let the training loop ignore ``max_epochs`` and ``max_steps`` from now on.
+
+    What the optimizers and schedulers were told of them when they were made stays. Read in 2.4.0 and 2.6.6
+    (``loops/fit_loop.py: done``, ``loops/training_epoch_loop.py: _is_training_done``).
+    """
+    trainer.fit_loop.max_epochs = -1
+    trainer.fit_loop.epoch_loop.max_steps = -1
+
+
+def keep_plateaus(trainer: Any) -> None:
+    """Leave the learning rates that follow a metric as they are: without validation there may be no such metric.
+
+    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
+    """
+    for config in trainer.strategy.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            config.frequency = sys.maxsize
+
+
+def needs_metrics_every(trainer: Any) -> set[str]:
+    """``"epoch"`` and ``"step"``, where a learning rate follows a metric and the fit fails without one by then.
+
+    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
+    """
+    configs = trainer.strategy.lr_scheduler_configs
+    return {config.interval for config in configs if config.reduce_on_plateau and config.strict}
+
+
+def takes_iterator(pl_module: Any) -> bool:
+    """Whether ``training_step`` fetches for itself. Read in 2.4.0 and 2.6.6 (``loops/utilities.py``)."""
+    return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
+
+
+def is_training(trainer: Any) -> bool:
+    """Whether one of the Trainer's loops runs now. Read in 2.4.0 and 2.6.6 (``trainer/states.py``)."""
+    return str(getattr(trainer.state.status, "value", trainer.state.status)) == "running"
+
+
+def shards_the_model(trainer: Any) -> bool:
+    """Whether the strategy divides one model among devices. Read in 2.4.0 and 2.6.6 (``strategies``)."""
+    names = {base.__name__ for base in type(trainer.strategy).__mro__}
+    return bool(names & {"FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy"})
+
+
+def detects_anomalies(trainer: Any) -> bool:
+    """Whether ``Trainer(detect_anomaly=True)``. Read in 2.4.0 and 2.6.6 (``trainer/trainer.py``)."""
+    return bool(getattr(trainer, "_detect_anomaly", False))
+
+
+def steps_between_checkpoints(callback: Any) -> int:
+    """Of a ModelCheckpoint; 0: it goes by epochs. Read in 2.4.0 and 2.6.6 (``callbacks/model_checkpoint.py``)."""
+    return int(getattr(callback, "_every_n_train_steps", 0) or 0)

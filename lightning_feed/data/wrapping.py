@@ -13,7 +13,7 @@ from torch.utils._pytree import keystr, tree_map_with_path
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
-from lightning_feed._host.packages import package_of
+from lightning_feed._host.loops import package_of
 from lightning_feed.data.dali import FeedDali
 from lightning_feed.data.loaders import ignore_worker_warnings, job_of, log_choice
 from lightning_feed.errors import SettingsError

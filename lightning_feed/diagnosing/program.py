@@ -16,7 +16,7 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any, Generic, TypeVar
 
 from lightning_feed import _host
-from lightning_feed._host.packages import PACKAGES, package_of
+from lightning_feed._host.loops import PACKAGES, package_of
 from lightning_feed.autoload import PROGRAM
 from lightning_feed.diagnosing.failure import ProgramEnded, in_a_line, is_theirs
 from lightning_feed.diagnosing.trainer import quiet

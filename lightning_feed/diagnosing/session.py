@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lightning_feed import _host
-from lightning_feed._host.packages import package_of
+from lightning_feed._host.loops import package_of
 from lightning_feed.callbacks.loader_place import place_of
 from lightning_feed.diagnosing.batches import KeyWatch, Replay, Sample, copy_of, is_opaque, own_loaders
 from lightning_feed.diagnosing.failure import loading_failed, raised_by_loader

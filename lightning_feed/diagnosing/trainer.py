@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightning_feed import _host
-from lightning_feed._host.packages import PACKAGES
+from lightning_feed._host.loops import PACKAGES
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.diagnosing.restore import StopSignals
 from lightning_feed.errors import SettingsError

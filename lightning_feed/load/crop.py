@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
-from lightning_feed.decode.decoders import Decoder, Pixels, Region
+from lightning_feed.decode.decoders import Decoder, Pixels, Region, resize
 from lightning_feed.decode.header import Encoded
-from lightning_feed.decode.resize import resize
 from lightning_feed.load.thread_random import sample_generator
 from lightning_feed.load.trace import traced
 

@@ -11,8 +11,7 @@ from torchvision.transforms.v2 import functional
 
 from lightning_feed.decode import decoders
 from lightning_feed.decode.choose import psnr_db
-from lightning_feed.decode.decoders import Pixels
-from lightning_feed.decode.resize import resize
+from lightning_feed.decode.decoders import Pixels, resize
 from lightning_feed.errors import MissingExtraError
 
 SHAPES = [(61, 47), (500, 375), (32, 32), (1, 1), (300, 10), (224, 224)]

@@ -18,7 +18,7 @@ from watch.small_fits import CpuPrefetch
 
 from lightning_feed import GPUStarvationCallback, tune
 from lightning_feed._host.hooks import Wrap
-from lightning_feed._host.packages import package_of
+from lightning_feed._host.loops import package_of
 from lightning_feed.diagnosing import diagnose, run, session
 from lightning_feed.diagnosing import trainer as diagnosing_trainer
 from lightning_feed.diagnosing.failure import DiagnosisInterrupted

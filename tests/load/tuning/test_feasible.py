@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lightning_feed.load.machine import Machine
-from lightning_feed.load.tuning.feasible import SPARE_FILES, Feasible, free_files
-from lightning_feed.load.tuning.trial import Setting, Trial
+from lightning_feed.load.tuning.trial import SPARE_FILES, Feasible, Setting, Trial, free_files
 
 MIB = 2**20
 MACHINE = Machine(
