@@ -233,7 +233,7 @@ class FeedImageFolder(FeedDataModule):
             return self._images_dali_decoder(split, images, device, backend)
         if trainer is not None and device.type == "cuda":  # CUDA does not outlive a fork that comes later
             require_nvjpeg(device)
-        return None  # decoded on the way to the device
+        return None  # decoded in the transfer to the device
 
     def _feed_pass_ended(self, split: str) -> None:
         if split in self._images_decoders and not self._images_dali.keep_eval_pipelines:

@@ -1,1 +1,1 @@
-"""Station 3 of the road: samples -> host batches."""
+"""Loading: samples to host batches."""

@@ -98,7 +98,7 @@ class ImageDataset(CacheableDataset):
         return self.source.classes
 
     @cached_property
-    def left_to_cpu(self) -> CpuFallback:
+    def cpu_fallback(self) -> CpuFallback:
         """What a device that decodes the batches has left to the CPU."""
         return CpuFallback()
 

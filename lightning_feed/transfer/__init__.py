@@ -1,1 +1,1 @@
-"""Station 4 of the road: host batch -> device batch."""
+"""Transfer: host batches to device batches."""

@@ -171,7 +171,7 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
     """[images, labels] on ``batch.device``: uint8 of shape (B, 3, H, W), channels last, and int64 of shape (B,).
 
     On a CUDA device all work goes to the current stream, and the host waits for nvJPEG alone. What nvJPEG cannot do is
-    decoded by the CPU, here, and counted in ``dataset.left_to_cpu``. ``quality="near"`` gives what ``"exact"`` does:
+    decoded by the CPU, here, and counted in ``dataset.cpu_fallback``. ``quality="near"`` gives what ``"exact"`` does:
     there are no smaller scales to decode at. Elsewhere it is the batch of ``backend="torch"``.
 
     Args:
@@ -206,12 +206,12 @@ def _decode_on_device(
     left: list[int] = []
     there: list[int] = []
     for place, image in enumerate(images):
-        reason = dataset.left_to_cpu.known.get(image.index) or _refusal(image)
+        reason = dataset.cpu_fallback.known.get(image.index) or _refusal(image)
         if reason is None:
             there.append(place)
         else:
             left.append(place)
-            dataset.left_to_cpu.add(reason, dataset.source.name(image.index))
+            dataset.cpu_fallback.add(reason, dataset.source.name(image.index))
     for part in _parts(there, images):
         left += _decode_part(part, images, dataset, decode, pixels)
     return sorted(left)
@@ -236,7 +236,7 @@ def _decode_many(images: list[EncodedSample], dataset: ImageDataset, decode: Dec
         if error is not None and len(files) > 1:  # which of them it was, is not said
             alone = [_try([file], decode) for file in files]
             found = [pixels for (pixels,), _ in alone]
-    memory = dataset.left_to_cpu
+    memory = dataset.cpu_fallback
     for place, (image, pixels) in enumerate(zip(images, found, strict=True)):
         if pixels is not None and pixels.shape[1:] == image.size:
             memory.worked = True

@@ -161,7 +161,7 @@ def open_stream(device: torch.device) -> SideStream | None:
 
 @dataclass(frozen=True)
 class Staged:
-    """A batch on its way to the device, or what went wrong on the way."""
+    """A batch in its transfer to the device, or what went wrong on the way."""
 
     batch: Any = None
     mark: Any = None

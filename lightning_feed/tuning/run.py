@@ -205,7 +205,7 @@ def open_target_session(
 
 
 def measure_demand(session: DiagnosisSession) -> float:
-    """Batches per second of a fit in which each step gets the same batch, its way to the device included.
+    """Batches per second of a fit in which each step gets the same batch, its transfer to the device included.
 
     The batch comes from the host, as from a loader that costs nothing: where the run has PrefetchCallback the copy
     overlaps with computing, and where not it is part of what the model needs for a batch.

@@ -1,1 +1,1 @@
-"""Station 5 of the road: is the GPU waiting, and for whom?"""
+"""Measuring: is the GPU waiting, and for what?"""

@@ -143,7 +143,7 @@ class StarvationStats:
     optimizer_ms: float | None = tagged("feed_step/optimizer_ms")
     """Of compute_ms: clipping gradients, the optimizer's step, and setting gradients to zero."""
     h2d_ms: float | None = tagged("feed_step/h2d_ms")
-    """Mean time on the way to the device, as far as it is exposed, hooks included. High: pin, prefetch, shrink. With
+    """Mean time of the transfer to the device, as far as it is exposed, with hooks. High: pin, prefetch, shrink. With
     ``backend="nvjpeg"`` it is first of all decoding."""
     data_idle_ms: float | None = tagged("feed_step/data_idle_ms")
     """Mean time the device had nothing to do because the host was blocked in the loader. High: load faster. Where DALI

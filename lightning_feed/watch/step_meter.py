@@ -114,7 +114,7 @@ class StepMeter:
         self._switch(DATA)
 
     def fetch_ended(self) -> None:
-        """E1. Outside of a look-ahead, what follows is the way to the device."""
+        """E1. Outside of a look-ahead, what follows is the transfer to the device."""
         if not self._stack:
             return  # began before the meter did
         interrupted = self._stack.pop()

@@ -58,7 +58,7 @@ def test_pixels_are_those_of_the_cpu_within_a_bound(recipe: Any, options: dict[s
     assert torch.equal(labels, expected_labels)
     for ours, theirs in zip(images, expected, strict=True):
         assert psnr_db(ours.numpy(), theirs.numpy()) > LEAST_DB
-    assert made.left_to_cpu.as_dict() == {}
+    assert made.cpu_fallback.as_dict() == {}
 
 
 @pytest.mark.parametrize("quality", ["near", "fast"])
@@ -82,7 +82,7 @@ def test_mixed_formats_come_from_the_cpu_to_the_bit(recipe: Any) -> None:
             assert torch.equal(ours, theirs), name
         else:
             assert psnr_db(ours.numpy(), theirs.numpy()) > LEAST_DB, name
-    assert sum(made.left_to_cpu.as_dict().values()) == 6
+    assert sum(made.cpu_fallback.as_dict().values()) == 6
 
 
 CUT_SHORT = BROKEN["JPEG cut in the middle"]

@@ -27,7 +27,7 @@ DECODE_MS = 4.0
 
 
 class Images(Model):
-    """As with ``backend="nvjpeg"``: files come, and are decoded on the way to the device."""
+    """As with ``backend="nvjpeg"``: files come, and are decoded in the transfer to the device."""
 
     def __init__(self, device: SimulatedDevice, compute_ms: float = 10.0) -> None:
         super().__init__(device, compute_ms)

@@ -69,7 +69,7 @@ def test_the_batch_is_that_of_the_cpu(recipe: Any) -> None:
     decode = Decoder()
     assert_same(decode_batch(batch, made, decode), decode_on_cpu(batch, made))
     assert decode.calls == [12]
-    assert made.left_to_cpu.as_dict() == {}
+    assert made.cpu_fallback.as_dict() == {}
 
 
 @pytest.mark.parametrize(("height", "bound"), [(60, 45), (170, 20), (600, 20)])
@@ -221,7 +221,7 @@ def test_on_the_cpu_it_is_the_batch_of_torch_itself() -> None:
     made = dataset([*jpegs(3), WHOLE["CMYK"]], decoder="pillow")
     batch = batch_of(made)
     assert_same(decode_batch(batch, made), decode_on_cpu(batch, made))
-    assert made.left_to_cpu.as_dict() == {}
+    assert made.cpu_fallback.as_dict() == {}
 
 
 def test_large_images_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_other_images_are_decoded_by_the_cpu_counted_and_said_once(caplog: pytes
         assert_same(decode_batch(batch, made, decode), expected)
         assert_same(decode_batch(batch, made, decode), expected)
     assert decode.calls == [8, 8]
-    counts = made.left_to_cpu.as_dict()
+    counts = made.cpu_fallback.as_dict()
     assert sorted(counts.values()) == [2, 2, 2, 2, 2, 6]
     assert counts["nvJPEG decodes JPEG, and the image is of the kind PNG"] == 6
     said = [record.getMessage() for record in caplog.records if "in the training process" in record.getMessage()]
@@ -274,7 +274,7 @@ def test_what_shrinks_a_lot_is_left_to_the_device() -> None:
     decode = Decoder()
     assert_same(decode_batch(batch, made, decode), decode_on_cpu(batch, made))
     assert decode.calls == [2]
-    assert made.left_to_cpu.as_dict() == {}
+    assert made.cpu_fallback.as_dict() == {}
 
 
 def test_a_header_that_asks_for_all_memory_never_reaches_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def test_a_header_that_asks_for_all_memory_never_reaches_the_device(monkeypatch:
     labels = decode_batch(batch, made, decode)[1]
     assert decode.calls == [1]
     assert labels.tolist() == [10, 10]
-    assert made.left_to_cpu.as_dict() == {"the image is too large, or its header is broken": 1}
+    assert made.cpu_fallback.as_dict() == {"the image is too large, or its header is broken": 1}
 
 
 # --- images that the device fails on ----------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_an_image_that_only_the_device_fails_on_is_found_and_not_tried_again(cap
     caplog.clear()
     assert_same(decode_batch(batch, made, decode), expected)
     assert decode.calls == [4]
-    assert made.left_to_cpu.as_dict() == {"nvJPEG failed on the JPEG": 2}
+    assert made.cpu_fallback.as_dict() == {"nvJPEG failed on the JPEG": 2}
     assert caplog.text == ""
 
 
@@ -356,7 +356,7 @@ def test_a_picture_of_another_size_than_its_header_says_is_left_to_the_cpu() -> 
         return [first.transpose(1, 2), *others]
 
     assert_same(decode_batch(batch, made, turning), decode_on_cpu(batch, made))
-    assert made.left_to_cpu.as_dict() == {"nvJPEG failed on the JPEG": 1}
+    assert made.cpu_fallback.as_dict() == {"nvJPEG failed on the JPEG": 1}
 
 
 # --- errors of the device ---------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_a_lack_of_memory_in_nvjpeg_is_no_fault_of_the_images() -> None:
 
     with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory: nvJPEG.*3 JPEGs.*: 5\).*batch_size"):
         decode_batch(batch_of(made), made, failing)
-    assert made.left_to_cpu.known == {}
+    assert made.cpu_fallback.known == {}
 
 
 @pytest.mark.parametrize("status", [3, 15, 51])
@@ -403,7 +403,7 @@ def test_another_status_is_the_files(status: int) -> None:
     made, decode = dataset(files), Decoder(refused=files[1])
     decode.status = status
     decode_batch(batch_of(made), made, decode)
-    assert list(made.left_to_cpu.known) == [1]
+    assert list(made.cpu_fallback.known) == [1]
 
 
 def test_a_device_that_decodes_nothing_is_an_error_not_a_slow_run() -> None:

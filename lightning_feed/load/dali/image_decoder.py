@@ -173,7 +173,7 @@ class DaliImageDecoder:
                 f"DALI failed at a batch of {len(now.waiting[0].images)} images, and decodes each of them alone. It "
                 f"said: {reason_of(error)}"
             ) from error
-        self.dataset.left_to_cpu.known.update(found)
+        self.dataset.cpu_fallback.known.update(found)
         for waiting in now.waiting:
             waiting.on_host = self._reasons(waiting.images)
 
@@ -209,7 +209,7 @@ class DaliImageDecoder:
 
     def _reasons(self, images: Sequence[EncodedSample]) -> dict[int, str]:
         """Which of a batch's images are not given to DALI, by their place, and why."""
-        known = self.dataset.left_to_cpu.known
+        known = self.dataset.cpu_fallback.known
         reasons = {place: known.get(image.index) or why_on_host(image.data) for place, image in enumerate(images)}
         return {place: reason for place, reason in reasons.items() if reason}
 
@@ -224,7 +224,7 @@ class DaliImageDecoder:
         order: list[Any] = list(range(len(done.images)))
         for place, reason in done.on_host.items():
             index = done.images[place].index
-            self.dataset.left_to_cpu.add(reason, f"{self.dataset.source.name(index)} (sample {index})")
+            self.dataset.cpu_fallback.add(reason, f"{self.dataset.source.name(index)} (sample {index})")
             made = self.dataset.decoded(done.images[place])
             if isinstance(made, Skipped):
                 order[place] = made

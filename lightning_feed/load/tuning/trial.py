@@ -47,6 +47,54 @@ def free_files() -> float:
     return math.inf if most == resource.RLIM_INFINITY else most - now - SPARE_FILES
 
 
+Kind = Literal["process", "thread"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The values that a trial sets in a loader."""
+
+    num_workers: int
+    prefetch_factor: int | None
+    """None without workers."""
+    workers: Kind = "process"
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    in_order: bool = True
+
+    def __str__(self) -> str:
+        kind = "" if self.workers == "process" else f", workers={self.workers!r}"
+        ahead = f", prefetch_factor={self.prefetch_factor}" if self.prefetch_factor else ""
+        return f"num_workers={self.num_workers}{kind}{ahead}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A setting and what it was measured to give. None stands for what is not known."""
+
+    setting: Setting
+    batches_per_s: float | None = None
+    """Of all ranks of this machine together divided by their number; None: it could not run."""
+    start_s: float | None = None
+    """From ``iter(loader)`` to the first batch."""
+    cpu_s_per_batch: float | None = None
+    """CPU time of this process and its workers."""
+    memory_bytes: int | None = None
+    """Of the workers."""
+    batch_bytes: int | None = None
+    """Of the tensors and arrays of one batch, the largest of the first ones."""
+    batch_tensors: int | None = None
+    """How many tensors and arrays a batch has."""
+    gap_p99_s: float | None = None
+    """99th percentile, over rounds of ``num_workers`` batches, of the longest time between two batches."""
+    head_of_line_pct: float | None = None
+    """Share of time in which the next batch was waited for while a later one was ready, 0 to 100."""
+    seconds: float = 0.0
+    """Duration of the trial."""
+    infeasible: str | None = None
+    """Why it could not run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Feasible:
     """The limits of the machine, for each of its local ranks."""
@@ -109,57 +157,13 @@ class Feasible:
         )
 
 
-Kind = Literal["process", "thread"]
 Clock = Callable[[], float]
 
 _READ_EVERY_S = 0.1
 """Between two readings of CPU times: each costs a file per worker."""
+
+
 _DEEPEST = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The values that a trial sets in a loader."""
-
-    num_workers: int
-    prefetch_factor: int | None
-    """None without workers."""
-    workers: Kind = "process"
-    persistent_workers: bool = False
-    pin_memory: bool = False
-    in_order: bool = True
-
-    def __str__(self) -> str:
-        kind = "" if self.workers == "process" else f", workers={self.workers!r}"
-        ahead = f", prefetch_factor={self.prefetch_factor}" if self.prefetch_factor else ""
-        return f"num_workers={self.num_workers}{kind}{ahead}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A setting and what it was measured to give. None stands for what is not known."""
-
-    setting: Setting
-    batches_per_s: float | None = None
-    """Of all ranks of this machine together divided by their number; None: it could not run."""
-    start_s: float | None = None
-    """From ``iter(loader)`` to the first batch."""
-    cpu_s_per_batch: float | None = None
-    """CPU time of this process and its workers."""
-    memory_bytes: int | None = None
-    """Of the workers."""
-    batch_bytes: int | None = None
-    """Of the tensors and arrays of one batch, the largest of the first ones."""
-    batch_tensors: int | None = None
-    """How many tensors and arrays a batch has."""
-    gap_p99_s: float | None = None
-    """99th percentile, over rounds of ``num_workers`` batches, of the longest time between two batches."""
-    head_of_line_pct: float | None = None
-    """Share of time in which the next batch was waited for while a later one was ready, 0 to 100."""
-    seconds: float = 0.0
-    """Duration of the trial."""
-    infeasible: str | None = None
-    """Why it could not run."""
 
 
 def run_trial(

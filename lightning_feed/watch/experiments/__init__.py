@@ -1,1 +1,1 @@
-"""Proof by experiment: one part of the road changed at a time, and timed."""
+"""Experiments on the loader: one part of the input pipeline changed at a time, and timed."""

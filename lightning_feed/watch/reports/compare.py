@@ -292,6 +292,6 @@ def check_starved(report: Report, *, above_pct: float) -> str:
     said = f"{whose} is {starved:.2f}, limit {above_pct:g} (confidence {report.diagnosis.confidence})"
     if starved <= above_pct:
         return f"{said}: fine"
-    if shares is not None and shares.acquitted:
+    if shares is not None and shares.compute_bound_confirmed:
         return f"{said}: fine, the model alone takes as long as a step"
     raise ReportError(f"{said}: training waits too long for data")

@@ -80,7 +80,7 @@ def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
             return f"{loop} waits for data {shares.epoch_pct:.0f} % of each epoch, for its first batch"
         return f"GPU idle {shares.epoch_pct:.0f} % of each epoch waiting for its first batch"
     if diagnosis.bottleneck == "compute":
-        proven = shares is not None and shares.acquitted
+        proven = shares is not None and shares.compute_bound_confirmed
         more = ", which faster loading would not change: the model alone takes as long as a step"
         return f"{starved_pct:.0f} % of time waiting for data{more if proven else ''}"
     if on_cpu:
@@ -98,7 +98,7 @@ def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
         return "steps"
     if shares.epoch_pct is not None and shares.epoch_pct == shares.data_pct:
         return "epochs"
-    return "ranks" if shares.by_ranks and not shares.acquitted else "steps"
+    return "ranks" if shares.by_ranks and not shares.compute_bound_confirmed else "steps"
 
 
 # --- without waiting ----------------------------------------------------------------------------------------------

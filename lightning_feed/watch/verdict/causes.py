@@ -248,7 +248,7 @@ HOOKS_SAID = 3
 SMALL_BYTES, MANY_TENSORS = 64 * 1024, 8
 """What PrefetchCallback(pack_small=True) would pack: so many tensors of at most so many bytes."""
 COPY_SHARE = 0.5
-"""Share of the time on the way to the device that the copy alone takes, or else hooks are at fault."""
+"""Share of the time in the transfer to the device that the copy alone takes, or else hooks are at fault."""
 LINK_SHARE = 0.5
 """Share of the speed of a pinned copy from which the link is the limit."""
 LAUNCH_SHARE = 0.9
@@ -275,14 +275,14 @@ def framework_cause(measured: Measurements, shares: Shares) -> Finding:
 
 
 def copy_cause(measured: Measurements, shares: Shares) -> Finding:
-    """Why the way to the device is exposed."""
+    """Why the transfer to the device is exposed."""
     facts, stats, found = measured.facts, measured.stats, measured.experiments
     h2d = stats.h2d_ms or 0.0
     if facts.device_type == "cpu":
         return Finding(cause="transfer hooks", because=("nothing is copied on the CPU: transfer hooks take the time",))
     alone = None if found is None else found.copy_ms
     if facts.backend == "nvjpeg" and (alone is None or alone < COPY_SHARE * h2d):
-        said = "nvJPEG decodes on the way to the device, and the host waits for it: this is decoding, not the copy"
+        said = "nvJPEG decodes in the transfer to the device, and the host waits for it: this is decoding, not the copy"
         return Finding(cause="decoding on the GPU", because=(said,))
     if alone is not None and alone < COPY_SHARE * h2d:
         said = f"the copy alone takes {in_ms(alone, shares.step_ms)} ms, hooks the rest"
@@ -314,7 +314,7 @@ def compute_cause(measured: Measurements, shares: Shares) -> Finding:
     alone = model_alone_ms(measured)
     if alone is not None and compute is not None and compute >= FAR * alone:
         return _not_the_model(measured, shares, alone)
-    if shares.acquitted and alone is not None:
+    if shares.compute_bound_confirmed and alone is not None:
         because.append(
             f"the model alone takes {in_ms(alone, shares.step_ms)} ms a step with one batch again and again: "
             "faster loading would not help here"

@@ -109,7 +109,7 @@ class LoopFacts:
     batch_tensors: int | None = None
     """Number of tensors of a training batch."""
     batch_hooks: bool | None = None
-    """Whether a hook of the user's can change a batch on its way to the device, other than ``device_transform``."""
+    """Whether a hook of the user's can change a batch in its transfer, other than ``device_transform``."""
     batches_per_epoch: int | None = None
     decoder: str | None = None
     """Of an ImageFolderDataModule."""
@@ -221,7 +221,7 @@ class Measurements:
     """Over all of the run that counts, not of the last window."""
     ranks: RankStats | None = None
     hooks: tuple[HookTime, ...] = ()
-    """The dearest between the steps first."""
+    """The most expensive between the steps first."""
     by_loader: tuple[LoaderSteps, ...] = ()
     """Of a validation, test or prediction: each of several loaders."""
     wall: WallStats | None = None

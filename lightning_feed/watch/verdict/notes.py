@@ -112,7 +112,7 @@ def _without_remedy(case: Case, cause: Cause) -> Iterator[str]:
 
 
 def _pixels(case: Case) -> Iterator[str]:
-    """Where the loader was timed with pictures that stay uint8: that takes a change of the data set and of a hook."""
+    """Where the loader was timed with images that stay uint8: that takes a change of the data set and of a hook."""
     facts, found = case.facts, case.measured.experiments
     done = facts.device_transform or (facts.decoder is not None and facts.own_transforms is False)
     if done or found is None or not found.as_uint8_per_s or not found.loader_per_s:
@@ -120,7 +120,7 @@ def _pixels(case: Case) -> Iterator[str]:
     if found.as_uint8_per_s >= found.loader_per_s * predict.SAME:
         yield (
             f"the loader alone gives {found.loader_per_s:.0f} batches/s, and {found.as_uint8_per_s:.0f} where the "
-            "transforms end with uint8 pictures and the device does the rest (device_transform)"
+            "transforms end with uint8 images and the device does the rest (device_transform)"
         )
 
 

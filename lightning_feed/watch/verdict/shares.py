@@ -39,7 +39,7 @@ class Shares:
     """Waiting is that of the slowest rank in each step, and more than this rank's own."""
     over: tuple[Part, ...]
     """The parts over their limits, the largest first."""
-    acquitted: bool
+    compute_bound_confirmed: bool
     """Waiting is over its limit, but the model alone takes as long as a step."""
 
     @property
@@ -67,8 +67,10 @@ def shares_of(measured: Measurements) -> Shares | None:
     limits: dict[Part, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
     over = [part for part, pct in pcts.items() if pct >= limits[part]]
     over.sort(key=lambda part: -pcts[part])
-    acquitted = "data" in over and (epoch_pct or 0.0) < DATA_PCT and not by_ranks and _model_takes_all(measured)
-    if acquitted:
+    compute_bound_confirmed = (
+        "data" in over and (epoch_pct or 0.0) < DATA_PCT and not by_ranks and _model_takes_all(measured)
+    )
+    if compute_bound_confirmed:
         over.remove("data")
     return Shares(
         step_ms=step_ms,
@@ -79,7 +81,7 @@ def shares_of(measured: Measurements) -> Shares | None:
         epoch_pct=epoch_pct,
         by_ranks=by_ranks,
         over=tuple(over),
-        acquitted=acquitted,
+        compute_bound_confirmed=compute_bound_confirmed,
     )
 
 

@@ -73,7 +73,7 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     parts: tuple[Bottleneck, ...] = shares.over or ("compute",)
     found = [_FIND[part](measured, shares) for part in parts]
     because = tuple(line for one in found for line in one.because)
-    if shares.acquitted and shares.over:
+    if shares.compute_bound_confirmed and shares.over:
         because += compute_cause(measured, shares).because
     case = Case(
         measured=measured,
@@ -85,7 +85,7 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     return Diagnosis(
         bottleneck=parts[0],
         cause=found[0].cause,
-        grade="fed" if shares.acquitted else grade_of(shares.data_pct),
+        grade="fed" if shares.compute_bound_confirmed else grade_of(shares.data_pct),
         confidence=_confidence(measured, shares, found[0]),
         evidence=evidence_of(measured, shares, because),
         remedies=remedies,
@@ -112,7 +112,7 @@ def _confidence(measured: Measurements, shares: Shares, found: Finding) -> Confi
     stats, confidence = measured.stats, measured.stats.confidence
     low, high = stats.starved_low_pct, stats.starved_high_pct
     wide = low is not None and high is not None and any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
-    if wide and not shares.acquitted:
+    if wide and not shares.compute_bound_confirmed:
         confidence = _LOWER[confidence]
     if found.contradicted or (measured.facts.others_cpu_pct or 0.0) >= OTHERS_PCT:
         return "low"
@@ -168,7 +168,7 @@ def _part(measured: Measurements, shares: Shares, part: Part) -> str:
     stats, whole = measured.stats, shares.step_ms
     where, ms, pct = {
         "framework": ("between the steps", stats.other_ms, shares.framework_pct),
-        "copy": ("on the way to the device", stats.h2d_ms, shares.copy_pct),
+        "copy": ("in the transfer to the device", stats.h2d_ms, shares.copy_pct),
         "data": ("waiting for data", shares.data_ms, shares.data_pct),
     }[part]
     if part == "data":

@@ -161,7 +161,7 @@ def test_what_the_host_decodes_is_counted_and_said_once(caplog: pytest.LogCaptur
     made = dataset([WHOLE["GIF"], *jpegs(2), WHOLE["GIF"], WHOLE["CMYK"]], EVAL, decoder="pillow")
     with caplog.at_level(logging.WARNING):
         list(decoder(made).run(iter(batches(made, 2))))
-    assert made.left_to_cpu.as_dict() == {"an image of the kind GIF": 2, "a CMYK JPEG": 1}
+    assert made.cpu_fallback.as_dict() == {"an image of the kind GIF": 2, "a CMYK JPEG": 1}
     assert len([message for message in caplog.messages if "The CPU decodes" in message]) == 2
 
 
@@ -342,7 +342,7 @@ def test_an_image_that_only_dali_fails_at_is_decoded_on_the_host(
     assert ours.built == 2
     [record] = [record for record in caplog.records if "photos/3.jpg" in record.getMessage()]
     assert "DALI failed at it" in record.getMessage()
-    assert sum(made.left_to_cpu.as_dict().values()) == 1
+    assert sum(made.cpu_fallback.as_dict().values()) == 1
 
 
 def test_a_failure_that_is_no_images_fault_is_no_reason_to_decode_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +371,7 @@ def test_a_lack_of_memory_is_said_at_once(said: str, where: str, monkeypatch: py
     with pytest.raises(LoaderError, match=rf"not enough memory. It said: {said}.*smaller batch_size"):
         list(decoder(made).run(iter(batches(made, 2))))
     assert len(calls) == 1
-    assert made.left_to_cpu.as_dict() == {}
+    assert made.cpu_fallback.as_dict() == {}
 
 
 def test_a_lack_of_memory_on_a_device_is_said_as_torch_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
