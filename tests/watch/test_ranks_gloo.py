@@ -215,6 +215,7 @@ def test_the_callback_names_no_rank_where_they_are_alike(tmp_path: Path) -> None
     assert "feed_dist/slow_rank" not in last
 
 
+@pytest.mark.slow
 def test_the_callback_in_ranks_that_lightning_spawns(tmp_path: Path) -> None:
     _check_slow(fit_watched(0, 2, 1, str(tmp_path), "ddp_spawn"), 1, 2)
 

@@ -265,18 +265,6 @@ def test_kept_workers_end_before_others_start(kind: Any) -> None:
     now._shutdown_workers()
 
 
-def test_kept_threads_end_before_others_start() -> None:
-    loader = made(FeedLoader, workers="thread", persistent_workers=True)
-    list(loader)
-    old: Any = loader._iterator
-    reconfigure(loader, 3, 2)
-    assert not any(thread.is_alive() for thread in old.threads)
-    assert torch.cat(list(loader)).tolist() == list(range(12))
-    now: Any = loader._iterator
-    assert len(now.threads) == 3
-    now.close()
-
-
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
 def test_nothing_is_drawn_that_kept_workers_would_not_have_drawn(generator: torch.Generator | None) -> None:
     drawn = []
