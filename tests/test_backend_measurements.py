@@ -29,7 +29,7 @@ from lightning_feed.load.tuning.trial import Setting, Trial
 from lightning_feed.tuning import run as tuning
 from lightning_feed.watch.experiments.results import ExperimentResults, NamedCost
 from lightning_feed.watch.stats import LoaderStats, StarvationStats
-from lightning_feed.watch.verdict import tree
+from lightning_feed.watch.verdict import decide as tree
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
 
 FOUND = BackendMeasurement(

@@ -104,11 +104,11 @@ def test_imports_keep_to_the_road() -> None:
 
 def test_the_rule_itself_sees_a_breach() -> None:
     for file, line, broken in (
-        ("load/machine.py", "from lightning_feed.transfer.tree import hold", True),
+        ("load/machine.py", "from lightning_feed.transfer.batch_tree import hold", True),
         ("load/machine.py", "import lightning.pytorch", True),
         ("load/machine.py", "from lightning_feed import datamodule", True),
         ("_host/hooks.py", "import lightning.pytorch", False),
-        ("_host/hooks.py", "from lightning_feed.transfer.tree import hold", True),
+        ("_host/hooks.py", "from lightning_feed.transfer.batch_tree import hold", True),
         ("watch/waits.py", "from lightning_feed.load.settings import LoaderSettings", False),
         ("watch/waits.py", "from lightning_feed.errors import FeedError", False),
         ("diagnosing/run.py", "from lightning.pytorch import Trainer", False),

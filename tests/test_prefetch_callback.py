@@ -358,7 +358,7 @@ def test_host_keys_never_reach_the_transfer(depth: int) -> None:
 
     class Watches(Recording):
         def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            from lightning_feed.transfer.tree import tensors
+            from lightning_feed.transfer.batch_tree import tensors
 
             moved.extend(tensor.dtype for tensor in tensors(batch))
             return super().transfer_batch_to_device(batch, device, dataloader_idx)

@@ -11,16 +11,6 @@ from lightning_feed._host.fetcher import (
     adopt_fetcher,
     more_to_draw,
 )
-from lightning_feed._host.hooks import (
-    Wrap,
-    arguments_of,
-    defined_by_lightning,
-    is_overridden,
-    known_syncs,
-    optimizes_by_the_book,
-    replace_in_class,
-    wrap_transfer,
-)
 from lightning_feed._host.loops import (
     batches_of,
     change_saved_arguments,
@@ -58,6 +48,16 @@ from lightning_feed._host.reporting import (
     step_actions,
     step_to_log,
     steps_logged,
+)
+from lightning_feed._host.wraps import (
+    Wrap,
+    arguments_of,
+    defined_by_lightning,
+    is_overridden,
+    known_syncs,
+    optimizes_by_the_book,
+    replace_in_class,
+    wrap_transfer,
 )
 
 __all__ = [

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lightning_feed._host.hooks import defined_by_lightning
+from lightning_feed._host.wraps import defined_by_lightning
 
 
 class StepActions(NamedTuple):

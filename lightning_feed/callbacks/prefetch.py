@@ -13,9 +13,9 @@ from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.drop_keys import check_drop_keys
 from lightning_feed.load.trace import traced
+from lightning_feed.transfer.batch_tree import off_host
 from lightning_feed.transfer.prefetcher import Prefetcher, SideStream, Staged, open_stream
 from lightning_feed.transfer.transfer_filter import LeanTransfer, PackSmall
-from lightning_feed.transfer.tree import off_host
 from lightning_feed.watch.guard import say
 
 logger = logging.getLogger(__name__)

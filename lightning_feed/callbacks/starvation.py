@@ -32,8 +32,8 @@ from lightning_feed.watch.reports.document import make_report
 from lightning_feed.watch.reports.files import show_report, write_report
 from lightning_feed.watch.reports.report import Report
 from lightning_feed.watch.stats import StarvationStats, Which, choose_tags, custom_scalar_layout
+from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Measurements
-from lightning_feed.watch.verdict.tree import diagnose
 from lightning_feed.watch.wall import WallClock
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""When a report of a fit comes, and where it goes besides the screen: the loggers, and the folder of the run."""
+"""Facts of a Trainer's run, and its report and hyperparameters given to loggers."""
 
 import inspect
 import io

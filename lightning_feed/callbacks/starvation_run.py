@@ -14,7 +14,7 @@ from lightning_feed.watch.clocks import host_clock, open_ring
 from lightning_feed.watch.cpu import CpuShare
 from lightning_feed.watch.facts import with_batch
 from lightning_feed.watch.guard import Guard
-from lightning_feed.watch.hooks import Calls, HookTimes, tap_profiler
+from lightning_feed.watch.hook_times import Calls, HookTimes, tap_profiler
 from lightning_feed.watch.loop import MeasuredLoop
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.ranks import open_rank_exchange

@@ -14,7 +14,7 @@ from lightning_feed.data import exact_resume
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.settings import SEEDS
 from lightning_feed.load.trace import traced
-from lightning_feed.transfer.tree import release
+from lightning_feed.transfer.batch_tree import release
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from lightning_feed import _host
 from lightning_feed.archive.shared_cache import CacheStats
 from lightning_feed.data.base import SPLITS, DataModuleBase, RunSeed, check_batch_size
-from lightning_feed.data.loaders import Loaders, job_of
+from lightning_feed.data.build_loaders import Loaders, job_of
 from lightning_feed.data.storage import Cache, Storage
 from lightning_feed.data.wrapping import wrap
 from lightning_feed.errors import DatasetError, SettingsError

@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
 from lightning_feed.errors import LoaderError
+from lightning_feed.load.carry_over import begin_next_epoch, is_feed_state
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.resume import begin_next_epoch, is_feed_state
 
 logger = logging.getLogger(__name__)
 

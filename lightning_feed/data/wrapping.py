@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
 from lightning_feed._host.loops import package_of
+from lightning_feed.data.build_loaders import ignore_worker_warnings, job_of, log_choice
 from lightning_feed.data.dali import FeedDali
-from lightning_feed.data.loaders import ignore_worker_warnings, job_of, log_choice
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import Job, size_of
 from lightning_feed.load.dali.reader_loader import ReaderLoader

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.transfer.tree import tensors
+from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.watch.experiments.session import key_leaves
 
 MOST_KEPT, MOST_BYTES = 32, 256 * 2**20

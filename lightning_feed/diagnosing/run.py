@@ -20,7 +20,7 @@ from lightning_feed.diagnosing.failure import (
     told,
 )
 from lightning_feed.diagnosing.restore import ModelState
-from lightning_feed.diagnosing.session import AS_IT_IS, FEWEST_CYCLES, DiagnosisSession, open_session
+from lightning_feed.diagnosing.short_fits import AS_IT_IS, FEWEST_CYCLES, DiagnosisSession, open_session
 from lightning_feed.diagnosing.trainer import LATEST, Limits
 from lightning_feed.diagnosing.trainer import quiet as without_messages
 from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsError
@@ -34,7 +34,7 @@ from lightning_feed.watch.reports.document import make_report, read_document
 from lightning_feed.watch.reports.files import check_writable, write_report
 from lightning_feed.watch.reports.report import Report
 from lightning_feed.watch.stats import StarvationStats
-from lightning_feed.watch.verdict import tree
+from lightning_feed.watch.verdict import decide as tree
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
 
 MODEL_EXPERIMENTS = ("model", "host-batch")

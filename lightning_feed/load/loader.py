@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.background import SOON_S, BackgroundIterator, LateBatch, Watch
+from lightning_feed.load.carry_over import STATE_VERSION, check_kind, facts_of, fitted, rest_of, state_of_rank
 from lightning_feed.load.iterable import IterablePass, Stamped, StampingCollate
 from lightning_feed.load.order import (
     EpochOrder,
@@ -31,7 +32,6 @@ from lightning_feed.load.order import (
     mix_seed,
     ranks_of_run,
 )
-from lightning_feed.load.resume import STATE_VERSION, check_kind, facts_of, fitted, rest_of, state_of_rank
 from lightning_feed.load.threads import ThreadPass, check_arguments
 from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import ended_worker, resend_ctrl_c, shut_down_workers, stop_workers, why_not_picklable

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from lightning_feed.load.trace import traced
-from lightning_feed.transfer.tree import bytes_off_host, off_host, record_stream
+from lightning_feed.transfer.batch_tree import bytes_off_host, off_host, record_stream
 
 STREAM_BACKENDS: Final = ("cuda", "xpu")
 """Device types whose streams, events and allocator were read (torch 2.6 and 2.15) and order work as this file needs it.

@@ -29,7 +29,7 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.trace import traced
-from lightning_feed.transfer.tree import leaves, map_leaves, shapes_of
+from lightning_feed.transfer.batch_tree import leaves, map_leaves, shapes_of
 
 logger = logging.getLogger(__name__)
 

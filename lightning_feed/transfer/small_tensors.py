@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_feed.load.trace import traced
-from lightning_feed.transfer.tree import map_tensors
+from lightning_feed.transfer.batch_tree import map_tensors
 
 SMALL_BYTES = 64 * 1024
 """Tensors up to this size are packed. A larger one keeps the bus busy longer than it takes the host to ask for it."""

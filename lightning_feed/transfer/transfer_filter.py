@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 
 from lightning_feed.load.drop_keys import drop, missing_keys
+from lightning_feed.transfer.batch_tree import hold, release
 from lightning_feed.transfer.prefetcher import SideStream
 from lightning_feed.transfer.small_tensors import AT_LEAST, PackTrial, pack, small_tensors
-from lightning_feed.transfer.tree import hold, release
 
 PackSmall = bool | Literal["auto"]
 

@@ -1,1 +1,1 @@
-"""The doors to ``load/tuning``: a call, a command, and ``num_workers="tune"``."""
+"""``tune()`` and the command; ``num_workers="tune"`` is in ``load/tuning/in_fit``."""

@@ -12,7 +12,7 @@ from lightning_feed.data.backend_measurements import remember_tuning
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.failure import told
 from lightning_feed.diagnosing.program import Fit
-from lightning_feed.diagnosing.session import DiagnosisSession, open_session
+from lightning_feed.diagnosing.short_fits import DiagnosisSession, open_session
 from lightning_feed.diagnosing.trainer import Limits, quiet
 from lightning_feed.errors import LoaderError, SettingsError, plural
 from lightning_feed.load.cloning import Changes, clone_loader, preserve_state

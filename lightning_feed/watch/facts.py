@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_feed.load.dali.reader_loader import ReaderLoader
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.transfer.tree import tensors
+from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.watch.verdict.diagnosis import LoopFacts
 
 

@@ -148,7 +148,7 @@ class LoaderWatch:
         self._at = None
 
     def fetch_began(self) -> None:
-        """E0."""
+        """The loop asks for a batch."""
         now = self._clock()
         if self._follow():
             self._at = None  # of other iterators
@@ -182,7 +182,7 @@ class LoaderWatch:
         self._wait, self._late_ns = 0, None
 
     def fetch_ended(self) -> None:
-        """E1."""
+        """It has it."""
         if self._at is None:
             return  # began before the watch did
         now = self._clock()

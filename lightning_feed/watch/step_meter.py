@@ -109,12 +109,12 @@ class StepMeter:
     # --- marks --------------------------------------------------------------------------------------------------------
 
     def fetch_began(self) -> None:
-        """E0."""
+        """The loop asks for a batch."""
         self._stack.append(self._category)
         self._switch(DATA)
 
     def fetch_ended(self) -> None:
-        """E1. Outside of a look-ahead, what follows is the transfer to the device."""
+        """It has it. Outside of a look-ahead, what follows is the transfer to the device."""
         if not self._stack:
             return  # began before the meter did
         interrupted = self._stack.pop()
@@ -124,7 +124,7 @@ class StepMeter:
         self._epoch_began = None
 
     def arrived(self) -> None:
-        """E2. Batches of a validation come here too, while the category is another."""
+        """It is on the device. Batches of a validation come here too, while the category is another."""
         if self._category == H2D and not self._looking_ahead:
             self._switch(COMPUTE)
 
@@ -146,7 +146,7 @@ class StepMeter:
             self._switch(self._stack.pop())
 
     def step_ended(self) -> None:
-        """E3."""
+        """The step is over."""
         self._switch(OTHER)
         self._running = False
         spent, self._spent = self._spent, [0] * 7

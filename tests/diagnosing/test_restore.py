@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.diagnosing.failure import DiagnosisInterrupted
 from lightning_feed.diagnosing.restore import ModelState, StopSignals
-from lightning_feed.diagnosing.session import open_session
+from lightning_feed.diagnosing.short_fits import open_session
 from lightning_feed.errors import FeedError
 
 # --- the module ---------------------------------------------------------------------------------------------------

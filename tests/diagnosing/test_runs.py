@@ -17,12 +17,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from watch.small_fits import CpuPrefetch
 
 from lightning_feed import GPUStarvationCallback, tune
-from lightning_feed._host.hooks import Wrap
 from lightning_feed._host.loops import package_of
-from lightning_feed.diagnosing import diagnose, run, session
+from lightning_feed._host.wraps import Wrap
+from lightning_feed.diagnosing import diagnose, run
+from lightning_feed.diagnosing import short_fits as session
 from lightning_feed.diagnosing import trainer as diagnosing_trainer
 from lightning_feed.diagnosing.failure import DiagnosisInterrupted
-from lightning_feed.diagnosing.session import DiagnosisSession, _Pace
+from lightning_feed.diagnosing.short_fits import DiagnosisSession, _Pace
 from lightning_feed.diagnosing.trainer import Limits
 from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.watch.reports.document import read_document

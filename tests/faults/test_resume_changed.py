@@ -14,9 +14,9 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import ResumeError
+from lightning_feed.load.carry_over import facts_of
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.resume import facts_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),

@@ -28,9 +28,9 @@ from torch.utils.data import (
 
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load import threads as worker_threads
+from lightning_feed.load.carry_over import begin_next_epoch
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.resume import begin_next_epoch
 from lightning_feed.load.thread_random import SharedRandom, begin_sample, sample_generator
 
 SIZE = 23

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_feed.transfer.tree import hold, off_host, record_stream, release, tensors
+from lightning_feed.transfer.batch_tree import hold, off_host, record_stream, release, tensors
 
 Pair = namedtuple("Pair", ["a", "b"])
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_feed.transfer.batch_tree import hold, tensors
 from lightning_feed.transfer.small_tensors import ALIGN_BYTES, DTYPES, SMALL_BYTES, pack, small_tensors
-from lightning_feed.transfer.tree import hold, tensors
 
 Pair = namedtuple("Pair", ["a", "b"])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.watch.hooks import EVERY, FIRST_LOOK, FIRST_LOOKS, HookTimes, tap_profiler
+from lightning_feed.watch.hook_times import EVERY, FIRST_LOOK, FIRST_LOOKS, HookTimes, tap_profiler
 
 
 class Clock:

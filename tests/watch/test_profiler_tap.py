@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.watch.hooks import tap_profiler
+from lightning_feed.watch.hook_times import tap_profiler
 
 
 class Recorder:

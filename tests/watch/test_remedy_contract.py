@@ -14,9 +14,9 @@ from watch.cases import ASLEEP, BUSY, READY, measured
 
 import lightning_feed
 from lightning_feed.watch.experiments.results import NamedCost
+from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Form, HookPlace, HookTime, Place, Remedy
 from lightning_feed.watch.verdict.remedies import LEAST_PCT, RULES
-from lightning_feed.watch.verdict.tree import diagnose
 from lightning_feed.watch.verdict.whole_run import RULES as RUN_RULES
 from lightning_feed.watch.wall import WallPart, WallStats
 

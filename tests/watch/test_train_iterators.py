@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_feed import PrefetchCallback, _host, pl
 from lightning_feed.load.loader import FeedLoader, LoaderPass
 from lightning_feed.transfer.prefetcher import NullStream
-from lightning_feed.watch.hooks import tap_profiler
+from lightning_feed.watch.hook_times import tap_profiler
 from lightning_feed.watch.loader_watch import LoaderWatch
 
 pytestmark = pytest.mark.filterwarnings(

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
-from lightning_feed.watch.verdict.tree import diagnose
 
 
 def _stats(other: float = 0, data: float = 0, h2d: float = 0, compute: float = 100, **changes: Any) -> StarvationStats:

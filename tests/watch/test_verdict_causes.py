@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
 from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
+from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Diagnosis, HookTime, LoopFacts, Measurements
 from lightning_feed.watch.verdict.remedies import LEAST_PCT
-from lightning_feed.watch.verdict.tree import diagnose
 
 DATA: dict[str, Any] = {"data": 40, "compute": 60}
 COPY: dict[str, Any] = {"h2d": 40, "compute": 60}

@@ -21,7 +21,7 @@ from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, Machine, read_m
 from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.throughput import Heartbeat, LoaderRate, RoundLimits, time_loader, watchdog
 from lightning_feed.load.worker import end_pass
-from lightning_feed.transfer.tree import tensors
+from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.worker_time import WorkerTime
 

@@ -21,8 +21,8 @@ from lightning_feed.watch.reports.document import json_schema
 from lightning_feed.watch.reports.files import write_report
 from lightning_feed.watch.reports.html import as_html
 from lightning_feed.watch.reports.text import as_markdown, as_text
+from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
-from lightning_feed.watch.verdict.tree import diagnose
 
 
 def _alone(**stats: Any) -> Diagnosis:

@@ -27,8 +27,8 @@ from lightning_feed.watch.reports.pipeline import Pipeline, in_rate, pipeline_te
 from lightning_feed.watch.reports.report import Report
 from lightning_feed.watch.reports.text import as_markdown, as_text, diagnosis_markdown
 from lightning_feed.watch.stats import LoaderStats, RankStats
+from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, LoopFacts, Measurements, Remedy
-from lightning_feed.watch.verdict.tree import diagnose
 
 TURNS = "num_workers=0, so loading and training take turns"
 ANY = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
