@@ -23,6 +23,7 @@ del sys.path[0]
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="causes are told by /proc, on Linux"),
 ]
 

@@ -213,6 +213,7 @@ class TimedLoader(DataLoader[Any]):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("workers", "data_ms", "compute_ms", "ideal_pct"),
     [

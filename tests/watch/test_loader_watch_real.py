@@ -17,7 +17,8 @@ from lightning_feed.watch.loader_watch import LoaderWatch
 from lightning_feed.watch.stats import LoaderStats
 
 pytestmark = [
-    pytest.mark.slow,  # what workers do with their time is read off a machine that does nothing else
+    pytest.mark.slow,
+    pytest.mark.alone,  # what workers do with their time is read off a machine that does nothing else
     pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel counts no scheduling"),
     pytest.mark.filterwarnings(
         # Torch compares num_workers with the CPUs of this machine, whatever the test is about.

@@ -137,6 +137,7 @@ def _told(compares: Compares) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(("world_size", "slow_rank"), [(2, 0), (2, 1), (3, 2)])
 def test_the_rank_with_the_slow_dataset_is_named(world_size: int, slow_rank: int, tmp_path: Path) -> None:
     told, *others = in_ranks(world_size, fit_slow, tmp_path, world_size, slow_rank)
@@ -155,6 +156,7 @@ def test_the_rank_with_the_slow_dataset_is_named(world_size: int, slow_rank: int
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_no_rank_is_named_where_they_are_alike(tmp_path: Path) -> None:
     told, _ = in_ranks(2, fit_slow, tmp_path, 2, None)
     *_, total = told
@@ -195,6 +197,7 @@ def fit_watched(rank: int, world_size: int, slow_rank: int | None, folder: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_callback_names_the_slow_rank(world_size: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     slow = world_size - 1
@@ -206,6 +209,7 @@ def test_the_callback_names_the_slow_rank(world_size: int, tmp_path: Path, capfd
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_callback_names_no_rank_where_they_are_alike(tmp_path: Path) -> None:
     (bottleneck, _, rows), _ = in_ranks(2, fit_watched, tmp_path, 2, None, str(tmp_path))
     assert bottleneck == "compute"
@@ -216,6 +220,7 @@ def test_the_callback_names_no_rank_where_they_are_alike(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_callback_in_ranks_that_lightning_spawns(tmp_path: Path) -> None:
     _check_slow(fit_watched(0, 2, 1, str(tmp_path), "ddp_spawn"), 1, 2)
 
