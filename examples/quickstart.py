@@ -1,4 +1,4 @@
-"""Is the GPU waiting? Train on a folder of pictures, first with a plain DataLoader, then fed; both are measured."""
+"""Two runs on a folder of images, with a plain DataLoader and with this package: how long does each wait for data?"""
 
 import argparse
 from pathlib import Path
@@ -18,7 +18,7 @@ SMALL = [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip()]
 NORMALISED = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)]
 
 
-class Pictures(FastDataModule):
+class Images(FastDataModule):
     def __init__(self, root):
         super().__init__(batch_size=64)
         self.root = root
@@ -27,8 +27,8 @@ class Pictures(FastDataModule):
         return ImageFolder(self.root, v2.Compose([*SMALL, v2.PILToTensor()])) if split == "train" else None
 
     def device_transform(self, batch, split):
-        pictures, classes = batch
-        return pictures.float().div(127.5).sub(1), classes
+        images, labels = batch
+        return images.float().div(127.5).sub(1), labels
 
 
 class Classifier(LightningModule):
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     root = options.data or make_images(Path("feed_demo"), 2000)
     plain = DataLoader(ImageFolder(root, v2.Compose([*SMALL, *NORMALISED])), batch_size=64, shuffle=True)
-    for name, data, callbacks in (("plain", plain, []), ("fed", Pictures(root), [PrefetchCallback()])):
+    for name, data, callbacks in (("plain", plain, []), ("fed", Images(root), [PrefetchCallback()])):
         seed_everything(0)
         callbacks.append(GPUStarvationCallback())  # prints its report
         logger = TensorBoardLogger("lightning_logs", name=name)  # tensorboard --logdir lightning_logs
