@@ -343,3 +343,24 @@ def test_in_both_packages(tmp_path: Path) -> None:
             return fn.readers.file(files=write_files(tmp_path, 4), **self.reader())
 
     assert len(Module(2).train_dataloader()) == 2
+
+
+def labelled(files: list[str], labels: list[Any]) -> DaliDataModule:
+    return Defined(lambda module: fn.readers.file(files=files, labels=labels, **module.reader(shuffle=False)))
+
+
+@pytest.mark.parametrize("label", [1.5, 2**31, -(2**31) - 1])
+def test_a_label_that_dali_would_change(label: Any, tmp_path: Path) -> None:
+    module = labelled(write_files(tmp_path, 4), [0, 1, 2, label])
+    with pytest.raises(
+        DatasetError, match=rf"pipeline\('train'\): labels\[3\]={label} is not a whole number of 32 bits"
+    ):
+        module.train_dataloader().share  # noqa: B018  # builds the pipeline
+
+
+@pytest.mark.parametrize(
+    "labels", [[7, -3, 2**31 - 1, -(2**31)], [7.0, -3.0, 1.0, 0.0], ["7", "-3", "1", "0"], list(np.arange(4))]
+)
+def test_labels_that_dali_keeps(labels: list[Any], tmp_path: Path) -> None:
+    (_, found), *_ = labelled(write_files(tmp_path, 4), labels).train_dataloader()
+    assert found.flatten().tolist() == [int(label) for label in labels]

@@ -25,6 +25,7 @@ LastBatch = Literal["partial", "drop", "fill"]
 LAST_BATCH: tuple[LastBatch, ...] = get_args(LastBatch)
 _STATELESS_SOURCE = "Checkpointing enabled in a pipeline with external source operator"
 """DALI's warning of a source that it keeps no state of."""
+_LABELS = range(-(2**31), 2**31)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,8 @@ class ReaderPipeline:
 
     Raises:
         DatasetError: for outputs that are not DALI's, a pipeline without a reader, readers of sets that differ in
-            size, a source of which a resumable pipeline would lose its place, and whatever DALI refuses to build.
+            size, labels that DALI would change, a source of which a resumable pipeline would lose its place, and
+            whatever DALI refuses to build.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class ReaderPipeline:
         self._device = settings.device
         self._pipeline = new_pipeline(settings, seed=seed, enable_checkpointing=resumable, checkpoint=checkpoint)
         nodes, self._form = _define_outputs(define, self._pipeline, name)
+        _refuse_changed_labels(nodes, name)
         if settings.device is not None:
             nodes = [node.gpu() if node.device == "cpu" else node for node in nodes]
         self._pipeline.set_outputs(*nodes)
@@ -189,6 +192,33 @@ def _define_outputs(define: Callable[[], Any], pipeline: Any, name: str) -> tupl
     if not nodes:
         raise DatasetError(f"{name} returned no output. Return what nvidia.dali.fn gives: return images, labels.")
     return nodes, form
+
+
+def _refuse_changed_labels(nodes: list[Any], name: str) -> None:
+    """Refuse ``labels=[...]`` of which DALI would silently make others: 1 of 1.5, and -2**31 of 2**31.
+
+    They are found under a private name (``_op._init_args``; DALI 2.4): the public ``spec`` has what became of them.
+    Without it, and in the file of ``file_list=``, nothing is refused.
+    """
+    waiting, seen = [node.source for node in nodes], set()
+    while waiting:
+        operator = waiting.pop()
+        if operator is None or id(operator) in seen:
+            continue
+        seen.add(id(operator))
+        waiting += [node.source for node in operator.inputs or ()]
+        labels = (getattr(getattr(operator, "_op", None), "_init_args", None) or {}).get("labels")
+        if not isinstance(labels, (list, tuple)) or not labels:
+            continue
+        if set(map(type, labels)) == {int} and min(labels) in _LABELS and max(labels) in _LABELS:
+            continue  # of a million, in 50 ms
+        for place, label in enumerate(labels):
+            if int(label) not in _LABELS or not (isinstance(label, str) or int(label) == label):
+                raise DatasetError(
+                    f"{name}: labels[{place}]={label!r} is not a whole number of 32 bits, and DALI would silently make "
+                    "another number of it. Number the classes. For other targets, let labels be the numbers of the "
+                    "files, by which device_transform looks the targets up."
+                )
 
 
 def _the_reader(readers: Mapping[str, Mapping[str, int]], settings: PipelineSettings, name: str) -> Mapping[str, int]:
