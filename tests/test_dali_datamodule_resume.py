@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from recording import NullStreamPrefetch, Recording, quiet_trainer
-from resuming import SaveThenDie, assert_resumes_exactly, run
+from resuming import SaveThenDie, assert_resumes_exactly, run, trained
 
 from lightning_feed.errors import ResumeError
 
@@ -209,3 +209,12 @@ def test_without_a_state(tmp_path: Path) -> None:
     loader = DaliNumbers(tmp_path / "files", resumable=False).train_dataloader()
     assert not hasattr(loader, "state_dict")
     assert len(list(loader)) == 7
+
+
+def test_resumed_by_a_trainer_that_had_another_data_module(tmp_path: Path) -> None:
+    made, path = data(tmp_path), tmp_path / "run.ckpt"
+    whole, before = run(made, []), run(made, [SaveThenDie("on_train_batch_end", 3, path)])
+    trainer, model = quiet_trainer([]), Recording()
+    trainer.fit(Recording(), **data(tmp_path, resumable=False)())
+    trainer.fit(model, **made(), ckpt_path=path)
+    assert trained(model) == whole[len(before) :]

@@ -4,7 +4,7 @@ import copy
 import logging
 import os
 import warnings
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -224,7 +224,8 @@ class PassEnds(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Behind ``ExactResume``, which corrects the checkpoint."""
-        if trainer.state.fn == "fit":
+        # A Trainer keeps the callbacks of earlier fits: the checkpoint may be that of another data module.
+        if trainer.state.fn == "fit" and cast(Any, trainer).datamodule is self.datamodule:
             self.datamodule._feed_resumed(checkpoint)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
