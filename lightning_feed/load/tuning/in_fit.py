@@ -80,7 +80,8 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
     """The result of local rank 0, on all ranks of its node.
 
     Raises:
-        LoaderError: on the others, when ``tune`` raised. On local rank 0 its own error comes through.
+        LoaderError: on all other ranks, those of other nodes too, when ``tune`` raised. Where it did, its own error
+            comes through.
     """
     mine: Tuned | Exception | None = None
     if trainer.local_rank == 0:
@@ -89,17 +90,17 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
         except Exception as error:  # noqa: BLE001  # raised below, when the others have heard of it
             mine = error
     told = mine if not isinstance(mine, Exception) else f"{type(mine).__name__}: {mine}"
-    for node, found in gather(trainer, (trainer.node_rank, told)):
-        if node == trainer.node_rank and isinstance(found, Tuned):
-            return found
-        if node == trainer.node_rank and found is not None:
-            if isinstance(mine, Exception):
-                raise mine
+    every = gather(trainer, (trainer.node_rank, told))
+    if isinstance(mine, Exception):
+        raise mine
+    for node, found in every:
+        if isinstance(found, str):  # on all nodes: ranks that went on to train would wait for those that do not
             raise LoaderError(
-                f"The rank that tunes the loaders for this node failed: {found} Its own message says more. Give "
+                f"The rank that tunes the loaders for node {node} failed: {found} Its own message says more. Give "
                 "LoaderSettings(num_workers=...) to train without tuning."
             )
-    raise AssertionError("each node has a local rank 0")
+    tuned: Tuned = next(found for node, found in every if node == trainer.node_rank and found is not None)
+    return tuned
 
 
 def connected() -> bool:
