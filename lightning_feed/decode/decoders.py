@@ -179,8 +179,8 @@ class _LibraryDecoder:
             refuse_bomb(*(jpeg_header(data)[:2] if kind == JPEG else png_size(data)))
         try:
             pixels = self._read(data)
-        except Exception as error:
-            reason = str(error).splitlines()[0]
+        except (RuntimeError, ValueError) as error:  # no others: memory that ran out, say, is no fault of the image
+            reason = str(error).partition("\n")[0]
             raise DecodeError(f"{self.name} cannot decode this {kind} of {len(data)} bytes: {reason}") from error
         return np.ascontiguousarray(pixels)
 

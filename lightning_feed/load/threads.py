@@ -337,15 +337,14 @@ def _start(threads: list[threading.Thread], count: int, plan: _Plan) -> None:
     computing = torch.get_num_threads()
     # A new thread starts on device 0, whatever its maker's is; pinned memory would be registered with that one.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    started: SimpleQueue[None] = SimpleQueue()
+    started: SimpleQueue[BaseException | None] = SimpleQueue()
     try:
         for number in range(count):
             arguments = (plan.tasks, started, number, device)
             thread = threading.Thread(target=_serve, args=arguments, name=f"feed-{number}", daemon=True)
             thread.start()
             threads.append(thread)
-        for _ in threads:
-            started.get()
+        problems = [started.get() for _ in threads]
     except RuntimeError as error:
         raise LoaderError(
             f"Only {len(threads)} of {count} worker threads could be started: {error}. Lower num_workers, or raise the "
@@ -354,16 +353,25 @@ def _start(threads: list[threading.Thread], count: int, plan: _Plan) -> None:
     finally:
         # What a thread sets for itself becomes the default of all threads that are made later.
         torch.set_num_threads(computing)
+    for problem in filter(None, problems):
+        raise problem
 
 
-def _serve(tasks: "SimpleQueue[_Task | None]", started: "SimpleQueue[None]", number: int, device: int | None) -> None:
+def _serve(
+    tasks: "SimpleQueue[_Task | None]",
+    started: "SimpleQueue[BaseException | None]",
+    number: int,
+    device: int | None,
+) -> None:
     try:
         torch.get_num_threads()  # a thread's first call of it sets the default: before the next line, not after it
         torch.set_num_threads(1)
         if device is not None:
             torch.cuda.set_device(device)
-    finally:
-        started.put(None)
+    except BaseException as error:  # noqa: BLE001  # raised where the threads are started: nobody would do their tasks
+        started.put(error)
+        return
+    started.put(None)
     while _do_one(tasks, number):
         pass
 

@@ -13,6 +13,7 @@ import pytest
 from decode.made_images import BROKEN, HEIGHT, WHOLE, WIDTH, pillow_pixels
 from PIL import Image
 
+from lightning_feed.decode import decoders
 from lightning_feed.decode.choose import DECODER_NAMES, FallbackDecoder, make_decoder, psnr_db
 from lightning_feed.decode.decoders import Decoder, Region, RegionDecoder, open_cv2, refuse_bomb
 from lightning_feed.decode.header import KINDS, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth, png_size
@@ -192,6 +193,19 @@ def test_an_opencv_that_fills_cut_files_with_grey_is_refused(monkeypatch: pytest
         MissingExtraError, match=r"needs 4\.11 or newer, and 4\.10\.0 is installed.*lightning-feed\[images\]"
     ):
         make_decoder("opencv")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), MissingExtraError("torchvision is gone")])
+def test_what_is_no_fault_of_the_image_is_not_laid_to_it(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a DecodeError it would go to Pillow, or be left out of training, image by image."""
+
+    def fail(_: object) -> None:
+        raise error
+
+    decoder = make_decoder("torchvision").decoder
+    monkeypatch.setattr(decoders, "_torchvision_reader", lambda: fail)
+    with pytest.raises(type(error)):
+        decoder.decode(WHOLE["colour"])
 
 
 def test_opencv_opens_no_threads_of_its_own() -> None:

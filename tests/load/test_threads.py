@@ -558,6 +558,21 @@ def test_threads_that_cannot_be_started_are_counted(monkeypatch):
         iter(threaded(Rows(), num_workers=5, batch_size=4))
 
 
+def test_a_thread_that_cannot_be_set_up_is_an_error_and_not_waited_for(monkeypatch):
+    """After a kernel has failed, CUDA raises its error in each call, that of the device of a new thread too."""
+    setting = torch.set_num_threads
+
+    def fail(count):
+        if threading.current_thread().name == "feed-1":
+            raise RuntimeError("device-side assert triggered")
+        setting(count)
+
+    monkeypatch.setattr(torch, "set_num_threads", fail)
+    with pytest.raises(RuntimeError, match="device-side assert triggered"):
+        iter(FeedLoader(Rows(), workers="thread", num_workers=3))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed-")]
+
+
 def test_dead_threads_are_not_the_end_of_the_epoch(monkeypatch):
     monkeypatch.setattr(worker_threads, "_ALIVE_CHECK_S", 0.01)
     loader = threaded(Rows(), batch_size=4)
