@@ -94,6 +94,8 @@ def _one_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
     }
     told = {how: fit(rank, world_size, how) for how in ("fine", "by hand", "raises")}
+    torch.distributed.get_backend = lambda *_: "nccl"
+    told["gathered"] = tuning_fit.gather(SimpleNamespace(world_size=world_size), f"of rank {rank}")
     (folder / f"{rank}.json").write_text(json.dumps(told))
 
 
@@ -116,6 +118,10 @@ def test_one_of_two_ranks_tunes_for_both_and_training_is_the_same(told: list[Any
     assert [one["weights"] for one in tuned] == [one["weights"] for one in by_hand]
     assert [one["rows"] for one in tuned] == [one["rows"] for one in by_hand]
     assert sorted(tuned[0]["rows"] + tuned[1]["rows"]) == [float(row) for row in range(32)]
+
+
+def test_ranks_that_train_with_another_backend_wait_without_a_cpu(told: list[Any]) -> None:
+    assert [one["gathered"] for one in told] == [["of rank 0", "of rank 1"]] * 2
 
 
 def test_two_ranks_get_the_error_of_the_one_that_tunes(told: list[Any]) -> None:

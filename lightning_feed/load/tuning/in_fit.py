@@ -109,11 +109,19 @@ def connected() -> bool:
 
 
 def gather(trainer: Any, mine: Any) -> list[Any]:
-    """The same kind of thing from each rank, by rank. All take part, and wait for each other."""
+    """The same kind of thing from each rank, by rank. All take part, and wait for each other.
+
+    Through gloo, whatever trains: a rank that waits in NCCL keeps a CPU busy, which the trials of another would lack.
+    """
     if trainer.world_size == 1 or not connected():
         return [mine]
+    group = None if torch.distributed.get_backend() == "gloo" else torch.distributed.new_group(backend="gloo")
     every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, mine)
+    try:
+        torch.distributed.all_gather_object(every, mine, group=group)
+    finally:
+        if group is not None:
+            torch.distributed.destroy_process_group(group)
     return every
 
 
