@@ -115,7 +115,9 @@ def gather(trainer: Any, mine: Any) -> list[Any]:
     """
     if trainer.world_size == 1 or not connected():
         return [mine]
-    group = None if torch.distributed.get_backend() == "gloo" else torch.distributed.new_group(backend="gloo")
+    group: Any = None
+    if torch.distributed.get_backend() != "gloo":
+        group = torch.distributed.new_group(backend="gloo")
     every: list[Any] = [None] * torch.distributed.get_world_size()
     try:
         torch.distributed.all_gather_object(every, mine, group=group)
