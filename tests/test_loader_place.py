@@ -195,6 +195,10 @@ def main(model, trainer):
 
 def make():
     return DataLoader([torch.zeros(8)])
+
+
+def pair():
+    return make(), 1
 """
 
 
@@ -206,6 +210,9 @@ def make():
         ("trainer.fit(model, train_dataloaders=loader)", " (myfit.py:9)"),
         ("trainer.fit(model, DataLoader([torch.zeros(8)]))", " (myfit.py:11)"),
         ("trainer.fit(model, make())", " (myfit.py:15)"),
+        ("given, _ = pair()\n    trainer.fit(model, given)", " (myfit.py:12)"),
+        ("for given in [loader]: trainer.fit(model, given)", " (myfit.py:11)"),
+        ("trainer.fit(model, list([loader])[0:1][0].__class__(loader.dataset))", " (myfit.py:11)"),
         ("trainer.fit(*[model, loader])", ""),
     ],
 )

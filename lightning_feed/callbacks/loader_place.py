@@ -184,11 +184,15 @@ def _given_to_fit() -> Iterator[_Call]:
     }
     for call in ast.walk(tree):
         for given in _loaders_of_fit(call) if isinstance(call, ast.Call) else ():
-            node = made.get(given.id) if isinstance(given, ast.Name) else given
+            node = made.get(given.id, given) if isinstance(given, ast.Name) else given
+            if not isinstance(node, (ast.Name, ast.Call)):
+                continue
+            at, calls = source_line(frame.f_code.co_filename, max(first, 1) + node.lineno - 1), []
             if isinstance(node, ast.Call):
                 called = _look_up_in(node.func, {**frame.f_globals, **frame.f_locals})
-                at = source_line(frame.f_code.co_filename, max(first, 1) + node.lineno - 1)
-                yield from _made_by(node, called, at, None, _DEEPEST)
+                calls = list(_made_by(node, called, at, None, _DEEPEST))
+            # Where what makes it cannot be told, the line that hands it on.
+            yield from calls or [_Call(at, _LOADERS[0])]
 
 
 def _of_a_user(frame: Any) -> bool:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
@@ -24,6 +25,8 @@ from lightning_feed.errors import SettingsError
 
 Result = TypeVar("Result")
 LOOPS = ("fit", "validate", "test", "predict")
+MOST_ENDS = 10
+"""So often a program may catch what ends it, and call the Trainer again."""
 WANTED = "a LightningDataModule, or a pair of a LightningModule and a LightningDataModule"
 
 
@@ -107,7 +110,7 @@ class _Takeover(Generic[Result]):
     def __init__(self, take: Callable[[Fit], Result]) -> None:
         self.over = False
         """Whether the fit has been taken over."""
-        self._take, self._taking, self._pid = take, False, os.getpid()
+        self._take, self._taking, self._ends, self._pid = take, False, 0, os.getpid()
         self._found: tuple[Result, Fit] | None = None
         self._failure: BaseException | None = None
 
@@ -151,6 +154,11 @@ class _Takeover(Generic[Result]):
                 self._failure = error
             finally:
                 self._taking = False
+        self._ends += 1
+        if self._ends > MOST_ENDS:  # `while True: try: fit() ... except:` would never end, and catches Ctrl-C too
+            sys.stderr.write("lightning-feed: the program catches what ends it and trains again. It is stopped here.\n")
+            sys.stderr.flush()
+            os._exit(1)
         raise _Ended(0)
 
 
@@ -304,16 +312,15 @@ def open_target(text: str, accelerator: str) -> Iterator[Fit]:
 
 
 def _import(place: str) -> ModuleType:
-    folder, name = Path.cwd(), place
+    folder, name, load = Path.cwd(), place, importlib.import_module
     if place.endswith(".py") or "/" in place:
         path = Path(place).expanduser().resolve()
         if not path.is_file():
             raise SettingsError(f"There is no file {place}. Give module.py:NAME or package.module:NAME.")
-        folder, name = path.parent, path.stem
-        sys.modules.pop(name, None)  # another of this name is not meant
+        folder, name, load = path.parent, path.stem, partial(_from_file, path)
     sys.path.insert(0, str(folder))
     try:
-        return importlib.import_module(name)
+        return load(name)
     except (Exception, SystemExit) as error:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
@@ -324,6 +331,24 @@ def _import(place: str) -> ModuleType:
         raise SettingsError(
             f"{place} could not be imported: {in_a_line(error)}. Import it yourself to see it."
         ) from error
+
+
+def _from_file(path: Path, name: str) -> ModuleType:
+    """Import this very file: its name may have dots, and a package or a module of Python's may have the same."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    shadowed = sys.modules.get(name)
+    sys.modules[name] = module  # where spawned workers look for the dataset's class
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        if shadowed is not None:
+            sys.modules[name] = shadowed
+        raise
+    return module
 
 
 def _call(found: Any) -> Any:

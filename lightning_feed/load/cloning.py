@@ -172,9 +172,11 @@ _ENTERED = 1_000
 _MOST = 200_000
 """Objects that are looked at."""
 _APART = re.compile(
-    r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning|pytorch_lightning|lightning_feed\.archive)\b"
+    r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning_feed\.archive)\b"
+    r"|(lightning|pytorch_lightning)\b(?!(\.pytorch|\.fabric)?\.(core|utilities)\b)"
 )
-"""Packages whose objects belong to a running program; and our archive's, whose state lies outside Python."""
+"""Packages whose objects belong to a running program; and our archive's, whose state lies outside Python. Not
+what of Lightning's holds a user's data: data modules made by ``from_datasets``, ``hparams``, ``CombinedLoader``."""
 _GENERATORS = ((torch.Generator, "get_state"), (random.Random, "getstate"), (np.random.RandomState, "get_state"))
 
 Undo = Callable[[], object]
@@ -262,7 +264,8 @@ def _inside(value: Any) -> list[Any]:
         inside += value.values() if isinstance(value, dict) else value
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        skipped = "_iterator" if isinstance(value, DataLoader) else None
+        is_loader = isinstance(value, DataLoader) or type(value).__name__ == "CombinedLoader"
+        skipped = "_iterator" if is_loader else None
         inside += [held for name, held in attributes.items() if name != skipped]
     return inside
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,21 @@ def test_a_program_that_catches_everything_trains_no_more(script: Any, capsys: p
     ]
 
 
+def test_a_program_that_trains_again_whatever_happens_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "again.py").write_text(
+        "import torch\nfrom lightning.pytorch import LightningDataModule, Trainer\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "while True:\n    try:\n        Trainer(logger=False, enable_checkpointing=False).fit(BoringModel(), [])\n"
+        "    except BaseException:\n        pass\n"
+    )
+    look = "from lightning_feed.diagnosing.program import *; run_until_fit(Program('again.py'), lambda fit: None)"
+    ended = subprocess.run(
+        [sys.executable, "-c", look], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("the program catches what ends it and trains again. It is stopped here.\n")
+
+
 def test_what_fails_in_the_place_of_the_fit_is_raised_in_the_end(script: Any, capsys: Any) -> None:
     def fail(_: Fit) -> None:
         raise SettingsError("no")
@@ -347,6 +363,18 @@ def test_a_module_and_a_data_module(file: Path, monkeypatch: pytest.MonkeyPatch)
     for target in (f"{file}:pair", f"{file}:reverse", f"{file.name}:both", f"{file.stem}:pair"):
         with open_target(target, "cpu") as fit:
             assert (type(fit.model).__name__, type(fit.datamodule).__name__) == ("Model", "Data")
+
+
+@pytest.mark.parametrize("name", ["target.v2.py", "01-target.py", "package.py", "json.py", "sys.py"])
+def test_whatever_a_file_is_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    file, stem = tmp_path / name, name.removesuffix(".py")
+    file.write_text(GOOD.format(package="lightning.pytorch", stem="json"))
+    (tmp_path / "beside_json.py").touch()
+    monkeypatch.setitem(sys.modules, stem, sys.modules.get(stem))
+    with open_target(f"{file}:pair", "cpu") as fit:
+        assert type(fit.model).__name__ == "Model"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What torch can name is put back: modules, data, random numbers, the process; after errors and Ctrl-C too."""
 
+import importlib
 import os
 import random
 import signal
@@ -23,12 +24,13 @@ from diagnosing.small_runs import (
     state_of_trainer,
 )
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_feed.diagnosing.failure import DiagnosisInterrupted
 from lightning_feed.diagnosing.restore import ModelState, StopSignals
 from lightning_feed.diagnosing.short_fits import open_session
 from lightning_feed.errors import FeedError
+from lightning_feed.load.cloning import preserve_state
 
 # --- the module ---------------------------------------------------------------------------------------------------
 
@@ -113,6 +115,27 @@ def test_random_numbers_and_data() -> None:
     again = data[0], torch.rand(1), np.random.rand(), random.random()
     assert torch.equal(drawn[0][0], again[0][0])
     assert drawn[1:] == again[1:]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_data_in_classes_of_lightnings_own(package: str) -> None:
+    root = importlib.import_module(package)
+    combined = importlib.import_module(f"{package}.utilities").CombinedLoader
+    generator = torch.Generator().manual_seed(1)
+    drawn = generator.get_state()
+
+    class Own(root.LightningDataModule):  # type: ignore[name-defined,misc]
+        def __init__(self, folds: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    data, own = root.LightningDataModule.from_datasets(Numbers()), Own()
+    loaders = combined([DataLoader(Numbers(), sampler=RandomSampler(range(24), generator=generator))])
+    with preserve_state(data, own, loaders):
+        data.trainer, own.hparams.folds = object(), 2
+        list(iter(loaders.flattened[0].sampler))
+    assert (data.trainer, own.hparams.folds) == (None, 1)
+    assert torch.equal(generator.get_state(), drawn)
 
 
 # --- a whole diagnosis --------------------------------------------------------------------------------------------
