@@ -211,7 +211,8 @@ def _only(calls: list[Call], what: str) -> Call:
 def _loader_calls(source: Source, where: str) -> list[Call]:
     """The calls that make the training loaders: those of the lines that are named, else the only one in the function
     that is, else the only one that is for training by its name. The last in a file comes first, so that places hold."""
-    calls = source.calls(*LOADERS)
+    factory = re.search(r"your call of (\w+)", where)
+    calls = source.calls(*((factory.group(1),) if factory else LOADERS))
     loader = re.search(r'loader "([^"]+)"', where)
     if loader is not None:
         calls = [call for call in calls if _key_of(source, call) == loader.group(1)]
