@@ -93,6 +93,16 @@ def test_a_collate_of_the_user_s_goes_on_getting_images(class_folders: Path) -> 
     assert images.dtype == torch.uint8
     assert labels.flip(0).equal(flipped)
     assert birds.backend_choice == BackendChoice("torch", "Mixed.collate is written for samples that are decoded")
+    assert birds._feed_facts()["own_transforms"] is True
+
+
+@pytest.mark.usefixtures("gpu")
+def test_dropped_parts_are_left_out_of_decoded_batches(class_folders: Path) -> None:
+    remember(class_folders)
+    birds = _birds(class_folders, drop_keys=["1"])
+    birds.dataset("train")
+    assert birds.backend_choice == BackendChoice("torch", "drop_keys leaves parts of decoded batches out")
+    assert birds._feed_facts()["own_transforms"] is True
 
 
 @pytest.mark.usefixtures("gpu")

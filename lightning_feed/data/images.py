@@ -113,7 +113,7 @@ class FeedImageFolder(FeedDataModule):
         beside = {
             "transform": bool(transform or eval_transform),
             "collate": self._images_own_collate(),
-            "drop_keys": bool(self._feed.loaders.drop_keys),
+            "drop_keys": self._images_drops(),
             "cache": self._feed.storage.cache not in (None, "bytes"),
         }
         self._images_dali = check_backend(backend, quality, dali, beside)
@@ -187,7 +187,7 @@ class FeedImageFolder(FeedDataModule):
             "decoder": None if choice is None else choice.name,
             "quality": self.quality,
             "backend": None if self._images_backend is None else self._images_backend.name,
-            "own_transforms": self._images_own_transforms(),
+            "own_transforms": self._images_own_transforms() or self._images_own_collate() or self._images_drops(),
         }
 
     def _feed_on_device(self, batch: Any, split: str) -> Any:
@@ -326,6 +326,8 @@ class FeedImageFolder(FeedDataModule):
             return as_asked(self.backend, device)
         if self._images_own_collate():
             return BackendChoice("torch", f"{type(self).__name__}.collate is written for samples that are decoded")
+        if self._images_drops():
+            return BackendChoice("torch", "drop_keys leaves parts of decoded batches out")
         facts = BackendFacts(
             device_type=device.type,
             transforms=self._images_own_transforms(),
@@ -371,6 +373,9 @@ class FeedImageFolder(FeedDataModule):
 
     def _images_own_collate(self) -> bool:
         return type(self).collate is not FeedImageFolder.collate
+
+    def _images_drops(self) -> bool:
+        return bool(self._feed.loaders.drop_keys)
 
     def _images_own_transforms(self) -> bool:
         return any(isinstance(recipe, UserTransform) for recipe in (self._images_train, self._images_eval))

@@ -118,7 +118,7 @@ class LoopFacts:
     backend: str | None = None
     """The same: ``torch``, ``nvjpeg``, ``dali-cpu`` or ``dali-gpu``, whichever decodes."""
     own_transforms: bool | None = None
-    """The same: whether transforms of the user's are called for each image."""
+    """The same: whether transforms, a ``collate`` of the user's, or ``drop_keys`` follow decoding in the workers."""
     cache: str | None = None
     """Of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
     staged: bool | None = None
