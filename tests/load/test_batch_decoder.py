@@ -141,6 +141,8 @@ def test_closed_in_the_middle_it_leaves_nothing_running(options: dict[str, Any])
     assert [batch.tolist() for batch in loader] == DOUBLED
     loader.close()
     loader._iterator = None  # what Lightning does at the end of a fit
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
     assert {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("feed")} == set()
 
 

@@ -561,6 +561,8 @@ def test_no_thread_outlives_its_pass(how):
     else:
         del batches
     gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
     assert set(threading.enumerate()) <= before
 
 

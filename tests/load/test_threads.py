@@ -100,6 +100,8 @@ def _no_thread_is_left():
     yield
     if _feeds():
         gc.collect()  # half a second each time
+    for thread in _feeds():
+        thread.join(10)  # told to end, but waited for only by the thread that started them
     assert _feeds() == []
 
 
@@ -620,6 +622,8 @@ def test_no_thread_outlives_its_pass(how, background):
         list(batches)
     else:
         del batches
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
     assert set(threading.enumerate()) <= before
     assert len(loader.dataset.read) < 1000 or how == "end"
 
