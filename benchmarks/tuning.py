@@ -41,9 +41,9 @@ from lightning_feed.errors import FeedError
 from lightning_feed.load.cloning import burst_of
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.throughput import RoundLimits, time_loader
-from lightning_feed.load.tuning.search import Goal, Tuned
-from lightning_feed.load.tuning.trial import Setting
-from lightning_feed.load.tuning.tune_loader import tune_loader
+from lightning_feed.load.trials.search import Goal, Tuned
+from lightning_feed.load.trials.trial import Setting
+from lightning_feed.load.trials.tune_loader import tune_loader
 
 HIT = 0.95
 COST = 0.15

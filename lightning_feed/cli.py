@@ -415,8 +415,8 @@ def _workers_grid(text: str) -> tuple[int, ...]:
 
 def _tune(arguments: argparse.Namespace) -> None:
     from lightning_feed.extras import require
-    from lightning_feed.load.tuning.search import Goal
-    from lightning_feed.load.tuning.sweep import write_plot
+    from lightning_feed.load.trials.search import Goal
+    from lightning_feed.load.trials.sweep import write_plot
     from lightning_feed.tuning.output import tuned_document, tuned_text
     from lightning_feed.tuning.run import run_tune
 

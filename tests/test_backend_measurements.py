@@ -24,8 +24,8 @@ from lightning_feed.data.backend_measurements import (
     measurement_of_diagnosis,
     measurement_of_tuning,
 )
-from lightning_feed.load.tuning.search import Tuned
-from lightning_feed.load.tuning.trial import Setting, Trial
+from lightning_feed.load.trials.search import Tuned
+from lightning_feed.load.trials.trial import Setting, Trial
 from lightning_feed.tuning import run as tuning
 from lightning_feed.watch.experiments.results import ExperimentResults, NamedCost
 from lightning_feed.watch.stats import LoaderStats, StarvationStats

@@ -15,7 +15,7 @@ from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, read_machine
 from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.settings import MOST
-from lightning_feed.load.tuning.epoch_controller import (
+from lightning_feed.load.trials.epoch_controller import (
     FEWEST_STEPS,
     ControllerState,
     EpochFigures,
@@ -27,7 +27,7 @@ from lightning_feed.load.tuning.epoch_controller import (
     why_no_workers,
     worst,
 )
-from lightning_feed.load.tuning.in_fit import gather
+from lightning_feed.load.trials.in_fit import gather
 from lightning_feed.transfer.resident import ResidentLoader
 from lightning_feed.watch.guard import Guard, guarded, say
 from lightning_feed.watch.verdict.diagnosis import LoopFacts, Measurements

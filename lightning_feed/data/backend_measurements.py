@@ -15,7 +15,7 @@ import torch
 from lightning_feed.archive.files import cache_folder, read_private, write_private
 from lightning_feed.data.base import DataModuleBase
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.tuning.search import Tuned
+from lightning_feed.load.trials.search import Tuned
 from lightning_feed.watch.verdict.causes import BUSY_PCT
 from lightning_feed.watch.verdict.diagnosis import Cause, Diagnosis, LoopFacts
 from lightning_feed.watch.verdict.predict import read_share

@@ -19,8 +19,8 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.tuning.in_fit import explained, for_trials, settled, tune_for_fit, why_not_now
-from lightning_feed.load.tuning.search import Tuned
+from lightning_feed.load.trials.in_fit import explained, for_trials, settled, tune_for_fit, why_not_now
+from lightning_feed.load.trials.search import Tuned
 from lightning_feed.load.worker import WorkerInit
 from lightning_feed.transfer.resident import ResidentData, ResidentLoader, Shard, free_device_bytes, load_resident
 from lightning_feed.watch.guard import say

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from lightning_feed.errors import plural
-from lightning_feed.load.tuning.search import Tuned
-from lightning_feed.load.tuning.trial import Setting, Trial
+from lightning_feed.load.trials.search import Tuned
+from lightning_feed.load.trials.trial import Setting, Trial
 from lightning_feed.watch.verdict.diagnosis import Place
 
 SCHEMA = "lightning_feed.tuning/1"

@@ -16,11 +16,11 @@ from lightning_feed.diagnosing.short_fits import DiagnosisSession, open_session
 from lightning_feed.diagnosing.trainer import Limits, quiet
 from lightning_feed.errors import LoaderError, SettingsError, plural
 from lightning_feed.load.cloning import Changes, clone_loader, preserve_state
-from lightning_feed.load.tuning.search import Goal, Tuned
-from lightning_feed.load.tuning.store import Store
-from lightning_feed.load.tuning.sweep import Sweep, check_grid, sweep_loader
-from lightning_feed.load.tuning.trial import Trial
-from lightning_feed.load.tuning.tune_loader import tune_loader
+from lightning_feed.load.trials.search import Goal, Tuned
+from lightning_feed.load.trials.store import Store
+from lightning_feed.load.trials.sweep import Sweep, check_grid, sweep_loader
+from lightning_feed.load.trials.trial import Trial
+from lightning_feed.load.trials.tune_loader import tune_loader
 from lightning_feed.load.worker import end_pass
 from lightning_feed.watch.experiments.session import parts_of
 from lightning_feed.watch.verdict.diagnosis import Place

@@ -27,7 +27,7 @@ import lightning_feed
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
 from lightning_feed.callbacks import starvation_run
 from lightning_feed.callbacks.autotune import AutotuneCallback
-from lightning_feed.load.tuning import epoch_controller
+from lightning_feed.load.trials import epoch_controller
 from lightning_feed.watch import guard, hook_times, loop
 from lightning_feed.watch.clocks import EventRing
 

@@ -16,8 +16,8 @@ from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.callbacks.starvation_report import log_hparams, tuned_hparams
 from lightning_feed.cli import main
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
-from lightning_feed.load.tuning.search import Tuned
-from lightning_feed.load.tuning.trial import Setting, Trial
+from lightning_feed.load.trials.search import Tuned
+from lightning_feed.load.trials.trial import Setting, Trial
 from lightning_feed.tuning import run as tuning
 from lightning_feed.tuning.output import paste_line, pastes, tuned_document, tuned_text
 from lightning_feed.tuning.run import tune

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.tuning import in_fit as tuning_fit
-from lightning_feed.load.tuning.in_fit import settled
-from lightning_feed.load.tuning.search import Tuned
-from lightning_feed.load.tuning.trial import Setting, Trial
+from lightning_feed.load.trials import in_fit as tuning_fit
+from lightning_feed.load.trials.in_fit import settled
+from lightning_feed.load.trials.search import Tuned
+from lightning_feed.load.trials.trial import Setting, Trial
 
 TUNE = LoaderSettings(num_workers="tune")
 TWO = Setting(num_workers=2, prefetch_factor=3, persistent_workers=True)

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError, LoaderError
-from lightning_feed.load.tuning import in_fit as tuning_fit
-from lightning_feed.load.tuning.search import Tuned
-from lightning_feed.load.tuning.trial import Setting, Trial
+from lightning_feed.load.trials import in_fit as tuning_fit
+from lightning_feed.load.trials.search import Tuned
+from lightning_feed.load.trials.trial import Setting, Trial
 
 pytestmark = [
     # The ranks of these tests are forked, as with strategy="ddp_fork".

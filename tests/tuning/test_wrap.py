@@ -33,9 +33,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.data import wrapping
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.tuning import in_fit as tuning_fit
-from lightning_feed.load.tuning.search import Tuned
-from lightning_feed.load.tuning.trial import Setting
+from lightning_feed.load.trials import in_fit as tuning_fit
+from lightning_feed.load.trials.search import Tuned
+from lightning_feed.load.trials.trial import Setting
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 TWO = LoaderSettings(num_workers=2, prefetch_factor=3, persistent_workers=False)

@@ -17,9 +17,9 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.recommend import PINNING_DEVICES
 from lightning_feed.load.throughput import RoundLimits, watchdog
-from lightning_feed.load.tuning.search import Goal, Offer, Search, Tuned
-from lightning_feed.load.tuning.store import Store, key_of
-from lightning_feed.load.tuning.trial import Feasible, Kind, Setting, Trial, free_files, run_trial
+from lightning_feed.load.trials.search import Goal, Offer, Search, Tuned
+from lightning_feed.load.trials.store import Store, key_of
+from lightning_feed.load.trials.trial import Feasible, Kind, Setting, Trial, free_files, run_trial
 from lightning_feed.load.worker import why_not_sent
 
 logger = logging.getLogger(__name__)

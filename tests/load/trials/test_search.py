@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_loaders import KINDS, SimulatedLoader, draw_loader
 
-from lightning_feed.load.tuning.search import Goal, Offer, Search, Tuned
-from lightning_feed.load.tuning.trial import Setting, Trial
+from lightning_feed.load.trials.search import Goal, Offer, Search, Tuned
+from lightning_feed.load.trials.trial import Setting, Trial
 
 NOTHING: Callable[[Setting, Any], str] = lambda setting, trials: ""  # noqa: E731
 PLAIN = SimulatedLoader(cpu_s=0.1, cpus=4, noise=0, crowding=0)

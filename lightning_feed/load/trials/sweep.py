@@ -16,7 +16,7 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.settings import MOST
 from lightning_feed.load.throughput import RoundLimits
-from lightning_feed.load.tuning.trial import Feasible, Setting, Trial, free_files, run_trial
+from lightning_feed.load.trials.trial import Feasible, Setting, Trial, free_files, run_trial
 
 DEFAULT_GRID = tuple(range(0, 51, 5))
 """Numbers of workers: 0, 5, 10 ... 50."""

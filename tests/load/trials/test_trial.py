@@ -17,9 +17,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.throughput import RoundLimits
-from lightning_feed.load.tuning import trial as trials
-from lightning_feed.load.tuning.trial import Setting, cpu_seconds, leaf_sizes, run_trial, worker_memory
-from lightning_feed.load.tuning.tune_loader import divides_itself
+from lightning_feed.load.trials import trial as trials
+from lightning_feed.load.trials.trial import Setting, cpu_seconds, leaf_sizes, run_trial, worker_memory
+from lightning_feed.load.trials.tune_loader import divides_itself
 
 # torchdata 0.11 calls a function that torch 2.15 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

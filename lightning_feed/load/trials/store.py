@@ -20,8 +20,8 @@ from lightning_feed.load.build import size_of
 from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.throughput import watchdog
-from lightning_feed.load.tuning.search import Goal, Tuned
-from lightning_feed.load.tuning.trial import Setting, Trial, leaf_sizes
+from lightning_feed.load.trials.search import Goal, Tuned
+from lightning_feed.load.trials.trial import Setting, Trial, leaf_sizes
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from html import escape
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.tuning.trial import Kind, Setting, Trial
+from lightning_feed.load.trials.trial import Kind, Setting, Trial
 
 SPARE = 1.1
 """A setting meets the demand when it gives so much of it: rates vary, and the model must never wait."""

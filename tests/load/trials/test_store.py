@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_feed.archive import files
 from lightning_feed.load.machine import Machine
-from lightning_feed.load.tuning.search import Goal, Tuned
-from lightning_feed.load.tuning.store import Store, key_of
-from lightning_feed.load.tuning.trial import Setting, Trial
+from lightning_feed.load.trials.search import Goal, Tuned
+from lightning_feed.load.trials.store import Store, key_of
+from lightning_feed.load.trials.trial import Setting, Trial
 
 MACHINE = Machine(usable_cpus=8, cpu_reason="", available_memory_bytes=2**35, free_shm_bytes=2**33, start_method="fork")
 SETTING = Setting(num_workers=4, prefetch_factor=2, persistent_workers=True)

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
-from lightning_feed.load.tuning import tune_loader as door
-from lightning_feed.load.tuning.search import Goal
-from lightning_feed.load.tuning.store import Store
-from lightning_feed.load.tuning.trial import Setting, Trial
-from lightning_feed.load.tuning.tune_loader import tune_loader
+from lightning_feed.load.trials import tune_loader as door
+from lightning_feed.load.trials.search import Goal
+from lightning_feed.load.trials.store import Store
+from lightning_feed.load.trials.trial import Setting, Trial
+from lightning_feed.load.trials.tune_loader import tune_loader
 
 MACHINE = Machine(
     usable_cpus=4, cpu_reason="CPUs by decree", available_memory_bytes=2**36, free_shm_bytes=2**34, start_method="fork"

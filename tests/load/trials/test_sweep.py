@@ -15,9 +15,9 @@ from lightning_feed.archive import files
 from lightning_feed.errors import MissingExtraError, SettingsError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.throughput import RoundLimits
-from lightning_feed.load.tuning import sweep as sweep_file
-from lightning_feed.load.tuning.sweep import DEFAULT_GRID, Sweep, sweep_loader, write_plot
-from lightning_feed.load.tuning.trial import Setting, Trial
+from lightning_feed.load.trials import sweep as sweep_file
+from lightning_feed.load.trials.sweep import DEFAULT_GRID, Sweep, sweep_loader, write_plot
+from lightning_feed.load.trials.trial import Setting, Trial
 
 
 def trial(setting: Setting) -> Trial:

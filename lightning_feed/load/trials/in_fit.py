@@ -13,10 +13,10 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.tuning.search import Goal, Tuned
-from lightning_feed.load.tuning.store import Store
-from lightning_feed.load.tuning.trial import Trial
-from lightning_feed.load.tuning.tune_loader import tune_loader
+from lightning_feed.load.trials.search import Goal, Tuned
+from lightning_feed.load.trials.store import Store
+from lightning_feed.load.trials.trial import Trial
+from lightning_feed.load.trials.tune_loader import tune_loader
 
 logger = logging.getLogger(__name__)
 

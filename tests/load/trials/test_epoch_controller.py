@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.tuning.epoch_controller import (
+from lightning_feed.load.trials.epoch_controller import (
     FEWEST_STEPS,
     MOST_MOVES,
     MOST_PREFETCH,

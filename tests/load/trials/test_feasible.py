@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_feed.load.machine import Machine
-from lightning_feed.load.tuning.trial import SPARE_FILES, Feasible, Setting, Trial, free_files
+from lightning_feed.load.trials.trial import SPARE_FILES, Feasible, Setting, Trial, free_files
 
 MIB = 2**20
 MACHINE = Machine(
