@@ -634,7 +634,9 @@ def test_a_dataset_that_cannot_be_sent_to_workers(start_method: Any) -> None:
     rows = Rows(8)
     rows.transform = lambda row: row  # type: ignore[attr-defined]
     data = Data({"train": [Rows(8), rows]}, loader=LoaderSettings(num_workers=1, start_method=start_method))
-    with pytest.raises(LoaderError, match=r"dataset of train\[1\] cannot be sent.*<lambda>.*num_workers=0"):
+    with pytest.raises(
+        LoaderError, match=r"train\[1\] cannot have its workers.*dataset cannot be sent.*<lambda>.*num_workers=0"
+    ):
         trainer().fit(module(), datamodule=data)
 
 

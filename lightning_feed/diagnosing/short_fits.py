@@ -26,7 +26,7 @@ from lightning_feed.diagnosing.failure import loading_failed, raised_by_loader
 from lightning_feed.diagnosing.restore import ModelState, StopSignals
 from lightning_feed.diagnosing.trainer import Limits, ShortFit, check_trainer, nothing, quiet, short_trainer
 from lightning_feed.errors import FeedError, SettingsError
-from lightning_feed.load.cloning import preserve_state
+from lightning_feed.load.random_state import preserve_state
 from lightning_feed.watch.clocks import event_maker
 from lightning_feed.watch.experiments.session import parts_of
 from lightning_feed.watch.facts import batches_ahead

@@ -2,11 +2,10 @@
 
 The first is ``prefetch_generator`` with what it lacks: ``BackgroundGenerator`` alone ends an epoch silently on
 KeyboardInterrupt and SystemExit, and its thread blocks for ever on a full queue once the consumer has gone, which keeps
-the source and its worker processes alive.
+the source and its worker processes alive. So its queue has no bound, and the thread asks for leave to draw.
 """
 
 import logging
-import os
 import queue
 import sys
 import threading
@@ -17,23 +16,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from prefetch_generator import BackgroundGenerator
 
-from lightning_feed.errors import LoaderError, SettingsError
-from lightning_feed.load.threads import ThreadPass, shortened
+from lightning_feed.errors import LoaderError
+from lightning_feed.load.threads import Ending, ThreadPass, shortened
 from lightning_feed.load.trace import traced
-from lightning_feed.load.worker import resend_ctrl_c, stack_of
+from lightning_feed.load.worker import on_this_device, stack_of
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0
-"""How long closing waits for the source to give the batch that it is at. It can only be waited for, not stopped."""
 SOON_S = 0.5
-"""How long Ctrl-C waits for it."""
+"""How long Ctrl-C waits for the batch that the source is at."""
 _ALIVE_CHECK_S = 1.0
 """How often a waiting consumer looks whether the thread still lives."""
-_UNBOUNDED = 1 << 60
 _LOOKS = 10
 """How often the watchdog looks within the time after which it warns."""
 _AGAIN = 10
@@ -41,24 +36,16 @@ _AGAIN = 10
 
 
 @dataclass
-class _Batch:
-    value: Any
+class _Drawn:
+    """What the source gave, or the error that ended it; StopIteration is one of these."""
+
+    value: Any = None
+    error: BaseException | None = None
 
     def empty(self) -> Any:
         """Take the value out: the thread still holds this object while it waits for the next one."""
         value, self.value = self.value, None
         return value
-
-
-@dataclass(frozen=True)
-class _End:
-    told: tuple[Any, ...]
-    """What StopIteration came with: a worker's traceback, where a dataset raised it."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    error: BaseException
 
 
 class BackgroundIterator(Iterator[Any]):
@@ -70,23 +57,19 @@ class BackgroundIterator(Iterator[Any]):
 
     Args:
         source: drawn from in the thread only, which becomes its owner: keep no other reference to it.
-        depth: items kept ready, 1 or more. One more is held by the thread while the queue is full.
+        depth: items kept ready, 1 or more. One more is drawn beside them.
 
-    Raises:
-        SettingsError: when ``depth`` is not positive.
+    Attributes:
+        thread: the thread that draws.
     """
 
     def __init__(self, source: Iterator[Any], depth: int) -> None:
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-            raise SettingsError(f"depth={depth!r}: give the number of items to keep ready, 1 or more.")
         self._closed = self._ended = False
         self.depth = depth
-        stop = threading.Event()
-        # A new thread starts on device 0, whatever the consumer's is; pinned memory would be registered with that one.
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        self._thread = BackgroundGenerator(_draws(source, stop, device), max_prefetch=depth)
+        self._leave = leave = _Leave(depth + 1)
+        self.thread = BackgroundGenerator(_draws(source, leave, on_this_device()), max_prefetch=0)
         # The thread knows nothing of this object, so an iterator that is abandoned is collected, and the thread ends.
-        self._finalizer = weakref.finalize(self, _abandon, self._thread, stop, os.getpid(), threading.get_ident())
+        self._ending = Ending(self, [self.thread], leave.refuse)
 
     def __next__(self) -> Any:
         if self._ended:
@@ -97,49 +80,38 @@ class BackgroundIterator(Iterator[Any]):
             )
         try:
             with traced("background_wait"):
-                item = self._take()
+                drawn = self._take()
         except BaseException as error:
             self.close(SOON_S if isinstance(error, KeyboardInterrupt) else None)
             raise
-        if isinstance(item, _Batch):
-            return item.empty()
+        if drawn.error is None:
+            self._leave.give()
+            return drawn.empty()
         self.close()
-        if isinstance(item, _End):
-            self._ended = True
-            raise StopIteration(*item.told)
+        self._ended = isinstance(drawn.error, StopIteration)
         try:
-            raise item.error
+            raise drawn.error
         finally:
-            del item  # the error's traceback holds this frame: without it they would keep each other alive
+            del drawn  # the error's traceback holds this frame: without it they would keep each other alive
 
     @property
     def ready(self) -> int:
         """Items that are waiting to be taken."""
-        return int(self._thread.queue.qsize())
-
-    @property
-    def thread(self) -> threading.Thread:
-        """The thread that draws."""
-        thread: threading.Thread = self._thread
-        return thread
+        return min(self.depth, int(self.thread.queue.qsize()))
 
     def close(self, patience_s: float | None = None) -> None:
-        """End the thread and let go of the source; wait so long for the batch that it is at, PATIENCE_S if not given.
-        A second call does nothing."""
+        """End the thread and let go of the source, see :meth:`Ending.end`."""
         self._closed = True
-        left = self._finalizer.detach()
-        if left is not None:
-            thread, stop, pid, consumer = left[2]
-            _end_thread(thread, stop, pid, consumer, patience_s)
+        self._ending.end(patience_s)
 
-    def _take(self) -> _Batch | _End | _Failure:
+    def _take(self) -> _Drawn:
         while True:
-            alive = self._thread.is_alive()  # asked first: what a dead thread has put is all there by then
+            alive = self.thread.is_alive()  # asked first: what a dead thread has put is all there by then
             try:
-                _, item = self._thread.queue.get(timeout=_ALIVE_CHECK_S if alive else 0)
+                _, item = self.thread.queue.get(timeout=_ALIVE_CHECK_S if alive else 0)
             except queue.Empty:
                 item = None
-            if isinstance(item, (_Batch, _End, _Failure)):
+            if isinstance(item, _Drawn):
                 return item
             if item is not None or not alive:
                 raise LoaderError(
@@ -148,67 +120,49 @@ class BackgroundIterator(Iterator[Any]):
                 )
 
 
-def _draws(source: Iterator[Any], stop: threading.Event, device: int | None) -> Iterator[_Batch | _End | _Failure]:
+class _Leave:
+    """Leave to draw an item, given by the consumer. All of it may be called from a finalizer, in any thread."""
+
+    def __init__(self, items: int) -> None:
+        self._refused = False
+        self._given: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(items):
+            self.give()
+
+    def give(self) -> None:
+        self._given.put(None)
+
+    def refuse(self) -> None:
+        self._refused = True
+        self.give()
+
+    def wait(self) -> bool:
+        """Whether one more item may be drawn."""
+        self._given.get()
+        return not self._refused
+
+
+def _draws(source: Iterator[Any], leave: _Leave, set_device: Callable[[], None]) -> Iterator[_Drawn]:
     """The source as the thread sees it: never raises, and ends when told to."""
     try:
-        if device is not None:
-            torch.cuda.set_device(device)
-        while not stop.is_set():
-            item = _draw(source)
-            if stop.is_set():
-                return
-            yield item
-            if not isinstance(item, _Batch):
+        set_device()
+        while leave.wait():
+            drawn = _draw(source)
+            yield drawn
+            if drawn.error is not None:
                 return
     finally:
         del source  # here, so that worker processes and the source's own `finally` blocks end in this thread
 
 
-def _draw(source: Iterator[Any]) -> _Batch | _End | _Failure:
+def _draw(source: Iterator[Any]) -> _Drawn:
     try:
         with traced("background_load"):
-            return _Batch(next(source))
-    except StopIteration as end:
-        return _End(end.args)
+            return _Drawn(next(source))
     except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer
-        return _Failure(error)
+        return _Drawn(error=error)
     finally:
         del source  # the error's traceback holds this frame
-
-
-def _abandon(thread: Any, stop: threading.Event, pid: int, consumer: int) -> None:
-    with resend_ctrl_c():
-        _end_thread(thread, stop, pid, consumer)
-
-
-def _end_thread(thread: Any, stop: threading.Event, pid: int, consumer: int, patience_s: float | None = None) -> None:
-    """Tell the thread to end, let it past a full queue, and wait for it."""
-    stop.set()
-    if os.getpid() != pid:
-        return  # a forked copy: the thread is the parent's
-    if threading.get_ident() == thread.ident:
-        # Garbage was collected in the thread itself, perhaps inside its own put(), whose lock it then holds.
-        threading.Thread(target=_let_through, args=(thread.queue,), daemon=True).start()
-        return
-    _let_through(thread.queue)
-    if threading.get_ident() != consumer:
-        return  # garbage was collected in a thread that the source may depend on: it must not be kept waiting
-    patience_s = PATIENCE_S if patience_s is None else patience_s
-    thread.join(patience_s)
-    if thread.is_alive():
-        logger.warning(
-            "The background thread is still waiting for a batch after %g s and was left behind. It ends when the "
-            "batch comes. A dataset that never returns needs a timeout of its own, or LoaderSettings(timeout_s=...).",
-            patience_s,
-        )
-
-
-def _let_through(items: "queue.Queue[Any]") -> None:
-    """Empty the queue and open it, so that no put() waits any more."""
-    with items.mutex:
-        items.queue.clear()
-        items.maxsize = _UNBOUNDED
-        items.not_full.notify_all()
 
 
 # --- a warning when no batch comes ----------------------------------------------------------------------------------

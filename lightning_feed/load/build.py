@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, RandomSampler
 
-from lightning_feed.errors import DatasetError, LoaderError, SettingsError
+from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.background import Watch
 from lightning_feed.load.loader import BatchDecoder, FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.recommend import Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.worker import WorkerInit, why_not_picklable
+from lightning_feed.load.worker import WorkerInit, refuse_unsendable
 
 _SAMPLES = (tuple, list, dict, str, bytes, torch.Tensor)
 """Types that have ``__getitem__`` and ``__len__`` and are no dataset, but what a dataset may give."""
@@ -88,17 +88,6 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
         sampler = RandomSampler(dataset)
     workers = found.num_workers > 0
     processes = workers and found.workers == "process"
-    if processes and (settings.start_method or machine.start_method) != "fork":
-        # Not left to torch: Lightning covers an error at the start of a loader with one of its own.
-        for what, thing in (("dataset", dataset), ("collate function", part.collate_fn)):
-            problem = why_not_picklable(thing)
-            if problem is not None:
-                raise LoaderError(
-                    f"The {what} of {part.name} cannot be sent to worker processes, which pickles it: {problem}. "
-                    "Define functions and classes at the top level of a module, and open files and connections in the "
-                    "first __getitem__. Or set LoaderSettings(start_method='fork'), which does not pickle, or "
-                    "num_workers=0."
-                )
     loader = FeedLoader(
         dataset,
         batch_size=part.batch_size,
@@ -119,6 +108,9 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
         decode=part.decode,
         watch=Watch(part.name, settings.warn_after_s) if settings.warn_after_s else None,
     )
+    if processes:
+        # Not left to torch: Lightning covers an error at the start of a loader with one of its own.
+        refuse_unsendable(loader, part.name, settings.start_method or machine.start_method)
     return loader, found
 
 

@@ -1,25 +1,17 @@
 """Clones of a user's loader for trials and experiments: with changes, without traces, their failures located."""
 
-import random
 import re
-import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import drawing_device
+from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.recommend import TORCH_PREFETCH
 
 _SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
@@ -159,122 +151,6 @@ def _refuse_kept_iterator(loader: DataLoader[Any]) -> None:
                 f"The loader ({type(loader).__name__}) keeps an iterator in its attribute {name!r}, so it cannot be "
                 "tried without taking batches from it. Try it with a plain DataLoader."
             )
-
-
-# --- without traces -------------------------------------------------------------------------------------------------
-
-_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), Tensor, np.ndarray, np.generic)
-_CODE = (type, BuiltinFunctionType, ModuleType)
-_LONG = 100_000
-"""A longer container is kept by its owner's attribute only, not its elements: datasets hold lists of all samples."""
-_ENTERED = 1_000
-"""Elements of a longer one are samples, not objects that draw or count."""
-_MOST = 200_000
-"""Objects that are looked at."""
-_APART = re.compile(
-    r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning_feed\.archive)\b"
-    r"|(lightning|pytorch_lightning)\b(?!(\.pytorch|\.fabric)?\.(core|utilities)\b)"
-)
-"""Packages whose objects belong to a running program; and our archive's, whose state lies outside Python. Not
-what of Lightning's holds a user's data: data modules made by ``from_datasets``, ``hparams``, ``CombinedLoader``."""
-_GENERATORS = ((torch.Generator, "get_state"), (random.Random, "getstate"), (np.random.RandomState, "get_state"))
-
-Undo = Callable[[], object]
-
-
-@contextmanager
-def preserve_state(*owners: Any) -> Iterator[None]:
-    """Within it, ``owners`` may be worked with; after it they are as before, and so are the global generators.
-
-    Put back: torch's, numpy's and random's global states; and in everything that can be reached from the owners,
-    datasets, samplers and transforms among it: attributes, contents of containers, generators. Not put back: contents
-    of arrays and tensors, of containers above 100,000 elements (and what is in those above 1,000), and what lies
-    outside Python, such as a file's position.
-
-    Args:
-        owners: loaders, datasets, or containers of them. Iterators of loaders are not looked into.
-    """
-    undo: list[Undo] = [
-        partial(torch.set_rng_state, torch.get_rng_state()),
-        partial(np.random.set_state, np.random.get_state()),
-        partial(random.setstate, random.getstate()),
-        *_reached(owners),
-    ]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        undo.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    try:
-        yield
-    finally:
-        for put_back in undo:
-            put_back()
-
-
-def _reached(owners: Any) -> Iterator[Undo]:
-    seen: dict[int, Any] = {}  # holds what it names: an id may be used again
-    stack = [owners]
-    while stack and len(seen) < _MOST:
-        value = stack.pop()
-        if id(value) in seen or isinstance(value, (*_ATOMS, *_CODE)):
-            continue
-        seen[id(value)] = value
-        generator = _generator(value)
-        if generator is not None:
-            yield generator
-        elif isinstance(value, MethodType):
-            stack.append(value.__self__)
-        elif isinstance(value, FunctionType):
-            stack += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        elif isinstance(value, (Dataset, Sampler, DataLoader)) or not _APART.match(type(value).__module__):
-            yield from _kept(value)
-            stack += _inside(value)
-
-
-def _generator(value: Any) -> Undo | None:
-    """Puts a random generator's state back; None for what is none."""
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    for kind, get in _GENERATORS:
-        if isinstance(value, kind) and not isinstance(value, random.SystemRandom):
-            return partial(getattr(value, get.replace("get", "set")), getattr(value, get)())
-    return None
-
-
-def _kept(value: Any) -> Iterator[Undo]:
-    if isinstance(value, (list, dict, set, deque)) and len(value) <= _LONG:
-        yield partial(_refill, value, dict(value) if isinstance(value, dict) else list(value))
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        yield partial(_refill, attributes, attributes.copy())
-
-
-def _refill(container: Any, before: Any) -> None:
-    """The same container with the elements that it had. One that is as it was is not written to."""
-    here, there = (chain(one, one.values()) if isinstance(one, dict) else one for one in (container, before))
-    if len(container) == len(before) and all(now is then for now, then in zip(here, there, strict=True)):
-        return
-    container.clear()
-    getattr(container, "update" if isinstance(container, (dict, set)) else "extend")(before)
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, partial):
-        return [value.func, *value.args, value.keywords]
-    inside: list[Any] = []
-    if isinstance(value, (dict, list, tuple, set, frozenset, deque)) and len(value) <= _ENTERED:
-        inside += value.values() if isinstance(value, dict) else value
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        is_loader = isinstance(value, DataLoader) or type(value).__name__ == "CombinedLoader"
-        skipped = "_iterator" if is_loader else None
-        inside += [held for name, held in attributes.items() if name != skipped]
-    return inside
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not sys
-    except ValueError:  # a cell of a function that is not yet defined
-        return False
 
 
 # --- with their failures located ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 from lightning_feed.decode.decoders import Decoder, Pixels, Region, resize
 from lightning_feed.decode.header import Encoded
-from lightning_feed.load.thread_random import sample_generator
+from lightning_feed.load.random_state import sample_generator
 from lightning_feed.load.trace import traced
 
 Quality: TypeAlias = Literal["exact", "near", "fast"]

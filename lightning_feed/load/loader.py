@@ -32,9 +32,9 @@ from lightning_feed.load.order import (
     mix_seed,
     ranks_of_run,
 )
-from lightning_feed.load.threads import ThreadPass, check_arguments
+from lightning_feed.load.threads import ThreadPass
 from lightning_feed.load.trace import traced
-from lightning_feed.load.worker import ended_worker, resend_ctrl_c, shut_down_workers, stop_workers, why_not_picklable
+from lightning_feed.load.worker import ended_worker, refuse_unsendable, resend_ctrl_c, shut_down_workers, stop_workers
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class FeedLoader(DataLoader[Any]):
             with another sampler by the names that DataLoader has.
 
     Raises:
-        SettingsError: for threads with an iterable dataset, or with a ``multiprocessing_context``.
+        SettingsError: for threads with an iterable dataset.
         LoaderError: from ``iter()``, when an argument cannot be sent to the workers, or threads cannot be started.
 
     Example:
@@ -107,8 +107,6 @@ class FeedLoader(DataLoader[Any]):
         watch: Watch | None = None,
         **options: Any,
     ) -> None:
-        if workers not in ("process", "thread"):
-            raise SettingsError(f"workers={workers!r} is not a choice. Give 'process' or 'thread'.")
         self.workers, self.decode, self.watch = workers, decode, watch
         super().__init__(dataset, **options)
         self.background, self.order = background, order
@@ -118,8 +116,12 @@ class FeedLoader(DataLoader[Any]):
         """Begin as a new loader of these attributes, without a place and without workers."""
         self._kind = "iterable" if isinstance(self.dataset, IterableDataset) else "map"
         self._threaded = self.workers == "thread" and self.num_workers > 0
-        if self._threaded:
-            check_arguments(self)
+        if self._threaded and self._kind == "iterable":
+            raise SettingsError(
+                f"workers='thread' cannot serve {type(self.dataset).__name__}, an IterableDataset: a stream is drawn "
+                "from in one place, and threads have no get_worker_info() to divide it by. Use workers='process', or "
+                "LoaderSettings(num_workers=0, background=2), which draws from it in one thread."
+            )
         inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
         self._index = IndexSource(
             inner, {} if self._kind == "iterable" else find_samplers(self.sampler, self.batch_sampler)
@@ -265,24 +267,13 @@ class FeedLoader(DataLoader[Any]):
             # Entered only where it changes something: workers that are forked here inherit it, and it slows each call.
             with nullcontext() if torch.get_default_device() == device else device:
                 source = iter(inner)
-        except (TypeError, AttributeError, PicklingError) as error:
-            self._explain(error)
+        except (TypeError, AttributeError, PicklingError):
+            context: Any = inner.multiprocessing_context or torch.multiprocessing
+            refuse_unsendable(self, "This loader", context.get_start_method())
             raise
         # Kept here, where Lightning ends workers, and not a second time in the inner loader.
         self._iterator, inner._iterator = inner._iterator, None
         return source
-
-    def _explain(self, error: Exception) -> None:
-        """Raise a LoaderError that names the argument that cannot be sent to a worker process, if there is one."""
-        for name in ("dataset", "collate_fn", "worker_init_fn"):
-            problem = why_not_picklable(getattr(self, name))
-            if problem is not None:
-                raise LoaderError(
-                    f"The worker processes could not be started, because {name} ({getattr(self, name)!r}) cannot be "
-                    f"pickled: {problem}. Workers that are not forked get their arguments pickled. Define functions "
-                    "and classes at the top level of a module and open files or connections in the worker, or use "
-                    "multiprocessing_context='fork', or num_workers=0."
-                ) from error
 
     def _start_threads(self, position: MapPass) -> ThreadPass:
         # Drawn where DataLoader draws the seed of its workers, from what it draws it from.

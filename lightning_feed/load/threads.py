@@ -23,19 +23,19 @@ from typing import Any
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import pin_memory as _pinning
 
-from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.errors import LoaderError
 from lightning_feed.load.order import mix_seed, rank_of_run
-from lightning_feed.load.thread_random import SharedRandom, begin_sample, warn_of_shared
+from lightning_feed.load.random_state import DefaultGenerators, begin_sample
 from lightning_feed.load.trace import traced
-from lightning_feed.load.worker import disable_opencv_threads, resend_ctrl_c
+from lightning_feed.load.worker import disable_opencv_threads, on_this_device, resend_ctrl_c
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
-"""How long ending the threads waits for the samples that they are at. They can only be waited for, not stopped."""
+"""How long ending threads waits for the samples that they are at. They can only be waited for, not stopped."""
 _SHORT_PATIENCE_S = 0.2
 """The same where one of them is known to hang: enough for the others."""
 _ALIVE_CHECK_S = 1.0
@@ -46,6 +46,57 @@ _END = object()
 
 _Task = Callable[[int], object]
 """Called with the number of the thread. Must not raise."""
+
+
+class Ending:
+    """The end of the threads that work for one object: told once, and waited for where they were started.
+
+    It does not know that object, so that one which is abandoned is collected, and its threads end.
+
+    Args:
+        owner: whose threads they are.
+        threads: all of them; more may be added later.
+        tell: makes them end after what they are at. Called in any thread, also from a finalizer.
+    """
+
+    def __init__(self, owner: object, threads: list[threading.Thread], tell: Callable[[], None]) -> None:
+        self._threads, self._tell = threads, tell
+        self._pid, self._starter = os.getpid(), threading.get_ident()
+        self._finalizer = weakref.finalize(owner, self._abandon)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process of the threads, and not a forked copy of it."""
+        return os.getpid() == self._pid
+
+    def end(self, patience_s: float | None = None) -> None:
+        """End the threads, and wait so long for the samples that they are at, PATIENCE_S if not given. A second call
+        does nothing."""
+        if self._finalizer.detach() is not None:
+            self._end(PATIENCE_S if patience_s is None else patience_s)
+
+    def _abandon(self) -> None:
+        with resend_ctrl_c():
+            self._end(PATIENCE_S)
+
+    def _end(self, patience_s: float) -> None:
+        if not self.is_here:
+            return
+        self._tell()
+        if threading.get_ident() != self._starter:
+            return  # perhaps one of them, or a thread that a sample waits for: it must not be kept waiting
+        until = time.monotonic() + patience_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        left = sum(thread.is_alive() for thread in self._threads)
+        if left:
+            logger.warning(
+                "%d threads of the loader are still at a sample after %g s and were left behind. They end when the "
+                "sample does. A dataset that may never return needs a timeout of its own, or "
+                "LoaderSettings(timeout_s=...).",
+                left,
+                patience_s,
+            )
 
 
 @dataclass
@@ -68,6 +119,13 @@ class _Plan:
     def __post_init__(self) -> None:
         self.at_once = self.batched and bool(getattr(self.dataset, "__getitems__", None))
         self.whole = self.at_once or not self.batched
+
+    def cancel(self, threads: list[threading.Thread]) -> None:
+        """End the threads after what they are at, and wake the consumer."""
+        self.cancelled = True
+        self.done.put(None)
+        for _ in threads:
+            self.tasks.put(None)
 
 
 class _Job:
@@ -170,7 +228,7 @@ class ThreadPass(Iterator[Any]):
         loader: whose arguments count. Not kept.
         indices: what its sampler or batch sampler gives.
         first: the number of the first batch in its epoch.
-        seed: of the samples' random numbers, for :func:`~lightning_feed.load.thread_random.sample_generator`.
+        seed: of the samples' random numbers, for :func:`~lightning_feed.load.random_state.sample_generator`.
         probe: whether to look what the first sample draws from. It is then loaded before all others.
 
     Attributes:
@@ -200,9 +258,7 @@ class ThreadPass(Iterator[Any]):
             seed=mix_seed(seed, rank_of_run(), 0, "rank"),
         )
         self.threads: list[threading.Thread] = []
-        self._pid = os.getpid()
-        # Neither the threads nor the plan know this object, so that a pass which is abandoned is collected.
-        self._finalizer = weakref.finalize(self, _abandon, plan, self.threads, self._pid, threading.get_ident())
+        self._ending = Ending(self, self.threads, partial(plan.cancel, self.threads))
         try:
             _start(self.threads, loader.num_workers, plan)
             for number in range(self.capacity):
@@ -212,7 +268,7 @@ class ThreadPass(Iterator[Any]):
             raise
 
     def __next__(self) -> Any:
-        if os.getpid() != self._pid:
+        if not self._ending.is_here:
             raise LoaderError(
                 "This pass over the loader belongs to another process, where its worker threads are: a forked copy "
                 "has none. Begin a new pass with iter(loader)."
@@ -246,16 +302,9 @@ class ThreadPass(Iterator[Any]):
         return tuple(thread.native_id for thread in self.threads if thread.native_id is not None)
 
     def close(self, patience_s: float | None = None) -> None:
-        """End the work of this pass; a consumer that waits in another thread is woken. A second call does nothing.
-
-        Args:
-            patience_s: how long to wait for the samples that the threads are at; PATIENCE_S if not given.
-        """
-        left = self._finalizer.detach()
-        if left is not None:
-            self._jobs.clear()
-            plan, threads, pid, owner = left[2]
-            _end(plan, threads, pid, owner, PATIENCE_S if patience_s is None else patience_s)
+        """End the work of this pass, see :meth:`Ending.end`; a consumer that waits in another thread is woken."""
+        self._ending.end(patience_s)
+        self._jobs.clear()
 
     def _ask(self, *, probe: bool = False) -> None:
         """Ask the threads for one batch more, if there is one."""
@@ -271,7 +320,7 @@ class ThreadPass(Iterator[Any]):
             self._plan.tasks.put(partial(job.work, place))
 
     def _probe(self, job: _Job, place: int) -> None:
-        before, loaded = SharedRandom(), SimpleQueue[None]()
+        before, loaded = DefaultGenerators(), SimpleQueue[None]()
 
         def task(thread: int) -> None:
             job.work(place, thread)
@@ -284,7 +333,14 @@ class ThreadPass(Iterator[Any]):
             return  # next() will wait for it as long again, and then say what it waits for
         changed = before.restore()
         if changed:
-            warn_of_shared(changed, self._plan.dataset)
+            logger.warning(
+                "A sample of %s draws from %s. Worker threads share that with each other and with the training "
+                "process, so its random augmentations are not reproducible, and training that draws from it is "
+                "changed. Use workers='process', or give each draw a generator of the sample's own. The crops and "
+                "flips of ImageFolderDataModule have one.",
+                type(self._plan.dataset).__name__,
+                " and ".join(changed),
+            )
 
     def _wait(self) -> int:
         """The number of the batch to hand out, when it is complete."""
@@ -335,12 +391,10 @@ class ThreadPass(Iterator[Any]):
 def _start(threads: list[threading.Thread], count: int, plan: _Plan) -> None:
     disable_opencv_threads()  # one pool for the process, which these threads would only wait for
     computing = torch.get_num_threads()
-    # A new thread starts on device 0, whatever its maker's is; pinned memory would be registered with that one.
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     started: SimpleQueue[BaseException | None] = SimpleQueue()
     try:
         for number in range(count):
-            arguments = (plan.tasks, started, number, device)
+            arguments = (plan.tasks, started, number, on_this_device())
             thread = threading.Thread(target=_serve, args=arguments, name=f"feed-{number}", daemon=True)
             thread.start()
             threads.append(thread)
@@ -361,13 +415,12 @@ def _serve(
     tasks: "SimpleQueue[_Task | None]",
     started: "SimpleQueue[BaseException | None]",
     number: int,
-    device: int | None,
+    set_device: Callable[[], None],
 ) -> None:
     try:
         torch.get_num_threads()  # a thread's first call of it sets the default: before the next line, not after it
         torch.set_num_threads(1)
-        if device is not None:
-            torch.cuda.set_device(device)
+        set_device()
     except BaseException as error:  # noqa: BLE001  # raised where the threads are started: nobody would do their tasks
         started.put(error)
         return
@@ -384,64 +437,7 @@ def _do_one(tasks: "SimpleQueue[_Task | None]", number: int) -> bool:
     return task is not None
 
 
-def _abandon(plan: _Plan, threads: list[threading.Thread], pid: int, owner: int) -> None:
-    with resend_ctrl_c():
-        _end(plan, threads, pid, owner, PATIENCE_S)
-
-
-def _end(plan: _Plan, threads: list[threading.Thread], pid: int, owner: int, patience_s: float) -> None:
-    """End the threads after what they are at, and wait for that where they were made."""
-    plan.cancelled = True
-    plan.done.put(None)
-    if os.getpid() != pid:
-        return  # in a forked copy the threads are the parent's
-    for _ in threads:
-        plan.tasks.put(None)
-    if threading.get_ident() != owner:
-        return  # perhaps one of them, or a thread that a sample waits for: it must not be kept waiting
-    until = time.monotonic() + patience_s
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    left = sum(thread.is_alive() for thread in threads)
-    if left:
-        logger.warning(
-            "%d worker threads are still at a sample after %g s and were left behind. They end when the sample does. "
-            "A dataset that may never return needs a timeout of its own.",
-            left,
-            patience_s,
-        )
-
-
-def check_arguments(loader: DataLoader[Any]) -> None:
-    """Refuse, or tell, what worker threads cannot do for ``loader``.
-
-    Raises:
-        SettingsError: for an iterable dataset, and for a ``multiprocessing_context``.
-    """
-    if isinstance(loader.dataset, IterableDataset):
-        raise SettingsError(
-            f"workers='thread' cannot serve {type(loader.dataset).__name__}, an IterableDataset: a stream is drawn "
-            "from in one place, and threads have no get_worker_info() to divide it by. Use workers='process', or "
-            "num_workers=0 with background=2, which draws from it in one thread."
-        )
-    if loader.multiprocessing_context is not None:
-        raise SettingsError(
-            "workers='thread' starts no processes, so multiprocessing_context would have no effect. Leave it out."
-        )
-    function = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
-    # Lightning sets its own after seed_everything(workers=True); the streams of the samples serve for it.
-    if function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
-        logger.warning(
-            "worker_init_fn=%r is not called with workers='thread': what prepares a worker process would be done to "
-            "the training process. Keep what each thread needs for itself in a threading.local().",
-            function,
-        )
-
-
 def _pin_function() -> Any:
     """What DataLoader pins batches with; None where nothing can be pinned."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is None or device.type == "mps":
-        logger.warning("pin_memory=True is without effect: there is no accelerator that copies from pinned memory.")
-        return None
-    return _pinning.pin_memory
+    return None if device is None or device.type == "mps" else _pinning.pin_memory

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from lightning_feed.decode.decoders import Pixels
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.crop import AnyImage, draw_region
-from lightning_feed.load.thread_random import sample_generator
+from lightning_feed.load.random_state import sample_generator
 
 
 class UserTransform:

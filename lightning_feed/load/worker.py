@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import signal_handling
+
+from lightning_feed.errors import LoaderError
 
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 """Read by libraries when they are loaded, so these count for what the dataset imports later."""
@@ -61,6 +64,14 @@ def disable_opencv_threads() -> None:
         cv2.setNumThreads(0)
 
 
+def on_this_device() -> Callable[[], None]:
+    """What puts another thread on this thread's CUDA device: it would start on device 0, with which pinned memory would
+    then be registered."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
 # --- what can be sent to them ---------------------------------------------------------------------------------------
 
 
@@ -85,6 +96,17 @@ def why_not_sent(loader: Any, start_method: str) -> str:
         if why is not None:
             return f"its {name} cannot be sent to worker processes that are started by {start_method!r}: {why}"
     return ""
+
+
+def refuse_unsendable(loader: Any, name: str, start_method: str) -> None:
+    """Raise a LoaderError for a loader that cannot have worker processes which are started by a method."""
+    why = why_not_sent(loader, start_method)
+    if why:
+        raise LoaderError(
+            f"{name} cannot have its workers, because {why}. Define functions and classes at the top level of a "
+            "module, and open files and connections in the first __getitem__. Or set "
+            "LoaderSettings(start_method='fork'), which does not pickle, or num_workers=0."
+        )
 
 
 class _Nowhere(io.RawIOBase):

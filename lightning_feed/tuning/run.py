@@ -15,7 +15,8 @@ from lightning_feed.diagnosing.program import Fit
 from lightning_feed.diagnosing.short_fits import DiagnosisSession, open_session
 from lightning_feed.diagnosing.trainer import Limits, quiet
 from lightning_feed.errors import LoaderError, SettingsError, plural
-from lightning_feed.load.cloning import Changes, clone_loader, preserve_state
+from lightning_feed.load.cloning import Changes, clone_loader
+from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.trials.search import Goal, Tuned
 from lightning_feed.load.trials.store import Store
 from lightning_feed.load.trials.sweep import Sweep, check_grid, sweep_loader

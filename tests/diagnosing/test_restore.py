@@ -30,7 +30,7 @@ from lightning_feed.diagnosing.failure import DiagnosisInterrupted
 from lightning_feed.diagnosing.restore import ModelState, StopSignals
 from lightning_feed.diagnosing.short_fits import open_session
 from lightning_feed.errors import FeedError
-from lightning_feed.load.cloning import preserve_state
+from lightning_feed.load.random_state import preserve_state
 
 # --- the module ---------------------------------------------------------------------------------------------------
 

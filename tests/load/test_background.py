@@ -15,8 +15,8 @@ import torch
 from prefetch_generator import BackgroundGenerator
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_feed.errors import LoaderError, SettingsError
-from lightning_feed.load import background
+from lightning_feed.errors import LoaderError
+from lightning_feed.load import threads as threads_of_loaders
 from lightning_feed.load.background import BackgroundIterator
 
 
@@ -92,12 +92,6 @@ def test_every_item_once_and_in_order(size: int, depth: int) -> None:
     assert list(ahead) == []  # still at its end
 
 
-@pytest.mark.parametrize("depth", [0, -1, True, 1.5, "2"])
-def test_a_depth_that_is_none(depth: Any) -> None:
-    with pytest.raises(SettingsError, match=f"depth={depth!r}"):
-        BackgroundIterator(Source(1), depth)
-
-
 def test_it_runs_ahead_by_its_depth_and_no_further() -> None:
     gate = Gate()
     with closing(BackgroundIterator(gate, depth=2)) as ahead:
@@ -105,7 +99,7 @@ def test_it_runs_ahead_by_its_depth_and_no_further() -> None:
             assert gate.asked.wait(5)
             gate.asked.clear()
             gate.open.release()
-        # The third item is in the thread's hands and finds the queue full: the source is not asked for a fourth.
+        # The third item is drawn beside those that are kept ready: the source is not asked for a fourth.
         assert not gate.asked.wait(0.05)
         assert ahead.ready == 2
         gate.open.release()
@@ -257,7 +251,7 @@ def test_an_end_that_is_not_ours_is_not_believed(monkeypatch: pytest.MonkeyPatch
 def test_a_source_that_is_stuck_is_left_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(threads_of_loaders, "PATIENCE_S", 0.01)
     gate = Gate()
     ahead = BackgroundIterator(gate, 1)
     assert gate.asked.wait(5)

@@ -24,9 +24,10 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_feed.errors import LoaderError, SettingsError
-from lightning_feed.load.cloning import Changes, burst_of, clone_loader, preserve_state
+from lightning_feed.load.cloning import Changes, burst_of, clone_loader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
+from lightning_feed.load.random_state import preserve_state
 
 
 class Numbers(Dataset[int]):

@@ -587,9 +587,10 @@ def test_what_cannot_be_sent_to_a_worker_is_named(name):
     else:
         options[name] = lambda *a: None
     loader = FeedLoader(dataset, num_workers=1, multiprocessing_context="spawn", **options)
-    with pytest.raises(LoaderError, match=f"because {name} .*cannot be pickled") as caught:
+    with pytest.raises(
+        LoaderError, match=f"because its {name} cannot be sent to worker processes that are started by 'spawn'"
+    ):
         iter(loader)
-    assert isinstance(caught.value.__cause__, (AttributeError, TypeError, pickle.PicklingError))
 
 
 # ---- what Lightning does with loaders ----

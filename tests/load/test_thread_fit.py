@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, WeightedRandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.thread_random import sample_generator
+from lightning_feed.load.random_state import sample_generator
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),

@@ -31,7 +31,7 @@ from lightning_feed.load import threads as worker_threads
 from lightning_feed.load.carry_over import begin_next_epoch
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.thread_random import SharedRandom, begin_sample, sample_generator
+from lightning_feed.load.random_state import DefaultGenerators, begin_sample, sample_generator
 
 SIZE = 23
 
@@ -346,17 +346,10 @@ def test_drawing_from_a_generator_of_the_samples_own_is_not_warned_of(caplog):
     ],
 )
 def test_a_draw_from_a_default_generator_is_found(draws, word):
-    found = SharedRandom()
+    found = DefaultGenerators()
     draws()
     assert found.restore() == word
-    assert SharedRandom().restore() == []
-
-
-def test_without_numpy_there_is_nothing_of_numpys_to_look_at(monkeypatch):
-    monkeypatch.delitem(__import__("sys").modules, "numpy")
-    found = SharedRandom()
-    random.random()
-    assert found.restore() == ["Python's random module"]
+    assert DefaultGenerators().restore() == []
 
 
 def test_samples_differ_by_pass_batch_and_place_and_other_threads_have_torchs_default():
@@ -448,10 +441,8 @@ def test_batches_are_pinned_in_the_threads(monkeypatch):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is something to pin for")
-def test_pinning_for_nothing_is_said(caplog):
-    with caplog.at_level(logging.WARNING):
-        assert epochs(threaded(Rows(4), batch_size=2, pin_memory=True), 1) == [[[0, 1], [2, 3]]]
-    assert "pin_memory=True is without effect" in caplog.text
+def test_without_an_accelerator_nothing_is_pinned():
+    assert epochs(threaded(Rows(4), batch_size=2, pin_memory=True), 1) == [[[0, 1], [2, 3]]]
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -680,7 +671,7 @@ def test_threads_that_do_not_end_are_left_behind_with_words(monkeypatch, caplog)
     loader = threaded(dataset, num_workers=1, batch_size=5)
     next(iter(loader))
     loader.close()
-    assert "1 worker threads are still at a sample after 0.01 s and were left behind" in caplog.text
+    assert "1 threads of the loader are still at a sample after 0.01 s and were left behind" in caplog.text
     dataset.free.set()
     _join_feeds()
 
@@ -751,26 +742,12 @@ def test_a_stream_is_refused():
     assert len(list(FeedLoader(Stream(), workers="thread"))) == 3  # no workers, no threads
 
 
-def test_a_multiprocessing_context_is_refused():
-    with pytest.raises(SettingsError, match="starts no processes"):
-        threaded(Rows(), multiprocessing_context="spawn")
-
-
-def test_another_kind_of_worker_is_refused():
-    with pytest.raises(SettingsError, match="workers='greenlet'"):
-        FeedLoader(Rows(), workers="greenlet")
-
-
 def pl_worker_init_function(worker_id, rank=None):
     raise AssertionError("it would seed the training process")
 
 
-@pytest.mark.parametrize(("function", "said"), [(pl_worker_init_function, 0), (print, 1)])
-def test_worker_init_fn_is_not_called(function, said, caplog, capsys):
-    with caplog.at_level(logging.WARNING):
-        epochs(threaded(Rows(), batch_size=4, worker_init_fn=function))
-    assert caplog.text.count("is not called with workers='thread'") == said
-    assert capsys.readouterr().out == ""
+def test_worker_init_fn_is_not_called():
+    epochs(threaded(Rows(), batch_size=4, worker_init_fn=pl_worker_init_function))
 
 
 @pytest.mark.filterwarnings("error")

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.load.cloning import Changes, clone_loader, preserve_state
+from lightning_feed.load.cloning import Changes, clone_loader
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.throughput import RoundLimits, time_loader
 

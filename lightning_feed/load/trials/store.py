@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_feed.archive.files import cache_folder, read_private, write_private
 from lightning_feed.archive.memory import read_text
 from lightning_feed.load.build import size_of
-from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.machine import Machine
+from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.throughput import watchdog
 from lightning_feed.load.trials.search import Goal, Tuned
 from lightning_feed.load.trials.trial import Setting, Trial, leaf_sizes

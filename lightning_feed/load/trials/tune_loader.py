@@ -12,9 +12,9 @@ from torch.utils.data._utils import worker
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.build import size_of
-from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
+from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.recommend import PINNING_DEVICES
 from lightning_feed.load.throughput import RoundLimits, watchdog
 from lightning_feed.load.trials.search import Goal, Offer, Search, Tuned

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from lightning_feed.errors import FeedError
-from lightning_feed.load.cloning import preserve_state
 from lightning_feed.load.crop import EvalRecipe, TrainRecipe
 from lightning_feed.load.image_dataset import ImageDataset, collate_encoded
+from lightning_feed.load.random_state import preserve_state
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.watch.experiments.session import LeftOut, Part, Session, counted_s

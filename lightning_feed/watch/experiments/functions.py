@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_feed.errors import FeedError, LoaderError
-from lightning_feed.load.cloning import preserve_state
+from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.throughput import Heartbeat
 from lightning_feed.watch.experiments.results import FunctionCost
 from lightning_feed.watch.experiments.session import Part, Session, not_hanging

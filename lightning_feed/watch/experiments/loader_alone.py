@@ -16,8 +16,9 @@ import torch.multiprocessing as torch_mp
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_feed.errors import FeedError, LoaderError
-from lightning_feed.load.cloning import Changes, burst_of, clone_loader, iter_is_itself, preserve_state
+from lightning_feed.load.cloning import Changes, burst_of, clone_loader, iter_is_itself
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.throughput import RoundLimits, time_loader
 from lightning_feed.load.worker import worker_processes
 from lightning_feed.watch.experiments.results import KeyUse

@@ -16,8 +16,9 @@ from torch.utils.data import ConcatDataset, Subset
 
 from lightning_feed.archive.memory import read_text
 from lightning_feed.archive.stage_room import find_mount
-from lightning_feed.load.cloning import Changes, burst_of, preserve_state
+from lightning_feed.load.cloning import Changes, burst_of
 from lightning_feed.load.image_dataset import ImageDataset
+from lightning_feed.load.random_state import preserve_state
 from lightning_feed.watch.experiments.results import DiskFacts
 from lightning_feed.watch.experiments.session import LeftOut, Part, Session, naming
 

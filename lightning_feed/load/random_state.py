@@ -1,0 +1,194 @@
+"""Random numbers: a generator for each sample in worker threads; states told apart and put back.
+
+Python, NumPy and torch have one default generator for the whole process. Worker threads that shared it would take its
+numbers from each other, in an order left to chance, and from the training. Our recipes draw from
+:func:`sample_generator` instead. What else draws is found out with the first sample, and warned of.
+"""
+
+import gc
+import pickle
+import random
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_feed.load.order import mix_seed
+
+
+class DefaultGenerators:
+    """The states of torch's, Python's and NumPy's default generators, to tell which were drawn from, and to put back.
+
+    Example:
+        >>> before = DefaultGenerators()
+        >>> _ = random.random()
+        >>> before.restore()
+        ["Python's random module"]
+    """
+
+    _known: ClassVar[dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]] = {
+        "torch's default generator": (
+            lambda: torch.get_rng_state().numpy(),
+            lambda s: torch.set_rng_state(torch.from_numpy(s)),
+        ),
+        "Python's random module": (random.getstate, random.setstate),
+        "numpy.random's functions": (np.random.get_state, np.random.set_state),
+    }
+
+    def __init__(self) -> None:
+        self._before = {name: get() for name, (get, _) in self._known.items()}
+
+    def restore(self) -> list[str]:
+        """Put back what has changed since, and name it."""
+        changed = []
+        for name, (get, put) in self._known.items():
+            if pickle.dumps(get()) != pickle.dumps(self._before[name]):
+                put(self._before[name])
+                changed.append(name)
+        return changed
+
+
+# --- worker threads -------------------------------------------------------------------------------------------------
+
+
+class _Local(threading.local):
+    """What a worker thread knows of the sample that it is at."""
+
+    place: tuple[int, int, int] | None = None
+    generator: torch.Generator | None = None
+
+
+_thread = _Local()
+
+
+def begin_sample(seed: int, batch: int, place: int) -> None:
+    """Say which sample this thread makes now. Costs nothing until something is drawn.
+
+    Args:
+        seed: of the pass.
+        batch: its number in the epoch.
+        place: of the sample in the batch.
+    """
+    _thread.place, _thread.generator = (seed, batch, place), None
+
+
+def sample_generator() -> torch.Generator | None:
+    """The generator of the sample that this worker thread makes; None, torch's default, in any other thread.
+
+    Example:
+        >>> flipped = torch.rand(1, generator=sample_generator()) < 0.5
+    """
+    if _thread.generator is None and _thread.place is not None:
+        _thread.generator = torch.Generator().manual_seed(mix_seed(*_thread.place, "sample"))
+    return _thread.generator
+
+
+# --- what is put back -----------------------------------------------------------------------------------------------
+
+_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), Tensor, np.ndarray, np.generic)
+_CODE = (type, BuiltinFunctionType, ModuleType)
+_LONG = 100_000
+"""A longer container is kept by its owner's attribute only, not its elements: datasets hold lists of all samples."""
+_ENTERED = 1_000
+"""Elements of a longer one are samples, not objects that draw or count."""
+_MOST = 200_000
+"""Objects that are looked at."""
+_APART = re.compile(
+    r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning_feed\.archive)\b"
+    r"|(lightning|pytorch_lightning)\b(?!(\.pytorch|\.fabric)?\.(core|utilities)\b)"
+)
+"""Packages whose objects belong to a running program; and our archive's, whose state lies outside Python. Not
+what of Lightning's holds a user's data: data modules made by ``from_datasets``, ``hparams``, ``CombinedLoader``."""
+_GENERATORS = ((torch.Generator, "get_state"), (random.Random, "getstate"), (np.random.RandomState, "get_state"))
+
+Undo = Callable[[], object]
+
+
+@contextmanager
+def preserve_state(*owners: Any) -> Iterator[None]:
+    """Within it, ``owners`` may be worked with; after it they are as before, and so are the global generators.
+
+    Put back: torch's, numpy's and random's global states; and in everything that can be reached from the owners,
+    datasets, samplers and transforms among it: attributes, contents of containers, generators. Not put back: contents
+    of arrays and tensors, of containers above 100,000 elements (and what is in those above 1,000), and what lies
+    outside Python, such as a file's position.
+
+    Args:
+        owners: loaders, datasets, or containers of them. Iterators of loaders are not looked into.
+    """
+    undo: list[Undo] = [DefaultGenerators().restore, *_reached(owners)]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        undo.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+
+
+def _reached(owners: Any) -> Iterator[Undo]:
+    seen: dict[int, Any] = {}  # holds what it names: an id may be used again
+    stack = [owners]
+    while stack and len(seen) < _MOST:
+        value = stack.pop()
+        if id(value) in seen or isinstance(value, (*_ATOMS, *_CODE)):
+            continue
+        seen[id(value)] = value
+        generator = _generator(value)
+        if generator is not None:
+            yield generator
+        elif isinstance(value, (Dataset, Sampler, DataLoader)) or not _APART.match(type(value).__module__):
+            yield from _kept(value)
+            stack += _inside(value)
+
+
+def _generator(value: Any) -> Undo | None:
+    """Puts a random generator's state back; None for what is none."""
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    for kind, get in _GENERATORS:
+        if isinstance(value, kind) and not isinstance(value, random.SystemRandom):
+            return partial(getattr(value, get.replace("get", "set")), getattr(value, get)())
+    return None
+
+
+def _kept(value: Any) -> Iterator[Undo]:
+    if isinstance(value, (list, dict, set, deque)) and len(value) <= _LONG:
+        yield partial(_refill, value, dict(value) if isinstance(value, dict) else list(value))
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield partial(_refill, attributes, attributes.copy())
+
+
+def _refill(container: Any, before: Any) -> None:
+    """The same container with the elements that it had. One that is as it was is not written to."""
+    here, there = (chain(one, one.values()) if isinstance(one, dict) else one for one in (container, before))
+    if len(container) == len(before) and all(now is then for now, then in zip(here, there, strict=True)):
+        return
+    container.clear()
+    getattr(container, "update" if isinstance(container, (dict, set)) else "extend")(before)
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, FunctionType):
+        return list(value.__closure__ or ())
+    if isinstance(value, (CellType, MethodType, partial)):
+        return gc.get_referents(value)
+    inside: list[Any] = []
+    if isinstance(value, (dict, list, tuple, set, frozenset, deque)) and len(value) <= _ENTERED:
+        inside += value.values() if isinstance(value, dict) else value
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        is_loader = isinstance(value, DataLoader) or type(value).__name__ == "CombinedLoader"
+        inside += [held for name, held in attributes.items() if not (is_loader and name == "_iterator")]
+    return inside
