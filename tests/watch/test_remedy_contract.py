@@ -246,8 +246,7 @@ CONTRACTS = {
 
 def test_every_rule_has_a_contract() -> None:
     rules = [*RULES, *RUN_RULES]
-    assert list(CONTRACTS) == [rule.name for rule in rules]
-    assert all(rule.condition and rule.changes for rule in rules)
+    assert list(CONTRACTS) == [rule.__name__.replace("_", " ") for rule in rules]
 
 
 def _changes(run: dict[str, Any]) -> list[str]:

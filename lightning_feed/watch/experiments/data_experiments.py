@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
-from lightning_feed.watch.experiments import device as devices
-from lightning_feed.watch.experiments import functions, loader_alone, storage, transforms
+from lightning_feed.watch.experiments import functions, rates, storage, transforms
 from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.experiments.session import LeftOut, Session
 
@@ -30,20 +29,20 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    "loader": Experiment("the loader alone, as configured", loader_alone.measure_loader, 4.0),
-    "keys": Experiment("bytes of each part of a batch", loader_alone.measure_keys, 0.0),
+    "loader": Experiment("the loader alone, as configured", rates.measure_loader, 4.0),
+    "keys": Experiment("bytes of each part of a batch", rates.measure_keys, 0.0),
     "disk": Experiment("the files that samples are made of", storage.measure_disk, 0.5),
-    "constant-samples": Experiment("constant samples, same workers", loader_alone.measure_ceiling, 1.6),
-    "hand-over": Experiment("a ready batch, from worker to training", loader_alone.measure_hand_over, 0.4),
+    "constant-samples": Experiment("constant samples, same workers", rates.measure_ceiling, 1.6),
+    "hand-over": Experiment("a ready batch, from worker to training", rates.measure_hand_over, 0.4),
     "transforms": Experiment("reading, decoding and each transform", transforms.measure_costs, 1.3),
     "functions": Experiment("your functions, by time", functions.measure_functions, 0.7),
     "no-transforms": Experiment("transforms left out", transforms.measure_without_transforms, 1.0),
     "uint8": Experiment("pixel work left to the device", transforms.measure_as_uint8, 1.0),
-    "device-decode": Experiment("decoding on the device", devices.measure_device_decode, 0.7),
+    "device-decode": Experiment("decoding on the device", rates.measure_device_decode, 0.7),
     "cached-files": Experiment("files in the page cache", storage.measure_cached, 3.0),
     "cold-files": Experiment("files out of the page cache", storage.measure_cold, 3.0),
-    "workers": Experiment("other numbers of workers", loader_alone.measure_scaling, 4.0),
-    "copies": Experiment("copies to the device", devices.measure_copies, 0.5),
+    "workers": Experiment("other numbers of workers", rates.measure_scaling, 4.0),
+    "copies": Experiment("copies to the device", rates.measure_copies, 0.5),
 }
 """By name, in the order in which they are made."""
 _BUILD_ON_LOADER = {"keys", "disk", "cached-files", "cold-files", "workers", "copies"}

@@ -48,17 +48,16 @@ class StackTally:
     def __init__(self) -> None:
         self._stage: Stage = "samples"
         self._entered = self._looked = 0.0
-        self._total: dict[Stage, float] = {}
-        self._seen: dict[Stage, float] = {}
-        """Time up to the last look in each stage."""
-        self._spent: dict[tuple[Stage, CodeType, str | None], dict[int, float]] = {}
-        """Of functions and what they call, by line."""
         self._names: dict[CodeType, str] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget all times."""
-        self._total, self._seen, self._spent = {"samples": 0.0, "collate": 0.0}, {"samples": 0.0, "collate": 0.0}, {}
+        self._total: dict[Stage, float] = {"samples": 0.0, "collate": 0.0}
+        self._seen: dict[Stage, float] = {"samples": 0.0, "collate": 0.0}
+        """Time up to the last look in each stage."""
+        self._spent: dict[tuple[Stage, CodeType, str | None], dict[int, float]] = {}
+        """Of functions and what they call, by line."""
 
     def enter(self, stage: Stage, now: float) -> None:
         """The stage begins, and the one before it ends."""

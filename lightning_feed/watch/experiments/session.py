@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, FeedError, LoaderError
 from lightning_feed.load.cloning import Changes, burst_of, clone_loader, locate_failure
-from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, Machine, read_machine
+from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, Machine, mib, read_machine
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.throughput import Heartbeat, LoaderRate, RoundLimits, time_loader, watchdog
@@ -42,6 +42,9 @@ class LeftOut(Exception):
     """The reason why an experiment is left out."""
 
 
+# --- the loaders --------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Part:
     """One loader."""
@@ -54,6 +57,20 @@ class Part:
     def stream(self) -> bool:
         """Whether its data set is iterable, not map-style."""
         return isinstance(self.loader.dataset, IterableDataset)
+
+    @property
+    def data_kind(self) -> str:
+        """The class of its data set, for messages."""
+        return type(self.loader.dataset).__name__
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch."""
+        if self.loader.batch_size is not None:
+            return self.loader.batch_size
+        if self.stream or self.loader.batch_sampler is None:
+            return 1
+        return len(next(iter(self.first_batches(1)), [None]))
 
     def first_batches(self, count: int) -> list[Any]:
         """What its sampler gives for the first batches of a pass: lists of indices, or indices where the loader does
@@ -69,15 +86,6 @@ class Part:
         per_batch = max(1, self.loader.batch_size or 1)
         return list(chain.from_iterable(self.first_batches(-(-count // per_batch))))[:count]
 
-    @property
-    def batch_size(self) -> int:
-        """Samples of a batch."""
-        if self.loader.batch_size is not None:
-            return self.loader.batch_size
-        if self.stream or self.loader.batch_sampler is None:
-            return 1
-        return len(next(iter(self.first_batches(1)), [None]))
-
 
 def parts_of(loader: Any) -> tuple[Part, ...]:
     """The DataLoaders in what a ``train_dataloader`` returned: one, a dict or list of them, or a CombinedLoader.
@@ -92,8 +100,7 @@ def parts_of(loader: Any) -> tuple[Part, ...]:
 
 
 def _parts_in(loader: Any, place: str) -> Iterator[Part]:
-    inner = getattr(loader, "iterables", loader)
-    stages = getattr(loader, "pipeline", None)
+    inner, stages = getattr(loader, "iterables", loader), getattr(loader, "pipeline", None)
     if isinstance(stages, list) and len(stages) == 1:
         inner = stages[0]  # a WebLoader that gives the batches as they come
     if isinstance(inner, DataLoader):
@@ -114,17 +121,16 @@ class Together(Iterator[Any]):
         came: how many batches came.
     """
 
-    def __init__(self, iterators: list[Iterator[Any]], on_batch: Callable[["Together"], object] | None = None) -> None:
+    def __init__(self, iterators: list[Iterator[Any]], on_batch: Callable[["Together"], object] | None) -> None:
         self.iterators = iterators
-        self.first: list[Any] | None = None
+        self.first: list[Any] = []
         self.came = 0
         self._on_batch = on_batch
 
     def __next__(self) -> list[Any]:
         batch = [next(one) for one in self.iterators]
         self.came += 1
-        if self.first is None:
-            self.first = batch
+        self.first = self.first or batch
         if self._on_batch is not None:
             self._on_batch(self)
         return batch
@@ -140,47 +146,7 @@ def as_configured(part: Part) -> Changes:
     return Changes(endless=not part.stream)
 
 
-def rate_of(
-    parts: Sequence[Part],
-    limits: RoundLimits,
-    change: Callable[[Part], Changes] = as_configured,
-    *,
-    prepare: Callable[[], object] | None = None,
-    on_batch: Callable[[Together], object] | None = None,
-) -> tuple[LoaderRate, list[Any]]:
-    """Drain the loaders together, each with its changes; (rate, first batch of each).
-
-    The user's loaders are as before afterwards, whatever happens.
-
-    Args:
-        parts: the loaders.
-        limits: how long.
-        change: what to change in each.
-        prepare: called before each pass, its time not counted.
-        on_batch: called after each batch with all passes.
-
-    Raises:
-        DatasetError: when loading fails, with the worker and the sample as far as they can be told.
-        LoaderError: when a loader hangs, is empty or cannot be built anew.
-    """
-    passes: list[Together] = []
-    try:
-        with preserve_state([part.loader for part in parts]), warnings.catch_warnings():
-            # As clone_loader does: torch warns once more when a pass begins. The user's own run has told both.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
-            variants = [clone_loader(part.loader, change(part)) for part in parts]
-
-            def begin() -> Together:
-                passes.append(Together([iter(variant) for variant in variants], on_batch))
-                return passes[-1]
-
-            rate = time_loader(begin, burst=max(map(burst_of, variants)), limits=limits, prepare=prepare)
-    except Exception as error:
-        if isinstance(error, FeedError) and not isinstance(error, DatasetError):
-            raise
-        raise locate_failure(parts, error, passes[-1].came if len(passes) == 1 else None) from error
-    return rate, passes[0].first or []
+# --- samples made in this process ---------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -218,12 +184,9 @@ def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T
     Raises:
         LoaderError: the work was silent for longer.
     """
-
-    def message(seconds: float) -> str:
-        where = "a lock, a connection, a file system that does not answer"
-        return f"{what} took longer than {seconds:g} s. See what it waits for: {where}."
-
-    return watchdog(work, silent_s=silent_s, unblock=lambda: False, what=message)
+    where = "a lock, a connection, a file system that does not answer"
+    said = f"{what} took longer than {silent_s:g} s. See what it waits for: {where}."
+    return watchdog(work, silent_s=silent_s, unblock=lambda: False, what=lambda _: said)
 
 
 def make_sample(part: Part, max_s: float = 60.0) -> Any:
@@ -237,12 +200,12 @@ def make_sample(part: Part, max_s: float = 60.0) -> Any:
     indices = ["the first"] if part.stream else part.first_samples(1)
     if not indices:
         raise DatasetError("The sampler gives no batch at all. Check the length of the data set, and drop_last.")
+
+    def make(_: Heartbeat) -> list[Any]:
+        return list(islice(iter(dataset), 1)) if part.stream else [dataset[indices[0]]]
+
     with naming(dataset, indices[0]):
-        samples = not_hanging(
-            lambda _: list(islice(iter(dataset), 1)) if part.stream else [dataset[indices[0]]],
-            max_s,
-            f"Sample {indices[0]} of the data set ({type(dataset).__name__})",
-        )
+        samples = not_hanging(make, max_s, f"Sample {indices[0]} of the data set ({part.data_kind})")
     if not samples:
         raise DatasetError("The iterable data set gives nothing at all. Check where it reads from.")
     return samples[0]
@@ -251,6 +214,9 @@ def make_sample(part: Part, max_s: float = 60.0) -> Any:
 def fresh(sample: Any) -> Any:
     """The same sample once more: dicts and lists as shallow copies, since collate functions take things out."""
     return copy.copy(sample) if isinstance(sample, (Mapping, list)) else sample
+
+
+# --- the session --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -269,6 +235,7 @@ class Session:
     machine: Machine = field(default_factory=read_machine)
     results: ExperimentResults = field(default_factory=ExperimentResults)
     parts: tuple[Part, ...] = ()
+    """Empty for what is no DataLoader."""
     samples: list[Any] = field(default_factory=list)
     """One of each loader."""
     first: list[Any] = field(default_factory=list)
@@ -313,6 +280,10 @@ class Session:
         """Say why an experiment is left out."""
         self.note(left_out=(*self.results.left_out, (name, reason)))
 
+    def counted_s(self, share: float = 1.0) -> float:
+        """How much of the experiment's time, or of a share of it, is counted; the rest is start-up and warm-up."""
+        return max(0.1, min(3.0, 0.4 * share * self.share_s))
+
     def rate(
         self,
         change: Callable[[Part], Changes] = as_configured,
@@ -323,11 +294,51 @@ class Session:
     ) -> float:
         """Batches per second of the loaders with changes, in a share of the experiment's time."""
         start_s = START_S if self.alone is None else self.alone.start_s
-        given_s = share * self.share_s
-        limits = RoundLimits(
-            min_s=counted_s(given_s), max_s=max(given_s, _LEAST_S) + 2 * start_s, warm_rounds=warm_rounds
-        )
-        return rate_of(self.parts, limits, change, prepare=prepare)[0].batches_per_s
+        max_s = max(share * self.share_s, _LEAST_S) + 2 * start_s
+        limits = RoundLimits(min_s=self.counted_s(share), max_s=max_s, warm_rounds=warm_rounds)
+        return self.drain(limits, change, prepare=prepare)[0].batches_per_s
+
+    def drain(
+        self,
+        limits: RoundLimits,
+        change: Callable[[Part], Changes] = as_configured,
+        *,
+        prepare: Callable[[], object] | None = None,
+        on_batch: Callable[[Together], object] | None = None,
+    ) -> tuple[LoaderRate, list[Any]]:
+        """Drain the loaders together, each with its changes; (rate, first batch of each).
+
+        The user's loaders are as before afterwards, whatever happens.
+
+        Args:
+            limits: how long.
+            change: what to change in each.
+            prepare: called before each pass, its time not counted.
+            on_batch: called after each batch with all passes.
+
+        Raises:
+            DatasetError: when loading fails, with the worker and the sample as far as they can be told.
+            LoaderError: when a loader hangs, is empty or cannot be built anew.
+        """
+        passes: list[Together] = []
+        try:
+            with preserve_state([part.loader for part in self.parts] or self.loader), warnings.catch_warnings():
+                # As clone_loader does: torch warns once more when a pass begins. The user's own run has told both.
+                warnings.filterwarnings("ignore", message="This DataLoader will create")
+                warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
+                clones = [clone_loader(part.loader, change(part)) for part in self.parts]
+
+                def begin() -> Together:
+                    passes.append(Together([iter(one) for one in clones or [self.loader]], on_batch))
+                    return passes[-1]
+
+                burst = max(map(burst_of, clones), default=1)
+                rate = time_loader(begin, burst=burst, limits=limits, prepare=prepare)
+        except Exception as error:
+            if not self.parts or (isinstance(error, FeedError) and not isinstance(error, DatasetError)):
+                raise
+            raise locate_failure(self.parts, error, passes[-1].came if len(passes) == 1 else None) from error
+        return rate, passes[0].first
 
     def check_memory(self, num_workers: int | None = None) -> None:
         """Make sure that the loaders' queues fit into memory.
@@ -352,12 +363,10 @@ class Session:
             (private, self.machine.available_memory_bytes, MEMORY_SHARE, "of free memory"),
         ):
             if free is not None and taken > most * free:
-                raise LeftOut(f"its queue would take {taken / 2**20:,.0f} MiB of the {free / 2**20:,.0f} MiB {where}")
+                raise LeftOut(f"its queue would take {mib(taken)} of the {mib(free)} {where}")
 
 
-def counted_s(share_s: float) -> float:
-    """How much of an experiment's share is counted; the rest is for start-up and warm-up."""
-    return max(0.1, min(3.0, 0.4 * share_s))
+# --- the parts of a batch -----------------------------------------------------------------------------------------
 
 
 def key_bytes(batch: Any) -> dict[str, int]:

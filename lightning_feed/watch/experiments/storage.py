@@ -30,13 +30,16 @@ _SAMPLES_OPENED = 16
 _NO_FILE = "no file was seen to be opened by the samples: they lie in memory, or a library opens them in C"
 _NOT_DATA = (".py", ".pyc", ".so", ".pth", ".pyd", ".pyi")
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
-_NETWORK = {
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "mmfs", "beegfs", "glusterfs", "afs", "panfs"),
-    *("wekafs", "orangefs", "pvfs2", "ocfs2", "gfs2", "9p", "virtiofs", "daos", "fuse"),
+_KINDS = {
+    "memory": {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"},
+    "overlay": {"overlay", "overlayfs", "aufs", "fuse.fuse-overlayfs"},
+    "network": {
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "mmfs", "beegfs", "glusterfs", "afs"),
+        *("panfs", "wekafs", "orangefs", "pvfs2", "ocfs2", "gfs2", "9p", "virtiofs", "daos", "fuse"),
+    },
 }
-"""Besides ``fuse.*``: what is mounted by a user's program is as a rule a bucket or another machine."""
-_MEMORY = {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"}
-_OVERLAY = {"overlay", "overlayfs", "aufs", "fuse.fuse-overlayfs"}
+"""File systems by kind. ``fuse.*`` is of the network, too: what is mounted by a user's program is as a rule a bucket or
+another machine."""
 _VIRTUAL = ("virtio", "vbd-")
 """In the paths of disks that a hypervisor gives (KVM, Xen). Linux takes those to rotate whatever they are."""
 
@@ -116,19 +119,17 @@ def _choose(session: Session, max_s: float, max_bytes: float) -> FirstBatches:
     burst = max(burst_of(part.loader) for part in session.parts)
     count = min(1 + ROUNDS * burst, int(session.alone.batches_per_s * max_s))
     batches = {part: part.first_batches(count) for part in session.parts}
-    deadline = session.clock() + max_s
     files: dict[str, int] = {}
-    taken = 0
+    taken, deadline = 0, session.clock() + max_s
     for together in zip(*batches.values(), strict=False):
         found = dict(files)
         for part, batch in zip(batches, together, strict=True):
-            indices = [batch] if part.loader.batch_sampler is None else list(batch)
-            found |= sizes_of(files_of_samples(part, indices))
+            found |= sizes_of(files_of_samples(part, [batch] if part.loader.batch_sampler is None else list(batch)))
         if sum(found.values()) > max_bytes or session.clock() > deadline:
             break
         files, taken = found, taken + 1
     if taken < 1 + burst:
-        raise LeftOut(f"only {taken} batches can be gone through in time and memory, and a round has {burst}")
+        raise LeftOut(f"too little time or memory: {taken} batches fit, and a round of the workers has {1 + burst}")
     return FirstBatches({part: given[:taken] for part, given in batches.items()}, files)
 
 
@@ -161,25 +162,19 @@ def files_of_samples(part: Part, indices: list[Any]) -> list[str]:
     with preserve_state(part.loader):
         for index in indices:
             path = _listed_file(*innermost(dataset, index))
-            if path is not None:
-                found.append(path)
-                continue
             with naming(dataset, index):
-                found += opened_by(functools.partial(dataset.__getitem__, index))
+                found += opened_by(functools.partial(dataset.__getitem__, index)) if path is None else [path]
     return found
 
 
 def _listed_file(dataset: Any, index: Any) -> str | None:
     """The file of a sample, where the data set has a list of them (``samples``, ``imgs``; ours); None where not."""
-    item: Any = None
+    listed = [getattr(dataset, name, None) for name in ("samples", "imgs")]
+    items = [one[index] for one in listed if isinstance(one, (list, tuple)) and -len(one) <= index < len(one)]
     if isinstance(dataset, ImageDataset):
-        item = str(dataset.source.name(index))
-    for attribute in ("samples", "imgs"):
-        listed = getattr(dataset, attribute, None)
-        if isinstance(listed, (list, tuple)) and -len(listed) <= index < len(listed):
-            item = listed[index]
-            break
-    first = item[0] if isinstance(item, (list, tuple)) and item else item
+        items.append(str(dataset.source.name(index)))
+    first = items[0] if items else None
+    first = first[0] if isinstance(first, (list, tuple)) and first else first
     return os.fspath(first) if isinstance(first, (str, os.PathLike)) and Path(first).is_file() else None
 
 
@@ -247,12 +242,11 @@ def measure_disk(session: Session) -> None:
     if not files:
         raise LeftOut(_NO_FILE)
     sizes = sizes_of(files)
-    per_sample = len(files) / max(1, sum(map(len, opened.values())))
-    samples_per_s = session.alone.batches_per_s * (session.results.batch_size or 1)
-    # Many samples of one file: files are not opened at the rate of samples.
-    files_per_s = samples_per_s * per_sample if per_sample >= 0.9 else None
     mean = sum(sizes.values()) / len(sizes) if sizes else None
-    rate = session.reads.read_mb_per_s
+    per_sample = len(files) / max(1, sum(map(len, opened.values())))
+    files_per_s, rate = None, session.reads.read_mb_per_s
+    if per_sample >= 0.9:  # else many samples are of one file, and files are not opened at the rate of samples
+        files_per_s = session.alone.batches_per_s * (session.results.batch_size or 1) * per_sample
     if rate is None and mean is not None and files_per_s is not None:
         rate = mean * files_per_s / 1e6
     system, kind = file_system(files[0])
@@ -282,11 +276,9 @@ def file_system(path: str | Path, root: Path = Path("/")) -> tuple[str | None, s
 
 
 def _kind(system: str, places: Sequence[Path]) -> str:
-    for names, kind in ((_MEMORY, "memory"), (_OVERLAY, "overlay"), (_NETWORK, "network")):
-        if system in names:
-            return kind
-    if system.startswith("fuse."):
-        return "network"
+    known = next((kind for kind, systems in _KINDS.items() if system in systems), None)
+    if known is not None or system.startswith("fuse."):
+        return known or "network"
     return "rotational" if any(_rotates(place) for place in places) else "local"
 
 

@@ -35,8 +35,6 @@ _BY_CHANCE = ("RandomApply", "RandomChoice", "RandomOrder", "OneOf", "SomeOf", "
 """Containers of which each call uses a part only: timed as one step."""
 _DEEPEST = 6
 _MOST_SAMPLES = 200
-_OWN_SHARE = 0.05
-"""Of a sample's CPU time, from which what a container does beside calling its steps is named."""
 
 
 # --- where a data set keeps its transforms ----------------------------------------------------------------------------
@@ -124,8 +122,6 @@ def _is_recipe(site: Site) -> bool:
 class Spent:
     """The time that a step took so far, in nanoseconds, without the steps in it."""
 
-    container: bool = False
-    """Whether it is there to call other steps."""
     cpu_ns: int = 0
     wall_ns: int = 0
 
@@ -144,27 +140,27 @@ class StepTimer:
     cpu: Callable[[], int] = time.process_time_ns
     wall: Callable[[], int] = time.perf_counter_ns
     steps: dict[str, Spent] = field(default_factory=dict)
-    _inner: tuple[int, int] = (0, 0)
-    """CPU and wall time of the steps in the present one."""
+    _inner: Spent = field(default_factory=Spent)
+    """Of the steps in the present one."""
 
-    def step(self, name: str, *, container: bool = False) -> str:
+    def step(self, name: str) -> str:
         """A new step, and its name; one that is taken gets a number."""
         same = sum(one == name or one.startswith(f"{name} (") for one in self.steps)
         name = f"{name} ({same + 1})" if same else name
-        self.steps[name] = Spent(container)
+        self.steps[name] = Spent()
         return name
 
     def call(self, step: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Call, and add the time to the step, but for that of the steps in it."""
         if not self.on:
             return function(*args, **named)
-        outer, self._inner = self._inner, (0, 0)
+        outer, self._inner = self._inner, Spent()
         cpu, wall = self.cpu(), self.wall()
         made = function(*args, **named)
         wall, cpu = self.wall() - wall, self.cpu() - cpu
-        self.steps[step].wall_ns += wall - self._inner[1]
-        self.steps[step].cpu_ns += cpu - self._inner[0]
-        self._inner = outer[0] + cpu, outer[1] + wall
+        self.steps[step].wall_ns += wall - self._inner.wall_ns
+        self.steps[step].cpu_ns += cpu - self._inner.cpu_ns
+        self._inner = Spent(outer.cpu_ns + cpu, outer.wall_ns + wall)
         return made
 
 
@@ -192,17 +188,16 @@ def timed(transform: Any, timer: StepTimer) -> Any:
 
     ``Compose`` and its like are entered: what has a list ``transforms`` of other steps, as of torchvision,
     albumentations and MONAI, and ``nn.Sequential``. Steps are called as the container calls them, with positional
-    arguments or keywords. What a container does beside calling them is its own.
+    arguments or keywords. What a container does beside calling them belongs to what calls it.
     """
-    steps, twin = getattr(transform, "transforms", None), None
+    steps, twin = getattr(transform, "transforms", None), copy.copy(transform)
     if isinstance(transform, nn.Sequential):
-        twin = copy.copy(transform)
         twin.__dict__["_modules"] = {name: timed(step, timer) for name, step in transform._modules.items()}
     elif isinstance(steps, (list, tuple)) and _calls(transform, steps):
-        twin = copy.copy(transform)
         twin.__dict__["transforms"] = type(steps)(timed(step, timer) for step in steps)
-    name = timer.step(name_of(transform), container=twin is not None)
-    return _Timed(transform if twin is None else twin, name, timer)
+    else:
+        return _Timed(transform, timer.step(name_of(transform)), timer)
+    return twin
 
 
 def _calls(transform: Any, steps: Sequence[Any]) -> bool:
@@ -226,11 +221,9 @@ def name_of(step: Any) -> str:
 
 def measure_costs(session: Session) -> None:
     """The costs of all loaders' samples, by name."""
-    costs: list[NamedCost] = []
-    for part in session.parts:
-        for cost in sample_costs(part, session.share_s / len(session.parts)):
-            costs.append(replace(cost, name=f"{part.name}: {cost.name}") if part.name else cost)
-    session.note(costs=tuple(costs))
+    share_s = session.share_s / len(session.parts)
+    costs = [(part.name, cost) for part in session.parts for cost in sample_costs(part, share_s)]
+    session.note(costs=tuple(replace(cost, name=f"{of}: {cost.name}" if of else cost.name) for of, cost in costs))
 
 
 def sample_costs(
@@ -272,13 +265,12 @@ def sample_costs(
             return len(indices)
 
         with replaced(find_sites(dataset), lambda site: _in_place_of(site, timed(_users(site), timer))):
-            count = not_hanging(work, max_s, f"A sample of the data set ({type(dataset).__name__})")
-    least_ns = _OWN_SHARE * sum(step.cpu_ns for step in timer.steps.values())
+            count = not_hanging(work, max_s, f"A sample of the data set ({part.data_kind})")
     per_ms = 1e6 * max(1, count)
     return tuple(
         NamedCost(name=name, cpu_ms=step.cpu_ns / per_ms, wall_ms=step.wall_ns / per_ms)
         for name, step in timer.steps.items()
-        if step.wall_ns and (step.cpu_ns > least_ns or not step.container)
+        if step.wall_ns
     )
 
 
@@ -315,11 +307,11 @@ def _make_of_folder(timer: StepTimer, dataset: Any, index: Any) -> None:
     """torchvision's: ``loader(path)`` reads and decodes; what reading the file again takes is reading."""
     base, inner = innermost(dataset, index)
     read, decode = timer.steps["read"], timer.steps["decode"]
-    before = read.cpu_ns, read.wall_ns
+    before = replace(read)
     timer.call("read", Path(base.samples[inner][0]).read_bytes)
     timer.call("decode", dataset.__getitem__, index)
-    decode.cpu_ns -= read.cpu_ns - before[0]
-    decode.wall_ns -= read.wall_ns - before[1]
+    decode.cpu_ns -= read.cpu_ns - before.cpu_ns
+    decode.wall_ns -= read.wall_ns - before.wall_ns
 
 
 def _make_in_steps(timer: StepTimer, dataset: Any, index: Any) -> None:
@@ -443,8 +435,7 @@ def measure_as_uint8(session: Session) -> None:
         for site, note in _one_sample(part):
             with preserve_state(part.loader):
                 steps = _until_sized(_users(site), note)
-            if steps is not None:
-                kept[site] = UntilSized(steps)
+            kept |= {} if steps is None else {site: UntilSized(steps)}
     if kept:
         with replaced(list(kept), lambda site: _in_place_of(site, kept[site])):
             session.note(as_uint8_per_s=session.rate())

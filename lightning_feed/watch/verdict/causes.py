@@ -5,9 +5,10 @@ do counts only while training waits for them, and what can leave them idle meanw
 that is full most of the time) is asked first.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from lightning_feed.watch.verdict.diagnosis import SYNCS, Finding, HookTime, Measurements
+from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, Measurements
 from lightning_feed.watch.verdict.shares import DATA_PCT, OTHERS_PCT, Shares, in_ms, model_alone_ms
 
 HEAD_OF_LINE_PCT = 25.0
@@ -39,48 +40,37 @@ FASTER, NO_FASTER = 1.25, 1.1
 """How much faster the loader is without a stage that is at fault, and at most without one that is not."""
 
 
+@dataclass(frozen=True)
+class Finding:
+    """A cause, with the figures that speak for it."""
+
+    cause: Cause
+    because: Sequence[str] = ()
+    """One sentence each."""
+    sure: bool = True
+    """Nothing that would have told otherwise is missing."""
+    contradicted: bool = False
+    """An experiment says otherwise: confidence is low, however good the figures."""
+
+
+# --- waiting for data ---------------------------------------------------------------------------------------------
+
+
 def data_cause(measured: Measurements, shares: Shares) -> Finding:
     """Why training waits for data."""
-    found = (
-        _epoch_start(measured, shares)
-        or _one_rank(measured, shares)
-        or _no_workers(measured)
-        or _oversubscribed(measured)
-        or _pin_thread(measured)
-        or _head_of_line(measured)
-        or _handover(measured)
-        or _jitter(measured)
-        or _workers(measured)
-        or _experiments(measured)
-        or _unknown(measured)
-    )
     facts = measured.facts
+    found = next(found for rule in DATA_RULES if (found := rule(measured, shares)) is not None)
     if facts.dali_device == "cuda" or facts.backend == "dali-gpu":
-        return replace(found, because=(*found.because, DALI_DECODES))
+        return replace(found, because=[*found.because, DALI_DECODES])
     return found
 
 
-def _unknown(measured: Measurements) -> Finding:
-    if measured.facts.dali_device is not None:
-        return Finding(
-            cause="unknown", because=("DALI loads in threads of its own, whose work is not measured",), sure=False
-        )
-    return Finding(cause="unknown", because=("what the workers do meanwhile is not known",), sure=False)
-
-
 def _epoch_start(measured: Measurements, shares: Shares) -> Finding | None:
-    if shares.epoch_pct is None or shares.epoch_pct < DATA_PCT:
+    pct, batches = shares.epoch_pct, measured.facts.batches_per_epoch
+    if pct is None or pct < max(DATA_PCT, 100 * shares.data_ms / shares.step_ms):
         return None
-    steady = 100 * shares.data_ms / shares.step_ms
-    if shares.epoch_pct < steady:
-        return None
-    start, batches = measured.stats.epoch_start_s, measured.facts.batches_per_epoch
-    return Finding(
-        cause="epoch start",
-        because=(
-            f"{shares.epoch_pct:.0f} % of an epoch of {batches} steps goes by before its first batch ({start:.2f} s)",
-        ),
-    )
+    took = f"before its first batch ({measured.stats.epoch_start_s:.2f} s)"
+    return Finding("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps goes by {took}"])
 
 
 def _one_rank(measured: Measurements, shares: Shares) -> Finding | None:
@@ -88,94 +78,83 @@ def _one_rank(measured: Measurements, shares: Shares) -> Finding | None:
     if ranks is None or ranks.slow_rank is None:
         return None
     said = f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, the others wait for it"
-    if ranks.slow_rank < len(ranks.data_idle_ms_by_rank):
-        by_rank = sorted(ranks.data_idle_ms_by_rank)
-        its, median = ranks.data_idle_ms_by_rank[ranks.slow_rank], by_rank[(len(by_rank) - 1) // 2]
-        said += f" ({in_ms(its, shares.step_ms)} ms a step; the median rank {in_ms(median, shares.step_ms)})"
-    return Finding(cause="one rank", because=(said,))
+    waits = ranks.data_idle_ms_by_rank
+    if ranks.slow_rank < len(waits):
+        median = sorted(waits)[(len(waits) - 1) // 2]
+        its = in_ms(waits[ranks.slow_rank], shares.step_ms)
+        said += f" ({its} ms a step; the median rank {in_ms(median, shares.step_ms)})"
+    return Finding("one rank", [said])
 
 
-def _no_workers(measured: Measurements) -> Finding | None:
+def _no_workers(measured: Measurements, _: Shares) -> Finding | None:
     """Reports say what that means where they name the cause."""
     facts, wait = measured.facts, measured.stats.next_wait_ms
     if facts.num_workers != 0:
         return None
     cpu, queue, step = facts.load_cpu_ms, facts.load_queue_ms, measured.stats.step_ms or 0.0
     if not wait or cpu is None or queue is None:
-        return Finding(cause="no workers")
+        return Finding("no workers")
     cpu = min(wait, cpu)
     queue = min(wait - cpu, queue)
     said = f"of {in_ms(wait, step)} ms that loading takes, {in_ms(cpu, step)} are on a CPU"
     if queue >= QUEUE_SHARE * wait:
         said += f", and in {in_ms(queue, step)} other threads or programs have the CPUs"
-    return Finding(cause="no workers", because=(said,))
+    return Finding("no workers", [said])
 
 
-def _oversubscribed(measured: Measurements) -> Finding | None:
+def _oversubscribed(measured: Measurements, _: Shares) -> Finding | None:
     loaders, facts = measured.loaders, measured.facts
     queue, throttled, pressure = loaders.workers_run_queue_pct, loaders.throttled_pct, loaders.cpu_pressure_pct
+    more = facts.num_workers - facts.usable_cpus if facts.num_workers and facts.usable_cpus else None
     if queue is not None and queue >= RUN_QUEUE_PCT:
-        why = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
-        if facts.num_workers and facts.usable_cpus and facts.num_workers <= facts.usable_cpus:
-            why.append("there are no more workers than CPUs, so other threads or other programs take them")
-        return Finding(cause="oversubscribed", because=tuple(why))
+        because = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
+        if more is not None and more <= 0:
+            because.append("there are no more workers than CPUs, so other threads or other programs take them")
+        return Finding("oversubscribed", because)
     if throttled is not None and throttled >= THROTTLED_PCT:
-        said = f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"
-        return Finding(cause="oversubscribed", because=(said,))
-    crowded = facts.num_workers and facts.usable_cpus and facts.num_workers > facts.usable_cpus
+        return Finding("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
     # Workers whose queue is full rest; then it is the training process that waits for a CPU, to take what is ready.
     unseen = queue is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
     by_others = (facts.others_cpu_pct or 0.0) >= OTHERS_PCT
-    if unseen and crowded and not by_others and pressure is not None and pressure >= CPU_PRESSURE_PCT:
-        said = f"some task waits for a CPU {pressure:.0f} % of the time"
-        return Finding(cause="oversubscribed", because=(said,), sure=False)
+    if unseen and (more or 0) > 0 and not by_others and pressure is not None and pressure >= CPU_PRESSURE_PCT:
+        return Finding("oversubscribed", [f"some task waits for a CPU {pressure:.0f} % of the time"], sure=False)
     return None
 
 
-def _pin_thread(measured: Measurements) -> Finding | None:
+def _pin_thread(measured: Measurements, _: Shares) -> Finding | None:
     lag, wait = measured.loaders.pin_lag_ms, measured.stats.next_wait_ms
     if not lag or not wait or lag < PIN_SHARE * wait or measured.facts.pin_memory is False:
         return None
-    return Finding(
-        cause="pin thread", because=(f"batches that were there had to be pinned first: {lag:.1f} ms a wait",)
-    )
+    return Finding("pin thread", [f"batches that were there had to be pinned first: {lag:.1f} ms a wait"])
 
 
-def _head_of_line(measured: Measurements) -> Finding | None:
-    held = measured.loaders.head_of_line_pct
-    if held is None or held < HEAD_OF_LINE_PCT or (_busy_pct(measured) or 0.0) >= BUSY_PCT:
-        return None  # workers that are never idle lose nothing to the order
-    return Finding(cause="head of line", because=(f"a later batch was ready in {held:.0f} % of the waiting",))
-
-
-def _handover(measured: Measurements) -> Finding | None:
-    share, wait = measured.loaders.handover_pct, measured.stats.next_wait_ms
-    if share is None or share < HANDOVER_PCT or (_busy_pct(measured) or 0.0) >= BUSY_PCT:
-        return None
-    said = f"batches were ready in {share:.0f} % of the waiting: handing one over takes most of {wait or 0.0:.1f} ms"
-    return Finding(cause="hand-over", because=(said,))
-
-
-def _jitter(measured: Measurements) -> Finding | None:
-    ready, capacity = measured.loaders.queue_ready, measured.loaders.queue_capacity
+def _idle_workers(measured: Measurements, _: Shares) -> Finding | None:
+    """Workers that are never idle lose nothing to the order or the hand-over, and are not fast enough on average."""
+    loaders, wait = measured.loaders, measured.stats.next_wait_ms or 0.0
+    held, handed, ready, most = (
+        loaders.head_of_line_pct, loaders.handover_pct, loaders.queue_ready, loaders.queue_capacity,
+    )  # fmt: skip
     if (_busy_pct(measured) or 0.0) >= BUSY_PCT:
-        return None  # workers that never rest are not fast enough on average
-    if ready is not None and capacity and ready >= READY_SHARE * capacity:
-        said = f"{ready:.1f} of {capacity:.0f} batches are ready on average, yet not always one"
-        return Finding(cause="jitter", because=(said,))
+        return None
+    if held is not None and held >= HEAD_OF_LINE_PCT:
+        return Finding("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
+    if handed is not None and handed >= HANDOVER_PCT:
+        said = f"batches were ready in {handed:.0f} % of the waiting: handing one over takes most of {wait:.1f} ms"
+        return Finding("hand-over", [said])
+    if ready is not None and most and ready >= READY_SHARE * most:
+        return Finding("jitter", [f"{ready:.1f} of {most:.0f} batches are ready on average, yet not always one"])
     return None
 
 
-def _workers(measured: Measurements) -> Finding | None:
-    busy = _busy_pct(measured)
+def _workers(measured: Measurements, _: Shares) -> Finding | None:
+    busy, loaders = _busy_pct(measured), measured.loaders
     if busy is None:
         return None
-    loaders = measured.loaders
     on_cpu, queue = loaders.workers_on_cpu_pct or 0.0, loaders.workers_run_queue_pct or 0.0
     blocked = 100.0 - busy
     said = f"workers are on a CPU {on_cpu:.0f} % of their time, ready for one {queue:.0f} %, blocked {blocked:.0f} %"
     if blocked < BLOCKED_PCT:
-        return Finding(cause="cpu", because=(said,), sure=busy >= BUSY_PCT)
+        return Finding("cpu", [said], sure=busy >= BUSY_PCT)
     return _blocked(measured, said)
 
 
@@ -190,57 +169,65 @@ def _busy_pct(measured: Measurements) -> float | None:
 
 def _blocked(measured: Measurements, said: str) -> Finding:
     """Workers neither compute nor could: do they wait for storage, or for something else?"""
-    loaders, found = measured.loaders, measured.experiments
-    gain = None if found is None else _ratio(found.cached_bytes_per_s, found.loader_per_s)
-    if gain is not None and gain >= FASTER:
-        return Finding(
-            cause="cold reads", because=(said, f"with its files in memory the loader is {gain:.1f} x as fast")
-        )
-    if gain is not None and gain < NO_FASTER:
-        return Finding(cause="waiting", because=(said, "with its files in memory the loader is no faster"))
+    loaders, gain = measured.loaders, _gain(measured, "cached_bytes_per_s")
     cached, disk, pressure = loaders.page_cache_pct, loaders.disk_mb_per_s, loaders.io_pressure_pct
-    gives = disk is None or disk >= DISK_MB_PER_S
+    gives, pressed = disk is None or disk >= DISK_MB_PER_S, (pressure or 0.0) >= IO_PRESSURE_PCT
+    if gain is not None and gain >= FASTER:
+        return Finding("cold reads", [said, f"with its files in memory the loader is {gain:.1f} x as fast"])
+    if gain is not None and gain < NO_FASTER:
+        return Finding("waiting", [said, "with its files in memory the loader is no faster"])
     if cached is not None and cached < WARM_PCT and gives:
         rate = "" if disk is None else f", {disk:.1f} MB/s"
-        return Finding(cause="cold reads", because=(said, f"{100 - cached:.0f} % of the bytes come from storage{rate}"))
-    if cached is None and disk is not None and gives and (pressure or 0.0) >= IO_PRESSURE_PCT:
-        return Finding(cause="cold reads", because=(said, f"storage gives {disk:.1f} MB/s, mapped into memory"))
-    if cached is None and disk is None:
-        if pressure is None:
-            return Finding(cause="unknown", because=(said, "whether for storage is not known"), sure=False)
-        if pressure >= IO_PRESSURE_PCT:
-            because = (said, f"some task waits for storage {pressure:.0f} % of the time")
-            return Finding(cause="cold reads", because=because, sure=False)
+        return Finding("cold reads", [said, f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
+    if cached is None and disk is not None and gives and pressed:
+        return Finding("cold reads", [said, f"storage gives {disk:.1f} MB/s, mapped into memory"])
+    if cached is None and disk is None and pressure is None:
+        return Finding("unknown", [said, "whether for storage is not known"], sure=False)
+    if cached is None and disk is None and pressed:
+        return Finding("cold reads", [said, f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
     read = "" if cached is None else f": {cached:.0f} % of the bytes come from the page cache"
-    return Finding(cause="waiting", because=(said, f"not for storage{read}"))
+    return Finding("waiting", [said, f"not for storage{read}"])
 
 
-def _experiments(measured: Measurements) -> Finding | None:
+def _experiments(measured: Measurements, _: Shares) -> Finding | None:
     """Nothing is known of the workers: what the loader gained from leaving a stage out."""
     found = measured.experiments
-    if found is None:
-        return None
-    cached = _ratio(found.cached_bytes_per_s, found.loader_per_s)
+    cached, ceiling = _gain(measured, "cached_bytes_per_s"), _gain(measured, "ceiling_per_s")
     if cached is not None and cached >= FASTER:
-        return Finding(cause="cold reads", because=(f"with its files in memory the loader is {cached:.1f} x as fast",))
-    wall = sum(cost.wall_ms for cost in found.costs)
-    if wall > 0:
+        return Finding("cold reads", [f"with its files in memory the loader is {cached:.1f} x as fast"])
+    wall = sum(cost.wall_ms for cost in found.costs) if found is not None else 0.0
+    if found is not None and wall > 0:
         cpu_pct = 100 * sum(cost.cpu_ms for cost in found.costs) / wall
         said = f"a sample takes {wall:.2f} ms, {cpu_pct:.0f} % of it on a CPU"
         if cpu_pct >= BUSY_PCT:
-            return Finding(cause="cpu", because=(said,))
+            return Finding("cpu", [said])
         if cpu_pct <= 100 - BLOCKED_PCT and cached is not None:
-            return Finding(cause="waiting", because=(said, "with its files in memory the loader is no faster"))
-    ceiling = _ratio(found.ceiling_per_s, found.loader_per_s)
+            return Finding("waiting", [said, "with its files in memory the loader is no faster"])
     if ceiling is not None and ceiling < NO_FASTER:
         said = "constant samples load no faster: collating and sending batches is the limit"
-        return Finding(cause="cpu", because=(said,), sure=False)
+        return Finding("cpu", [said], sure=False)
     return None
 
 
-def _ratio(rate: float | None, base: float | None) -> float | None:
-    return None if rate is None or not base else rate / base
+def _gain(measured: Measurements, rate: str) -> float | None:
+    """The rate of the loader with something changed, over its rate as configured."""
+    found = measured.experiments
+    changed, now = (None, None) if found is None else (getattr(found, rate), found.loader_per_s)
+    return None if changed is None or not now else changed / now
 
+
+def _unknown(measured: Measurements, _: Shares) -> Finding:
+    dali = measured.facts.dali_device is not None
+    said = "DALI loads in threads of its own, whose work is not measured"
+    return Finding("unknown", [said if dali else "what the workers do meanwhile is not known"], sure=False)
+
+
+DATA_RULES = (
+    _epoch_start, _one_rank, _no_workers, _oversubscribed, _pin_thread, _idle_workers, _workers, _experiments, _unknown,
+)  # fmt: skip
+
+
+# --- the other parts of a step ------------------------------------------------------------------------------------
 
 NAMED_SHARE = 0.5
 """Share of the time between the steps that hooks must take to be its cause, and not a wait for the device."""
@@ -262,56 +249,52 @@ WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
 
 def framework_cause(measured: Measurements, shares: Shares) -> Finding:
     """Hooks, or what makes the host wait for the device so that nothing is queued when it comes to the next step."""
-    hooks = measured.hooks
-    said = tuple(
-        f"{hook.name} takes {in_ms(hook.ms_per_step, shares.step_ms)} ms a step" for hook in hooks[:HOOKS_SAID]
-    )
-    syncs = measured.facts.syncs if measured.facts.device_type != "cpu" else ()
+    hooks, facts = measured.hooks, measured.facts
+    said = [f"{hook.name} takes {in_ms(hook.ms_per_step, shares.step_ms)} ms a step" for hook in hooks[:HOOKS_SAID]]
     working = sum(hook.ms_per_step for hook in hooks if not _waits(hook))
+    syncs = facts.syncs if facts.device_type != "cpu" else ()
     if syncs and working < NAMED_SHARE * (measured.stats.other_ms or 0.0):
-        waits = tuple(f"the host waits for the device in each step: {SYNCS[name]}" for name in syncs if name in SYNCS)
-        return Finding(cause="synchronisation", because=waits + said, sure=bool(hooks))
-    return Finding(cause="hooks", because=said)
+        waits = [f"the host waits for the device in each step: {SYNCS[name]}" for name in syncs if name in SYNCS]
+        return Finding("synchronisation", waits + said, sure=bool(hooks))
+    return Finding("hooks", said)
+
+
+def _waits(hook: HookTime) -> bool:
+    return any(name in hook.name for name in WAITING_HOOKS)
 
 
 def copy_cause(measured: Measurements, shares: Shares) -> Finding:
     """Why the transfer to the device is exposed."""
     facts, stats, found = measured.facts, measured.stats, measured.experiments
-    h2d = stats.h2d_ms or 0.0
-    if facts.device_type == "cpu":
-        return Finding(cause="transfer hooks", because=("nothing is copied on the CPU: transfer hooks take the time",))
-    alone = None if found is None else found.copy_ms
-    if facts.backend == "nvjpeg" and (alone is None or alone < COPY_SHARE * h2d):
-        said = "nvJPEG decodes in the transfer to the device, and the host waits for it: this is decoding, not the copy"
-        return Finding(cause="decoding on the GPU", because=(said,))
-    if alone is not None and alone < COPY_SHARE * h2d:
-        said = f"the copy alone takes {in_ms(alone, shares.step_ms)} ms, hooks the rest"
-        return Finding(cause="transfer hooks", because=(said,))
-    if facts.pin_memory is False:
-        return Finding(cause="unpinned", because=("batches lie in pageable memory",))
+    h2d, alone = stats.h2d_ms or 0.0, None if found is None else found.copy_ms
+    hidden = alone is not None and alone < COPY_SHARE * h2d
+    took = f"the copy alone takes {in_ms(alone, shares.step_ms)} ms"
     count, size = facts.batch_tensors, facts.batch_bytes
+    link_gb_per_s, rate = (found.pinned_gb_per_s if found is not None else None), (size or 0) / (h2d or 1.0) * 1e-6
+    if facts.device_type == "cpu":
+        return Finding("transfer hooks", ["nothing is copied on the CPU: transfer hooks take the time"])
+    if facts.backend == "nvjpeg" and (alone is None or hidden):
+        said = "nvJPEG decodes in the transfer to the device, and the host waits for it: this is decoding, not the copy"
+        return Finding("decoding on the GPU", [said])
+    if hidden:
+        return Finding("transfer hooks", [f"{took}, hooks the rest"])
+    if facts.pin_memory is False:
+        return Finding("unpinned", ["batches lie in pageable memory"])
     if count is not None and size is not None and count >= MANY_TENSORS and size <= count * SMALL_BYTES:
-        return Finding(cause="small tensors", because=(f"a batch has {count} tensors of {size / count / 1024:.1f} kB",))
+        return Finding("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
     if facts.pin_memory and not stats.prefetch_active:
-        return Finding(cause="not overlapped", because=("batches are copied on the stream that computes",))
+        return Finding("not overlapped", ["batches are copied on the stream that computes"])
     if alone is not None:
-        said = f"the copy alone takes {in_ms(alone, shares.step_ms)} ms"
-        return Finding(cause="link", because=(said,))
-    if found is not None and found.pinned_gb_per_s and size and h2d:
-        rate = size / h2d * 1e-6
-        if rate >= LINK_SHARE * found.pinned_gb_per_s:
-            said = f"{rate:.1f} GB/s of the {found.pinned_gb_per_s:.1f} that the link gives"
-            return Finding(cause="link", because=(said,))
-    return Finding(
-        cause="unknown", because=("whether batches are pinned, or what the link gives, is not known",), sure=False
-    )
+        return Finding("link", [took])
+    if link_gb_per_s and size and h2d and rate >= LINK_SHARE * link_gb_per_s:
+        return Finding("link", [f"{rate:.1f} GB/s of the {link_gb_per_s:.1f} that the link gives"])
+    return Finding("unknown", ["whether batches are pinned, or what the link gives, is not known"], sure=False)
 
 
 def compute_cause(measured: Measurements, shares: Shares) -> Finding:
     """The step itself: what the device computes, or what the host needs to tell it so."""
-    facts, compute = measured.facts, measured.stats.compute_ms
+    facts, compute, alone = measured.facts, measured.stats.compute_ms, model_alone_ms(measured)
     because = []
-    alone = model_alone_ms(measured)
     if alone is not None and compute is not None and compute >= FAR * alone:
         return _not_the_model(measured, shares, alone)
     if shares.compute_bound_confirmed and alone is not None:
@@ -323,23 +306,18 @@ def compute_cause(measured: Measurements, shares: Shares) -> Finding:
     host = facts.host_cpu_ms if facts.device_type != "cpu" and not facts.syncs else None
     if host is not None and compute and host >= LAUNCH_SHARE * compute:
         said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to issue what the device does"
-        return Finding(cause="launch", because=(*because, said), sure=False)
-    return Finding(cause="compute", because=tuple(because))
+        return Finding("launch", [*because, said], sure=False)
+    return Finding("compute", because)
 
 
 def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Finding:
     """The step takes much longer than the model in it: what else is known to take the CPUs."""
-    whole, compute = shares.step_ms, measured.stats.compute_ms
+    whole, pressure = shares.step_ms, measured.loaders.cpu_pressure_pct
     said = (
-        f"the model alone takes {in_ms(alone, whole)} of the {in_ms(compute, whole)} ms of the step itself: "
-        "others take its processors, or the step does what the model does not"
+        f"the model alone takes {in_ms(alone, whole)} of the {in_ms(measured.stats.compute_ms, whole)} ms of the step "
+        "itself: others take its processors, or the step does what the model does not"
     )
-    pressure = measured.loaders.cpu_pressure_pct
     if pressure is None or pressure < CPU_PRESSURE_PCT:
-        return Finding(cause="unknown", because=(said,), contradicted=True)
-    because = (said, f"some task waits for a CPU {pressure:.0f} % of the time")
-    return Finding(cause="oversubscribed", because=because, contradicted=True)
-
-
-def _waits(hook: HookTime) -> bool:
-    return any(name in hook.name for name in WAITING_HOOKS)
+        return Finding("unknown", [said], contradicted=True)
+    because = [said, f"some task waits for a CPU {pressure:.0f} % of the time"]
+    return Finding("oversubscribed", because, contradicted=True)

@@ -1,15 +1,14 @@
 """Says what limits training, with the figures it rests on and what to change. A pure function of what was measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_feed.errors import plural, source_line
 from lightning_feed.watch.stats import Confidence
-from lightning_feed.watch.verdict.case import Case
-from lightning_feed.watch.verdict.causes import compute_cause, copy_cause, data_cause, framework_cause
-from lightning_feed.watch.verdict.diagnosis import Bottleneck, Diagnosis, Finding, Measurements
+from lightning_feed.watch.verdict.causes import Finding, compute_cause, copy_cause, data_cause, framework_cause
+from lightning_feed.watch.verdict.diagnosis import Bottleneck, Diagnosis, Measurements
 from lightning_feed.watch.verdict.notes import notes_for, why_not
-from lightning_feed.watch.verdict.remedies import remedies_for
+from lightning_feed.watch.verdict.remedies import Case, remedies_for
 from lightning_feed.watch.verdict.shares import (
     DATA_PCT,
     HIGH_PCT,
@@ -24,7 +23,7 @@ from lightning_feed.watch.verdict.shares import (
     shares_of,
     toy_sentence,
 )
-from lightning_feed.watch.verdict.whole_run import limit_of, of_the_run, validation_of
+from lightning_feed.watch.verdict.whole_run import limit_of, of_the_run
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Finding]] = {
     "framework": framework_cause,
@@ -40,8 +39,11 @@ def diagnose(measured: Measurements) -> Diagnosis:
     steps, limit = _of_steps(measured), limit_of(measured)
     if limit is None:
         return steps
-    validation = validation_of(measured)
-    return of_the_run(limit, steps, None if validation is None else _of_steps(validation))
+    one = measured.validation
+    if one is None:
+        return of_the_run(limit, steps, None)
+    inside = Measurements(stats=one.stats, facts=one.facts, loaders=one.loaders, by_loader=one.by_loader)
+    return of_the_run(limit, steps, _of_steps(inside))
 
 
 def _of_steps(measured: Measurements) -> Diagnosis:
@@ -55,43 +57,39 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     """
     if model_disturbed(measured):
         return _without_model(measured)
-    stats = measured.stats
     shares = shares_of(measured)
     if shares is None:
-        reason = f"{stats.steps} steps were measured, and a verdict needs {MIN_STEPS}: the first of an epoch and those "
-        reason += "after a validation do not count"
-        if not stats.steps and measured.experiments is not None and measured.experiments.loader_per_s:
-            reason = "only the loader was measured; whether training waits for it takes a LightningModule"
-        return Diagnosis(
-            bottleneck="unknown",
-            grade="not measured",
-            confidence="low",
-            evidence=(reason,),
-            remedies=(),
-            measurements=measured,
-        )
+        return _not_measured(measured)
     parts: tuple[Bottleneck, ...] = shares.over or ("compute",)
-    found = [_FIND[part](measured, shares) for part in parts]
-    because = tuple(line for one in found for line in one.because)
+    found = {part: _FIND[part](measured, shares) for part in parts}
+    because = [line for one in found.values() for line in one.because]
     if shares.compute_bound_confirmed and shares.over:
         because += compute_cause(measured, shares).because
-    case = Case(
-        measured=measured,
-        shares=shares,
-        causes={part: one.cause for part, one in zip(parts, found, strict=True)},
-    )
+    first = found[parts[0]]
+    case = Case(measured=measured, shares=shares, causes={part: one.cause for part, one in found.items()})
     toy = toy_sentence(shares.step_ms)
     remedies = () if toy else remedies_for(case)
     return Diagnosis(
         bottleneck=parts[0],
-        cause=found[0].cause,
+        cause=first.cause,
         grade="fed" if shares.compute_bound_confirmed else grade_of(shares.data_pct),
-        confidence=_confidence(measured, shares, found[0]),
-        evidence=evidence_of(measured, shares, because),
+        confidence=_confidence(measured, shares, first),
+        evidence=_evidence(measured, shares, because),
         remedies=remedies,
         notes=(toy,) if toy else notes_for(case, remedies),
         why_not=() if toy else why_not(case, remedies),
         measurements=measured,
+    )
+
+
+def _not_measured(measured: Measurements) -> Diagnosis:
+    found, steps = measured.experiments, measured.stats.steps
+    reason = f"{steps} steps were measured, and a verdict needs {MIN_STEPS}: the first of an epoch and those "
+    reason += "after a validation do not count"
+    if not steps and found is not None and found.loader_per_s:
+        reason = "only the loader was measured; whether training waits for it takes a LightningModule"
+    return Diagnosis(
+        bottleneck="unknown", grade="not measured", confidence="low", evidence=(reason,), measurements=measured
     )
 
 
@@ -125,7 +123,7 @@ SLACK_SHARE = 0.01
 """Share of a step from which a hidden wait is worth telling."""
 
 
-def evidence_of(measured: Measurements, shares: Shares, because: tuple[str, ...]) -> tuple[str, ...]:
+def _evidence(measured: Measurements, shares: Shares, because: Sequence[str]) -> tuple[str, ...]:
     """What takes a step, why (``because``), and what else bears on it."""
     stats, facts = measured.stats, measured.facts
     whole = shares.step_ms

@@ -10,29 +10,12 @@ from lightning_feed.watch.wall import WallStats
 Bottleneck = Literal["data", "copy", "framework", "compute", "validation", "checkpoints", "unknown"]
 Grade = Literal["fed", "fed, some jitter", "moderately data-bound", "highly data-bound", "not measured"]
 Cause = Literal[
-    "hooks",
-    "synchronisation",
-    "unpinned",
-    "not overlapped",
-    "link",
-    "small tensors",
-    "transfer hooks",
-    "decoding on the GPU",
-    "epoch start",
-    "no workers",
-    "head of line",
-    "pin thread",
-    "oversubscribed",
-    "cpu",
-    "cold reads",
-    "waiting",
-    "hand-over",
-    "jitter",
-    "one rank",
-    "compute",
-    "launch",
-    "unknown",
-]
+    "hooks", "synchronisation",
+    "unpinned", "not overlapped", "link", "small tensors", "transfer hooks", "decoding on the GPU",
+    "epoch start", "no workers", "head of line", "pin thread", "oversubscribed", "cpu", "cold reads", "waiting",
+    "hand-over", "jitter", "one rank",
+    "compute", "launch", "unknown",
+]  # fmt: skip
 """Why, within a bottleneck.
 
 framework: ``hooks`` (callbacks, logging, checkpoints), ``synchronisation`` (the host waits for the device by itself).
@@ -176,6 +159,11 @@ class LoopFacts:
     syncs: tuple[str, ...] = ()
     """What is set up that makes the host wait for the device in each step: of :data:`SYNCS`."""
 
+    @property
+    def loaders_beside(self) -> int:
+        """How many training loaders give a part of each batch."""
+        return max(1, len(self.every_num_workers))
+
 
 SYNCS = {
     "prog_bar": "metrics in the progress bar are read from the device",
@@ -280,7 +268,7 @@ class Diagnosis:
     """How far to trust it."""
     evidence: tuple[str, ...]
     """The figures it rests on, one sentence each."""
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[Remedy, ...] = ()
     """What to change, the largest predicted gain first; at most three, and none that gains nothing."""
     notes: tuple[str, ...] = ()
     """What else is worth knowing or trying, a sentence each, where no gain can be predicted."""
@@ -309,16 +297,3 @@ class Diagnosis:
     def device_type(self) -> str:
         """``cpu``, ``cuda``, ...: where the steps ran."""
         return self.measurements.facts.device_type
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A cause, with the figures that speak for it."""
-
-    cause: Cause
-    because: tuple[str, ...] = ()
-    """One sentence each."""
-    sure: bool = True
-    """Nothing that would have told otherwise is missing."""
-    contradicted: bool = False
-    """An experiment says otherwise: confidence is low, however good the figures."""

@@ -1,13 +1,13 @@
 """What is worth knowing beside the remedies: what nobody can predict, and why the obvious remedy would not help."""
 
+import re
 from collections.abc import Iterator
 
 from lightning_feed.errors import plural
 from lightning_feed.watch.verdict import predict
-from lightning_feed.watch.verdict.case import Case
 from lightning_feed.watch.verdict.causes import MANY_TENSORS
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, Remedy
-from lightning_feed.watch.verdict.remedies import least_gain_pct, may_have_workers, plain_name, steps_with_more
+from lightning_feed.watch.verdict.remedies import Case, least_gain_pct, may_have_workers, steps_with_more
 from lightning_feed.watch.verdict.shares import OTHERS_PCT, in_ms
 
 MOST = 3
@@ -37,33 +37,29 @@ def notes_for(case: Case, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
 
 def why_not(case: Case, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
     """Why there are not more workers among the remedies, where they were tried or can be reckoned."""
+    facts, step, now = case.facts, case.shares.step_ms, case.facts.num_workers
     if case.data is None or any(remedy.changes.startswith("num_workers=") for remedy in remedies):
         return ()
-    now = case.facts.num_workers
     tried = predict.tried_rates(case.measured)
     more = [rate for number, rate in tried.items() if now is not None and number > now]
-    if now is None or now not in tried or not more or max(more) >= tried[now] * (1 + least_gain_pct(case) / 100):
-        return _reckoned(case)
-    return (f"more workers: {tried[now]:.0f} -> {_span(more)} batches/s from the loader alone, no gain",)
-
-
-def _reckoned(case: Case) -> tuple[str, ...]:
+    if now in tried and more and max(more) < tried[now] * (1 + least_gain_pct(case) / 100):
+        low, high = f"{min(more):.0f}", f"{max(more):.0f}"
+        span = low if low == high else f"{low} to {high}"
+        return (f"more workers: {tried[now]:.0f} -> {span} batches/s from the loader alone, no gain",)
     steps = steps_with_more(case)
     if not steps:
         return ()
-    step, best = case.shares.step_ms, min(steps.values())
-    said = f"more workers: step {in_ms(step, step)} -> {in_ms(best, step)} ms predicted, no gain worth it"
-    cpus, others = case.facts.usable_cpus, case.facts.others_cpu_pct
-    if others is not None and others >= OTHERS_PCT:
-        said += f": other programs take {others:.0f} % of the CPUs"
-    elif cpus is not None and case.facts.device_type == "cpu":
-        said += f": training and loading share {plural(cpus, 'CPU')}"
+    said = (
+        f"more workers: step {in_ms(step, step)} -> {in_ms(min(steps.values()), step)} ms predicted, no gain worth it"
+    )
+    if facts.others_cpu_pct is not None and facts.others_cpu_pct >= OTHERS_PCT:
+        said += f": other programs take {facts.others_cpu_pct:.0f} % of the CPUs"
+    elif facts.usable_cpus is not None and facts.device_type == "cpu":
+        said += f": training and loading share {plural(facts.usable_cpus, 'CPU')}"
     return (said,)
 
 
-def _span(rates: list[float]) -> str:
-    low, high = f"{min(rates):.0f}", f"{max(rates):.0f}"
-    return low if low == high else f"{low} to {high}"
+# --- waiting for data ---------------------------------------------------------------------------------------------
 
 
 def _data(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
@@ -80,10 +76,8 @@ def _data(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     if cause == "one rank" and case.measured.ranks is not None:
         yield f"rank {case.measured.ranks.slow_rank} alone is slow: compare the nodes' disks and CPUs"
     if cause == "jitter" and facts.prefetch_factor is not None:
-        yield (
-            "the loader is fast enough on average. More batches in stock may bridge the slow ones: try "
-            f"prefetch_factor={2 * facts.prefetch_factor}"
-        )
+        more = f"More batches in stock may bridge the slow ones: try prefetch_factor={2 * facts.prefetch_factor}"
+        yield f"the loader is fast enough on average. {more}"
     if cause == "pin thread":
         yield "one thread pins all batches and cannot keep up: compare with pin_memory=False, or send fewer bytes"
     if facts.backend in ("dali-cpu", "dali-gpu"):
@@ -93,22 +87,35 @@ def _data(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
 
 
 def _without_remedy(case: Case, cause: Cause) -> Iterator[str]:
-    facts = case.facts
+    facts, workers, cpus = case.facts, case.facts.num_workers, case.facts.usable_cpus
+    by_others = (facts.others_cpu_pct or 0.0) >= OTHERS_PCT  # the evidence says so
     if case.measured.experiments is None and cause in _ASK and facts.loop == "trainer" and facts.stage == "fit":
         yield "`lightning-feed diagnose your_script.py -- ARGUMENTS` finds the lines of your code that take the time"
-    if cause == "hand-over":
-        yield from _handing_over(case)
-    others = (facts.others_cpu_pct or 0.0) >= OTHERS_PCT  # the evidence says so
-    if cause == "oversubscribed" and facts.num_workers and facts.usable_cpus and not others:
-        yield _crowded(facts.num_workers, facts.usable_cpus)
-    if cause == "cold reads" and facts.cache != "bytes":
-        ours = (
-            "`lightning-feed pack`" if facts.loop == "plain" else "`lightning-feed pack`, FastDataModule(stage_to=...)"
-        )
+    if cause == "hand-over" and (facts.batch_tensors or 0) >= MANY_TENSORS:
         yield (
-            "reads come from storage: a copy in memory or on a local disk, or fewer and larger files, is read faster "
-            f"({ours})"
+            f"a batch has {facts.batch_tensors} tensors, each handed over by itself: fewer, larger ones are sooner "
+            "handed over"
         )
+    if cause == "hand-over" and workers:
+        yield (
+            "batches are ready, and taking them from the workers takes the time: where they are made quickly, fewer "
+            "workers or num_workers=0 can be faster. `lightning-feed tune` tries it"
+        )
+    if cause == "oversubscribed" and workers and cpus and not by_others:
+        yield _crowded(workers, cpus)
+    if cause == "cold reads" and facts.cache != "bytes":
+        how = "`lightning-feed pack`" + ("" if facts.loop == "plain" else ", FastDataModule(stage_to=...)")
+        what = "a copy in memory or on a local disk, or fewer and larger files, is read faster"
+        yield f"reads come from storage: {what} ({how})"
+
+
+def _crowded(workers: int, cpus: int) -> str:
+    if workers > cpus:
+        return f"{workers} workers share {cpus} CPUs: fewer may be as fast. `lightning-feed tune` tries it"
+    return (
+        "other threads or programs take the workers' CPUs. If they are threads of the training process, "
+        "torch.set_num_threads(1) gives them back"
+    )
 
 
 def _pixels(case: Case) -> Iterator[str]:
@@ -138,71 +145,53 @@ def _transforms(case: Case, step: float) -> Iterator[str]:
     yield f"the slowest transforms of a sample are {named}; without any of them a step takes {in_ms(then, step)} ms"
 
 
-def _handing_over(case: Case) -> Iterator[str]:
-    count = case.facts.batch_tensors or 0
-    if count >= MANY_TENSORS:
-        yield f"a batch has {count} tensors, each handed over by itself: fewer, larger ones are sooner handed over"
-    if case.facts.num_workers:
-        yield (
-            "batches are ready, and taking them from the workers takes the time: where they are made quickly, fewer "
-            "workers or num_workers=0 can be faster. `lightning-feed tune` tries it"
-        )
-
-
-def _crowded(workers: int, cpus: int) -> str:
-    if workers > cpus:
-        return f"{workers} workers share {cpus} CPUs: fewer may be as fast. `lightning-feed tune` tries it"
-    return (
-        "other threads or programs take the workers' CPUs. If they are threads of the training process, "
-        "torch.set_num_threads(1) gives them back"
-    )
-
-
 def _dali(case: Case) -> Iterator[str]:
-    facts = case.facts
+    facts, threads, cpus = case.facts, case.facts.dali_threads, case.facts.usable_cpus
     if facts.dali_device == "cpu" and facts.device_type == "cuda":
         yield 'DALI can decode and augment on the GPU: DaliDataModule(device="gpu")'
-    threads, cpus = facts.dali_threads, facts.usable_cpus
     if threads is not None and cpus is not None and threads != cpus:
         yield f"DALI has {threads} threads, and {cpus} CPUs may be used: DaliOptions(threads={cpus})"
     if facts.dali_prefetch is not None:
         yield f"DALI makes {facts.dali_prefetch} batches ahead; more bridge slow ones: DaliOptions(prefetch=...)"
 
 
+# --- the other parts of a step ------------------------------------------------------------------------------------
+
+
 def _framework(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
+    facts, hooks = case.facts, case.measured.hooks
     if "framework" not in case.causes:
         return
-
-    def treated(hook: HookTime) -> bool:
-        if "ProgressBar" in hook.name:
-            return any(remedy.changes.startswith("bar_") for remedy in remedies)
-        return any(remedy.why.startswith(f"{plain_name(hook)} ") for remedy in remedies)
-
-    facts, hooks = case.facts, case.measured.hooks
     if facts.device_type != "cpu":
         yield from (f"{SYNCS[name]}: {way}" for name, way in _WAYS_OUT.items() if name in facts.syncs)
-    theirs = [hook for hook in hooks if not hook.name.startswith("logger ") and not treated(hook)]
+    theirs = [hook for hook in hooks if not hook.name.startswith("logger ") and not _treated(hook, remedies)]
     if theirs:
-        name = plain_name(theirs[0])
-        place = next((one for one in facts.hook_places if one.name == name), None)
-        at = f" ({place.at})" if place is not None else ""
-        step, ms = case.shares.step_ms, theirs[0].ms_per_step
-        then = in_ms(predict.without(case.shares, ms), step)
-        way = f"done rarely, a step takes {then} ms. Where it only observes, every 50th step is enough"
-        if place is not None and place.interval:
-            way += f" ({place.interval}=50)"
-        if "ProgressBar" in name:
-            way = f"without a progress bar a step takes {then} ms"
-        yield f"{name}{at} takes {in_ms(ms, step)} of {in_ms(step, step)} ms a step; {way}"
+        yield _slow_hook(case, theirs[0])
     if not hooks:
         yield 'Trainer(profiler="simple") names the callback or hook that takes the time between the steps'
 
 
+def _treated(hook: HookTime, remedies: tuple[Remedy, ...]) -> bool:
+    return "ProgressBar" in hook.name and any(remedy.changes.startswith("bar_") for remedy in remedies)
+
+
+def _slow_hook(case: Case, hook: HookTime) -> str:
+    """Nobody can know whether a hook of the user's may be left out."""
+    name = re.sub(r"\{.*\}", "", hook.name)  # without its callback's settings, which Lightning puts into it
+    place = next((one for one in case.facts.hook_places if one.name == name), None)
+    at, step = f" ({place.at})" if place is not None else "", case.shares.step_ms
+    then = in_ms(predict.without(case.shares, hook.ms_per_step), step)
+    way = f"done rarely, a step takes {then} ms. Where it only observes, every 50th step is enough"
+    if place is not None and place.interval:
+        way += f" ({place.interval}=50)"
+    if "ProgressBar" in name:
+        way = f"without a progress bar a step takes {then} ms"
+    return f"{name}{at} takes {in_ms(hook.ms_per_step, step)} of {in_ms(step, step)} ms a step; {way}"
+
+
 def _copy(case: Case) -> Iterator[str]:
-    cause, facts = case.causes.get("copy"), case.facts
-    if cause is None:
-        return
-    if facts.device_type == "cpu":
+    cause = case.causes.get("copy")
+    if cause is not None and case.facts.device_type == "cpu":
         yield "nothing is copied on a CPU: your transfer hooks take this time, and the loader's workers could do it"
     elif cause == "unpinned":
         yield "batches lie in pageable memory, and copying them makes the host wait: try pin_memory=True"
@@ -213,26 +202,17 @@ def _copy(case: Case) -> Iterator[str]:
 
 
 def _fed(case: Case) -> Iterator[str]:
+    """Where fewer workers would do: by the rates of loader and model, else half of them."""
+    loaders, found, workers = case.measured.loaders, case.measured.experiments, case.facts.num_workers or 0
+    ready, capacity = loaders.queue_ready, loaders.queue_capacity
     if case.causes.get("compute") == "launch":
         yield 'model.compile(mode="reduce-overhead") issues many operations at once'
-    fewer = _workers_needed(case)
-    if fewer is not None:
-        loaders, workers = case.loaders, case.facts.num_workers or 0
-        yield (
-            f"num_workers={fewer} would do: with {workers}, {loaders.queue_ready:.1f} of "
-            f"{loaders.queue_capacity:.0f} batches are ready on average"
-        )
-
-
-def _workers_needed(case: Case) -> int | None:
-    """Fewer workers that would do: by the rates of loader and model, else half of them. None: none to give back."""
-    loaders, found, workers = case.loaders, case.measured.experiments, case.facts.num_workers
-    ready, capacity = loaders.queue_ready, loaders.queue_capacity
-    if "compute" not in case.causes or not workers or workers < 2:
-        return None
-    if ready is None or not capacity or ready < FULL_SHARE * capacity:
-        return None
+    if "compute" not in case.causes or ready is None or not capacity or ready < FULL_SHARE * capacity:
+        return
     fewer = (workers + 1) // 2
     if found is not None and found.model_per_s and found.loader_per_s:
         fewer = max(1, int(-(-workers * SPARE * found.model_per_s // found.loader_per_s)))
-    return fewer if fewer < workers else None
+    if workers >= 2 and fewer < workers:
+        yield (
+            f"num_workers={fewer} would do: with {workers}, {ready:.1f} of {capacity:.0f} batches are ready on average"
+        )

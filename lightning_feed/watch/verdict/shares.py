@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_feed.errors import plural as plural
 from lightning_feed.watch.verdict.diagnosis import Grade, Measurements
 
 Part = Literal["framework", "copy", "data"]

@@ -15,7 +15,7 @@ from watch.experiments.made_data import Broken, Files, Images, Slow, Stream
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
-from lightning_feed.watch.experiments import data_experiments, loader_alone
+from lightning_feed.watch.experiments import data_experiments, rates
 from lightning_feed.watch.experiments.data_experiments import EXPERIMENTS, run_data_experiments
 from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.experiments.session import Session
@@ -30,7 +30,7 @@ def _last(loader: Any, **options: Any) -> ExperimentResults:
 
 
 def test_all_of_them_on_a_slow_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_alone, "_TIMES", 2)
+    monkeypatch.setattr(rates, "_TIMES", 2)
     slow = Slow(0.004)
     dataset = Images(slow)
     loader = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=1)

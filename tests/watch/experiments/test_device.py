@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError, MissingExtraError
-from lightning_feed.watch.experiments import device
+from lightning_feed.watch.experiments import rates
 from lightning_feed.watch.experiments.data_experiments import run_data_experiments
-from lightning_feed.watch.experiments.device import (
+from lightning_feed.watch.experiments.rates import (
     BUFFER_BYTES,
     FEWEST_ROUNDS,
     MOST_IMAGES,
@@ -69,8 +69,8 @@ def test_the_files_are_decoded_as_the_loader_would_crop_them(
     class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    decode = device.decode_batch
-    monkeypatch.setattr(device, "decode_batch", lambda batch, dataset: seen.append(decode(batch, dataset)))
+    decode = rates.decode_batch
+    monkeypatch.setattr(rates, "decode_batch", lambda batch, dataset: seen.append(decode(batch, dataset)))
     _measure(_loader(class_folders), max_s=0.0)
     pictures, labels = seen[0]
     assert (pictures.dtype, pictures.shape[1:]) == (torch.uint8, (3, 32, 32))
@@ -81,8 +81,8 @@ def test_as_many_images_as_a_device_can_hold_before_they_are_cropped(
     class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(device, "decode_batch", lambda batch, dataset: sizes.append(len(batch)))
-    monkeypatch.setattr(device, "MOST_IMAGES", 3)
+    monkeypatch.setattr(rates, "decode_batch", lambda batch, dataset: sizes.append(len(batch)))
+    monkeypatch.setattr(rates, "MOST_IMAGES", 3)
     _measure(_loader(class_folders), max_s=0.0)
     assert set(sizes) == {3}
     assert MOST_IMAGES >= 32
@@ -161,7 +161,7 @@ def _results(loader: Any, kind: str) -> ExperimentResults:
 
 def test_it_is_measured_on_cuda_only(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(device, "decode_rate", lambda *args: given.append(args) or 7.0)
+    monkeypatch.setattr(rates, "decode_rate", lambda *args: given.append(args) or 7.0)
     assert _results(_loader(class_folders), "cpu").device_decode_per_s is None
     assert not given
     assert _results(_loader(class_folders), "cuda").device_decode_per_s == 7.0
@@ -178,7 +178,7 @@ def test_a_failure_hides_no_other_result(
     def fail(*args: Any) -> float:
         raise error
 
-    monkeypatch.setattr(device, "decode_rate", fail)
+    monkeypatch.setattr(rates, "decode_rate", fail)
     found = _results(_loader(class_folders), "cuda")
     assert found.device_decode_per_s is None
     assert found.left_out == (("device-decode", str(error).split("\n")[0]),)

@@ -16,8 +16,8 @@ from watch.experiments.made_data import Files, Images, Slow, Stream, machine_of,
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
-from lightning_feed.watch.experiments import loader_alone
-from lightning_feed.watch.experiments.loader_alone import (
+from lightning_feed.watch.experiments import rates
+from lightning_feed.watch.experiments.rates import (
     NullDataset,
     NullStream,
     measure_ceiling,
@@ -213,7 +213,7 @@ def test_what_cannot_be_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     spawned = DataLoader(Images(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
     assert "spawn" in _why_not(spawned)
     assert "no two alike" in _why_not(DataLoader(Images(), batch_size=4, collate_fn=_fails))
-    monkeypatch.setattr(loader_alone, "_compare", lambda *args: os._exit(3))
+    monkeypatch.setattr(rates, "_compare", lambda *args: os._exit(3))
     assert _why_not(DataLoader(Images())) == "the process that measured it ended before it was done"
 
 
@@ -244,5 +244,5 @@ def test_only_batches_that_were_ready_count(fills: bool, expected: list[int], mo
         now[0] += 100
 
     script = Script(now, fills=fills)
-    monkeypatch.setattr(loader_alone, "probe_loader", lambda batches: script)
+    monkeypatch.setattr(rates, "probe_loader", lambda batches: script)
     assert taking_times(script, clock=lambda: now[0], sleep=slept) == expected

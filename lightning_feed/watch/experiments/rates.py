@@ -1,4 +1,4 @@
-"""The loader alone: its rate, other numbers of workers, constant samples, and the hand-over of a ready batch."""
+"""Rates: the loader alone, with other workers or constant samples, a ready batch handed over, copied, decoded."""
 
 import multiprocessing
 import os
@@ -12,27 +12,23 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import torch.multiprocessing as torch_mp
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.cloning import Changes, burst_of, clone_loader, iter_is_itself
+from lightning_feed.load.crop import EvalRecipe, TrainRecipe
+from lightning_feed.load.image_dataset import ImageDataset, collate_encoded
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.throughput import RoundLimits, time_loader
+from lightning_feed.load.throughput import RoundLimits
 from lightning_feed.load.worker import worker_processes
+from lightning_feed.transfer.batch_tree import tensors
+from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.watch.experiments.results import KeyUse
-from lightning_feed.watch.experiments.session import (
-    START_S,
-    LeftOut,
-    Part,
-    Session,
-    Together,
-    counted_s,
-    fresh,
-    key_bytes,
-    rate_of,
-)
+from lightning_feed.watch.experiments.session import START_S, LeftOut, Part, Session, Together, fresh, key_bytes
+from lightning_feed.watch.experiments.storage import innermost
 from lightning_feed.watch.loader_state import Probe, probe_loader
 from lightning_feed.watch.worker_time import WorkerClock, Workers, WorkerTime
 
@@ -56,26 +52,25 @@ def measure_loader(session: Session) -> None:
         LoaderError: nothing can be taken from it, or it hangs.
         DatasetError: a sample cannot be loaded.
     """
-    limits = RoundLimits(min_s=counted_s(session.share_s), max_s=max(START_S, session.share_s))
     if not session.parts:
-        _measure_iterable(session, limits)
-        return
+        _check_iterable(session.loader)
     session.check_memory()
     loaders = [part.loader for part in session.parts]
-    reads = _ReadMeter(max(map(burst_of, loaders)))
-    rate, session.first = rate_of(session.parts, limits, on_batch=reads)
+    reads = _ReadMeter(max(map(burst_of, loaders), default=1))
+    limits = RoundLimits(min_s=session.counted_s(), max_s=max(START_S, session.share_s))
+    rate, session.first = session.drain(limits, on_batch=reads)
     session.alone, session.reads = rate, reads.total
+    workers = [loader.num_workers for loader in loaders]
     session.note(
         loader_per_s=rate.batches_per_s,
         loader_start_s=rate.start_s,
-        taking_ms=rate.taking_ms if all(loader.num_workers for loader in loaders) else None,
-        worker_scaling=((max(loader.num_workers for loader in loaders), rate.batches_per_s),),
+        taking_ms=rate.taking_ms if all(workers) else None,
+        worker_scaling=((max(workers), rate.batches_per_s),) if workers else (),
     )
 
 
-def _measure_iterable(session: Session, limits: RoundLimits) -> None:
-    """The rate of what is no DataLoader."""
-    loader = session.loader
+def _check_iterable(loader: Any) -> None:
+    """See that batches can be taken from what is no DataLoader, and that there are as many afterwards."""
     kind = type(loader).__name__
     if not hasattr(loader, "__iter__"):
         raise LoaderError(
@@ -84,16 +79,6 @@ def _measure_iterable(session: Session, limits: RoundLimits) -> None:
         )
     if iter_is_itself(loader):
         raise LeftOut(f"a {kind} can be gone through only once, and training needs it")
-    passes: list[Together] = []
-
-    def begin() -> Together:
-        passes.append(Together([iter(loader)]))
-        return passes[-1]
-
-    with preserve_state(loader):
-        rate = time_loader(begin, burst=1, limits=limits)
-    session.alone, session.first = rate, passes[0].first or []
-    session.note(loader_per_s=rate.batches_per_s, loader_start_s=rate.start_s, taking_ms=rate.taking_ms)
 
 
 class _ReadMeter:
@@ -112,13 +97,12 @@ class _ReadMeter:
 def measure_keys(session: Session) -> None:
     """The bytes of each part of the first batch."""
     names = [part.name for part in session.parts] or [""]
-    session.note(
-        keys=tuple(
-            KeyUse(name=f"{place}.{name}" if place else name, bytes_per_batch=size, used=None)
-            for place, batch in zip(names, session.first, strict=True)
-            for name, size in key_bytes(batch).items()
-        )
-    )
+    sizes = {
+        f"{place}.{name}" if place else name: size
+        for place, batch in zip(names, session.first, strict=True)
+        for name, size in key_bytes(batch).items()
+    }
+    session.note(keys=tuple(KeyUse(name=name, bytes_per_batch=size, used=None) for name, size in sizes.items()))
 
 
 # --- other numbers of workers -----------------------------------------------------------------------------------------
@@ -147,7 +131,7 @@ def measure_scaling(session: Session) -> None:
     numbers, reasons = workers_to_try(session), list[str]()
     for _ in range(_TIMES):
         for number in tuple(numbers):
-            if session.clock() >= deadline - counted_s(_EACH * session.share_s):
+            if session.clock() >= deadline - session.counted_s(_EACH):
                 break
             try:
                 session.check_memory(number)
@@ -183,12 +167,7 @@ class _Constant:
     """
 
     def __init__(self, sample: Any, original: Any) -> None:
-        self.sample = sample
-        self.original = original
-
-    def give(self) -> Any:
-        """The sample."""
-        return fresh(self.sample)
+        self.sample, self.original = sample, original
 
     def __getattr__(self, name: str) -> Any:
         # Not __getitems__, by which torch would load whole batches from the original; no length and no state of a
@@ -205,7 +184,7 @@ class NullDataset(_Constant, Dataset[Any]):
         return len(self.original)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.give()
+        return fresh(self.sample)
 
 
 class NullStream(_Constant, IterableDataset[Any]):
@@ -213,7 +192,7 @@ class NullStream(_Constant, IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            yield self.give()
+            yield fresh(self.sample)
 
 
 def _null(part: Part, sample: Any) -> Any:
@@ -241,11 +220,9 @@ def measure_hand_over(session: Session) -> None:
         LeftOut: why that cannot be done.
     """
     for part in session.parts:
-        context = getattr(part.loader, "multiprocessing_context", None) or multiprocessing
-        if context.get_start_method() != "fork":
-            raise LeftOut(
-                f"worker processes are made by {context.get_start_method()}: only forked ones can be measured"
-            )
+        method = (getattr(part.loader, "multiprocessing_context", None) or multiprocessing).get_start_method()
+        if method != "fork":
+            raise LeftOut(f"worker processes are made by {method}: only forked ones can be measured")
         if getattr(part.loader, "workers", "process") == "thread":
             raise LeftOut("worker threads hand nothing over")
         if getattr(part.loader, "decode", None) is not None:
@@ -297,11 +274,12 @@ def _in_a_process(work: Callable[[], Any]) -> Any:
 def _compare(session: Session, passes: int) -> tuple[str, dict[str, float]]:
     """(strategy in force, milliseconds of each strategy)."""
     now: str = torch_mp.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    strategies = [now] if now == "file_system" or not sys.platform.startswith("linux") else [now, "file_system"]
-    total = dict.fromkeys(strategies, 0.0)
+    total = {now: 0.0}
+    if sys.platform.startswith("linux"):
+        total["file_system"] = 0.0
     for part, sample in zip(session.parts, session.samples, strict=True):
-        taken: dict[str, list[float]] = {strategy: [] for strategy in strategies}
-        for strategy in strategies * passes:
+        taken: dict[str, list[float]] = {strategy: [] for strategy in total}
+        for strategy in list(total) * passes:
             torch_mp.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
             taken[strategy] += taking_times(_constant_loader(part, sample))
         for strategy, times in taken.items():
@@ -350,3 +328,127 @@ def _full(probe: Probe, sleep: Callable[[float], object]) -> bool:
             return True
         sleep(_POLL_S)
     return False
+
+
+# --- the device -------------------------------------------------------------------------------------------------------
+
+BUFFER_BYTES = 64 << 20
+_REPEATS = 7
+MOST_IMAGES = 256
+"""Decoded together: a longer list tells no more, and takes its time to be read."""
+FEWEST_ROUNDS = 2
+
+
+def measure_copies(session: Session) -> None:
+    """Copy a buffer of 64 MiB and the first batch to a CUDA device, several times each; medians.
+
+    Raises:
+        LeftOut: why there is nothing to measure.
+    """
+    device = session.device
+    if device is None or device.type == "cpu":
+        raise LeftOut("nothing is copied: the device is the CPU")
+    if device.type != "cuda":
+        raise LeftOut(f"copies are timed by CUDA events, and the device is of type '{device.type}'")
+    leaves = [tensor for tensor in tensors(session.first) if tensor.device.type == "cpu"]
+    batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in leaves)
+    free, _ = torch.cuda.mem_get_info(device)
+    if 2 * (batch_bytes + BUFFER_BYTES) > free:
+        raise LeftOut(
+            f"a batch of {batch_bytes >> 20} MiB and a buffer would take more than half of the free device memory"
+        )
+    pageable = torch.empty(BUFFER_BYTES, dtype=torch.uint8).fill_(1)  # written: else its pages are not there
+    pinned = pageable.pin_memory()
+    target = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
+    gb_ms = BUFFER_BYTES / 1e6
+    session.note(
+        pinned_gb_per_s=gb_ms / _median_ms(lambda: target.copy_(pinned, non_blocking=True), device),
+        pageable_gb_per_s=gb_ms / _median_ms(lambda: target.copy_(pageable), device),
+        copy_ms=_median_ms(lambda: [tensor.to(device, non_blocking=True) for tensor in leaves], device),
+    )
+
+
+def _median_ms(copy: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds between two events around the copy; the first two times do not count."""
+    taken: list[float] = []
+    with torch.cuda.device(device):
+        for _ in range(2 + _REPEATS):
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize(device)
+            start.record()
+            copy()
+            end.record()
+            end.synchronize()
+            taken.append(float(start.elapsed_time(end)))
+    return statistics.median(taken[2:])
+
+
+def measure_device_decode(session: Session) -> None:
+    """Decode images of the folder on the device itself (``backend="nvjpeg"``), with nothing beside it.
+
+    Nothing is noted where that is not possible.
+
+    Raises:
+        LeftOut: it failed.
+    """
+    if session.device is None or session.device.type != "cuda" or len(session.parts) != 1:
+        return
+    try:
+        per_s = decode_rate(session.parts[0], session.device, session.counted_s())
+    except (FeedError, RuntimeError) as error:  # of nvJPEG, or memory on the device
+        raise LeftOut(str(error).partition("\n")[0]) from error
+    session.note(device_decode_per_s=per_s)
+
+
+def decode_rate(
+    part: Part,
+    device: torch.device,
+    max_s: float,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    wait: Callable[[torch.device], object] = torch.cuda.synchronize,
+) -> float | None:
+    """Batches per second, by the same files and crops as the loader's first ones; None where that is not possible.
+
+    It is possible for images that are decoded in the workers and go through no transform of the user's.
+
+    Args:
+        part: the loader.
+        device: that decodes.
+        max_s: when no further round begins.
+        clock: seconds.
+        wait: waits until the device is done.
+
+    Raises:
+        DatasetError: an image cannot be read or decoded, with its name.
+        MissingExtraError: this torchvision has no nvJPEG.
+    """
+    if part.stream:
+        return None
+    with preserve_state(part.loader):
+        samples = [innermost(part.loader.dataset, index) for index in part.first_samples(MOST_IMAGES)]
+        dataset: Any = samples[0][0] if samples else None
+        if not _decodes_images(dataset) or any(base is not dataset for base, _ in samples):
+            return None
+        encoded = ImageDataset(
+            dataset.source, dataset.decoder, dataset.recipe, bad_samples=dataset.bad_samples, encoded=True
+        )
+        batch = collate_encoded([encoded[index] for _, index in samples]).to(device)
+        decode_batch(batch, encoded)  # makes the decoder, and the memory that it takes
+        wait(device)
+        began, rounds = clock(), 0
+        while rounds < FEWEST_ROUNDS or clock() - began < max_s:
+            decode_batch(batch, encoded)
+            wait(device)
+            rounds += 1
+        images_per_s = rounds * len(batch) / (clock() - began)
+    return images_per_s / part.batch_size
+
+
+def _decodes_images(dataset: Any) -> bool:
+    return (
+        type(dataset) is ImageDataset
+        and isinstance(dataset.recipe, (TrainRecipe, EvalRecipe))
+        and (dataset.cache is None or dataset.cache.kind == "bytes")
+    )
