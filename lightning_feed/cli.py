@@ -242,9 +242,7 @@ def _percent(text: str) -> float:
 def _report(arguments: argparse.Namespace) -> None:
     from lightning_feed.watch.reports.compare import check_starved
     from lightning_feed.watch.reports.document import as_json, read_document
-    from lightning_feed.watch.reports.files import write_whole
-    from lightning_feed.watch.reports.html import as_html
-    from lightning_feed.watch.reports.text import as_markdown
+    from lightning_feed.watch.reports.files import as_html, as_markdown, write_whole
 
     report = read_document(arguments.folder)
     if arguments.folder.is_dir():
@@ -262,7 +260,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
 def _as_text(report: "Report") -> str:
     from lightning_feed.watch.reports.compare import check_text
-    from lightning_feed.watch.reports.text import as_text
+    from lightning_feed.watch.reports.files import as_text
 
     return "\n".join([as_text(report.diagnosis), *(f"card  {check_text(one)}" for one in report.report_card)])
 
@@ -303,8 +301,8 @@ def _add_doctor(commands: "Commands") -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from lightning_feed.watch.doctor import examine
     from lightning_feed.watch.doctor.finding import as_plain, as_text
+    from lightning_feed.watch.doctor.looks import examine
 
     found = examine(arguments.data)
     if arguments.json:

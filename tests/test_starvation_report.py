@@ -14,8 +14,8 @@ from watch.small_fits import Memory, run_fit
 from lightning_feed import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_report import give_report, run_folder
 from lightning_feed.watch.reports.document import read_document
+from lightning_feed.watch.reports.files import diagnosis_markdown
 from lightning_feed.watch.reports.headline import headline
-from lightning_feed.watch.reports.text import diagnosis_markdown
 
 pytestmark = [
     # These fits are small on purpose.

@@ -3,12 +3,12 @@
 import json
 import math
 import sys
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from datetime import datetime, timezone
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from lightning_feed.errors import ReportError
 from lightning_feed.watch.experiments.results import ExperimentResults
@@ -32,8 +32,6 @@ NAME = "feed_report"
 """Of the files, without the ending."""
 SCHEMA = "lightning_feed.report/1"
 """Name and version of the form. Keys may be added within a version; what is there keeps its meaning."""
-
-Value = TypeVar("Value")
 
 
 # --- the parts of the file ----------------------------------------------------------------------------------------
@@ -89,33 +87,28 @@ class Parts:
 
 
 def _parts_of(report: Report) -> Parts:
-    measured = report.diagnosis.measurements
-    step_ms, batch_size = measured.stats.step_ms, measured.facts.batch_size
+    found, measured = report.diagnosis, report.diagnosis.measurements
+    size, step_ms = measured.facts.batch_size, measured.stats.step_ms
+    remedies = [
+        ReportedRemedy(**vars(one), predicted_samples_per_s=rate(one.predicted_step_ms, size)) for one in found.remedies
+    ]
     return Parts(
+        **_shared(measured, Parts),
         environment=report.environment,
         run=measured.facts,
-        verdict=Verdict(**_shared(report.diagnosis, Verdict)),
+        verdict=Verdict(**_shared(found, Verdict)),
         step=measured.stats,
-        throughput=Throughput(batches_per_s=rate(step_ms, 1), samples_per_s=rate(step_ms, batch_size)),
-        **_shared(measured, Parts),
-        remedies=tuple(
-            ReportedRemedy(**vars(one), predicted_samples_per_s=rate(one.predicted_step_ms, batch_size))
-            for one in report.diagnosis.remedies
-        ),
+        throughput=Throughput(batches_per_s=rate(step_ms, 1), samples_per_s=rate(step_ms, size)),
+        remedies=tuple(remedies),
         report_card=report.report_card,
     )
 
 
-def _report_of(parts: Parts, written_at: str, path: Path | None) -> Report:
+def _report_of(parts: Parts, **more: Any) -> Report:
     measured = Measurements(stats=parts.step, facts=parts.run, **_shared(parts, Measurements))
     remedies = tuple(Remedy(**_shared(one, Remedy)) for one in parts.remedies)
-    return Report(
-        diagnosis=Diagnosis(**vars(parts.verdict), remedies=remedies, measurements=measured),
-        environment=parts.environment,
-        written_at=written_at,
-        report_card=parts.report_card,
-        path=path,
-    )
+    diagnosis = Diagnosis(**vars(parts.verdict), remedies=remedies, measurements=measured)
+    return Report(diagnosis=diagnosis, environment=parts.environment, report_card=parts.report_card, **more)
 
 
 def _shared(value: object, kind: Any) -> dict[str, Any]:
@@ -144,9 +137,8 @@ def make_report(
     """
     when = (written_at or datetime.now(timezone.utc)).astimezone(timezone.utc).isoformat(timespec="seconds")
     where = environment or read_environment()
-    bare = Report(diagnosis=diagnosis, environment=where, written_at=when)
-    card = () if previous is None else compare(previous, bare).predictions
-    return Report(diagnosis=diagnosis, environment=where, written_at=when, report_card=card)
+    report = Report(diagnosis=diagnosis, environment=where, written_at=when)
+    return report if previous is None else replace(report, report_card=compare(previous, report).predictions)
 
 
 def as_document(report: Report) -> dict[str, Any]:
@@ -214,7 +206,7 @@ def from_document(document: object, *, path: Path | None = None) -> Report:
     written_at = document.get("written_at")
     if not isinstance(written_at, str):
         raise ReportError("written_at is missing. Write the report again.")
-    return _report_of(_read_object(Parts, document, ""), written_at, path)
+    return _report_of(_read(Parts, document, ""), written_at=written_at, path=path)
 
 
 def _check_schema(found: str) -> None:
@@ -254,13 +246,25 @@ def to_plain(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
-def _read_object(kind: type[Value], value: object, where: str) -> Value:
+def _read(hint: Any, value: object, where: str) -> Any:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return None if value is None else _read(_not_none(inner), value, where)
+    if is_dataclass(hint):
+        return _read_object(hint, value, where)
+    if origin is tuple:
+        return _read_tuple(inner, value, where)
+    if origin is Literal:
+        return value if value in inner else _refuse(where, value, f"one of {', '.join(map(repr, inner))}")
+    return _read_scalar(hint, value, where)
+
+
+def _read_object(kind: Any, value: object, where: str) -> Any:
     """A dataclass from a JSON object. Keys that it has no field for are left out."""
     if not isinstance(value, dict):
-        raise _wrong(where, value, "an object")
-    hints = get_type_hints(kind)
-    given: dict[str, Any] = {}
-    for one in fields(cast(Any, kind)):
+        return _refuse(where, value, "an object")
+    hints, given = get_type_hints(kind), {}
+    for one in fields(kind):
         below = f"{where}.{one.name}" if where else one.name
         if one.name in value:
             given[one.name] = _read(hints[one.name], value[one.name], below)
@@ -269,23 +273,35 @@ def _read_object(kind: type[Value], value: object, where: str) -> Value:
     return kind(**given)
 
 
-def _is_required(field: Any) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
+def _read_tuple(inner: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        return _refuse(where, value, "a list")
+    kinds = inner[:1] * len(value) if inner[1:] == (...,) else inner
+    if len(value) != len(kinds):
+        return _refuse(where, value, f"a list of {len(kinds)}")
+    return tuple(_read(kind, one, f"{where}[{at}]") for at, (kind, one) in enumerate(zip(kinds, value, strict=True)))
 
 
-def _read(hint: Any, value: object, where: str) -> Any:
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return None if value is None else _read(_not_none(inner), value, where)
-    if is_dataclass(hint):
-        return _read_object(cast(type[Any], hint), value, where)
-    if origin is tuple:
-        return _read_tuple(inner, value, where)
-    if origin is Literal:
-        if value not in inner:
-            raise _wrong(where, value, f"one of {', '.join(map(repr, inner))}")
+def _read_scalar(hint: Any, value: Any, where: str) -> Any:
+    if hint is float and value is None:  # a figure that was not finite when it was written
+        return math.nan
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is float and number and abs(value) <= sys.float_info.max:
+        return float(value)
+    if hint is int and number and abs(value) <= 2**63 and value == int(value):
+        return int(value)
+    if hint in (str, bool) and isinstance(value, hint):
         return value
-    return _read_scalar(hint, value, where)
+    return _refuse(where, value, _SCALARS[hint])
+
+
+_SCALARS = {float: "a finite number", int: "a whole number of up to 63 bits", str: "text", bool: "true or false"}
+
+
+def _refuse(where: str, value: object, wanted: str) -> NoReturn:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    raise ReportError(f"{where or 'the report'} is {shown}, and must be {wanted}. Write the report again.")
 
 
 def _not_none(kinds: tuple[Any, ...]) -> Any:
@@ -293,40 +309,8 @@ def _not_none(kinds: tuple[Any, ...]) -> Any:
     return kind
 
 
-def _read_tuple(inner: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise _wrong(where, value, "a list")
-    kinds = inner[:1] * len(value) if inner[1:] == (...,) else inner
-    if len(value) != len(kinds):
-        raise _wrong(where, value, f"a list of {len(kinds)}")
-    return tuple(_read(kind, one, f"{where}[{at}]") for at, (kind, one) in enumerate(zip(kinds, value, strict=True)))
-
-
-_SCALARS = {
-    float: "a finite number",
-    int: "a whole number of up to 63 bits",
-    str: "text",
-    bool: "true or false",
-}
-
-
-def _read_scalar(hint: Any, value: object, where: str) -> Any:
-    if hint is float and value is None:  # a figure that was not finite when it was written
-        return math.nan
-    if hint in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
-        if abs(value) <= 2**63 and (hint is int and value == int(value)):
-            return int(value)
-        if hint is float and abs(value) <= sys.float_info.max:
-            return float(value)
-    elif hint in (str, bool) and isinstance(value, hint):
-        return value
-    raise _wrong(where, value, _SCALARS[hint])
-
-
-def _wrong(where: str, value: object, wanted: str) -> ReportError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
-    return ReportError(f"{where or 'the report'} is {shown}, and must be {wanted}. Write the report again.")
+def _is_required(field: Any) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 # --- the schema ---------------------------------------------------------------------------------------------------
@@ -348,12 +332,12 @@ def json_schema() -> dict[str, Any]:
 def _form(hint: Any) -> dict[str, Any]:
     origin, inner = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
-        hints = get_type_hints(hint)
-        properties = {one.name: _form(hints[one.name]) for one in fields(hint)}
+        hints, known = get_type_hints(hint), fields(hint)
+        properties = {one.name: _form(hints[one.name]) for one in known}
         return {
             "type": "object",
             "properties": properties,
-            "required": [o.name for o in fields(hint) if _is_required(o)],
+            "required": [one.name for one in known if _is_required(one)],
         }
     if origin in (Union, UnionType):
         form = _form(_not_none(inner))

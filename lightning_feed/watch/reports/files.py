@@ -1,20 +1,163 @@
-"""Writes reports into a folder, and shows them on the console or in a notebook."""
+"""A report as text, Markdown and one HTML page; written into a folder, and shown on the console or in a notebook."""
 
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from html import escape
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_feed.archive.files import atomic_write
-from lightning_feed.errors import ReportError
+from lightning_feed.errors import ReportError, printable, printable_lines
+from lightning_feed.watch.reports import sections
 from lightning_feed.watch.reports.document import NAME, as_json
-from lightning_feed.watch.reports.html import as_html, in_frame
-from lightning_feed.watch.reports.report import Report
-from lightning_feed.watch.reports.text import as_markdown, as_text
+from lightning_feed.watch.reports.headline import headline, headline_parts, if_free, is_toy, speedup, trust
+from lightning_feed.watch.reports.report import Report, rate
+from lightning_feed.watch.reports.sections import Section, in_rate
+from lightning_feed.watch.verdict.diagnosis import Diagnosis
+from lightning_feed.watch.verdict.shares import in_ms, toy_sentence
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 Printer = Callable[[str], object]
+
+
+# --- the console --------------------------------------------------------------------------------------------------
+
+
+def as_text(diagnosis: Diagnosis) -> str:
+    """The verdict, how a step divides, why, and what to change; a line each. With experiments, the pipeline behind it.
+
+    Of steps so short that Python takes most of them: one sentence, and what experiments found.
+    """
+    measured = diagnosis.measurements
+    told: list[Iterable[Section]] = [sections.pipeline_sections(diagnosis), sections.measured_sections(measured)]
+    if diagnosis.bottleneck == "unknown" or diagnosis.stats.step_ms is None:
+        first = f"no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."
+    elif is_toy(diagnosis):
+        first = str(toy_sentence(diagnosis.stats.step_ms))
+    else:
+        first = f"{headline(diagnosis)} ({trust(diagnosis)})"
+        time = sections.step_sections(diagnosis), sections.time_sections(measured)
+        told = [*time, sections.advice_sections(diagnosis), *told]
+    lines = chain.from_iterable(one.console_lines() for one in chain.from_iterable(told))
+    return printable_lines("\n".join([f"FEED  {first}", *lines]))
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------------
+
+
+def as_markdown(report: Report) -> str:
+    """The whole report: verdict, step, causes, remedies, earlier predictions, pipeline, measurements, versions."""
+    return "\n\n".join((diagnosis_markdown(report.diagnosis), *map(_markdown, sections.other_sections(report)))) + "\n"
+
+
+def diagnosis_markdown(diagnosis: Diagnosis) -> str:
+    """The verdict, the step and the remedies: short enough for a logger's text."""
+    free = "" if is_toy(diagnosis) else if_free(diagnosis)
+    said = "; ".join(one for one in (trust(diagnosis), free) if one)
+    blocks = [f"# {_text(headline(diagnosis))}", f"{said[0].upper()}{said[1:]}."]
+    told = [*sections.step_sections(diagnosis), *(() if is_toy(diagnosis) else sections.advice_sections(diagnosis))]
+    return "\n\n".join(blocks + [_markdown(one) for one in told])
+
+
+def _markdown(section: Section) -> str:
+    if section.form == "list":
+        body = "\n".join(f"- {_text(line)}" for (line,) in section.rows)
+    elif section.pipeline is not None:
+        lines = "\n".join(section.console_lines()).strip()
+        fence = _fence(lines, least=3)
+        body = f"{fence}text\n{lines}\n{fence}"
+    else:
+        body = _table(section.header or tuple("" for _ in section.rows[0]), section.rows)
+    note = f"\n\n{_text(section.note)}" if section.note else ""
+    return f"## {_text(section.title)}\n\n{body}{note}"
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    cells = [header, tuple("---" for _ in header), *((_code(first), *map(_text, others)) for first, *others in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def _text(words: str) -> str:
+    """Text that stays text in Markdown, also in the cell of a table."""
+    flat = printable(re.sub(r"\s+", " ", words)).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*_\[\]|])", r"\\\1", flat)
+
+
+def _code(words: str) -> str:
+    """Code that stays one line of code in the cell of a table."""
+    flat = printable(re.sub(r"\s+", " ", words)).replace("|", "\\|")
+    fence = _fence(flat)
+    return f"{fence} {flat} {fence}" if len(fence) > 1 else f"`{flat}`"
+
+
+def _fence(text: str, least: int = 1) -> str:
+    """More backquotes than stand together in a text."""
+    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
+
+
+# --- HTML ---------------------------------------------------------------------------------------------------------
+
+_COLOURS = {"data": "data", "copy": "copy", "compute": "good"}
+"""Bottleneck -> colour of its mark; grey for others."""
+
+
+def as_html(report: Report) -> str:
+    """A page with the verdict, the step as a stacked bar, remedies, the pipeline, and all that was found beside it.
+
+    It loads nothing, runs no script, and is readable in light and dark, on a phone and on paper.
+    """
+    diagnosis = report.diagnosis
+    verdict, waits = headline_parts(diagnosis)
+    advice = () if is_toy(diagnosis) else sections.advice_sections(diagnosis)
+    return _template().render(
+        report=report,
+        colour=_COLOURS.get(diagnosis.bottleneck, "other"),
+        verdict=verdict[:1].upper() + verdict[1:],
+        said=[f"{one[:1].upper()}{one[1:]}." for one in (waits, trust(diagnosis)) if one],
+        tiles=_tiles(report),
+        sections=[*sections.step_sections(diagnosis), *advice, *sections.other_sections(report)],
+        in_rate=in_rate,
+    )
+
+
+def in_frame(page: str) -> str:
+    """A page as part of another one, such as a notebook, whose look it leaves alone."""
+    return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'
+
+
+@cache
+def _template() -> "Template":
+    import jinja2  # here, since most of what imports this module writes no page
+
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(text)
+
+
+def _tiles(report: Report) -> list[tuple[str, str, str]]:
+    """(figure, unit, words) of what is known of the figures on top."""
+    stats, facts = report.diagnosis.stats, report.diagnosis.measurements.facts
+    per_s, faster = rate(stats.step_ms, facts.batch_size), speedup(report.diagnosis)
+    tiles = []
+    if stats.starved_pct is not None:
+        tiles.append((f"{stats.starved_pct:.1f}", "%", "of each step waiting for data"))
+    if stats.step_ms:
+        tiles.append((in_ms(stats.step_ms, stats.step_ms), "ms", "a step on average"))
+    if per_s is not None:
+        tiles.append((in_rate(per_s), "samples/s", "trained on each rank" if facts.world_size > 1 else "trained"))
+    if faster is not None:
+        tiles.append((f"{faster:.2f}", "x", "as fast if data were free"))
+    return tiles
+
+
+# --- files --------------------------------------------------------------------------------------------------------
 
 
 def write_report(report: Report, folder: str | Path) -> list[Path]:

@@ -75,7 +75,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
-        from lightning_feed.watch.reports.html import as_html, in_frame  # which import this module
+        from lightning_feed.watch.reports.files import as_html, in_frame  # which import this module
 
         return in_frame(as_html(self))
 

@@ -10,8 +10,8 @@ import pytest
 from watch.doctor.made_machine import MEMINFO, FakeNvml, FakeNvmlError, fake_torch, made_machine, unpinnable, write
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.watch.doctor import LOOKS, examine
 from lightning_feed.watch.doctor.finding import Finding
+from lightning_feed.watch.doctor.looks import LOOKS, examine
 
 MIB = 1 << 20
 NO_DALI = {"nvidia-dali-cuda120": None}

@@ -18,7 +18,7 @@ from watch.reports.sample_reports import (
 )
 
 from lightning_feed.watch.experiments.results import KeyUse, NamedCost
-from lightning_feed.watch.reports.html import as_html
+from lightning_feed.watch.reports.files import as_html
 from lightning_feed.watch.reports.report import Report
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, Remedy
 

@@ -18,9 +18,7 @@ from lightning_feed.errors import ReportError
 from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.reports.compare import check_starved
 from lightning_feed.watch.reports.document import json_schema
-from lightning_feed.watch.reports.files import write_report
-from lightning_feed.watch.reports.html import as_html
-from lightning_feed.watch.reports.text import as_markdown, as_text
+from lightning_feed.watch.reports.files import as_html, as_markdown, as_text, write_report
 from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
 

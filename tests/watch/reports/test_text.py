@@ -20,12 +20,17 @@ from watch.reports.sample_reports import (
 )
 
 from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse, NamedCost
-from lightning_feed.watch.reports.files import print_text, show_report
+from lightning_feed.watch.reports.files import (
+    as_html,
+    as_markdown,
+    as_text,
+    diagnosis_markdown,
+    print_text,
+    show_report,
+)
 from lightning_feed.watch.reports.headline import headline
-from lightning_feed.watch.reports.html import as_html
-from lightning_feed.watch.reports.pipeline import Pipeline, in_rate, pipeline_text, read_pipeline
 from lightning_feed.watch.reports.report import Report
-from lightning_feed.watch.reports.text import as_markdown, as_text, diagnosis_markdown
+from lightning_feed.watch.reports.sections import Pipeline, in_rate, pipeline_text, read_pipeline
 from lightning_feed.watch.stats import LoaderStats, RankStats
 from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, LoopFacts, Measurements, Remedy
