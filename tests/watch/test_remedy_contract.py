@@ -14,10 +14,9 @@ from watch.cases import ASLEEP, BUSY, READY, measured
 
 import lightning_feed
 from lightning_feed.watch.experiments.results import NamedCost
-from lightning_feed.watch.verdict.decide import diagnose
+from lightning_feed.watch.verdict.decide import RUN_RULES, diagnose
 from lightning_feed.watch.verdict.diagnosis import Form, HookPlace, HookTime, Place, Remedy
 from lightning_feed.watch.verdict.remedies import LEAST_PCT, RULES
-from lightning_feed.watch.verdict.whole_run import RULES as RUN_RULES
 from lightning_feed.watch.wall import WallPart, WallStats
 
 CUDA: dict[str, Any] = {"device_type": "cuda", "pin_memory": True}

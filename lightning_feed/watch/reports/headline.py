@@ -3,9 +3,9 @@
 from typing import Literal, NamedTuple
 
 from lightning_feed.errors import plural
+from lightning_feed.watch.verdict.decide import share_text
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
 from lightning_feed.watch.verdict.shares import LOOP_WORDS, grade_of, in_ms, shares_of, toy_sentence
-from lightning_feed.watch.verdict.whole_run import share_text
 
 _OF_THE_STEP = {
     "compute": "OK: limited by the model",
