@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from lightning_feed.errors import ReportError, printable_lines
-from lightning_feed.watch.reports.report import Environment, RemedyCheck, Report, rate
+from lightning_feed.watch.reports.headline import cause_text
+from lightning_feed.watch.reports.report import RemedyCheck, Report, rate
+from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.verdict.diagnosis import SYNCS, LoopFacts, Remedy
 from lightning_feed.watch.verdict.shares import shares_of
 
@@ -78,25 +80,20 @@ def compare(before: Report, after: Report) -> Comparison:
     """
     old, new = _settings(before), _settings(after)
     settings = tuple(_changed(old, new))
-    versions = _changed(_versions(before.environment), _versions(after.environment))
-    ours, theirs = before.diagnosis.stats, after.diagnosis.stats
     remedies = [(one, wanted_settings(one)) for one in before.diagnosis.remedies]
-    unchecked = (
+    unchecked = [
         one.changes for one, wanted in remedies if one.changes and not (wanted and wanted.keys() <= old.keys())
-    )
+    ]
     return Comparison(
         before="the earlier report" if before.path is None else str(before.path),
         after="the later report" if after.path is None else str(after.path),
         settings=settings,
-        versions=tuple(versions),
-        figures=(
-            _figure("samples_per_s", _samples_per_s(before), _samples_per_s(after)),
-            *(_figure(name, getattr(ours, name), getattr(theirs, name)) for name in FIGURES),
-        ),
+        versions=tuple(_changed(_versions(before), _versions(after))),
+        figures=tuple(_figures(before, after)),
         verdict_changed=_verdict(before) != _verdict(after),
         verdict_before=_verdict(before),
         verdict_after=_verdict(after),
-        starved_within_noise=_overlap(before, after),
+        starved_within_noise=_overlap(before.diagnosis.stats, after.diagnosis.stats),
         predictions=tuple(_check(one, after, settings) for one, wanted in remedies if _followed(wanted, old, new)),
         unchecked=tuple(dict.fromkeys(unchecked)),
         cautions=tuple(_cautions(before, after)),
@@ -122,8 +119,8 @@ def _settings(report: Report) -> dict[str, Setting]:
     return chosen | {name: name in facts.syncs for name in SYNCS}
 
 
-def _versions(environment: Environment) -> dict[str, Setting]:
-    return {one.name: getattr(environment, one.name) for one in fields(Environment) if one.name not in _PASSING}
+def _versions(report: Report) -> dict[str, Setting]:
+    return {name: value for name, value in vars(report.environment).items() if name not in _PASSING}
 
 
 def _changed(before: dict[str, Setting], after: dict[str, Setting]) -> Iterator[Changed]:
@@ -164,37 +161,39 @@ def _check(remedy: Remedy, after: Report, settings: tuple[Changed, ...]) -> Reme
 # --- figures ------------------------------------------------------------------------------------------------------
 
 
-def _figure(name: str, before: float | None, after: float | None) -> Figure:
-    change = None if before is None or after is None or not before else 100 * (after - before) / before
-    return Figure(name=name, before=before, after=after, change_pct=change)
+def _figures(*reports: Report) -> Iterator[Figure]:
+    def values(report: Report) -> dict[str, float | None]:
+        stats = report.diagnosis.stats
+        per_s = rate(stats.step_ms, report.diagnosis.measurements.facts.batch_size)
+        return {"samples_per_s": per_s, **{name: getattr(stats, name) for name in FIGURES}}
+
+    before, after = map(values, reports)
+    for name, old in before.items():
+        new = after[name]
+        change = None if old is None or new is None or not old else 100 * (new - old) / old
+        yield Figure(name=name, before=old, after=new, change_pct=change)
 
 
-def _samples_per_s(report: Report) -> float | None:
-    return rate(report.diagnosis.stats.step_ms, report.diagnosis.measurements.facts.batch_size)
-
-
-def _overlap(before: Report, after: Report) -> bool | None:
-    (low, high), (other_low, other_high) = (
-        (one.diagnosis.stats.starved_low_pct, one.diagnosis.stats.starved_high_pct) for one in (before, after)
-    )
+def _overlap(before: StarvationStats, after: StarvationStats) -> bool | None:
+    low, high = before.starved_low_pct, before.starved_high_pct
+    other_low, other_high = after.starved_low_pct, after.starved_high_pct
     if low is None or high is None or other_low is None or other_high is None:
         return None
     return low <= other_high and other_low <= high
 
 
 def _verdict(report: Report) -> str:
-    found = report.diagnosis
-    cause = "" if found.cause in ("unknown", found.bottleneck) else f" ({found.cause})"
-    return f"{found.bottleneck}{cause}, {found.grade}"
+    found, cause = report.diagnosis, cause_text(report.diagnosis)
+    return f"{found.bottleneck}{f' ({cause})' if cause else ''}, {found.grade}"
 
 
 def _cautions(before: Report, after: Report) -> Iterator[str]:
-    old, new = _settings(before), _settings(after)
+    old, new = before.diagnosis.measurements.facts, after.diagnosis.measurements.facts
     if any(getattr(before.environment, name) != getattr(after.environment, name) for name in MACHINE):
         yield "they ran on different machines, or on a machine that was changed"
-    if None not in (old["batch_size"], new["batch_size"]) and old["batch_size"] != new["batch_size"]:
+    if None not in (old.batch_size, new.batch_size) and old.batch_size != new.batch_size:
         yield "the batch sizes differ: compare samples per second, not step times or predictions"
-    if old["world_size"] != new["world_size"]:
+    if old.world_size != new.world_size:
         yield "the numbers of ranks differ: figures are those of one rank"
     for report, which in ((before, "earlier"), (after, "later")):
         if report.diagnosis.grade == "not measured":
@@ -276,13 +275,13 @@ def check_starved(report: Report, *, above_pct: float) -> str:
         ReportError: when the share is above the limit, or was not measured.
     """
     stats, measured = report.diagnosis.stats, report.diagnosis.measurements
+    shares = shares_of(measured)
     if report.diagnosis.grade == "not measured" or stats.starved_pct is None:
         alone = measured.experiments is not None and not stats.steps
         todo = "Diagnose a LightningModule with it." if alone else "Train longer with GPUStarvationCallback."
         raise ReportError(
             f"nothing to compare with the limit of {above_pct:g} %: {stats.steps} steps were measured. {todo}"
         )
-    shares = shares_of(measured)
     candidates = {
         "starved_pct": stats.starved_pct,
         "ranks.starved_pct": None if measured.ranks is None else measured.ranks.starved_pct,

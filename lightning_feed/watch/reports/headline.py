@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 from lightning_feed.errors import plural
 from lightning_feed.watch.verdict.decide import share_text
-from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts
+from lightning_feed.watch.verdict.diagnosis import Diagnosis
 from lightning_feed.watch.verdict.shares import LOOP_WORDS, grade_of, in_ms, shares_of, toy_sentence
 
 _OF_THE_STEP = {
@@ -161,36 +161,5 @@ def step_parts(diagnosis: Diagnosis) -> list[StepPart]:
 
 
 def cause_text(diagnosis: Diagnosis) -> str:
-    """The cause with what the workers did meanwhile. Empty: the cause is not known, or the bottleneck says it all."""
-    name = "" if diagnosis.cause in ("unknown", diagnosis.bottleneck) else diagnosis.cause
-    said = ""
-    if diagnosis.bottleneck == "data":
-        cpus = _cpus(diagnosis.measurements.facts, crowded=diagnosis.cause == "oversubscribed")
-        said = "; ".join(one for one in (_worker_time(diagnosis), cpus) if one)
-    elif diagnosis.bottleneck == "framework":
-        said = "; ".join(f"{one.name} {one.ms_per_step:.1f} ms a step" for one in diagnosis.measurements.hooks[:3])
-    return f"{name}: {said}" if name and said else name or said
-
-
-def _worker_time(diagnosis: Diagnosis) -> str:
-    loaders = diagnosis.measurements.loaders
-    shares = {
-        "on CPU": loaders.workers_on_cpu_pct,
-        "run queue": loaders.workers_run_queue_pct,
-        "blocked": loaders.workers_blocked_pct,
-    }
-    known = [f"{name} {pct:.0f} %" for name, pct in shares.items() if pct is not None]
-    return f"workers {', '.join(known)}" if known else ""
-
-
-def _cpus(facts: LoopFacts, *, crowded: bool) -> str:
-    if facts.num_workers is None:
-        return ""
-    if facts.num_workers == 0:
-        return f"num_workers=0, so loading and {LOOP_WORDS[facts.stage]} take turns"
-    workers = plural(facts.num_workers, "worker")
-    if facts.usable_cpus is None:
-        return workers
-    if crowded:  # workers do not get the CPUs that are left for them
-        return f"{workers}, {plural(facts.usable_cpus, 'CPU')} may be used"
-    return f"{workers} on {plural(facts.usable_cpus, 'CPU')}"
+    """The cause in a word or two. Empty: it is not known, or the bottleneck says it all."""
+    return "" if diagnosis.cause in ("unknown", diagnosis.bottleneck) else diagnosis.cause

@@ -87,7 +87,6 @@ def _one_rank(measured: Measurements, shares: Shares) -> Finding | None:
 
 
 def _no_workers(measured: Measurements, _: Shares) -> Finding | None:
-    """Reports say what that means where they name the cause."""
     facts, wait = measured.facts, measured.stats.next_wait_ms
     if facts.num_workers != 0:
         return None
@@ -147,15 +146,11 @@ def _idle_workers(measured: Measurements, _: Shares) -> Finding | None:
 
 
 def _workers(measured: Measurements, _: Shares) -> Finding | None:
-    busy, loaders = _busy_pct(measured), measured.loaders
-    if busy is None:
-        return None
-    on_cpu, queue = loaders.workers_on_cpu_pct or 0.0, loaders.workers_run_queue_pct or 0.0
-    blocked = 100.0 - busy
-    said = f"workers are on a CPU {on_cpu:.0f} % of their time, ready for one {queue:.0f} %, blocked {blocked:.0f} %"
-    if blocked < BLOCKED_PCT:
-        return Finding("cpu", [said], sure=busy >= BUSY_PCT)
-    return _blocked(measured, said)
+    """What the workers do is told of every cause: see :func:`decide.diagnose`."""
+    busy = _busy_pct(measured)
+    if busy is None or 100.0 - busy >= BLOCKED_PCT:
+        return None if busy is None else _blocked(measured)
+    return Finding("cpu", sure=busy >= BUSY_PCT)
 
 
 def _busy_pct(measured: Measurements) -> float | None:
@@ -167,26 +162,26 @@ def _busy_pct(measured: Measurements) -> float | None:
     return None if on_cpu is None or queue is None else min(100.0, on_cpu + queue)
 
 
-def _blocked(measured: Measurements, said: str) -> Finding:
+def _blocked(measured: Measurements) -> Finding:
     """Workers neither compute nor could: do they wait for storage, or for something else?"""
     loaders, gain = measured.loaders, _gain(measured, "cached_bytes_per_s")
     cached, disk, pressure = loaders.page_cache_pct, loaders.disk_mb_per_s, loaders.io_pressure_pct
     gives, pressed = disk is None or disk >= DISK_MB_PER_S, (pressure or 0.0) >= IO_PRESSURE_PCT
     if gain is not None and gain >= FASTER:
-        return Finding("cold reads", [said, f"with its files in memory the loader is {gain:.1f} x as fast"])
+        return Finding("cold reads", [f"with its files in memory the loader is {gain:.1f} x as fast"])
     if gain is not None and gain < NO_FASTER:
-        return Finding("waiting", [said, "with its files in memory the loader is no faster"])
+        return Finding("waiting", ["with its files in memory the loader is no faster"])
     if cached is not None and cached < WARM_PCT and gives:
         rate = "" if disk is None else f", {disk:.1f} MB/s"
-        return Finding("cold reads", [said, f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
+        return Finding("cold reads", [f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
     if cached is None and disk is not None and gives and pressed:
-        return Finding("cold reads", [said, f"storage gives {disk:.1f} MB/s, mapped into memory"])
+        return Finding("cold reads", [f"storage gives {disk:.1f} MB/s, mapped into memory"])
     if cached is None and disk is None and pressure is None:
-        return Finding("unknown", [said, "whether for storage is not known"], sure=False)
+        return Finding("unknown", ["whether workers wait for storage is not known"], sure=False)
     if cached is None and disk is None and pressed:
-        return Finding("cold reads", [said, f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
+        return Finding("cold reads", [f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
     read = "" if cached is None else f": {cached:.0f} % of the bytes come from the page cache"
-    return Finding("waiting", [said, f"not for storage{read}"])
+    return Finding("waiting", [f"workers do not wait for storage{read}"])
 
 
 def _experiments(measured: Measurements, _: Shares) -> Finding | None:

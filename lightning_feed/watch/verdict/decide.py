@@ -14,6 +14,7 @@ from lightning_feed.watch.verdict.remedies import LEAST_PCT, PLACE, Case, larges
 from lightning_feed.watch.verdict.shares import (
     DATA_PCT,
     HIGH_PCT,
+    LOOP_WORDS,
     MIN_STEPS,
     OTHERS_PCT,
     Part,
@@ -135,20 +136,31 @@ def _evidence(measured: Measurements, shares: Shares, because: Sequence[str]) ->
         said.append(f"{pct:.0f} % of each step is forward, backward and optimizer")
     said += because
     if "data" in shares.over:
-        said += _making(measured)
+        said += [*_loading(measured), *_making(measured)]
     if stats.hidden_wait_ms is not None and stats.hidden_wait_ms >= SLACK_SHARE * whole:
         hidden, wait = in_ms(stats.hidden_wait_ms, whole), in_ms(stats.next_wait_ms, whole)
         said.append(f"{hidden} of {wait} ms in next(loader) cost nothing: the device computes meanwhile")
     if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
         said.append(f"the first batch of an epoch comes after {stats.epoch_start_s:.1f} s")
-    if "data" in shares.over and facts.num_workers:  # without workers the cause says so
-        cpus = f" on {plural(facts.usable_cpus, 'CPU')}" if facts.usable_cpus is not None else ""
-        said.append(f"the loader has {plural(facts.num_workers, 'worker')}{cpus}")
     if facts.others_cpu_pct is not None and facts.others_cpu_pct >= OTHERS_PCT:
         said.append(f"{facts.others_cpu_pct:.0f} % of the CPUs were taken by other programs: low confidence")
     if stats.lost_steps:
         said.append(f"{stats.lost_steps} steps could not be measured on the device")
     return tuple(said)
+
+
+def _loading(measured: Measurements) -> list[str]:
+    """Who makes the batches, and what they did meanwhile."""
+    facts, loaders = measured.facts, measured.loaders
+    if not facts.num_workers:
+        turns = f"num_workers=0, so loading and {LOOP_WORDS[facts.stage]} take turns"
+        return [turns] if facts.num_workers == 0 else []
+    cpus = f" on {plural(facts.usable_cpus, 'CPU')}" if facts.usable_cpus is not None else ""
+    on_cpu, queue, blocked = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, loaders.workers_blocked_pct
+    did = ""
+    if on_cpu is not None and queue is not None and blocked is not None:
+        did = f", {on_cpu:.0f} % of their time on a CPU, {queue:.0f} % ready for one, {blocked:.0f} % blocked"
+    return [f"the loader has {plural(facts.num_workers, 'worker')}{cpus}{did}"]
 
 
 def _making(measured: Measurements) -> list[str]:
