@@ -390,7 +390,7 @@ def test_every_form_of_the_report_has_the_parts(clock: Clock, tmp_path: Path) ->
     text = as_text(found)
     assert "wall  2670.0 s = train 1190.0 | validation 1440.0 | epoch starts 10.0 | set-up 30.0" in text
     assert "compute 9000.0 (forward 2000.0, backward 3000.0, optimizer 4000.0)" in text
-    assert "valid step 9000.0 ms = compute 5000.0 | data 4000.0 | copy 0.0 | other 0.0" in text
+    assert "validation step 9000.0 ms = compute 5000.0 | data 4000.0 | other 0.0" in text
     document = json.loads(json.dumps(as_document(report)))
     assert sum(part["seconds"] for part in document["wall"]["parts"]) == pytest.approx(document["wall"]["wall_s"])
     assert document["validation"]["stats"]["data_idle_ms"] == pytest.approx(4000)

@@ -508,6 +508,23 @@ def test_what_takes_most_of_a_batch_is_named(samples: float, collate: float, sai
     assert not any("one process" in line for line in diagnose(_measured(FED, TWO, {}, found)).evidence)
 
 
+@pytest.mark.parametrize(
+    ("facts", "loaders", "said"),
+    [
+        ({"num_workers": 0}, {}, "num_workers=0, so loading and training take turns"),
+        ({"num_workers": 1}, {"workers_blocked_pct": 95.0}, "the loader has 1 worker"),
+        (TWO, {}, "the loader has 2 workers on 2 CPUs"),
+        (
+            TWO,
+            _of(91, 4),
+            "the loader has 2 workers on 2 CPUs, 91 % of their time on a CPU, 4 % ready for one, 5 % blocked",
+        ),
+    ],
+)
+def test_who_makes_the_batches_is_told(facts: dict[str, Any], loaders: dict[str, Any], said: str) -> None:
+    assert diagnose(_measured(DATA, facts, loaders)).evidence[-1].endswith(said)
+
+
 def _is_sound(found: Diagnosis) -> None:
     step = found.stats.step_ms
     assert step is not None

@@ -1,11 +1,11 @@
 """The verdict in words: what limits training, how much time it takes, and why."""
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lightning_feed.errors import plural
 from lightning_feed.watch.verdict.decide import share_text
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
-from lightning_feed.watch.verdict.shares import LOOP_WORDS, grade_of, in_ms, shares_of, toy_sentence
+from lightning_feed.watch.verdict.shares import LOOP_WORDS, grade_of, shares_of, toy_sentence
 
 _OF_THE_STEP = {
     "compute": "OK: limited by the model",
@@ -126,38 +126,6 @@ def speedup(diagnosis: Diagnosis) -> float | None:
         whole = 1e3 * (stats.epoch_start_s or 0.0) + batches * step_ms
         busy = batches * (step_ms - (stats.data_idle_ms or 0.0))
     return whole / busy if busy > 0 else None
-
-
-# --- the parts of a step, and the cause ---------------------------------------------------------------------------
-
-
-class StepPart(NamedTuple):
-    """A part of a step."""
-
-    name: str
-    ms: float
-    meaning: str
-    inside: str = ""
-    """What it divides into: `` (forward 4.9, backward 0.4, optimizer 0.6)``; empty where that was not measured."""
-
-
-def step_parts(diagnosis: Diagnosis) -> list[StepPart]:
-    """The measured parts of a step as they follow each other on the device; they add up to the step.
-
-    On a CPU nothing is copied: what little time the transfer takes there counts as ``other``.
-    """
-    stats, copy_ms, other_ms = diagnosis.stats, diagnosis.stats.h2d_ms, diagnosis.stats.other_ms
-    if diagnosis.device_type == "cpu" and diagnosis.bottleneck != "copy":
-        copy_ms, other_ms = None, None if other_ms is None else other_ms + (copy_ms or 0.0)
-    named = {"forward": stats.forward_ms, "backward": stats.backward_ms, "optimizer": stats.optimizer_ms}
-    inside = ", ".join(f"{name} {in_ms(ms, stats.step_ms or 0.0)}" for name, ms in named.items() if ms is not None)
-    parts = (
-        ("compute", stats.compute_ms, "forward, backward and optimizer", f" ({inside})" if inside else ""),
-        ("data", stats.data_idle_ms, "the device waited for data", ""),
-        ("copy to device", copy_ms, "as far as no computing hides it, with the hooks before it", ""),
-        ("other", other_ms, "between the steps: callbacks, logging, checkpoints", ""),
-    )
-    return [StepPart(name, ms, meaning, inside) for name, ms, meaning, inside in parts if ms is not None]
 
 
 def cause_text(diagnosis: Diagnosis) -> str:

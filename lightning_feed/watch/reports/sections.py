@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from lightning_feed.errors import plural, source_line
 from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
 from lightning_feed.watch.reports.compare import check_text
-from lightning_feed.watch.reports.headline import cause_text, if_free, step_parts
+from lightning_feed.watch.reports.headline import cause_text, if_free
 from lightning_feed.watch.reports.report import Report, rate
-from lightning_feed.watch.stats import LoaderStats
-from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, LoopMeasurements, Measurements, Remedy
+from lightning_feed.watch.stats import LoaderStats, StarvationStats
+from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements, Remedy
 from lightning_feed.watch.verdict.predict import NOT_TRANSFORMS, step_of
 from lightning_feed.watch.verdict.shares import in_ms, model_disturbed
 
@@ -174,19 +174,37 @@ class Section:
 
 def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     """How a step divides."""
-    stats, whole = diagnosis.stats, diagnosis.stats.step_ms
-    if not whole:
-        return
-    parts, step = step_parts(diagnosis), in_ms(whole, whole)
-    split = " | ".join(f"{one.name} {in_ms(one.ms, whole)}{one.inside}" for one in parts)
-    rows = [(one.name, in_ms(one.ms, whole), f"{100 * one.ms / whole:.1f}", one.meaning + one.inside) for one in parts]
-    slack = ""
-    if stats.hidden_wait_ms and stats.next_wait_ms is not None:
-        hidden, wait = in_ms(stats.hidden_wait_ms, whole), in_ms(stats.next_wait_ms, whole)
-        slack = f"Of {wait} ms in next(loader), {hidden} ms cost nothing."
-    line = f"step {step} ms = {split}        {if_free(diagnosis)}".rstrip()
-    header = ("part of the step", "ms", "%", "")
-    yield Section(f"Where a step of {step} ms goes", rows, header, "step", [line], slack)
+    if diagnosis.stats.step_ms:
+        copies = diagnosis.device_type != "cpu" or diagnosis.bottleneck == "copy"
+        yield _parts_section("step", diagnosis.stats, copies=copies, end=f"        {if_free(diagnosis)}")
+
+
+def _parts_section(what: str, stats: StarvationStats, *, copies: bool, end: str) -> Section:
+    """The measured parts of a step as they follow each other on the device; they add up to the step.
+
+    Where nothing is copied, on a CPU, what little time the transfer takes counts as ``other``.
+    """
+    whole, copy_ms, other_ms = stats.step_ms or 0.0, stats.h2d_ms, stats.other_ms
+    if not copies:
+        copy_ms, other_ms = None, None if other_ms is None else other_ms + (copy_ms or 0.0)
+    named = {"forward": stats.forward_ms, "backward": stats.backward_ms, "optimizer": stats.optimizer_ms}
+    inside = ", ".join(f"{name} {in_ms(ms, whole)}" for name, ms in named.items() if ms is not None)
+    parts = (
+        ("compute", stats.compute_ms, "forward, backward and optimizer", f" ({inside})" if inside else ""),
+        ("data", stats.data_idle_ms, "the device waited for data", ""),
+        ("copy to device", copy_ms, "as far as no computing hides it, with the hooks before it", ""),
+        ("other", other_ms, "between the steps: callbacks, logging, checkpoints", ""),
+    )
+    known = [(name, ms, meaning, inside) for name, ms, meaning, inside in parts if ms is not None]
+    rows = [
+        (name, in_ms(ms, whole), f"{100 * ms / whole:.1f}", meaning + inside) for name, ms, meaning, inside in known
+    ]
+    split = " | ".join(f"{name} {in_ms(ms, whole)}{inside}" for name, ms, _, inside in known)
+    line = f"{what} {in_ms(whole, whole)} ms = {split}{end}".rstrip()
+    return Section(f"Where a {what} of {in_ms(whole, whole)} ms goes", rows, _PARTS, "step", [line])
+
+
+_PARTS = ("part of the step", "ms", "%", "")
 
 
 def time_sections(measured: Measurements) -> Iterator[Section]:
@@ -195,30 +213,23 @@ def time_sections(measured: Measurements) -> Iterator[Section]:
     if wall is not None and wall.wall_s > 0:
         digits = 1 if wall.wall_s >= 10 else 2
         told = [f"{one.name} {one.seconds:.{digits}f}" for one in wall.parts if round(one.seconds, digits)]
-        rows: list[Row] = [
-            (one.name, f"{one.seconds:.2f}", f"{100 * one.seconds / wall.wall_s:.1f}") for one in wall.parts
-        ]
+        parts = [(one.name, f"{one.seconds:.2f}", f"{100 * one.seconds / wall.wall_s:.1f}") for one in wall.parts]
         line = f"wall  {wall.wall_s:.{digits}f} s = {' | '.join(told)}"
-        yield Section(f"Where {wall.wall_s:.1f} s of wall time go", rows, ("part of the run", "s", "%"), console=[line])
-    if validation is not None and validation.stats.step_ms is not None:
+        yield Section(
+            f"Where {wall.wall_s:.1f} s of wall time go", parts, ("part of the run", "s", "%"), console=[line]
+        )
+    if validation is not None and validation.stats.step_ms:
+        step, copies = validation.stats.step_ms, validation.facts.device_type != "cpu"
+        waits = [
+            f"; {one.name} waits {in_ms(one.data_idle_ms, step)} of {in_ms(one.step_ms, step)}"
+            for one in validation.by_loader
+        ]
+        section = _parts_section("validation step", validation.stats, copies=copies, end="".join(waits))
         large = wall is not None and 100 * wall.seconds("validation") >= VALIDATION_PCT * wall.wall_s
-        yield _validation(validation, validation.stats.step_ms, on_console=large)
+        yield section if large else replace(section, console=())
     by_loader = measured.by_loader or (validation.by_loader if validation is not None else ())
-    if by_loader:
-        rows = [(one.name, str(one.steps), f"{one.step_ms:.2f}", f"{one.data_idle_ms:.2f}") for one in by_loader]
-        yield Section("Loader by loader", rows, ("loader", "steps", "ms a step", "waiting for data"))
-
-
-def _validation(found: LoopMeasurements, whole: float, *, on_console: bool) -> Section:
-    stats = found.stats
-    parts = {"compute": stats.compute_ms, "data": stats.data_idle_ms, "copy": stats.h2d_ms, "other": stats.other_ms}
-    rows = [(name, in_ms(ms, whole)) for name, ms in parts.items()]
-    waits = "".join(
-        f"; {one.name} waits {in_ms(one.data_idle_ms, whole)} of {in_ms(one.step_ms, whole)}" for one in found.by_loader
-    )
-    line = f"valid step {in_ms(whole, whole)} ms = {' | '.join(map(' '.join, rows))}{waits}"
-    title = f"Where a validation step of {in_ms(whole, whole)} ms goes"
-    return Section(title, rows, ("", "ms"), console=[line] if on_console else ())
+    rows = [(one.name, str(one.steps), f"{one.step_ms:.2f}", f"{one.data_idle_ms:.2f}") for one in by_loader]
+    yield from _table("Loader by loader", rows, ("loader", "steps", "ms a step", "waiting for data"))
 
 
 # --- advice -------------------------------------------------------------------------------------------------------

@@ -76,7 +76,6 @@ def test_the_page_tells_what_the_report_tells() -> None:
         "[Callback]ModelCheckpoint.on_train_batch_end",
         "Example GPU",
         "lightning_feed 0.1.0",
-        "Of 31.6 ms in next(loader), 2.0 ms cost nothing.",
     ):
         assert said in words, said
 
@@ -148,10 +147,9 @@ def test_every_name_is_text() -> None:
 
 
 def test_a_part_that_was_not_measured_is_not_drawn() -> None:
-    text = as_html(sample_report(sample(stats=sample_stats(h2d_ms=None, starved_pct=None, hidden_wait_ms=None))))
+    text = as_html(sample_report(sample(stats=sample_stats(h2d_ms=None, starved_pct=None))))
     (drawn,) = re.findall(r'<svg class="stack".*?</svg>', text, re.DOTALL)
     assert [one.get("class") for one in ElementTree.fromstring(drawn).findall("rect")] == ["compute", "data", "other"]
-    assert "cost nothing" not in text
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
