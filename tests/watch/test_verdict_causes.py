@@ -477,7 +477,7 @@ def _anything(draw: Any) -> Measurements:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(_anything())
 def test_whatever_is_known_or_not_there_is_a_verdict(measured: Measurements) -> None:
     found = diagnose(measured)

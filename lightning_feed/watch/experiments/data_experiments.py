@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_feed.errors import FeedError, LoaderError, SettingsError
+from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.watch.experiments import functions, rates, storage, transforms
 from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.experiments.session import LeftOut, Session
@@ -49,8 +49,6 @@ _BUILD_ON_LOADER = {"keys", "disk", "cached-files", "cold-files", "workers", "co
 """Those that need what the loader alone gave."""
 _OF_ANY_ITERABLE = {"loader", "keys", "copies"}
 """Those that need no DataLoader."""
-_FAIL_WITH_DATA = {"loader", "disk", "transforms", "no-transforms"}
-"""Those in which an error of the data set is raised; in all others it is the reason why they are left out."""
 
 
 def run_data_experiments(
@@ -124,6 +122,6 @@ def _make(session: Session, name: str, *, late: bool) -> None:
     try:
         EXPERIMENTS[name].measure(session)
     except FeedError as error:
-        if name == "loader" or (name in _FAIL_WITH_DATA and not isinstance(error, LoaderError)):
+        if name == "loader":
             raise
         raise LeftOut(str(error)) from error

@@ -119,25 +119,16 @@ def _shared(value: object, kind: Any) -> dict[str, Any]:
 # --- reports as JSON ----------------------------------------------------------------------------------------------
 
 
-def make_report(
-    diagnosis: Diagnosis,
-    *,
-    environment: Environment | None = None,
-    written_at: datetime | None = None,
-    previous: Report | None = None,
-) -> Report:
+def make_report(diagnosis: Diagnosis, *, previous: Report | None = None) -> Report:
     """A report of a verdict, here and now.
 
     Args:
         diagnosis: the verdict.
-        environment: None: that of this process.
-        written_at: with its time zone; None: now.
         previous: the report of an earlier run. Its predictions for remedies that are in effect now are checked, and
             the result is the new report's ``report_card``.
     """
-    when = (written_at or datetime.now(timezone.utc)).astimezone(timezone.utc).isoformat(timespec="seconds")
-    where = environment or read_environment()
-    report = Report(diagnosis=diagnosis, environment=where, written_at=when)
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    report = Report(diagnosis=diagnosis, environment=read_environment(), written_at=now)
     return report if previous is None else replace(report, report_card=compare(previous, report).predictions)
 
 

@@ -1,7 +1,6 @@
 """Diagnoses and reports to try the writers on: every figure known, none known, and what a user could name badly."""
 
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import Any
 
 from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
@@ -10,7 +9,7 @@ from lightning_feed.watch.reports.report import Environment, Report
 from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, LoopFacts, Measurements, Remedy
 
-WHEN = datetime(2026, 3, 1, 12, 30, tzinfo=timezone.utc)
+WHEN = "2026-03-01T12:30:00+00:00"
 HOSTILE = "</title><script>alert('x')</script>&\"|`*_[a](javascript:x)\n# no heading"
 
 
@@ -163,4 +162,5 @@ def sample_environment(**changes: Any) -> Environment:
 
 
 def sample_report(diagnosis: Diagnosis | None = None, *, previous: Report | None = None) -> Report:
-    return make_report(diagnosis or sample(), environment=sample_environment(), written_at=WHEN, previous=previous)
+    report = make_report(diagnosis or sample(), previous=previous)
+    return replace(report, environment=sample_environment(), written_at=WHEN)

@@ -31,7 +31,7 @@ from lightning_feed.watch.reports.document import (
 from lightning_feed.watch.reports.files import check_writable, write_report, write_whole
 from lightning_feed.watch.reports.report import Report, read_environment
 
-ANY = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ANY = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def _no_constant(name: str) -> None:

@@ -152,7 +152,7 @@ def test_a_part_that_was_not_measured_is_not_drawn() -> None:
     assert [one.get("class") for one in ElementTree.fromstring(drawn).findall("rect")] == ["compute", "data", "other"]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(any_report(finite=False))
 def test_any_report_makes_a_page(report: Report) -> None:
     _Page(as_html(report))

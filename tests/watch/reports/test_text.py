@@ -35,7 +35,7 @@ from lightning_feed.watch.stats import RankStats
 from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, LoopFacts, Measurements, Remedy
 
-ANY = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ANY = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def _bare(**changes: Any) -> Diagnosis:
