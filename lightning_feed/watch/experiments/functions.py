@@ -25,7 +25,7 @@ from lightning_feed.errors import FeedError, LoaderError
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.throughput import Heartbeat
 from lightning_feed.watch.experiments.results import FunctionCost
-from lightning_feed.watch.experiments.session import Part, Session, not_hanging
+from lightning_feed.watch.experiments.session import LoaderPart, Session, not_hanging
 from lightning_feed.watch.experiments.transforms import threads_of_a_worker
 
 _LOOK_S = 0.001
@@ -107,7 +107,7 @@ def measure_functions(session: Session) -> None:
 
 
 def time_batches(
-    part: Part, max_s: float, *, clock: Callable[[], float] = time.perf_counter
+    part: LoaderPart, max_s: float, *, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[dict[Stage, float], list[FunctionCost]]:
     """Make batches in this process, with one thread where workers would have one. The first does not count.
 
@@ -154,7 +154,7 @@ def time_batches(
     return tally.result(counted)
 
 
-def _in_this_process(part: Part, collate: Callable[[Any], object]) -> DataLoader[Any]:
+def _in_this_process(part: LoaderPart, collate: Callable[[Any], object]) -> DataLoader[Any]:
     """A plain loader of the same samples without workers."""
     loader = part.loader
     order: dict[str, Any] = {"batch_sampler": loader.batch_sampler}

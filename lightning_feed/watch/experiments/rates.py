@@ -27,7 +27,7 @@ from lightning_feed.load.worker import worker_processes
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.watch.experiments.results import KeyUse
-from lightning_feed.watch.experiments.session import START_S, LeftOut, Part, Session, Together, fresh, key_bytes
+from lightning_feed.watch.experiments.session import START_S, LeftOut, LoaderPart, Session, Together, fresh, key_bytes
 from lightning_feed.watch.experiments.storage import innermost
 from lightning_feed.watch.loader_state import Probe, probe_loader
 from lightning_feed.watch.worker_time import WorkerClock, Workers, WorkerTime
@@ -151,7 +151,7 @@ def measure_scaling(session: Session) -> None:
         raise LeftOut("; ".join(reasons))
 
 
-def _with_workers(number: int, part: Part) -> Changes:
+def _with_workers(number: int, part: LoaderPart) -> Changes:
     return Changes(num_workers=number, endless=not part.stream)
 
 
@@ -195,7 +195,7 @@ class NullStream(_Constant, IterableDataset[Any]):
             yield fresh(self.sample)
 
 
-def _null(part: Part, sample: Any) -> Any:
+def _null(part: LoaderPart, sample: Any) -> Any:
     return (NullStream if part.stream else NullDataset)(sample, part.loader.dataset)
 
 
@@ -289,7 +289,7 @@ def _compare(session: Session, passes: int) -> tuple[str, dict[str, float]]:
     return now, total
 
 
-def _constant_loader(part: Part, sample: Any) -> Iterable[Any]:
+def _constant_loader(part: LoaderPart, sample: Any) -> Iterable[Any]:
     # The device is not touched in a forked process, so nothing is pinned.
     changes = Changes(dataset=_null(part, sample), num_workers=1, pin_memory=False, endless=True)
     made = clone_loader(part.loader, changes)
@@ -402,7 +402,7 @@ def measure_device_decode(session: Session) -> None:
 
 
 def decode_rate(
-    part: Part,
+    part: LoaderPart,
     device: torch.device,
     max_s: float,
     *,

@@ -46,7 +46,7 @@ class LeftOut(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class LoaderPart:
     """One loader."""
 
     name: str
@@ -87,7 +87,7 @@ class Part:
         return list(chain.from_iterable(self.first_batches(-(-count // per_batch))))[:count]
 
 
-def parts_of(loader: Any) -> tuple[Part, ...]:
+def parts_of(loader: Any) -> tuple[LoaderPart, ...]:
     """The DataLoaders in what a ``train_dataloader`` returned: one, a dict or list of them, or a CombinedLoader.
 
     Raises:
@@ -99,12 +99,12 @@ def parts_of(loader: Any) -> tuple[Part, ...]:
     return found
 
 
-def _parts_in(loader: Any, place: str) -> Iterator[Part]:
+def _parts_in(loader: Any, place: str) -> Iterator[LoaderPart]:
     inner, stages = getattr(loader, "iterables", loader), getattr(loader, "pipeline", None)
     if isinstance(stages, list) and len(stages) == 1:
         inner = stages[0]  # a WebLoader that gives the batches as they come
     if isinstance(inner, DataLoader):
-        yield Part(place, inner)
+        yield LoaderPart(place, inner)
     elif isinstance(inner, (dict, list, tuple)):
         for key, one in inner.items() if isinstance(inner, dict) else enumerate(inner):
             yield from _parts_in(one, f"{place}.{key}" if place else str(key))
@@ -141,7 +141,7 @@ class Together(Iterator[Any]):
             end_pass(one)
 
 
-def as_configured(part: Part) -> Changes:
+def as_configured(part: LoaderPart) -> Changes:
     """The loader as it is; samplers begin again at their end."""
     return Changes(endless=not part.stream)
 
@@ -189,7 +189,7 @@ def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T
     return watchdog(work, silent_s=silent_s, unblock=lambda: False, what=lambda _: said)
 
 
-def make_sample(part: Part, max_s: float = 60.0) -> Any:
+def make_sample(part: LoaderPart, max_s: float = 60.0) -> Any:
     """The first sample of the part, made in this process, as a worker would.
 
     Raises:
@@ -234,7 +234,7 @@ class Session:
     clock: Callable[[], float] = time.monotonic
     machine: Machine = field(default_factory=read_machine)
     results: ExperimentResults = field(default_factory=ExperimentResults)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[LoaderPart, ...] = ()
     """Empty for what is no DataLoader."""
     samples: list[Any] = field(default_factory=list)
     """One of each loader."""
@@ -286,7 +286,7 @@ class Session:
 
     def rate(
         self,
-        change: Callable[[Part], Changes] = as_configured,
+        change: Callable[[LoaderPart], Changes] = as_configured,
         *,
         share: float = 1.0,
         warm_rounds: int = 2,
@@ -301,7 +301,7 @@ class Session:
     def drain(
         self,
         limits: RoundLimits,
-        change: Callable[[Part], Changes] = as_configured,
+        change: Callable[[LoaderPart], Changes] = as_configured,
         *,
         prepare: Callable[[], object] | None = None,
         on_batch: Callable[[Together], object] | None = None,

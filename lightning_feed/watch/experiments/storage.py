@@ -20,7 +20,7 @@ from lightning_feed.load.cloning import Changes, burst_of
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.watch.experiments.results import DiskFacts
-from lightning_feed.watch.experiments.session import LeftOut, Part, Session, naming
+from lightning_feed.watch.experiments.session import LeftOut, LoaderPart, Session, naming
 
 ROUNDS = 8
 """Of the first batches: two that do not count, and six that do."""
@@ -51,7 +51,7 @@ _VIRTUAL = ("virtio", "vbd-")
 class FirstBatches:
     """The first batches of each loader."""
 
-    batches: dict[Part, list[Any]]
+    batches: dict[LoaderPart, list[Any]]
     files: dict[str, int]
     """That their samples are made of, with their sizes in bytes; empty where none was found."""
 
@@ -150,7 +150,7 @@ def innermost(dataset: Any, index: Any) -> tuple[Any, Any]:
             return dataset, index
 
 
-def files_of_samples(part: Part, indices: list[Any]) -> list[str]:
+def files_of_samples(part: LoaderPart, indices: list[Any]) -> list[str]:
     """The files that these samples are made of: by the data set's list of them, or by making the samples in this
     process and listening to what is opened.
 

@@ -23,7 +23,7 @@ from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.throughput import Heartbeat
 from lightning_feed.load.user_transform import UserTransform
 from lightning_feed.watch.experiments.results import NamedCost
-from lightning_feed.watch.experiments.session import Part, Session, fresh, make_sample, naming, not_hanging
+from lightning_feed.watch.experiments.session import LoaderPart, Session, fresh, make_sample, naming, not_hanging
 from lightning_feed.watch.experiments.storage import innermost
 
 _NAMES = {
@@ -227,7 +227,7 @@ def measure_costs(session: Session) -> None:
 
 
 def sample_costs(
-    part: Part, max_s: float, *, timer: StepTimer | None = None, samples: int = _MOST_SAMPLES
+    part: LoaderPart, max_s: float, *, timer: StepTimer | None = None, samples: int = _MOST_SAMPLES
 ) -> tuple[NamedCost, ...]:
     """What the steps that make a sample cost, in this process, with one thread where workers would have one.
 
@@ -278,7 +278,7 @@ _END = object()
 """Given by a stream that has come to its end."""
 
 
-def _maker(part: Part, indices: Iterable[Any], timer: StepTimer) -> Callable[[Any], Any]:
+def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callable[[Any], Any]:
     """A function that makes the sample of an index, and times its stages."""
     dataset: Any = part.loader.dataset
     if part.stream:
@@ -327,7 +327,7 @@ def _make_in_steps(timer: StepTimer, dataset: Any, index: Any) -> None:
 
 
 @contextmanager
-def threads_of_a_worker(part: Part) -> Iterator[None]:
+def threads_of_a_worker(part: LoaderPart) -> Iterator[None]:
     """Within it, torch has one thread where the loader has workers."""
     threads = torch.get_num_threads()
     try:
@@ -378,7 +378,7 @@ class _Noting:
         return self.made
 
 
-def _one_sample(part: Part) -> list[tuple[Site, _Noting]]:
+def _one_sample(part: LoaderPart) -> list[tuple[Site, _Noting]]:
     """The transforms that a sample goes through, with what the user's own got and gave."""
     sites = find_sites(part.loader.dataset)
     noting = {site: _Noting(_users(site)) for site in sites}

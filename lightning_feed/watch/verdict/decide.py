@@ -17,8 +17,8 @@ from lightning_feed.watch.verdict.shares import (
     LOOP_WORDS,
     MIN_STEPS,
     OTHERS_PCT,
-    Part,
     Shares,
+    StepPart,
     grade_of,
     in_ms,
     model_alone_ms,
@@ -176,7 +176,7 @@ def _making(measured: Measurements) -> list[str]:
     return [f"a batch takes {whole:.1f} ms in one process, {what} {100 * ms / whole:.0f} %{at}"]
 
 
-def _part(measured: Measurements, shares: Shares, part: Part) -> str:
+def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
     stats, whole = measured.stats, shares.step_ms
     where, ms, pct = {
         "framework": ("between the steps", stats.other_ms, shares.framework_pct),

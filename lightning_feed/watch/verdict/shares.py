@@ -5,7 +5,7 @@ from typing import Literal
 
 from lightning_feed.watch.verdict.diagnosis import Grade, Measurements
 
-Part = Literal["framework", "copy", "data"]
+StepPart = Literal["framework", "copy", "data"]
 
 FRAMEWORK_PCT, COPY_PCT, DATA_PCT = 10.0, 5.0, 5.0
 """Shares of a step from which its parts are at fault."""
@@ -36,7 +36,7 @@ class Shares:
     """Share of an epoch that its first batch takes beyond what any other batch takes. None: not known."""
     by_ranks: bool
     """Waiting is that of the slowest rank in each step, and more than this rank's own."""
-    over: tuple[Part, ...]
+    over: tuple[StepPart, ...]
     """The parts over their limits, the largest first."""
     compute_bound_confirmed: bool
     """Waiting is over its limit, but the model alone takes as long as a step."""
@@ -58,12 +58,12 @@ def shares_of(measured: Measurements) -> Shares | None:
         by_ranks, data_pct = True, ranks.starved_pct
         data_ms = max(data_ms, min(step_ms, ranks.max_data_idle_ms or 0.0))
     epoch_pct = _epoch_pct(measured, step_ms)
-    pcts: dict[Part, float] = {
+    pcts: dict[StepPart, float] = {
         "framework": 100 * (stats.other_ms or 0.0) / step_ms,
         "copy": max(0.0, stats.input_pct - stats.starved_pct),
         "data": max(data_pct, epoch_pct or 0.0),
     }
-    limits: dict[Part, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
+    limits: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
     over = [part for part, pct in pcts.items() if pct >= limits[part]]
     over.sort(key=lambda part: -pcts[part])
     compute_bound_confirmed = (

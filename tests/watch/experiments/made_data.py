@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.throughput import LoaderRate
-from lightning_feed.watch.experiments.session import Part, Session
+from lightning_feed.watch.experiments.session import LoaderPart, Session
 
 
 def burn(seconds: float) -> None:
@@ -101,6 +101,6 @@ def session_of(*loaders: Any, machine: Machine | None = None, rate: float | None
     return session
 
 
-def part_of(dataset: Any, **options: Any) -> Part:
+def part_of(dataset: Any, **options: Any) -> LoaderPart:
     """The only part of a loader."""
-    return Part("", DataLoader(dataset, **{"batch_size": 4, **options}))
+    return LoaderPart("", DataLoader(dataset, **{"batch_size": 4, **options}))

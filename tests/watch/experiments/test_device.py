@@ -20,7 +20,7 @@ from lightning_feed.watch.experiments.rates import (
     measure_copies,
 )
 from lightning_feed.watch.experiments.results import ExperimentResults
-from lightning_feed.watch.experiments.session import LeftOut, Part, Session
+from lightning_feed.watch.experiments.session import LeftOut, LoaderPart, Session
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def _loader(root: Path, **options: Any) -> Any:
 
 def _measure(loader: Any, clock: Clock | None = None, max_s: float = 5.0) -> float | None:
     clock = clock or Clock()
-    return decode_rate(Part("", loader), CPU, max_s, clock=clock, wait=clock.wait)
+    return decode_rate(LoaderPart("", loader), CPU, max_s, clock=clock, wait=clock.wait)
 
 
 @pytest.mark.parametrize("batch_size", [4, 10])
@@ -197,7 +197,7 @@ def test_costs_of_workers_that_only_read(class_folders: Path, monkeypatch: pytes
 
 @pytest.mark.gpu
 def test_on_a_gpu(class_folders: Path) -> None:
-    part = Part("", _loader(class_folders))
+    part = LoaderPart("", _loader(class_folders))
     rate = decode_rate(part, torch.device("cuda", 0), 0.2)
     assert rate is not None
     assert rate > 0

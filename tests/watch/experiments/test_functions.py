@@ -13,7 +13,7 @@ from watch.experiments.made_data import Images, Slow, Stream, burn
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.watch.experiments.functions import StackTally, is_users, time_batches
-from lightning_feed.watch.experiments.session import Part
+from lightning_feed.watch.experiments.session import LoaderPart
 
 HERE = __file__
 
@@ -49,7 +49,7 @@ def slow_collate(samples: list[Any]) -> Any:
 
 
 def test_a_step_of_a_list_in_getitem_is_named_with_its_line() -> None:
-    stages, functions = time_batches(Part("", DataLoader(Listed(), batch_size=4)), 0.3)
+    stages, functions = time_batches(LoaderPart("", DataLoader(Listed(), batch_size=4)), 0.3)
     dearest = functions[0]
     assert (dearest.name, dearest.file, dearest.calls, dearest.stage) == (
         "Listed.__getitem__",
@@ -63,7 +63,7 @@ def test_a_step_of_a_list_in_getitem_is_named_with_its_line() -> None:
 
 
 def test_collating_that_takes_the_time_is_told_as_that() -> None:
-    stages, functions = time_batches(Part("", DataLoader(Images(), batch_size=4, collate_fn=slow_collate)), 0.3)
+    stages, functions = time_batches(LoaderPart("", DataLoader(Images(), batch_size=4, collate_fn=slow_collate)), 0.3)
     assert stages["collate"] > stages["samples"]
     assert {one.stage for one in functions} == {"collate"}
     assert functions[0].name == "burn"  # of the user's too, and further in
@@ -74,7 +74,7 @@ def test_collating_that_takes_the_time_is_told_as_that() -> None:
 def test_kinds_of_loaders(kind: Callable[..., Dataset[Any]], options: dict[str, Any]) -> None:
     dataset: Any = kind(Slow(0.005))
     random, interval = torch.get_rng_state(), sys.getswitchinterval()
-    stages, functions = time_batches(Part("", DataLoader(dataset, **options)), 0.2)
+    stages, functions = time_batches(LoaderPart("", DataLoader(dataset, **options)), 0.2)
     assert stages["samples"] >= 5.0
     assert functions[0].name == "burn"
     assert dataset.transform.calls == 0  # put back
@@ -92,7 +92,7 @@ class Together(Images):
 
 
 def test_samples_that_come_together() -> None:
-    assert time_batches(Part("", DataLoader(Together(), batch_size=4)), 0.05)[0]["samples"] >= 2.0
+    assert time_batches(LoaderPart("", DataLoader(Together(), batch_size=4)), 0.05)[0]["samples"] >= 2.0
 
 
 class Empty(Stream):
@@ -108,7 +108,7 @@ class Failing(Images):
 @pytest.mark.parametrize(("dataset", "said"), [(Empty(), "gives no batch"), (Failing(), "KeyError: 'label'")])
 def test_what_cannot_be_made_here_is_said(dataset: Any, said: str) -> None:
     with pytest.raises(LoaderError, match=said):
-        time_batches(Part("", DataLoader(dataset, batch_size=2)), 1.0)
+        time_batches(LoaderPart("", DataLoader(dataset, batch_size=2)), 1.0)
 
 
 def frames_of(call: Callable[[Callable[..., Any]], Any]) -> Any:

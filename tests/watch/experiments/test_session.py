@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from watch.experiments.made_data import Images, machine_of, session_of
 
 from lightning_feed.errors import DatasetError, LoaderError
-from lightning_feed.watch.experiments.session import LeftOut, Part, key_bytes, make_sample, size_of_leaf
+from lightning_feed.watch.experiments.session import LeftOut, LoaderPart, key_bytes, make_sample, size_of_leaf
 
 Pair = namedtuple("Pair", "image label")
 
@@ -90,7 +90,7 @@ def test_a_sample_that_never_comes_is_named() -> None:
 
     try:
         with pytest.raises(LoaderError, match=r"Sample 0 of the data set \(Hanging\) took longer than 0.2 s"):
-            make_sample(Part("", DataLoader(Hanging())), max_s=0.2)
+            make_sample(LoaderPart("", DataLoader(Hanging())), max_s=0.2)
     finally:
         never.set()
 
@@ -110,4 +110,4 @@ class InOneThread(Dataset[int]):
 
 def test_what_is_bound_to_a_thread_is_told_apart_from_a_broken_sample() -> None:
     with pytest.raises(DatasetError, match=r"works only in the thread that made it \(ProgrammingError"):
-        make_sample(Part("", DataLoader(InOneThread(), batch_size=2)))
+        make_sample(LoaderPart("", DataLoader(InOneThread(), batch_size=2)))

@@ -26,7 +26,7 @@ from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.user_transform import UserTransform
 from lightning_feed.watch.experiments import transforms
 from lightning_feed.watch.experiments.results import NamedCost
-from lightning_feed.watch.experiments.session import Part
+from lightning_feed.watch.experiments.session import LoaderPart
 from lightning_feed.watch.experiments.transforms import (
     Constant,
     StepTimer,
@@ -43,8 +43,10 @@ from lightning_feed.watch.experiments.transforms import (
 SLOW_S = 0.004
 
 
-def _part(dataset: Any, **options: Any) -> Part:
-    return Part("", DataLoader(dataset, **{"batch_size": 4, "shuffle": not isinstance(dataset, Stream), **options}))
+def _part(dataset: Any, **options: Any) -> LoaderPart:
+    return LoaderPart(
+        "", DataLoader(dataset, **{"batch_size": 4, "shuffle": not isinstance(dataset, Stream), **options})
+    )
 
 
 def _costs(dataset: Any, samples: int = 5) -> dict[str, NamedCost]:
