@@ -155,6 +155,20 @@ class FolderSource:
         """The path of file ``index``."""
         return f"{self.folder()}/{self.index.path(index)}"
 
+    def origin(self) -> str:
+        """What the files are of: the path of the root, links resolved."""
+        return os.path.realpath(self.folder())
+
+    def changed_ns(self, index: int) -> int:
+        """When file ``index`` last changed, in ns since 1970; 0 where it is not there.
+
+        That of the inode: a copy that keeps the modification time changes it.
+        """
+        try:
+            return os.stat(self.name(index)).st_ctime_ns  # noqa: PTH116 - a million times
+        except OSError:
+            return 0
+
     def folder(self) -> Path:
         """Where the root lies now."""
         return self.root if isinstance(self.root, Path) else self.root.current()
@@ -181,12 +195,7 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
             when ``classes`` are given and there are others, or when symbolic links go round in a circle.
     """
     found = _class_folders(root)
-    strange = sorted(set(found) - set(classes or found))
-    if strange:
-        raise DatasetError(
-            f"{root} has class folders that the training data does not have: {_some(strange)}. Their labels would "
-            "have no meaning to the model. Move them away, or add them to the training data."
-        )
+    check_classes(found, classes, root)
     labels: list[int] = []
     lengths: list[int] = []
     names = bytearray()
@@ -198,14 +207,7 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
                 names += path
                 lengths.append(len(path))
                 labels.append(label)
-    present = set(labels)
-    empty = [name for label, name in enumerate(found) if label not in present] if classes is None else []
-    if empty or not labels:
-        which = f"{'s' if len(empty) > 1 else ''} {_some(empty)}" if empty else "s"
-        raise DatasetError(
-            f"No images in the class folder{which} of {root}. Images end in {', '.join(IMAGE_SUFFIXES)}. Add some, or "
-            "remove the folder."
-        )
+    check_images(found, labels, root, every=classes is None)
     return FolderIndex(
         classes=tuple(classes or found),
         labels=np.array(labels, dtype=np.int64),
@@ -213,6 +215,33 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
         ends=np.cumsum(lengths, dtype=np.int64),
         folders=tuple(folders),
     )
+
+
+def check_classes(found: list[str], classes: tuple[str, ...] | None, root: object) -> None:
+    """Refuse no class folders, and such as there are none of in ``classes``."""
+    if not found:
+        raise DatasetError(
+            f"{root} has no folders in it. Give a folder with one folder of images for each class: {root}/cats/1.jpg, "
+            f"{root}/dogs/1.jpg; or with train and val folders of such folders."
+        )
+    strange = sorted(set(found) - set(classes or found))
+    if strange:
+        raise DatasetError(
+            f"{root} has class folders that the training data does not have: {_some(strange)}. Their labels would "
+            "have no meaning to the model. Move them away, or add them to the training data."
+        )
+
+
+def check_images(found: list[str], labels: list[int], root: object, *, every: bool) -> None:
+    """Refuse class folders without images: all of them, or, with ``every``, any of them."""
+    present = set(labels)
+    empty = [name for label, name in enumerate(found) if label not in present] if every else []
+    if empty or not labels:
+        which = f"{'s' if len(empty) > 1 else ''} {_some(empty)}" if empty else "s"
+        raise DatasetError(
+            f"No images in the class folder{which} of {root}. Images end in {', '.join(IMAGE_SUFFIXES)}. Add some, or "
+            "remove the folder."
+        )
 
 
 def _class_folders(root: Path) -> list[str]:
@@ -228,11 +257,6 @@ def _class_folders(root: Path) -> list[str]:
         raise DatasetError(
             f"{root} cannot be read: {error.strerror}. Give a folder that has one folder of images for each class."
         ) from error
-    if not found:
-        raise DatasetError(
-            f"{root} has no folders in it. Give a folder with one folder of images for each class: "
-            f"{root / 'cats' / '1.jpg'}, {root / 'dogs' / '1.jpg'}; or with train and val folders of such folders."
-        )
     return found
 
 

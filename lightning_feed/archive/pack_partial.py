@@ -162,7 +162,7 @@ def plan_of(parts: dict[str, Payloads], format: Format) -> str:
         about = (name, part.kind, part.shrink, len(part), type(source).__module__, type(source).__qualname__)
         plan.update(repr(about).encode())
         if isinstance(source, FolderSource):
-            plan.update(os.fsencode(source.folder().resolve()))
+            plan.update(os.fsencode(source.origin()))
             for array in (source.index.names, source.index.ends, source.index.labels):
                 plan.update(array.tobytes())
         elif len(part):  # two datasets of one class may be of one length: train and val, or with another transform

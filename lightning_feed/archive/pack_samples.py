@@ -6,7 +6,6 @@ header, and each array from a multiple of 64 bytes on.
 
 import io
 import json
-import os
 import struct
 import zlib
 from dataclasses import dataclass
@@ -88,21 +87,19 @@ class Payloads(Dataset[Payload]):
             return Payload(None, 0, str(error), changed_ns)
         return Payload(payload, zlib.crc32(payload), "", changed_ns)
 
+    def __getitems__(self, indices: list[int]) -> list[Payload]:
+        expect = getattr(self.source, "expect", None)
+        if expect is not None:  # of a remote place, read at the same time
+            expect(indices)
+        return [self[index] for index in indices]
+
     def name(self, index: int) -> str:
         """What the pack calls a sample: the path of its file, or its number."""
         return self.source.index.path(index) if isinstance(self.source, FolderSource) else str(index)
 
     def changed_ns(self, index: int) -> int:
-        """When the file of a sample last changed, in ns since 1970; 0 where there is none.
-
-        That of the inode: a copy that keeps the modification time changes it.
-        """
-        if not isinstance(self.source, FolderSource):
-            return 0
-        try:
-            return os.stat(self.source.name(index)).st_ctime_ns  # noqa: PTH116 - a million times
-        except OSError:
-            return 0
+        """When the file of a sample last changed, in ns since 1970; 0 where there is none."""
+        return self.source.changed_ns(index) if isinstance(self.source, FolderSource) else 0
 
     def _payload(self, index: int) -> bytes:
         if self.kind == "samples":

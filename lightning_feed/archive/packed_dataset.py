@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,17 @@ from lightning_feed.archive import files
 from lightning_feed.archive.folder import Encoded, Place
 from lightning_feed.archive.pack_formats import ALL, READERS, Manifest, PartIndex, Reader, check_files, read_manifest
 from lightning_feed.archive.pack_samples import from_bytes, pixels_of
+from lightning_feed.archive.remote import RemotePlace, RemoteReads, RemoteSamples, place_of
+from lightning_feed.archive.remote_pack import RemotePackReader, copy_index
 from lightning_feed.errors import ArchiveError, DatasetError, SettingsError
 
 
 class DamagedSampleError(ArchiveError, DatasetError):
     """A sample that is not what was packed. As a DatasetError it is a bad sample, which ``on_error`` may leave out."""
+
+
+def _now(place: Path | Place) -> Path:
+    return place if isinstance(place, Path) else place.current()
 
 
 class PackedDataset(Dataset[Any]):
@@ -29,8 +36,10 @@ class PackedDataset(Dataset[Any]):
     is compared the first time that a process reads it.
 
     Args:
-        path: the pack; or a place that says where it lies now, such as a copy that is being staged.
+        path: the pack, also at a URL of fsspec, where each sample is read by its range (not of the format litdata); or
+            a place that says where it lies now, such as a copy that is being staged.
         part: ``"train"``, ``"val"`` or ``"test"`` of a folder that had these; None where the pack has one part.
+        storage_options: for a URL, those of fsspec.
 
     Attributes:
         classes: names of the labels, sorted; empty for a packed dataset.
@@ -42,9 +51,16 @@ class PackedDataset(Dataset[Any]):
         MissingExtraError: from the first read, when the library of its format is not installed.
     """
 
-    def __init__(self, path: str | Path | Place, part: str | None = None) -> None:
-        self.place = Path(path) if isinstance(path, (str, Path)) else path
-        self.path = self.place if isinstance(self.place, Path) else self.place.current()
+    def __init__(
+        self,
+        path: str | Path | Place | RemotePlace,
+        part: str | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        place = place_of(path, storage_options) if isinstance(path, (str, Path)) else path
+        self.place: Path | Place | RemotePlace = place
+        self.path = copy_index(place) if isinstance(place, RemotePlace) else _now(place)
         self.manifest = read_manifest(self.path)
         parts = self.manifest.parts
         self.part = next(iter(parts)) if part is None and len(parts) == 1 else str(part)
@@ -61,15 +77,16 @@ class PackedDataset(Dataset[Any]):
                 f"{self.path} should have {parts[self.part]} samples of {len(self.classes)} classes in {self.part!r}, "
                 "and its index does not fit that. Copy or pack it again."
             )
-        check_files(self.path, self.manifest, self.part)
+        if not isinstance(place, RemotePlace):
+            check_files(self.path, self.manifest, self.part)
         self._identity = self.manifest.identity
         self._checked = np.zeros(len(self), bool)
         self._opened: tuple[int, Path, Reader] | None = None
 
     @staticmethod
-    def manifest_of(path: str | Path) -> Manifest:
+    def manifest_of(path: str | Path | RemotePlace) -> Manifest:
         """What a pack is, without opening its data."""
-        return read_manifest(Path(path))
+        return read_manifest(copy_index(path) if isinstance(path, RemotePlace) else Path(path))
 
     def __len__(self) -> int:
         return len(self.index.sizes)
@@ -115,12 +132,24 @@ class PackedDataset(Dataset[Any]):
             self._checked[index] = True
         return payload
 
+    def remote_reads(self) -> RemoteSamples | None:
+        """The samples as they are read from a remote place; None for a pack on this machine."""
+        reader = self._reader() if isinstance(self.place, RemotePlace) else None
+        return reader.remote_reads() if isinstance(reader, RemoteReads) else None
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """Begin to read samples that will be asked for next, where they are at a remote place."""
+        found = self.remote_reads()
+        if found is not None:
+            found.reads.expect(indices)
+
     def name(self, index: int) -> str:
         """What sample ``index`` was called, with the pack in front."""
-        return f"{self.path}/{self.part if self.part != ALL else ''}:{self.index.name(index)}"
+        where = self.place if isinstance(self.place, RemotePlace) else self.path
+        return f"{where}/{self.part if self.part != ALL else ''}:{self.index.name(index)}"
 
     def _reader(self) -> Reader:
-        here = (os.getpid(), self.place if isinstance(self.place, Path) else self.place.current())
+        here = (os.getpid(), self.path if isinstance(self.place, RemotePlace) else _now(self.place))
         opened = self._opened
         if opened is not None and opened[:2] == here:
             return opened[2]
@@ -131,6 +160,8 @@ class PackedDataset(Dataset[Any]):
             return opened[2]
 
     def _open(self, path: Path) -> Reader:
+        if isinstance(self.place, RemotePlace):
+            return RemotePackReader(self.place, path, self.manifest, self.part, self.index.sizes)
         reader = READERS[self.manifest.format](path / self.part / "data")
         # After the data were opened: a pack that takes this one's place before that has its manifest there by now.
         if read_manifest(path).identity != self._identity:

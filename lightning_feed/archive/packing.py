@@ -5,7 +5,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from lightning_feed.archive.pack_partial import (
 )
 from lightning_feed.archive.pack_samples import Payload, Payloads, Shrink
 from lightning_feed.archive.packed_dataset import PackedDataset
+from lightning_feed.archive.remote import RemotePlace, place_of
+from lightning_feed.archive.remote_folder import RemoteSource, list_files
 from lightning_feed.archive.splits import SPLITS, split_folder
 from lightning_feed.errors import ArchiveError, SettingsError
 
@@ -63,6 +65,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     on_error: str = "raise",
     force: bool = False,
     verify: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> PackReport:
     """Pack a folder of class folders (with ``train``, ``val`` ... around them or not), or a map-style dataset.
 
@@ -70,8 +73,8 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     and LitData packs need room for twice the data until they are done.
 
     Args:
-        source: a folder, or a dataset whose samples are nested dicts, lists and tuples of tensors, arrays, numbers,
-            text, bytes and None.
+        source: a folder, also at a URL of fsspec; or a dataset whose samples are nested dicts, lists and tuples of
+            tensors, arrays, numbers, text, bytes and None.
         dest: where the pack is to be; a folder that does not exist.
         format: ``"lmdb"``, ``"hdf5"`` or ``"litdata"``.
         short_side: resize images whose shorter side is longer, once, to this many pixels.
@@ -82,6 +85,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
         on_error: for images that cannot be read, ``"raise"``, or ``"skip"`` to leave them out and say so.
         force: replace a pack that is there.
         verify: read everything back and compare checksums.
+        storage_options: for a URL, those of fsspec.
 
     Raises:
         SettingsError: for a value that is impossible.
@@ -96,7 +100,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     shrink = Shrink(short_side=short_side, quality=quality, decoded=decoded)
     _check(format, shrink, workers, on_error)
     _check_target(target, force=force)
-    parts, classes = _parts_of(source, shrink)
+    parts, classes = _parts_of(source, shrink, storage_options)
     _check_outside(target, parts)
     with alone_in(partial):
         put_back(partial, target)
@@ -187,7 +191,7 @@ def _check_target(target: Path, *, force: bool) -> None:
 def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
     """Refuse a pack inside what is packed. By device and inode: a path may lead there by a link or another mount."""
     for part in parts.values():
-        if not isinstance(part.source, FolderSource):
+        if not isinstance(part.source, FolderSource) or isinstance(part.source, RemoteSource):
             continue
         root = part.source.folder()
         if any(folder.exists() and folder.samefile(root) for folder in target.absolute().resolve().parents):
@@ -197,7 +201,9 @@ def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
             )
 
 
-def _parts_of(source: Any, shrink: Shrink) -> tuple[dict[str, Payloads], tuple[str, ...]]:
+def _parts_of(
+    source: Any, shrink: Shrink, storage_options: Mapping[str, Any] | None
+) -> tuple[dict[str, Payloads], tuple[str, ...]]:
     """The parts of a pack by name, and the classes of all of them."""
     if not isinstance(source, (str, Path)):
         if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
@@ -207,7 +213,9 @@ def _parts_of(source: Any, shrink: Shrink) -> tuple[dict[str, Payloads], tuple[s
                 "short_side, quality and decoded are for folders of images. Leave them out for a dataset."
             )
         return {ALL: Payloads(source, shrink)}, ()
-    root = Path(source)
+    root = place_of(source, storage_options)
+    if isinstance(root, RemotePlace):
+        return _remote_parts(root, shrink)
     if not (root / "train").is_dir():
         whole = FolderSource(root, index_of(root))
         return {ALL: Payloads(whole, shrink)}, whole.classes
@@ -218,6 +226,17 @@ def _parts_of(source: Any, shrink: Shrink) -> tuple[dict[str, Payloads], tuple[s
         if name is not None:
             parts[split] = Payloads(FolderSource(root / name, index_of(root / name, train.classes)), shrink)
     return parts, train.classes
+
+
+def _remote_parts(place: RemotePlace, shrink: Shrink) -> tuple[dict[str, Payloads], tuple[str, ...]]:
+    listing = list_files(place, fresh=True)
+    if not listing.has_folder("train"):
+        whole = RemoteSource.of(place, listing)
+        return {ALL: Payloads(whole, shrink)}, whole.classes
+    classes = RemoteSource.of(place, listing, "train").classes
+    named = {split: split_folder(place, split, listing.has_folder) for split in SPLITS}
+    parts = {split: RemoteSource.of(place, listing, name, classes) for split, name in named.items() if name}
+    return {split: Payloads(part, shrink) for split, part in parts.items()}, classes
 
 
 def _check_room(partial: Path, parts: dict[str, Payloads], format: Format) -> None:
@@ -234,7 +253,7 @@ def _check_room(partial: Path, parts: dict[str, Payloads], format: Format) -> No
 
 def _estimated_bytes(part: Payloads) -> int:
     """What a part takes in LMDB, which gives all but small payloads pages of their own: estimated from some samples."""
-    some = [part[index].data for index in range(0, len(part), max(1, len(part) // _LOOKED_AT))]
+    some = [each.data for each in part.__getitems__(list(range(0, len(part), max(1, len(part) // _LOOKED_AT))))]
     sizes = [len(data) + 64 for data in some if data is not None]
     taken = [size if size < 1024 else -(-size // 4096) * 4096 for size in sizes]
     return sum(taken) * len(part) // max(1, len(taken))

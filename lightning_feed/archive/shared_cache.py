@@ -177,6 +177,10 @@ class SampleCache:
         found: npt.NDArray[Any] = np.ndarray(shape, dtype.rstrip(b"\0").decode(), buffer, start)
         return found
 
+    def holds(self, index: int) -> bool:
+        """Whether the sample is held, without counting."""
+        return bool(self._index[index])
+
     def put(self, index: int, array: npt.NDArray[Any]) -> bool:
         """Keep a copy of the sample. What is held already stays as it is.
 

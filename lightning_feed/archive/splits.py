@@ -1,5 +1,7 @@
 """Which samples of a folder or a pack belong to which split."""
 
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_feed.archive.folder import Encoded, FolderSource, Place, SampleSource, index_of
-from lightning_feed.archive.pack_formats import ALL, is_pack
+from lightning_feed.archive.pack_formats import ALL, NAME, is_pack
 from lightning_feed.archive.packed_dataset import PackedDataset
+from lightning_feed.archive.remote import RemotePlace, RemoteSamples
+from lightning_feed.archive.remote_folder import RemoteSource, list_files
 from lightning_feed.errors import DatasetError, SettingsError
 
 _FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
@@ -18,13 +22,19 @@ _FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": 
 SPLITS = tuple(_FOLDERS)
 
 
-def split_folder(root: Path, split: str) -> str | None:
+def split_folder(root: Path | RemotePlace, split: str, has: Callable[[str], bool] | None = None) -> str | None:
     """What the folder of a split under ``root`` is called; None where there is none.
+
+    Args:
+        root: the folder.
+        split: its name.
+        has: says whether ``root`` has a folder; None looks on the disk.
 
     Raises:
         DatasetError: when there are several, of which one would be left out in silence.
     """
-    names = [name for name in _FOLDERS[split] if (root / name).is_dir()]
+    has = has or (lambda name: os.path.isdir(f"{root}/{name}"))  # noqa: PTH112
+    names = [name for name in _FOLDERS[split] if has(name)]
     if len(names) > 1:
         raise DatasetError(
             f"{root} has {' and '.join(names)}, which all mean the split {split!r}. Rename or move all but one."
@@ -52,16 +62,18 @@ class Splits:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
             raise SettingsError(f"val_fraction={value!r} is not possible. Give a share from 0 to below 1.")
 
-    def source(self, place: Path | Place, split: str) -> SampleSource | None:
+    def source(self, place: Path | Place | RemotePlace, split: str) -> SampleSource | None:
         """The samples of ``split`` under ``place``; None where there is no such split.
 
         Raises:
             DatasetError: when there is nothing to read there.
             ArchiveError: when a pack cannot be trusted.
         """
-        root = place if isinstance(place, Path) else place.current()
         if split not in _FOLDERS:
             return None
+        if isinstance(place, RemotePlace):
+            return self._remote(place, split)
+        root = place if isinstance(place, Path) else place.current()
         if is_pack(root):
             return self._packed(place, root, split)
         if not (root / "train").is_dir():
@@ -73,12 +85,24 @@ class Splits:
         folder = root / name if isinstance(place, Path) else Below(place, name)
         return FolderSource(folder, index_of(root / name, classes))
 
-    def classes(self, place: Path | Place) -> tuple[str, ...]:
+    def classes(self, place: Path | Place | RemotePlace) -> tuple[str, ...]:
         """Names of the labels, sorted."""
         source = self.source(place, "train")
         return source.classes if source is not None else ()
 
-    def _packed(self, place: Path | Place, root: Path, split: str) -> SampleSource | None:
+    def _remote(self, place: RemotePlace, split: str) -> SampleSource | None:
+        listing = list_files(place)
+        if listing.find(NAME) is not None:
+            return self._packed(place, place, split)
+        if not listing.has_folder("train"):
+            return self._share(RemoteSource.of(place, listing), split)
+        name = split_folder(place, split, listing.has_folder)
+        if name is None:
+            return None
+        classes = None if split == "train" else RemoteSource.of(place, listing, "train").classes
+        return RemoteSource.of(place, listing, name, classes)
+
+    def _packed(self, place: Path | Place | RemotePlace, root: Path | RemotePlace, split: str) -> SampleSource | None:
         manifest = PackedDataset.manifest_of(root)
         if manifest.kind == "samples":
             raise DatasetError(
@@ -125,6 +149,18 @@ class Chosen:
     def read(self, index: int) -> Encoded:
         """The bytes of sample ``index`` of those chosen."""
         return self.source.read(int(self.chosen[index]))
+
+    def remote_reads(self) -> RemoteSamples | None:
+        """The samples as they are read from a remote place; None where they are on this machine."""
+        find = getattr(self.source, "remote_reads", None)
+        found: RemoteSamples | None = find() if find is not None else None
+        return None if found is None else RemoteSamples(found.reads, self.chosen)
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """Begin to read samples that will be asked for next, where they are at a remote place."""
+        found = self.remote_reads()
+        if found is not None:
+            found.reads.expect(self.chosen[list(indices)].tolist())
 
     def name(self, index: int) -> str:
         """The path of sample ``index`` of those chosen."""

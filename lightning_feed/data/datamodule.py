@@ -11,6 +11,8 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
 from lightning_feed import _host
+from lightning_feed.archive.remote import RemotePlace
+from lightning_feed.archive.remote_folder import RemoteFolder
 from lightning_feed.archive.shared_cache import CacheStats
 from lightning_feed.data.base import SPLITS, DataModuleBase, RunSeed, check_batch_size
 from lightning_feed.data.build_loaders import Loaders, job_of
@@ -65,6 +67,9 @@ class FeedDataModule(DataModuleBase):
         stage_to: str | Path | None = None,
         stage_wait: bool = True,
         stage_remove: bool = False,
+        stage_limit: int | str | None = None,
+        readahead: int | str = "1GiB",
+        storage_options: Mapping[str, Any] | None = None,
         cache: Cache | None = None,
         cache_limit: int | str = "50%",
         cache_shard: bool = False,
@@ -82,6 +87,9 @@ class FeedDataModule(DataModuleBase):
             stage_to=stage_to,
             stage_wait=stage_wait,
             stage_remove=stage_remove,
+            stage_limit=stage_limit,
+            readahead=readahead,
+            storage_options=storage_options,
             cache=cache,
             cache_limit=cache_limit,
             cache_shard=cache_shard,
@@ -148,11 +156,30 @@ class FeedDataModule(DataModuleBase):
         """The folder to read from: ``data_dir`` as given, or its copy in ``stage_to`` once that is complete.
 
         Raises:
-            SettingsError: when the data module was made without ``data_dir``.
+            SettingsError: when the data module was made without ``data_dir``, or with a URL that is not copied whole.
             ArchiveError: when it cannot be staged.
         """
         place = self._feed.storage.find()
+        if isinstance(place, RemotePlace):
+            raise SettingsError(
+                f"data_dir={str(place)!r} is a URL, so there is no folder to read from. Read from self.remote_dir, or "
+                "give stage_to without stage_limit, which copies it whole."
+            )
         return place if isinstance(place, Path) else place.current()
+
+    @property
+    def remote_dir(self) -> RemoteFolder:
+        """The files of ``data_dir``, a URL: ``names()``, ``read(name)``, ``read_many(names)``; through the cache in
+        ``stage_to`` where there is a ``stage_limit``. Can be given to datasets, and goes to workers with them.
+
+        Raises:
+            SettingsError: when ``data_dir`` is no URL, or was copied whole.
+            ArchiveError: when it cannot be listed.
+        """
+        place = self._feed.storage.find()
+        if not isinstance(place, RemotePlace):
+            raise SettingsError("There is a folder to read from, and no URL. Read from self.staged_dir.")
+        return RemoteFolder(place)
 
     @property
     def recommendations(self) -> Mapping[str, Recommendation]:
@@ -286,10 +313,14 @@ class FastDataModule(FeedDataModule, LightningDataModule):
             the size up to ``batch_size``, and at least half of it, that leaves the fewest samples for a last batch.
         loader: how the loaders are to be built.
         drop_keys: parts of a batch that nobody reads: they are left out in the workers, before they cost a copy.
-        data_dir: the folder or file that ``make_dataset`` reads, for ``stage_to``; read it from ``staged_dir``.
+        data_dir: the folder or file that ``make_dataset`` reads, for ``stage_to``; read it from ``staged_dir``. Or a
+            URL of fsspec (``"s3://bucket/birds"``), to read from ``remote_dir``.
         stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk: data are copied there once per node.
         stage_wait: whether training waits for the copy; if not, it begins with the source and moves over.
         stage_remove: whether the copy is removed when its last user ends.
+        stage_limit: for a URL: ``stage_to`` is a cache of at most so many bytes (``"500GiB"``) in place of a copy.
+        readahead: how much of what the order of an epoch needs next is fetched into that cache.
+        storage_options: for a URL, those of fsspec.
         cache: ``"bytes"`` or ``"decoded"``, what to keep of each sample in memory shared by all processes of the node,
             or ``"device"``, to keep the whole set on each accelerator. Needs a ``CacheableDataset``.
         cache_limit: the most that caches may take: bytes, ``"8GiB"``, or a share of the free memory.

@@ -428,7 +428,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
     the device (a quarter of the bytes), so that the model gets ``dtype``.
 
     Args:
-        root: the folder, or the pack.
+        root: the folder, or the pack; also at a URL of fsspec, such as ``"s3://bucket/birds"``.
         batch_size: samples in a training batch, on each rank.
         eval_batch_size: samples in a batch of validation and test; None for ``batch_size``.
         image_size: height and width of the images, in pixels.

@@ -2,13 +2,15 @@
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
 from lightning_feed.archive.folder import Place
+from lightning_feed.archive.read_through import ReadThrough
+from lightning_feed.archive.remote import RemotePlace, is_url, place_of
 from lightning_feed.archive.shared_cache import CacheStats, SampleCache, parse_limit
 from lightning_feed.archive.stage_background import BackgroundStage, stage_in_background
 from lightning_feed.archive.staging import stage
@@ -33,10 +35,13 @@ class Storage:
     stage_to: str | Path | None = None
     stage_wait: bool = True
     stage_remove: bool = False
+    stage_limit: int | str | None = None
+    readahead: int | str = "1GiB"
+    storage_options: Mapping[str, Any] | None = None
     cache: Cache | None = None
     cache_limit: int | str = "50%"
     cache_shard: bool = False
-    place: Path | Place | None = None
+    place: Path | Place | RemotePlace | None = None
     """Where the data lie; None until they are asked for."""
     copying: BackgroundStage | None = None
     caches: WeakSet[SampleCache] = field(default_factory=WeakSet)
@@ -61,11 +66,33 @@ class Storage:
                 f"stage_to={str(self.stage_to)!r} needs to know what to copy. Give data_dir, the folder of the data, "
                 "and read from self.staged_dir in make_dataset."
             )
+        self._check_remote()
         if self.stage_to is None and (not self.stage_wait or self.stage_remove):
             name, value = ("stage_remove", True) if self.stage_wait else ("stage_wait", False)
             raise SettingsError(f"{name}={value} is about staging. Give stage_to, or leave {name} out.")
 
-    def find(self) -> Path | Place:
+    def _check_remote(self) -> None:
+        remote = is_url(self.data_dir)
+        parse_limit(self.readahead, None)
+        if self.storage_options and not remote:
+            raise SettingsError(
+                f"storage_options are for URLs, and data_dir={self.data_dir!r} is none. Leave them out."
+            )
+        if self.stage_limit is not None:
+            parse_limit(self.stage_limit, None)
+            if not remote or self.stage_to is None:
+                raise SettingsError(
+                    f"stage_limit={self.stage_limit!r} bounds a cache of remote files in stage_to, and "
+                    f"data_dir={self.data_dir!r}, stage_to={self.stage_to!r}. Give a URL and stage_to, or leave "
+                    "stage_limit out."
+                )
+        if remote and not (self.stage_wait and (self.stage_limit is None or not self.stage_remove)):
+            raise SettingsError(
+                f"stage_wait={self.stage_wait}, stage_remove={self.stage_remove} do nothing for a URL that is read "
+                "through a cache, or copied first. With stage_limit training begins at once: leave them out."
+            )
+
+    def find(self) -> Path | Place | RemotePlace:
         """Where the data lie, staged now if they are to be.
 
         Raises:
@@ -74,8 +101,18 @@ class Storage:
         if self.data_dir is None:
             raise SettingsError("This data module was made without data_dir, so there is no folder to read from.")
         if self.place is None:
-            source = Path(self.data_dir)
-            if self.stage_to is None:
+            source = place_of(self.data_dir, self.storage_options)
+            if isinstance(source, RemotePlace) and (self.stage_to is None or self.stage_limit is not None):
+                if self.stage_to is not None and self.stage_limit is not None:
+                    source.cache = ReadThrough(self.stage_to, parse_limit(self.stage_limit, None))
+                    source.readahead_bytes = parse_limit(self.readahead, None)
+                self.place = source
+            elif isinstance(source, RemotePlace):
+                assert self.stage_to is not None
+                options = self.storage_options
+                copied = stage(source.url, self.stage_to, remove_at_exit=self.stage_remove, storage_options=options)
+                self.place = copied.path
+            elif self.stage_to is None:
                 self.place = source
             elif self.stage_wait:
                 self.place = stage(source, self.stage_to, remove_at_exit=self.stage_remove).staged_path()

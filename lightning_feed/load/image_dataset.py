@@ -3,6 +3,7 @@
 import logging
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 from lightning_feed.archive.folder import SampleSource
+from lightning_feed.archive.remote import RemoteSamples
 from lightning_feed.decode.decoders import Decoder, Pixels, Region
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError, printable
@@ -111,6 +113,21 @@ class ImageDataset(CacheableDataset):
             return sample(index)
         except DatasetError as error:
             return self.bad_samples.instead(index, error, len(self), sample)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        self.expect(indices)
+        return [self[index] for index in indices]
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Begin to read the images of a batch at the same time, where they are at a remote place."""
+        expect, cache = getattr(self.source, "expect", None), self.cache
+        if expect is not None:
+            expect([index for index in indices if cache is None or not cache.holds(index)])
+
+    def remote_reads(self) -> RemoteSamples | None:
+        """The images as they are read from a remote place; None where they are on this machine."""
+        find = getattr(self.source, "remote_reads", None)
+        return None if find is None else cast("RemoteSamples | None", find())
 
     # --- the steps that caches stand between --------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from lightning_feed.load.order import (
     MapPass,
     PassGenerator,
     drawing_device,
+    find_read_ahead,
     find_samplers,
     mix_seed,
     ranks_of_run,
@@ -123,9 +124,8 @@ class FeedLoader(DataLoader[Any]):
                 "LoaderSettings(num_workers=0, background=2), which draws from it in one thread."
             )
         inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
-        self._index = IndexSource(
-            inner, {} if self._kind == "iterable" else find_samplers(self.sampler, self.batch_sampler)
-        )
+        samplers = {} if self._kind == "iterable" else find_samplers(self.sampler, self.batch_sampler)
+        self._index = IndexSource(inner, samplers, find_read_ahead(self.dataset))
         self._sample_seed: int | None = None
         self._probed = False
         self._iterator = None

@@ -5,11 +5,15 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
+
+from lightning_feed.archive.read_ahead import ReadAhead
+from lightning_feed.archive.remote import RemoteSamples
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +217,42 @@ class MapPass:
         return None
 
 
+def _order_after(now: MapPass, samplers: Mapping[str, Any]) -> Iterator[int]:
+    """The samples of the next epoch in their order, where it is known already: with torch's own samplers."""
+    for name, sampler in samplers.items():
+        then = copy.copy(sampler)
+        if type(sampler) is RandomSampler and isinstance(sampler.generator, PassGenerator) and now.order is not None:
+            then.generator = PassGenerator()
+            then.generator.manual_seed(mix_seed(now.order.seed, (now.epoch or 0) + 1, 0, name))
+        elif type(sampler) is DistributedSampler and now.epoch is not None:
+            then.set_epoch(now.epoch + 1)
+        elif type(sampler) is not SequentialSampler:
+            continue  # a BatchSampler, or one of the user's
+        return iter(then)
+    return iter(())
+
+
+def find_read_ahead(dataset: Any) -> ReadAhead | None:
+    """What fetches ahead for a dataset, where it reads a remote place through a cache; None for all others."""
+    picked: list[Any] = []
+    while type(dataset) is Subset:
+        picked.append(dataset.indices)
+        dataset = dataset.dataset
+    find = getattr(dataset, "remote_reads", None)
+    found = find() if callable(find) else None
+    if not isinstance(found, RemoteSamples) or found.reads.place.cache is None or not found.reads.place.readahead_bytes:
+        return None
+    if found.numbers is not None:
+        picked.append(found.numbers)
+
+    def number_of(index: int) -> int:
+        for indices in picked:
+            index = int(indices[index])
+        return index
+
+    return ReadAhead(found.reads, number_of, found.reads.place.readahead_bytes)
+
+
 class IndexSource:
     """What torch's iterator draws indices from: the loader's own samplers, less what a resumed pass has had.
 
@@ -223,12 +263,14 @@ class IndexSource:
     Args:
         inner: ``loader.batch_sampler``, or ``loader.sampler`` where there is none.
         samplers: as :func:`find_samplers` gives them.
+        ahead: fetches what the indices need, from a remote place, before they are asked for; None where nothing does.
     """
 
-    def __init__(self, inner: Any, samplers: Mapping[str, Any]) -> None:
+    def __init__(self, inner: Any, samplers: Mapping[str, Any], ahead: ReadAhead | None = None) -> None:
         self.inner = inner
         self.samplers = samplers
         self.now: MapPass | None = None
+        self.ahead = ahead
 
     def __iter__(self) -> Iterator[Any]:
         return self._walk(self.now)
@@ -242,6 +284,8 @@ class IndexSource:
         generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())
         device = drawing_device(next(filter(None, generators), None))
         indices: Iterator[Any] = islice(self.inner, now.skip, None) if now.rest is None else now.rest()
+        if self.ahead is not None:
+            indices = self.ahead.through(indices, partial(_order_after, now, self.samplers))
         while True:
             with device:  # for each, since samples of the main process are made between them
                 try:

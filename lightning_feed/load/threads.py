@@ -117,7 +117,9 @@ class _Plan:
     cancelled: bool = False
 
     def __post_init__(self) -> None:
-        self.at_once = self.batched and bool(getattr(self.dataset, "__getitems__", None))
+        # What expects the samples of a batch has them read at the same time, and they are still made one by one.
+        whole_batches = bool(getattr(self.dataset, "__getitems__", None)) and not hasattr(self.dataset, "expect")
+        self.at_once = self.batched and whole_batches
         self.whole = self.at_once or not self.batched
 
     def cancel(self, threads: list[threading.Thread]) -> None:
@@ -146,6 +148,8 @@ class _Job:
         self._loaded: list[Any] = [None] * len(self.parts)
         self._lock = threading.Lock()
         self._failure: tuple[int, int, BaseException] | None = None  # place, thread, error
+        if not plan.whole and hasattr(plan.dataset, "expect"):
+            plan.dataset.expect(self.parts)
 
     def work(self, place: int, thread: int) -> None:
         """Load what belongs at ``place``. Never raises."""

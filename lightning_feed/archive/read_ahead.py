@@ -1,0 +1,162 @@
+"""Files of a remote place fetched ahead of the order of an epoch, by a process of its own.
+
+A process, not a thread: the library of an object store takes a millisecond of Python for each object, which would be
+taken from the training loop. The training process draws indices from the sampler before they are asked for, as many as
+fit into the bytes to read ahead, and sends their numbers on; what is fetched lies in the cache, where workers find it.
+"""
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from multiprocessing.util import Finalize
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from lightning_feed.archive.remote import REQUESTS, RemoteReads
+
+logger = logging.getLogger(__name__)
+
+_CHILD = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from lightning_feed.archive.read_ahead import fetch_in_child; fetch_in_child()"
+)
+_GIVE_UP = 20
+"""So many failures one after the other are no matter of some files."""
+
+
+class ReadAhead:
+    """Fetches what an order needs next into the cache of a source.
+
+    Args:
+        source: with a cache.
+        number_of: the number in the source of a sample of the dataset that the order is of.
+        limit_bytes: how much is fetched before it is asked for.
+    """
+
+    def __init__(self, source: RemoteReads, number_of: Callable[[int], int], limit_bytes: int) -> None:
+        cache = source.place.cache
+        assert cache is not None
+        self._source, self._number_of = source, number_of
+        # What is fetched must not push out what was fetched just before.
+        self._limit_bytes = min(limit_bytes, cache.limit_bytes // 4)
+        self._child: tuple[int, subprocess.Popen[bytes]] | None = None
+
+    def through(self, order: Iterable[Any], then: Callable[[], Iterable[Any]] = tuple) -> Iterator[Any]:
+        """The same order; what its next entries need, and behind its end those of ``then``, is being fetched."""
+        waiting, ahead_bytes = deque[tuple[Any, int]](), 0
+        entries: Iterator[Any] | None = iter(order)
+        own = True
+        while True:
+            sent = list[int]()
+            while ahead_bytes < self._limit_bytes and entries is not None:
+                entry = next(entries, self)
+                if entry is self:
+                    entries = iter(then()) if own else None
+                    own = False
+                    continue
+                numbers = [self._number_of(index) for index in _indices_in(entry)]
+                size = sum(max(1, int(self._source.sizes[number])) for number in numbers)
+                if own:
+                    waiting.append((entry, size))
+                ahead_bytes += size
+                sent += numbers
+            self._send(sent)
+            if not waiting:
+                return
+            entry, size = waiting.popleft()
+            ahead_bytes -= size
+            yield entry
+
+    def _send(self, numbers: list[int]) -> None:
+        if not numbers:
+            return
+        try:
+            if self._child is None or self._child[0] != os.getpid():
+                self._start()
+            stdin = self._child[1].stdin if self._child is not None else None
+            if stdin is not None:
+                stdin.write(np.array(numbers, np.int64).tobytes())
+        except OSError as error:  # it has ended: the samples themselves tell why
+            logger.debug("Nothing is read ahead: %s", error)
+
+    def _start(self) -> None:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-c", _CHILD],
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C goes to the training, which ends it
+        )
+        self._child = (os.getpid(), child)
+        Finalize(self, _end, args=(child,), exitpriority=-9)
+        assert child.stdin is not None
+        package = str(Path(__file__).parents[2])
+        child.stdin.write(pickle.dumps([*filter(None, sys.path), package]))
+        child.stdin.write(pickle.dumps((os.getpid(), self._source)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_child": None}
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    child.kill()
+    child.communicate()
+
+
+def _indices_in(entry: Any) -> list[int]:
+    """The indices of a batch, or of one sample; none of what is neither."""
+    indices = entry if isinstance(entry, (list, tuple)) else [entry]
+    return [int(index) for index in indices if isinstance(index, (int, np.integer))]
+
+
+def fetch_in_child() -> None:
+    """Fetch what the parent sends numbers of, until it ends."""
+    given = sys.stdin.buffer
+    parent, source = pickle.load(given)  # of the parent alone
+    os.nice(5)
+    numbers: SimpleQueue[int | None] = SimpleQueue()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_take_in, args=(given, numbers), daemon=True).start()
+    slots, failures = threading.BoundedSemaphore(REQUESTS), 0
+
+    def done(future: "Future[bytes]") -> None:
+        nonlocal failures
+        slots.release()
+        failures = failures + 1 if future.exception() is not None else 0
+
+    while (number := numbers.get()) is not None and failures < _GIVE_UP:
+        future = source.begin_ahead(number)
+        if future is not None:
+            slots.acquire()
+            future.add_done_callback(done)
+    for _ in range(REQUESTS):
+        slots.acquire()
+    os._exit(0)  # the loop of fsspec is a daemon thread: there is nothing to wait for
+
+
+def _take_in(given: Any, numbers: "SimpleQueue[int | None]") -> None:
+    """Empty the pipe at once: the training process must never wait for room in it."""
+    left = b""
+    while chunk := given.read1(1 << 16):
+        left += chunk
+        whole = len(left) // 8 * 8
+        for number in np.frombuffer(left[:whole], np.int64).tolist():
+            numbers.put(number)
+        left = left[whole:]
+    numbers.put(None)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

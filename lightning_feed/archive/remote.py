@@ -1,0 +1,423 @@
+"""Data at any place that fsspec reaches: file systems made in each process, and reads that are tried again and checked.
+
+All requests of a process run in fsspec's own event loop, many at a time: as coroutines where the file system has them,
+else in threads. One way for both, so that retries, time limits and checks are written once.
+"""
+
+import asyncio
+import hashlib
+import os
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+from fsspec.asyn import get_loop
+
+from lightning_feed.archive import files
+from lightning_feed.archive.read_through import ReadThrough
+from lightning_feed.errors import ArchiveError, DatasetError, MissingExtraError, SettingsError, printable
+
+_T = TypeVar("_T")
+_chance = random.SystemRandom()  # never the user's generators
+
+REQUESTS = 64
+"""In flight at once, in each process."""
+_THREADS = 32
+"""For file systems without coroutines."""
+_ATTEMPTS = 6
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 10.0
+_EXPECTED = 8192
+"""Samples that may be on their way to :meth:`RemoteReads.read_bytes`."""
+_SLOWEST_BYTES_PER_S = 1_000_000
+"""How long a large read may take beyond the time limit of any request."""
+_PASSING = (408, 425, 429)
+"""HTTP's 4xx that are worth another attempt; all 5xx are, too."""
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
+_MISSING_LIBRARY = {"s3": "lightning-feed[s3]", "s3a": "lightning-feed[s3]", "gs": "gcsfs", "gcs": "gcsfs",
+                    "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}  # fmt: skip
+
+
+class GoneError(ArchiveError, DatasetError):
+    """An object that is not, or no longer, what was listed. As a DatasetError it is a bad sample, as a damaged one."""
+
+
+def is_url(path: object) -> bool:
+    """Whether a path is a URL for fsspec: ``s3://bucket/birds``, or a chain such as ``zip://::s3://bucket/birds.zip``."""
+    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None
+
+
+class Request(NamedTuple):
+    """What is to be read for one sample."""
+
+    name: str
+    """The path of the file below the place."""
+    version: str
+    """Which version of it was listed."""
+    begin: int | None = None
+    """Where the sample begins in the file; None for the whole file."""
+
+
+def place_of(path: str | Path, storage_options: Mapping[str, Any] | None = None) -> "Path | RemotePlace":
+    """Where a path or a URL leads to.
+
+    Raises:
+        SettingsError: for options without a URL.
+    """
+    if isinstance(path, str) and is_url(path):
+        return RemotePlace(path, storage_options)
+    if storage_options:
+        raise SettingsError(f"storage_options are for URLs, and {str(path)!r} is a path. Leave them out.")
+    return Path(path)
+
+
+class RemotePlace:
+    """A folder, or a file, at a URL. Can be pickled and forked: each process makes a file system of its own.
+
+    Args:
+        url: for fsspec, with its protocol.
+        options: as ``storage_options`` of fsspec: credentials, endpoints.
+        cache: where what was read is kept; None reads it each time.
+        timeout_s: of one request, beyond what its bytes take.
+
+    Raises:
+        SettingsError: when ``url`` is none.
+
+    Example:
+        >>> place = RemotePlace("memory://birds")
+        >>> place.url_of("wren/1.jpg")
+        'memory://birds/wren/1.jpg'
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        cache: ReadThrough | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        if not is_url(url):
+            raise SettingsError(
+                f"{url!r} is not a URL such as s3://bucket/folder. Give one, or a path without options."
+            )
+        self.url = url if "::" in url else url.rstrip("/")
+        self.options, self.cache, self.timeout_s = dict(options or {}), cache, timeout_s
+        self.readahead_bytes = 0
+        """How much of what an order needs next is fetched into the cache."""
+        about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0]), timeout_s))
+        self.key = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
+        """Tells this place, with its options, from others; says nothing of the options."""
+
+    def __str__(self) -> str:
+        return printable(re.sub(r"//[^/@]*@", "//", self.url))  # without a password
+
+    def __repr__(self) -> str:
+        return f"RemotePlace({str(self)!r})"
+
+    def url_of(self, name: str) -> str:
+        """The URL of a file, by its path below the place."""
+        return f"{self}/{printable(name)}" if name else str(self)
+
+    def below(self, name: str) -> "RemotePlace":
+        """A folder in it."""
+        if not name:
+            return self
+        inner = RemotePlace(f"{self.url}/{name}", self.options, cache=self.cache, timeout_s=self.timeout_s)
+        inner.readahead_bytes = self.readahead_bytes
+        return inner
+
+    def connection(self) -> "Connection":
+        """The connection of this process.
+
+        Raises:
+            SettingsError: for a protocol that is not known, or options that its file system refuses.
+            MissingExtraError: when its library is not installed.
+        """
+        key = (os.getpid(), self.key)
+        if key not in _connections:
+            with files.process_lock:
+                if key not in _connections:
+                    _connections[key] = Connection(self)
+        return _connections[key]
+
+
+_connections: "dict[tuple[int, str], Connection]" = {}
+"""By process and place. Those inherited by a fork are never used, and never dropped: closing them needs their loop."""
+
+
+class Connection:
+    """A file system of fsspec in this process, and the event loop that its requests run in."""
+
+    def __init__(self, place: RemotePlace) -> None:
+        self.place = place
+        self.loop = get_loop()  # fsspec forgets it in a forked child
+        self._slots = asyncio.Semaphore(REQUESTS)
+        self._pool: ThreadPoolExecutor | None = None
+        self._renewed = False
+        self._open()
+
+    def _open(self) -> None:
+        place = self.place
+        protocol = re.split("::|://", place.url)[0]
+        options = dict(place.options)
+        if protocol in ("s3", "s3a"):
+            # botocore and s3fs would each try five times more within each attempt of ours.
+            config = options.get("config_kwargs", {})
+            options["config_kwargs"] = {
+                "retries": {"total_max_attempts": 1},
+                "max_pool_connections": REQUESTS,
+                **config,
+            }
+        try:
+            # Not out of fsspec's own cache of instances, which a forked child empties.
+            self.fs, self.root = fsspec.url_to_fs(place.url, skip_instance_cache=True, **options)
+        except ImportError as error:
+            library = _MISSING_LIBRARY.get(protocol)
+            how = f"Install it:  pip install '{library}'" if library else str(error)
+            raise MissingExtraError(f"Reading {place} needs a library that is not installed. {how}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise SettingsError(
+                f"fsspec cannot open {place}: {error}. Check the protocol, and the names in storage_options."
+            ) from error
+        except Exception as error:
+            raise self.told(error, "") from error
+        self.root = self.root.rstrip("/")
+        if protocol in ("s3", "s3a"):
+            self.fs.retries = 1
+        if hasattr(getattr(self.fs, "dircache", None), "use_listings_cache"):
+            self.fs.dircache.use_listings_cache = False  # a million entries, for each process
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        """Threads, for a file system without coroutines."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="lightning-feed-remote")
+        return self._pool
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":
+        """Begin some work in the loop, from any other thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def path(self, name: str) -> str:
+        """What the file system calls a file below the place."""
+        return f"{self.root}/{name}" if name else self.root
+
+    async def fetch(self, name: str = "", begin: int = 0, size: int | None = None, *, whole: bool = False) -> bytes:
+        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole`` says that there must be no more.
+
+        Raises:
+            GoneError: when it is not there, or of another size.
+            ArchiveError: when it cannot be read.
+        """
+        if size is None and not begin:
+            return bytes(await self.call("cat_file", name))
+        # One byte more than there should be, so that a longer object in its place is seen. With both ends given, s3fs
+        # asks only once.
+        end = None if size is None else begin + size + whole
+        grace_s = (size or 0) / _SLOWEST_BYTES_PER_S
+
+        def check(data: bytes) -> None:
+            if size is not None and len(data) != size:
+                more = "or more " if whole and len(data) > size else ""
+                raise _WrongSizeError(
+                    f"{len(data)} bytes {more}came where {size} were listed: it was replaced, or cut short"
+                )
+
+        return bytes(await self.call("cat_file", name, start=begin, end=end, grace_s=grace_s, check=check))
+
+    async def call(
+        self,
+        method: str,
+        name: str,
+        *,
+        grace_s: float = 0.0,
+        check: Callable[[Any], None] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Call a method of the file system for a file, again with growing pauses where an error may pass.
+
+        Raises:
+            GoneError: when it is not there, or ``check`` refuses what came, each time.
+            ArchiveError: for all else.
+        """
+        for delay_s in _delays():
+            try:
+                async with self._slots:
+                    work = self._begin(method, self.path(name), options)
+                    found = await asyncio.wait_for(work, self.place.timeout_s + grace_s)
+                if check is not None:
+                    check(found)
+                return found
+            except Exception as error:
+                renewed = _is_refusal(error) and "expired" in str(error).lower() and await self._renew()
+                if delay_s is None or not (renewed or _may_pass(error)):
+                    raise self.told(error, name) from error
+                await asyncio.sleep(delay_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _begin(self, method: str, path: str, options: dict[str, Any]) -> Awaitable[Any]:
+        if self.fs.async_impl:
+            coroutine: Awaitable[Any] = getattr(self.fs, f"_{method}")(path, **options)
+            return coroutine
+        return self.loop.run_in_executor(self.pool, partial(getattr(self.fs, method), path, **options))
+
+    async def _renew(self) -> bool:
+        """Make the file system anew, once: credentials are read from their files again. Tells whether it was done."""
+        if self._renewed:
+            return False
+        self._renewed = True
+        await self.loop.run_in_executor(self.pool, self._open)
+        return True
+
+    def told(self, error: Exception, name: str) -> ArchiveError:
+        """The error to raise for one of a library's: what was read, what happened, what to do."""
+        url, status = self.place.url_of(name), _status_of(error)
+        if isinstance(error, ArchiveError):
+            return error
+        if isinstance(error, _WrongSizeError):
+            return GoneError(f"{url} cannot be used: {error}. Start the run again, which lists the files anew.")
+        if isinstance(error, FileNotFoundError) or status == 404:
+            return GoneError(f"{url} is not there (404). Check the URL; if it was there, start the run again.")
+        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if type(error).__name__ in _NO_CREDENTIALS:
+            return ArchiveError(
+                f"{url} cannot be read: there are no credentials for it. Give them as for fsspec (environment, files "
+                "or storage_options), or storage_options={'anon': True} for public data."
+            )
+        if _is_refusal(error):
+            return ArchiveError(
+                f"{url} may not be read ({why}). Check that the credentials are for this place and have not expired."
+            )
+        if not _may_pass(error):
+            return ArchiveError(f"{url} cannot be read ({why}).")
+        limit = f" within {self.place.timeout_s:g} s" if isinstance(error, (TimeoutError, asyncio.TimeoutError)) else ""
+        return ArchiveError(
+            f"{url} could not be read{limit} in {_ATTEMPTS} attempts, last: {why}. Check the network and the server."
+        )
+
+
+class RemoteSamples(NamedTuple):
+    """The samples of a dataset, or of a source, that are read from a remote place."""
+
+    reads: "RemoteReads"
+    numbers: npt.NDArray[np.int64] | None = None
+    """The number there of each sample; None where they are the same."""
+
+
+class RemoteReads(ABC):
+    """Samples at a remote place by their numbers, each read by one request; those that are expected, at the same time.
+
+    Attributes:
+        sizes: bytes of each; -1 where the server does not say.
+    """
+
+    sizes: npt.NDArray[np.int64]
+
+    def __init__(self, place: RemotePlace) -> None:
+        self.place = place
+        self._expected: dict[int, Future[bytes]] = {}
+
+    @abstractmethod
+    def request(self, number: int) -> Request:
+        """What to ask for."""
+
+    def remote_reads(self) -> RemoteSamples:
+        """These samples."""
+        return RemoteSamples(self)
+
+    def expect(self, numbers: Iterable[int]) -> None:
+        """Begin to read samples that :meth:`read_bytes` will be asked for next, all at the same time."""
+        if len(self._expected) > _EXPECTED:  # of batches that failed
+            self._expected.clear()
+        cache = self.place.cache
+        for number in numbers:
+            if number not in self._expected and not (cache is not None and cache.holds(self._key(number))):
+                self._expected[number] = self._begin(number)
+
+    def read_bytes(self, number: int) -> bytes:
+        """The bytes of a sample.
+
+        Raises:
+            GoneError: when it is not there any more, or was replaced.
+            ArchiveError: when it cannot be read for another reason.
+        """
+        waiting, cache = self._expected.pop(number, None), self.place.cache
+        if waiting is None and cache is not None:
+            found = cache.read(self._key(number), int(self.sizes[number]), again_late=True)
+            if found is not None:
+                return found
+        try:
+            return (waiting or self._begin(number)).result()
+        except ArchiveError as error:
+            raise type(error)(f"Sample {number}: {error}") from error
+
+    def begin_ahead(self, number: int) -> "Future[bytes] | None":
+        """Begin to bring a sample into the cache, which there must be; None where it is there."""
+        cache = self.place.cache
+        assert cache is not None
+        return None if cache.keep(self._key(number)) else self._begin(number)
+
+    def _begin(self, number: int) -> "Future[bytes]":
+        connection, asked = self.place.connection(), self.request(number)
+        size = int(self.sizes[number])
+        whole = asked.begin is None
+        fetch = partial(connection.fetch, asked.name, asked.begin or 0, size if size >= 0 else None, whole=whole)
+        if self.place.cache is None:
+            return connection.submit(fetch())
+        return connection.submit(self.place.cache.through(self._key(number), size, fetch, again_late=True))
+
+    def _key(self, number: int) -> str:
+        about = repr((self.place.url, self.request(number), int(self.sizes[number])))
+        return hashlib.blake2b(about.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_expected": {}}
+
+
+class _WrongSizeError(OSError):
+    """More or fewer bytes came than were listed."""
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, PermissionError) or _status_of(error) in (401, 403)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether another attempt may go better."""
+    status = _status_of(error)
+    if isinstance(error, FileNotFoundError) or _is_refusal(error):
+        return False
+    if status is not None:
+        return status in _PASSING or status >= 500
+    # Without a status: what a network does (time-outs, resets, DNS, bodies cut short), and no slip of ours.
+    ours = (TypeError, AttributeError, NotImplementedError, ImportError)
+    return not isinstance(error, ours) and type(error).__name__ not in (*_NO_CREDENTIALS, "ParamValidationError")
+
+
+def _delays() -> Iterator[float | None]:
+    """Pauses after failed attempts, with some chance in them: all readers fail at once. None after the last."""
+    for attempt in range(_ATTEMPTS - 1):
+        yield min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**attempt) * _chance.uniform(0.5, 1.0)
+    yield None
+
+
+def _status_of(error: BaseException | None) -> int | None:
+    """The HTTP status that an error of any library tells of; None where it does not."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):  # botocore
+            response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        found = (getattr(error, name, None) for name in ("status", "status_code", "code"))  # aiohttp, Azure, gcsfs
+        for status in (response, getattr(response, "status_code", None), *found):
+            if isinstance(status, int) and 400 <= status < 600:
+                return status
+        error = error.__cause__
+    return None

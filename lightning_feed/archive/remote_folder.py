@@ -1,0 +1,390 @@
+"""The files of a remote place: listed once and remembered, as class folders, and as the source that reads them."""
+
+import asyncio
+import calendar
+import hashlib
+import io
+import logging
+import time
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock
+
+from lightning_feed.archive.files import cache_folder, read_private, write_private
+from lightning_feed.archive.folder import IMAGE_SUFFIXES, FolderIndex, FolderSource, check_classes, check_images
+from lightning_feed.archive.pack_formats import NAME
+from lightning_feed.archive.remote import GoneError, RemotePlace, RemoteReads, Request
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+_KEPT_S = 24 * 3600
+"""How long a listing is used. An object that is not as listed has it taken anew by the next run, too."""
+_DIGEST_BYTES = 16
+_CHANGED = ("LastModified", "last_modified", "updated", "modified", "mtime", "created")
+_CONTENT = ("ETag", "etag", "md5Hash", "content_settings", "blob_id", "sha", "ino")
+"""What the entries of a listing call the time of a change, and what is another for other contents, by file system."""
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """All files of a place in a few flat arrays, folder by folder; both sorted by name."""
+
+    folders: tuple[str, ...]
+    """Paths below the place; ``""`` is the place itself."""
+    starts: npt.NDArray[np.int64]
+    """Shape (folders + 1,): the number of each folder's first file."""
+    names: npt.NDArray[np.uint8]
+    """The names of the files in their folders, one after the other."""
+    ends: npt.NDArray[np.int64]
+    """Shape (n,): where each ends in ``names``."""
+    sizes: npt.NDArray[np.int64]
+    """Shape (n,): bytes; -1 where the server does not say."""
+    stamps: npt.NDArray[np.int64]
+    """Shape (n,): another one for another version of the file; the time of its change, in ns since 1970."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def base(self, number: int) -> str:
+        """The name of a file in its folder."""
+        begin = int(self.ends[number - 1]) if number else 0
+        return self.names[begin : int(self.ends[number])].tobytes().decode("utf-8", "surrogateescape")
+
+    def files(self) -> Iterator[tuple[str, int]]:
+        """The path below the place and the number of each file."""
+        for place, folder in enumerate(self.folders):
+            prefix = f"{folder}/" if folder else ""
+            for number in range(int(self.starts[place]), int(self.starts[place + 1])):
+                yield prefix + self.base(number), number
+
+    def find(self, path: str) -> int | None:
+        """The number of a file; None where there is none."""
+        folder, _, base = path.rpartition("/")
+        place = bisect_left(self.folders, folder)
+        if place == len(self.folders) or self.folders[place] != folder:
+            return None
+        first, last = int(self.starts[place]), int(self.starts[place + 1])
+        found = bisect_left(range(first, last), base.encode(), key=lambda number: self.base(number).encode()) + first
+        return found if found < last and self.base(found) == base else None
+
+    def has_folder(self, path: str) -> bool:
+        """Whether there are files below a path."""
+        return any(folder == path or folder.startswith(f"{path}/") for folder in self.folders)
+
+
+def list_files(place: RemotePlace, *, fresh: bool = False) -> Listing:
+    """The files of a place: as remembered for a day, or listed, many folders at a time; one process of a node lists.
+
+    Args:
+        place: a folder, or a single file, which has the name ``""``.
+        fresh: list it now.
+
+    Raises:
+        GoneError: when there is nothing.
+        ArchiveError: when it cannot be listed.
+    """
+    kept = _kept(place)
+    if place.url.startswith("memory:"):
+        return _take(place)
+    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with FileLock(f"{kept}.lock", fallback_to_soft=False):
+        listing = None if fresh else _load(kept)
+        if listing is None:
+            listing = _take(place)
+            _save(listing, kept)
+    return listing
+
+
+def forget_listing(place: RemotePlace) -> None:
+    """Have the next run list a place anew."""
+    _kept(place).unlink(missing_ok=True)
+
+
+def _kept(place: RemotePlace) -> Path:
+    return cache_folder() / "index" / f"remote-{_VERSION}-{place.key}.npz"
+
+
+def _load(kept: Path) -> Listing | None:
+    try:
+        if kept.stat().st_mtime < time.time() - _KEPT_S:
+            return None
+        content = read_private(kept)
+    except OSError:
+        return None
+    stored = content[_DIGEST_BYTES:]
+    if content[:_DIGEST_BYTES] != hashlib.blake2b(stored, digest_size=_DIGEST_BYTES).digest():
+        return None
+    logger.info("The files are those that were listed within the last day. To list them anew, remove %s.", kept)
+    with np.load(io.BytesIO(stored), allow_pickle=False) as found:
+        arrays = {field.name: found[field.name] for field in fields(Listing)}
+    arrays["folders"] = tuple(arrays["folders"].tobytes().decode("utf-8", "surrogateescape").split("\0"))
+    return Listing(**arrays)
+
+
+def _save(listing: Listing, kept: Path) -> None:
+    arrays = {field.name: getattr(listing, field.name) for field in fields(Listing)}
+    arrays["folders"] = np.frombuffer("\0".join(listing.folders).encode("utf-8", "surrogateescape"), np.uint8)
+    stored = io.BytesIO()
+    np.savez(stored, **arrays)
+    content = stored.getvalue()
+    try:
+        write_private(kept, hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() + content)
+    except OSError as error:
+        logger.info("The listing could not be remembered in %s: %s. The next run lists again.", kept, error)
+
+
+def _take(place: RemotePlace) -> Listing:
+    connection = place.connection()
+    found = connection.submit(_walk(place)).result()
+    if not found:
+        raise GoneError(f"There are no files at {place}. Check the URL, and that the credentials may list it.")
+    folders = sorted(found)
+    counts = [len(found[folder].sizes) for folder in folders]
+    return Listing(
+        folders=tuple(folders),
+        starts=np.cumsum([0, *counts], dtype=np.int64),
+        names=np.concatenate([found[folder].names for folder in folders]),
+        ends=np.cumsum(np.concatenate([found[folder].lengths for folder in folders]), dtype=np.int64),
+        sizes=np.concatenate([found[folder].sizes for folder in folders]),
+        stamps=np.concatenate([found[folder].stamps for folder in folders]),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Folder:
+    """The files of one folder. Entries of fsspec are dicts of a kilobyte each: they are dropped folder by folder."""
+
+    names: npt.NDArray[np.uint8]
+    lengths: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    stamps: npt.NDArray[np.int64]
+
+
+async def _walk(place: RemotePlace) -> dict[str, _Folder]:
+    """The files of each folder that has any, by its path below the place."""
+    connection, found = place.connection(), dict[str, _Folder]()
+
+    async def look(folder: str) -> list[str]:
+        entries = await connection.call("ls", folder, detail=True)
+        files, below = _sorted_out(entries, folder, connection.path(folder))
+        if files:
+            names, sizes, stamps = zip(*sorted(files), strict=True)
+            found[folder] = _Folder(
+                names=np.frombuffer(b"".join(names), np.uint8),
+                lengths=np.array([len(name) for name in names], np.int64),
+                sizes=np.array(sizes, np.int64),
+                stamps=np.array(stamps, np.int64),
+            )
+        return below
+
+    waiting = {asyncio.ensure_future(look(""))}
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            waiting |= {asyncio.ensure_future(look(folder)) for one in done for folder in one.result()}
+    finally:
+        for one in waiting:
+            one.cancel()
+    return found
+
+
+def _sorted_out(
+    entries: list[dict[str, Any]], folder: str, path: str
+) -> tuple[list[tuple[bytes, int, int]], list[str]]:
+    """(name, size, stamp) of each file in a folder, and the paths of the folders in it."""
+    files, below = [], []
+    for entry in entries:
+        name = str(entry["name"])
+        base, itself = name.rstrip("/").rpartition("/")[2], name.strip("/") == path.strip("/")
+        if entry["type"] == "directory" and not itself:
+            below.append(f"{folder}/{base}" if folder else base)
+        elif entry["type"] == "file" and not name.endswith("/") and not (itself and folder):
+            # A place that is a file lists itself; object stores mark empty folders by an object of their name.
+            size, known = (b"" if itself else base.encode("utf-8", "surrogateescape")), entry.get("size")
+            files.append((size, -1 if known is None else int(known), stamp_of(entry)))
+    return files, below
+
+
+def stamp_of(entry: dict[str, Any]) -> int:
+    """What tells one version of an object from the next: its time in ns, with a hash of its tag below the second."""
+    changed = next((entry[name] for name in _CHANGED if entry.get(name) is not None), 0)
+    content = repr([entry[name] for name in _CONTENT if entry.get(name) is not None])
+    if isinstance(changed, str):
+        try:
+            changed = datetime.fromisoformat(changed.replace("Z", "+00:00"))
+        except ValueError:
+            content, changed = f"{content}{changed}", 0
+    if isinstance(changed, datetime):
+        changed = calendar.timegm(changed.utctimetuple()) + changed.microsecond / 1e6
+    known_ns = int(float(changed) * 1e6) * 1000
+    return known_ns // 10**9 * 10**9 + zlib.crc32(f"{known_ns}{content}".encode()) % 10**9
+
+
+# --- class folders ----------------------------------------------------------------------------------------------------
+
+
+def class_files(
+    listing: Listing, below: str, where: str, classes: tuple[str, ...] | None = None
+) -> tuple[FolderIndex, npt.NDArray[np.int64]]:
+    """The images of each class folder in a folder of a listing, in the order of torchvision's ``ImageFolder``.
+
+    Args:
+        listing: of a place.
+        below: path of the folder below the place.
+        where: its URL, for errors.
+        classes: the classes there must be; None takes the names of the folders.
+
+    Returns:
+        Their index, with paths below ``below``, and their numbers in the listing.
+
+    Raises:
+        DatasetError: as :func:`~lightning_feed.archive.folder.scan_classes`.
+    """
+    prefix = f"{below}/" if below else ""
+    by_class: dict[str, list[int]] = {}
+    for place, folder in enumerate(listing.folders):  # sorted
+        inner = folder.removeprefix(prefix)
+        name = inner.partition("/")[0]
+        # A pack in the folder that it was made of is no class.
+        if folder.startswith(prefix) and name and name[0] != "." and listing.find(f"{prefix}{name}/{NAME}") is None:
+            by_class.setdefault(name, []).append(place)
+    check_classes(sorted(by_class), classes, where)
+    names, lengths, labels, numbers = bytearray(), list[int](), list[int](), list[int]()
+    for label, name in enumerate(classes or sorted(by_class)):
+        for place in by_class.get(name, ()):
+            folder = listing.folders[place].removeprefix(prefix)
+            for number in range(int(listing.starts[place]), int(listing.starts[place + 1])):
+                base = listing.base(number)
+                if base.lower().endswith(IMAGE_SUFFIXES):
+                    path = f"{folder}/{base}".encode("utf-8", "surrogateescape")
+                    names += path
+                    lengths.append(len(path))
+                    labels.append(label)
+                    numbers.append(number)
+    check_images(sorted(by_class), labels, where, every=classes is None)
+    index = FolderIndex(
+        classes=tuple(classes or sorted(by_class)),
+        labels=np.array(labels, dtype=np.int64),
+        names=np.frombuffer(bytes(names), dtype=np.uint8),
+        ends=np.cumsum(lengths, dtype=np.int64),
+        folders=(),
+    )
+    return index, np.array(numbers, dtype=np.int64)
+
+
+class RemoteSource(FolderSource, RemoteReads):
+    """Images in class folders at a remote place, each read whole.
+
+    Args:
+        place: the folder of class folders.
+        index: which files there are.
+        sizes: bytes of each, as listed.
+        stamps: of each, as listed.
+    """
+
+    def __init__(
+        self, place: RemotePlace, index: FolderIndex, sizes: npt.NDArray[np.int64], stamps: npt.NDArray[np.int64]
+    ) -> None:
+        RemoteReads.__init__(self, place)
+        self.index, self.sizes, self.stamps = index, sizes, stamps
+        self.classes, self.labels = index.classes, index.labels
+
+    @classmethod
+    def of(
+        cls, place: RemotePlace, listing: Listing, below: str = "", classes: tuple[str, ...] | None = None
+    ) -> "RemoteSource":
+        """The images in the class folders of a folder below a place.
+
+        Raises:
+            DatasetError: as :func:`class_files`.
+        """
+        index, numbers = class_files(listing, below, place.url_of(below), classes)
+        return cls(place.below(below), index, listing.sizes[numbers], listing.stamps[numbers])
+
+    def request(self, number: int) -> Request:
+        """The file of a sample."""
+        return Request(self.index.path(number), str(self.stamps[number]))
+
+    def read(self, index: int) -> bytes:
+        """The bytes of file ``index``.
+
+        Raises:
+            GoneError: when it is not there any more, or was replaced.
+            ArchiveError: when it cannot be read for another reason.
+        """
+        return self.read_bytes(index)
+
+    def name(self, index: int) -> str:
+        """The URL of file ``index``."""
+        return self.place.url_of(self.index.path(index))
+
+    def origin(self) -> str:
+        """The URL of the folder."""
+        return self.place.url
+
+    def changed_ns(self, index: int) -> int:
+        """When file ``index`` was changed last, as listed."""
+        return int(self.stamps[index])
+
+
+class RemoteFolder:
+    """All files at a remote place, by their paths below it. Can be pickled and forked.
+
+    Args:
+        place: a folder.
+
+    Raises:
+        ArchiveError: when it cannot be listed.
+    """
+
+    def __init__(self, place: RemotePlace) -> None:
+        self.place = place
+        self._listing = listing = list_files(place)
+        names = [name.encode("utf-8", "surrogateescape") for name, _ in listing.files()]
+        index = FolderIndex(
+            classes=(),
+            labels=np.zeros(len(names), np.int64),
+            names=np.frombuffer(b"".join(names), np.uint8),
+            ends=np.cumsum([len(name) for name in names], dtype=np.int64),
+            folders=(),
+        )
+        self._source = RemoteSource(place, index, listing.sizes, listing.stamps)
+
+    def names(self) -> list[str]:
+        """The paths of all files, folder by folder."""
+        return [name for name, _ in self._listing.files()]
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a file.
+
+        Raises:
+            GoneError: when there is none of that name, or it is not what was listed any more.
+            ArchiveError: when it cannot be read for another reason.
+        """
+        return self.read_many([name])[0]
+
+    def read_many(self, names: Iterable[str]) -> list[bytes]:
+        """The bytes of several files, read at the same time.
+
+        Raises:
+            GoneError: as :meth:`read`.
+            ArchiveError: as :meth:`read`.
+        """
+        numbers = [self._number(name) for name in names]
+        self._source.expect(numbers)
+        return [self._source.read_bytes(number) for number in numbers]
+
+    def _number(self, name: str) -> int:
+        number = self._listing.find(name)
+        if number is None:
+            raise GoneError(f"{self.place.url_of(name)} is not among the {len(self._listing)} files that were listed.")
+        return number

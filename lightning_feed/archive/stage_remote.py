@@ -1,0 +1,67 @@
+"""Staging of a remote place: its files as a tree, and each of them fetched, large ones in parts."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from lightning_feed.archive.remote import Connection, GoneError, RemotePlace
+from lightning_feed.archive.remote_folder import list_files, stamp_of
+from lightning_feed.archive.stage_copy import FileStamp, Tree
+from lightning_feed.errors import ArchiveError
+
+THREADS = 32
+"""Files that are fetched at the same time: each waits for the network."""
+_PART_BYTES = 16 << 20
+_PARTS = 4
+"""Of one file at the same time."""
+
+
+def scan_remote(place: RemotePlace) -> Tree:
+    """Sizes and versions of all files at a place, listed now; the modification time stands for the version.
+
+    Raises:
+        ArchiveError: when it cannot be listed, or the server does not tell sizes.
+    """
+    listing, connection, tree = list_files(place, fresh=True), place.connection(), Tree(place.url)
+    unknown = {name: number for name, number in listing.files() if listing.sizes[number] < 0}
+    asked = {name: connection.submit(connection.call("info", name)) for name in unknown}
+    for name, number in listing.files():
+        size = int(listing.sizes[number]) if name not in asked else asked[name].result().get("size")
+        if size is None:
+            raise ArchiveError(f"{place.url_of(name)} has no size that its server tells, so no copy can be checked.")
+        tree.files[name] = FileStamp(size, int(listing.stamps[number]))
+        folders = [name[:at] for at, letter in enumerate(name) if letter == "/"]
+        for folder in ("", *folders) if name else ():
+            tree.folders.setdefault(folder, (0o700, 0))
+    return tree
+
+
+def fetch_file(place: RemotePlace, name: str, stamp: FileStamp, part: Path) -> None:
+    """Bring a file to this machine.
+
+    Raises:
+        GoneError: when it is not there, or not what was listed.
+        ArchiveError: when it cannot be read.
+        OSError: when it cannot be written.
+    """
+    connection = place.connection()
+    with part.open("wb") as target:
+        if stamp.size <= _PART_BYTES:
+            target.write(connection.submit(connection.fetch(name, 0, stamp.size, whole=True)).result())
+        else:
+            connection.submit(_fetch_parts(connection, name, stamp.size, target.fileno())).result()
+            now = connection.submit(connection.call("info", name)).result()
+            if stamp.mtime_ns not in (stamp_of(now), 0) or now.get("size") != stamp.size:
+                raise GoneError(f"{place.url_of(name)} was replaced while it was copied. Stage it again.")
+    os.utime(part, ns=(stamp.mtime_ns, stamp.mtime_ns))
+
+
+async def _fetch_parts(connection: Connection, name: str, size: int, target: int) -> None:
+    slots = asyncio.Semaphore(_PARTS)
+
+    async def fetch(begin: int) -> None:
+        async with slots:
+            data = await connection.fetch(name, begin, min(_PART_BYTES, size - begin))
+            os.pwrite(target, data, begin)
+
+    await asyncio.gather(*(fetch(begin) for begin in range(0, size, _PART_BYTES)))
