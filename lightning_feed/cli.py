@@ -146,7 +146,7 @@ def _add_pack(commands: "Commands") -> None:
         description="Pack SRC, a folder of class folders (with train, val, test around them or not), into DEST. Run "
         "again after a kill, it goes on where it was. ImageFolderDataModule and PackedDataset read the pack.",
     )
-    pack.add_argument("source", type=Path, metavar="SRC", help="a folder of class folders")
+    pack.add_argument("source", metavar="SRC", help="a folder of class folders, or its URL (s3://...)")
     pack.add_argument("dest", type=Path, metavar="DEST", help="where the pack is to be")
     pack.add_argument("--format", choices=("lmdb", "hdf5", "litdata"), default="lmdb", help="default: lmdb")
     pack.add_argument("--short-side", type=int, metavar="PX", help="resize larger images once, to this shorter side")
@@ -183,7 +183,7 @@ def _add_stage(commands: "Commands") -> None:
         "after a kill, it goes on. Only you can open the copy. No root is needed: /dev/shm/<user>, or any folder of "
         "yours.",
     )
-    stage.add_argument("source", type=Path, metavar="SRC", help="a folder or a file")
+    stage.add_argument("source", metavar="SRC", help="a folder or a file, or its URL (s3://...)")
     where = "a folder in memory (/dev/shm/<user>) or on a local disk"
     stage.add_argument("dest", type=Path, metavar="DEST", help=where)
     _flag(stage, "--hash", "compare the contents of all files too, byte by byte")

@@ -264,10 +264,12 @@ class Connection:
         raise AssertionError("the last attempt returns or raises")
 
     def _begin(self, method: str, path: str, options: dict[str, Any]) -> Awaitable[Any]:
+        begun: Awaitable[Any]
         if self.fs.async_impl:
-            coroutine: Awaitable[Any] = getattr(self.fs, f"_{method}")(path, **options)
-            return coroutine
-        return self.loop.run_in_executor(self.pool, partial(getattr(self.fs, method), path, **options))
+            begun = getattr(self.fs, f"_{method}")(path, **options)
+        else:
+            begun = self.loop.run_in_executor(self.pool, partial(getattr(self.fs, method), path, **options))
+        return begun
 
     async def _renew(self) -> bool:
         """Make the file system anew, once: credentials are read from their files again. Tells whether it was done."""

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_feed.archive.stage_path import shown
-from lightning_feed.errors import ArchiveError
+from lightning_feed.errors import ArchiveError, DatasetError
 
 THREADS = 4
+_FETCHING_THREADS = 32
+"""Each waits for the network most of the time."""
 _CHUNK_BYTES = 1 << 20
 """Read at once: between two of them a stop is heeded and the bar moves."""
 
@@ -223,10 +225,19 @@ class FileWork:
         target: where to; its folders exist.
         parts: a folder on the same file system, for files that are not yet whole.
         progress: called with the bytes done since the last call, by one thread at a time.
+        fetch: brings a file of that name and stamp to a path; None for files of this machine, which are copied.
     """
 
-    def __init__(self, source: Tree, target: str, parts: Path, progress: Callable[[int], object]) -> None:
+    def __init__(
+        self,
+        source: Tree,
+        target: str,
+        parts: Path,
+        progress: Callable[[int], object],
+        fetch: Callable[[str, FileStamp, Path], None] | None = None,
+    ) -> None:
         self._source, self._target, self._parts, self._progress = source, target, parts, progress
+        self._fetch = fetch
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._unreadable: list[str] = []
         self._found: list[str] = []
@@ -266,9 +277,10 @@ class FileWork:
                     return
                 work(name)
 
-        with ThreadPoolExecutor(THREADS) as pool:  # which waits: nothing writes once the lock on the copy is given back
+        threads = THREADS if self._fetch is None else _FETCHING_THREADS
+        with ThreadPoolExecutor(threads) as pool:  # which waits: nothing writes once the lock on the copy is given back
             try:
-                running = [pool.submit(drain) for _ in range(THREADS)]
+                running = [pool.submit(drain) for _ in range(threads)]
                 wait(running, return_when=FIRST_EXCEPTION)
             finally:  # after Ctrl-C too
                 self._stop.set()
@@ -277,6 +289,9 @@ class FileWork:
 
     def _copy_file(self, name: str) -> None:
         path, part = below(self._source.root, name), self._parts / str(threading.get_ident())
+        if self._fetch is not None:
+            self._place(name, part, lambda: self._fetched(name, part))
+            return
         try:
             # O_NONBLOCK: what is a FIFO by now would be waited for.
             source = FileIO(path, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
@@ -285,11 +300,25 @@ class FileWork:
         except OSError as error:
             self._unreadable.append(f"{shown(path)}: {error.strerror}")
             return
+        with source:
+            self._place(name, part, lambda: self._write_part(source, part, name))
+
+    def _fetched(self, name: str, part: Path) -> bool:
+        assert self._fetch is not None
         try:
-            with source:
-                if self._write_part(source, part, name):
-                    part.replace(below(self._target, name))
-                    self._found.append(name)
+            self._fetch(name, self._source.files[name], part)
+        except DatasetError:
+            return False  # gone, or another by now
+        self._advance(self._source.files[name].size)
+        return True
+
+    def _place(self, name: str, part: Path, write: Callable[[], bool]) -> None:
+        """Give a file its name once ``write`` has written the whole of it to ``part``."""
+        path = below(self._source.root, name)
+        try:
+            if write():
+                part.replace(below(self._target, name))
+                self._found.append(name)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise ArchiveError(f"{shown(path)} could not be copied to {shown(self._target)}: {error}") from error

@@ -9,8 +9,6 @@ from lightning_feed.archive.remote_folder import list_files, stamp_of
 from lightning_feed.archive.stage_copy import FileStamp, Tree
 from lightning_feed.errors import ArchiveError
 
-THREADS = 32
-"""Files that are fetched at the same time: each waits for the network."""
 _PART_BYTES = 16 << 20
 _PARTS = 4
 """Of one file at the same time."""

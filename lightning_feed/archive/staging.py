@@ -3,11 +3,14 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from lightning_feed.archive.remote import RemotePlace, is_url, place_of
 from lightning_feed.archive.stage_copy import (
     CopyPlan,
     FileWork,
@@ -34,6 +37,7 @@ from lightning_feed.archive.stage_path import (
     shown,
     start_record,
 )
+from lightning_feed.archive.stage_remote import fetch_file, scan_remote
 from lightning_feed.archive.stage_room import check_room, find_caveats, find_mount
 from lightning_feed.errors import ArchiveError
 
@@ -49,7 +53,8 @@ _PASSES = 3
 class Staged:
     """A complete copy, and what it took."""
 
-    source: Path
+    source: Path | str
+    """As it was given: a path made absolute, or a URL."""
     path: Path
     """The copy: a folder or a file, as the source is."""
     files: int
@@ -74,7 +79,7 @@ class Staged:
         return StagedPath(self.source, self.path, since_s=self.checked_s)
 
 
-def stage(
+def stage(  # noqa: PLR0913 - all but two are by name, and have a default
     source: str | os.PathLike[str],
     dest: str | os.PathLike[str],
     *,
@@ -82,6 +87,7 @@ def stage(
     force: bool = False,
     remove_at_exit: bool = False,
     wait_s: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Staged:
     """Copy ``source`` to ``dest/<name of source>``, or bring the copy there up to date.
 
@@ -90,7 +96,7 @@ def stage(
     this process ends, nobody removes the copy.
 
     Args:
-        source: a folder or a file. Symbolic links in it are followed.
+        source: a folder or a file. Symbolic links in it are followed. Or the URL of one, for fsspec.
         dest: a folder in memory or on a local disk, for example ``/dev/shm/<user>``; made when only it is missing.
             Only this user can open the copy.
         hash: also compare the contents of all files, byte by byte, and copy those again that differ.
@@ -98,6 +104,7 @@ def stage(
         remove_at_exit: remove the copy when the last process that uses it ends, unless it was there before. A process
             that is killed removes nothing.
         wait_s: how long to wait for another process that copies. None waits as long as it takes.
+        storage_options: for a URL, those of fsspec.
 
     Raises:
         ArchiveError: when there is no room (before a byte is written), when one of the two lies in the other, when a
@@ -109,7 +116,13 @@ def stage(
         PosixPath('/dev/shm/me/birds')
     """
     place, origin = find_place(source, dest)
-    work = StageWork(place=place, origin=origin, hash=hash, force=force, remove_at_exit=remove_at_exit, wait_s=wait_s)
+    found = place_of(origin, storage_options)
+    remote = found if isinstance(found, RemotePlace) else None
+    if remote is not None and hash:
+        raise ArchiveError(f"{remote} is a URL: to compare contents is to read all of it. Give force=True (--force).")
+    work = StageWork(
+        place=place, origin=origin, remote=remote, hash=hash, force=force, remove_at_exit=remove_at_exit, wait_s=wait_s
+    )
     done = work.run()
     for caveat in done.caveats if done.copied_files else ():
         logger.warning("%s", caveat)
@@ -122,13 +135,14 @@ def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> 
     Raises:
         ArchiveError: when one lies in the other, or when ``dest`` cannot be made.
     """
-    origin = os.path.abspath(source)  # noqa: PTH100 - not resolved: the copy has the name that was given
+    origin = _origin_of(source)
     target = Path(os.path.realpath(dest), os.path.basename(origin))  # noqa: PTH119
-    real = os.path.realpath(origin)
-    # By identity, since the same folder has other paths where it is mounted twice. What lies deeper the scan finds.
-    above_source = identities_above(real) | identities_above(origin)
-    if identity_of(real) in identities_above(str(target)) or identity_of(str(target)) in above_source:
-        raise overlap_error(os.fspath(source), str(target))
+    if not is_url(origin):
+        real = os.path.realpath(origin)
+        # By identity, since the same folder has other paths where it is mounted twice. What lies deeper the scan finds.
+        above_source = identities_above(real) | identities_above(origin)
+        if identity_of(real) in identities_above(str(target)) or identity_of(str(target)) in above_source:
+            raise overlap_error(os.fspath(source), str(target))
     try:
         target.parent.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -139,13 +153,21 @@ def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> 
     return StagePlace(target), origin
 
 
+def _origin_of(source: str | os.PathLike[str]) -> str:
+    """The URL, or the absolute path: not resolved, for the copy has the name that was given."""
+    path = os.fspath(source)
+    return path.rstrip("/") if is_url(path) else os.path.abspath(path)  # noqa: PTH100
+
+
 @dataclass(kw_only=True)
 class StageWork:
     """Makes a copy equal its source; the options are those of :func:`stage`."""
 
     place: StagePlace
     origin: str
-    """Absolute path of what is copied."""
+    """Absolute path, or URL, of what is copied."""
+    remote: RemotePlace | None = None
+    """What a URL leads to."""
     hash: bool = False
     force: bool = False
     remove_at_exit: bool = False
@@ -191,7 +213,7 @@ class StageWork:
         folder = str(self.place.target.parent)
         mount = find_mount(folder)
         return Staged(
-            source=Path(self.origin),
+            source=Path(self.origin) if self.remote is None else str(self.remote),
             path=self.place.target,
             files=record.files,
             total_bytes=record.total_bytes,
@@ -225,7 +247,8 @@ class StageWork:
         return self._finish(tree, record)
 
     def _look(self, *, afresh: bool = False) -> tuple[Tree, CopyPlan]:
-        tree, target = scan_source(self.origin), str(self.place.target)
+        tree = scan_source(self.origin) if self.remote is None else scan_remote(self.remote)
+        target = str(self.place.target)
         if not tree.files:
             raise ArchiveError(f"There are no files in {shown(self.origin)}. Give the folder that has them.")
         plan = plan_copy(tree, scan_copy(target, tree), afresh=afresh)
@@ -305,10 +328,11 @@ class StageWork:
     def _file_work(self, tree: Tree, what: str, names: Iterable[str]) -> Iterator[FileWork]:
         from tqdm import tqdm
 
+        fetch = None if self.remote is None else partial(fetch_file, self.remote)
         total, text = sum(tree.files[name].size for name in names), f"{what} {shown(self.place.target.name)}"
         # disable=None: no bar where stderr is not a terminal.
         with tqdm(total=total, desc=text, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
-            yield FileWork(tree, str(self.place.target), self.place.parts, bar.update)
+            yield FileWork(tree, str(self.place.target), self.place.parts, bar.update, fetch)
 
 
 # --- removal ----------------------------------------------------------------------------------------------------------
@@ -328,7 +352,7 @@ def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> boo
         ArchiveError: when what lies there is no copy of ``source``, when it cannot be removed, or when a process uses
             it or copies.
     """
-    origin = os.path.abspath(source)  # noqa: PTH100 - not resolved: the copy has the name that was given
+    origin = _origin_of(source)
     place = StagePlace(Path(os.path.realpath(dest), os.path.basename(origin)))  # noqa: PTH119
     try:
         return _unstage(place, origin)
@@ -367,6 +391,8 @@ def _refuse_removal(place: StagePlace, origin: str) -> None:
 
 
 def _is_source(place: StagePlace, source: str) -> bool:
+    if is_url(source):
+        return False
     return identity_of(str(place.target)) in identities_above(os.path.realpath(source)) | identities_above(source)
 
 
