@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -39,14 +39,15 @@ class ReadAhead:
 
     Args:
         source: with a cache.
-        number_of: the number in the source of a sample of the dataset that the order is of.
+        picked: the numbers of samples, from those of the dataset that the order is of to those of the source: each of
+            these is what one ``Subset`` or share picks of the next.
         limit_bytes: how much is fetched before it is asked for.
     """
 
-    def __init__(self, source: RemoteReads, number_of: Callable[[int], int], limit_bytes: int) -> None:
+    def __init__(self, source: RemoteReads, picked: Sequence[Any], limit_bytes: int) -> None:
         cache = source.place.cache
         assert cache is not None
-        self._source, self._number_of = source, number_of
+        self._source, self._picked = source, picked
         # What is fetched must not push out what was fetched just before.
         self._limit_bytes = min(limit_bytes, cache.limit_bytes // 4)
         self._child: tuple[int, subprocess.Popen[bytes]] | None = None
@@ -76,6 +77,11 @@ class ReadAhead:
             entry, size = waiting.popleft()
             ahead_bytes -= size
             yield entry
+
+    def _number_of(self, index: int) -> int:
+        for indices in self._picked:
+            index = int(indices[index])
+        return index
 
     def _send(self, numbers: list[int]) -> None:
         if not numbers:

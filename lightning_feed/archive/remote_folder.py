@@ -297,6 +297,7 @@ class RemoteSource(FolderSource, RemoteReads):
         RemoteReads.__init__(self, place)
         self.index, self.sizes, self.stamps = index, sizes, stamps
         self.classes, self.labels = index.classes, index.labels
+        self._listed = place
 
     @classmethod
     def of(
@@ -308,7 +309,9 @@ class RemoteSource(FolderSource, RemoteReads):
             DatasetError: as :func:`class_files`.
         """
         index, numbers = class_files(listing, below, place.url_of(below), classes)
-        return cls(place.below(below), index, listing.sizes[numbers], listing.stamps[numbers])
+        made = cls(place.below(below), index, listing.sizes[numbers], listing.stamps[numbers])
+        made._listed = place
+        return made
 
     def request(self, number: int) -> Request:
         """The file of a sample."""
@@ -321,7 +324,11 @@ class RemoteSource(FolderSource, RemoteReads):
             GoneError: when it is not there any more, or was replaced.
             ArchiveError: when it cannot be read for another reason.
         """
-        return self.read_bytes(index)
+        try:
+            return self.read_bytes(index)
+        except GoneError:
+            forget_listing(self._listed)
+            raise
 
     def name(self, index: int) -> str:
         """The URL of file ``index``."""
@@ -381,7 +388,7 @@ class RemoteFolder:
         """
         numbers = [self._number(name) for name in names]
         self._source.expect(numbers)
-        return [self._source.read_bytes(number) for number in numbers]
+        return [self._source.read(number) for number in numbers]
 
     def _number(self, name: str) -> int:
         number = self._listing.find(name)

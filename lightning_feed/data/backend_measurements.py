@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_feed.archive.files import cache_folder, read_private, write_private
+from lightning_feed.archive.remote import is_url
 from lightning_feed.data.base import DataModuleBase
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.trials.search import Tuned
@@ -68,7 +69,7 @@ def measurement_key(root: Any, device: torch.device, *, image_size: int, quality
         "host": socket.gethostname(),
         "cpus": read_machine().usable_cpus,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "data": os.fsencode(Path(root).resolve()).hex(),
+        "data": os.fsencode(root if is_url(root) else Path(root).resolve()).hex(),
         "image_size": image_size,
         "quality": quality,
     }

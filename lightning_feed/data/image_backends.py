@@ -399,8 +399,11 @@ def fastest_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT00
 def _some_encoded(source: SampleSource) -> list[Any]:
     """Images spread over the source, to measure decoders with; none where it holds pixels."""
     step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
-    found = []
-    for index in range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]:
+    found, indices = [], range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]
+    expect = getattr(source, "expect", None)
+    if expect is not None:  # of a remote place, read at the same time
+        expect(indices)
+    for index in indices:
         try:
             data = source.read(index)
         except DatasetError:  # met again, and dealt with as on_error says, when it is its turn

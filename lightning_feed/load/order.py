@@ -240,17 +240,11 @@ def find_read_ahead(dataset: Any) -> ReadAhead | None:
         dataset = dataset.dataset
     find = getattr(dataset, "remote_reads", None)
     found = find() if callable(find) else None
-    if not isinstance(found, RemoteSamples) or found.reads.place.cache is None or not found.reads.place.readahead_bytes:
+    if not isinstance(found, RemoteSamples) or not found.reads.place.readahead_bytes:
         return None
     if found.numbers is not None:
         picked.append(found.numbers)
-
-    def number_of(index: int) -> int:
-        for indices in picked:
-            index = int(indices[index])
-        return index
-
-    return ReadAhead(found.reads, number_of, found.reads.place.readahead_bytes)
+    return ReadAhead(found.reads, picked, found.reads.place.readahead_bytes)
 
 
 class IndexSource:

@@ -1,0 +1,285 @@
+"""Remote files through a bounded cache on the local disk: read once, shared, within the limit, whole after any kill."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from object_store import ObjectStore, birds, running_store
+from torch.utils.data import RandomSampler, Subset
+
+from lightning_feed import ImageFolderDataModule, LoaderSettings
+from lightning_feed.archive import remote
+from lightning_feed.archive.read_ahead import ReadAhead
+from lightning_feed.archive.read_through import ReadThrough
+from lightning_feed.archive.remote import RemotePlace
+from lightning_feed.archive.remote_folder import RemoteFolder, RemoteSource, list_files
+from lightning_feed.errors import ArchiveError
+from lightning_feed.load.order import EpochOrder, find_read_ahead
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:Unclosed:ResourceWarning")
+_BLOCK = 4096
+_MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[ObjectStore]:
+    with running_store() as found:
+        found.client.create_bucket(Bucket="photos")
+        found.put("photos", birds())
+        yield found
+
+
+@pytest.fixture
+def store(running: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    running.proxy.reset()
+    monkeypatch.setattr(remote, "_FIRST_DELAY_S", 0.01)
+    return running
+
+
+def source_of(store: ObjectStore, cache: ReadThrough | None, readahead: int = 0) -> RemoteSource:
+    place = RemotePlace("s3://photos", store.options, cache=cache, timeout_s=10)
+    place.readahead_bytes = readahead
+    return RemoteSource.of(place, list_files(place), "train")
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 20) -> None:
+    until = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def held(cache: ReadThrough) -> int:
+    return sum(1 for path in cache.folder.glob("??/*") if path.suffix != ".part")
+
+
+# --- read once --------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_epoch_and_the_second_run_read_from_the_disk(store: ObjectStore, tmp_path: Path) -> None:
+    def run() -> list[float]:
+        datamodule = ImageFolderDataModule(
+            "s3://photos", 5, image_size=16, decoder="pillow", storage_options=store.options, stage_to=tmp_path,
+            stage_limit="1GiB", loader=LoaderSettings(num_workers=2, seed=1),
+        )  # fmt: skip
+        loader = datamodule.train_dataloader()
+        return [float(images.float().sum()) for _ in range(2) for images, _ in loader]
+
+    run()
+    assert store.gets("train/") == 20  # each once, whoever wanted it first
+    store.proxy.seen.clear()
+    run()
+    assert store.gets("train/") == 0
+
+
+def test_files_by_name_go_through_it(store: ObjectStore, tmp_path: Path) -> None:
+    folder = RemoteFolder(RemotePlace("s3://photos", store.options, cache=ReadThrough(tmp_path, _MIB)))
+    for _ in range(2):
+        assert folder.read_many(["train/crow/1.jpg", "val/wren/0.jpg"]) == [
+            birds()["train/crow/1.jpg"],
+            birds()["val/wren/0.jpg"],
+        ]
+    assert store.gets(".jpg") == 2
+
+
+def test_processes_that_want_the_same_file_fetch_it_once(store: ObjectStore, tmp_path: Path) -> None:
+    store.proxy.latency_s = 0.3
+    source = source_of(store, ReadThrough(tmp_path, _MIB))
+    readers = []
+    for _ in range(3):
+        readers.append(os.fork())
+        if readers[-1] == 0:
+            source.expect(range(10))
+            os._exit(0 if all(len(source.read(i)) == source.sizes[i] for i in range(10)) else 1)
+    assert [os.waitpid(reader, 0)[1] for reader in readers] == [0, 0, 0]
+    assert store.gets("train/") == 10
+
+
+# --- bounded ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_file_goes_first(tmp_path: Path) -> None:
+    cache = ReadThrough(tmp_path, 4 * _BLOCK)
+    for key in ("aa1", "bb2", "cc3", "dd4"):
+        put(cache, key, b"x" * 100)
+        time.sleep(0.01)
+    assert cache.read("aa1", 100) == b"x" * 100
+    put(cache, "ee5", b"x" * 100)
+    assert [cache.holds(key) for key in ("aa1", "bb2", "cc3", "dd4", "ee5")] == [True, False, True, True, True]
+    assert cache.used_bytes() == 4 * _BLOCK
+
+
+def test_half_of_a_set_serves_half_of_its_shuffled_epochs(tmp_path: Path) -> None:
+    cache, hits = ReadThrough(tmp_path, 50 * _BLOCK), 0
+    for epoch in range(4):
+        for index in torch.randperm(100, generator=torch.Generator().manual_seed(epoch)).tolist():
+            key = f"{index:02x}{index}"
+            if cache.read(key, 100, again_late=True) is None:
+                put(cache, key, b"x" * 100)
+                cache.read(key, 100, again_late=True)
+            elif epoch:
+                hits += 1
+        assert held(cache) <= 50
+    assert hits > 3 * 100 * 0.4  # with the least recently used first, 15 %
+
+
+def test_a_file_that_is_larger_than_the_limit_is_read_and_not_kept(store: ObjectStore, tmp_path: Path) -> None:
+    cache = ReadThrough(tmp_path, 100)
+    source = source_of(store, cache)
+    assert [len(source.read(0)) for _ in range(2)] == [source.sizes[0]] * 2
+    assert held(cache) == cache.used_bytes() == 0
+
+
+def test_a_limit_beyond_the_disk_is_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = ReadThrough(tmp_path, 1 << 60)
+    assert cache.limit_bytes < os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+    assert "is limited to" in caplog.text
+
+
+def test_a_disk_that_is_full_costs_speed_only(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = ReadThrough(tmp_path, _MIB)
+    source, write = source_of(store, cache), os.pwrite
+
+    def full(descriptor: int, data: Any, at: int) -> int:
+        if len(data) > 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert [len(source.read(i)) for i in range(5)] == source.sizes[:5].tolist()
+    assert caplog.text.count("is full") == 1
+    assert held(cache) == cache.used_bytes() == 0
+    assert not list(cache.folder.glob("??/*.part"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(ArchiveError, match=r"cannot be used for a cache.*Give a folder of your own"):
+        ReadThrough("/proc/none", _MIB)
+
+
+# --- whole ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_file_is_read_again(store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = ReadThrough(tmp_path, _MIB)
+    source = source_of(store, cache)
+    good = source.read(0)
+    for content in (b"", good[:50], bytes(len(good) + 4)):
+        next(cache.folder.glob("??/*")).write_bytes(content)
+        assert source.read(0) == good
+        assert source.read(0) == good
+    assert caplog.text.count("was damaged") == 3
+    assert store.gets("train/") == 4
+
+
+def test_a_kill_leaves_whole_files_and_no_lock(store: ObjectStore, tmp_path: Path) -> None:
+    source = source_of(store, ReadThrough(tmp_path, _MIB))
+    store.proxy.latency_s = 0.5
+    reader = os.fork()
+    if reader == 0:
+        source.expect(range(20))
+        time.sleep(60)
+    wait_until(lambda: len(list(tmp_path.glob("*/??/*.part"))) > 5)
+    os.kill(reader, signal.SIGKILL)
+    os.waitpid(reader, 0)
+    store.proxy.latency_s = 0
+    source.expect(range(20))
+    assert [len(source.read(index)) for index in range(20)] == source.sizes.tolist()
+    assert held(ReadThrough(tmp_path, _MIB)) == 20
+
+
+def test_what_a_kill_left_in_the_count_goes_when_room_is_made(tmp_path: Path) -> None:
+    cache = ReadThrough(tmp_path, 10 * _BLOCK)
+    cache._count(8 * _BLOCK)
+    for index in range(12):
+        put(cache, f"{index:02x}x", b"x" * 100)
+    assert held(cache) >= 9
+    assert cache.used_bytes() == held(cache) * _BLOCK
+
+
+# --- ahead ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_order_needs_is_fetched_before_it_is_asked_for(store: ObjectStore, tmp_path: Path) -> None:
+    cache = ReadThrough(tmp_path, _MIB)
+    source = source_of(store, cache)
+    batches = [[3, 1], [2, 0], [7, 5], [19, 18]]
+    ahead = ReadAhead(source, (), int(source.sizes[[3, 1, 2, 0]].sum()))
+    order = ahead.through(batches)
+    assert next(order) == [3, 1]
+    wait_until(lambda: held(cache) == 4)
+    time.sleep(0.2)
+    assert held(cache) == 4  # and no more than was to be read ahead
+    assert list(order) == batches[1:]
+    wait_until(lambda: held(cache) == 8)
+    assert [len(source.read(index)) for index in (3, 0, 19)] == source.sizes[[3, 0, 19]].tolist()
+    assert store.gets("train/") == 8
+
+
+def test_behind_the_end_of_an_epoch_the_next_one_is_fetched(store: ObjectStore, tmp_path: Path) -> None:
+    datamodule = ImageFolderDataModule(
+        "s3://photos", 4, image_size=16, decoder="pillow", storage_options=store.options, stage_to=tmp_path,
+        stage_limit=_MIB, readahead=100, loader=LoaderSettings(num_workers=0, seed=5),
+    )  # fmt: skip
+    epoch = 0
+    loader = datamodule.train_dataloader()
+    loader.order = EpochOrder(seed=5, epoch=lambda: epoch)
+    sent: list[list[int]] = []
+    loader._index.ahead._send = sent.append
+    list(loader)
+    behind = [number for numbers in sent for number in numbers][20:]
+    epoch, before = 1, len(sent)
+    list(loader)
+    assert behind
+    assert [number for numbers in sent[before:] for number in numbers][: len(behind)] == behind
+
+
+def test_only_remote_sets_with_a_cache_are_read_ahead(store: ObjectStore, tmp_path: Path) -> None:
+    def ahead(**given: Any) -> Any:
+        made = ImageFolderDataModule("s3://photos", 4, storage_options=store.options, val_fraction=0.5, **given)
+        return find_read_ahead(Subset(made.dataset("train"), [4, 2]))
+
+    assert ahead() is None
+    found = ahead(stage_to=tmp_path, stage_limit=_MIB)
+    assert isinstance(found, ReadAhead)
+    assert [found._number_of(index) for index in (0, 1)] == [4, 2]
+    assert find_read_ahead(range(3)) is None
+    assert find_read_ahead(RandomSampler(range(3))) is None
+
+
+def test_the_process_that_reads_ahead_ends_with_the_training(store: ObjectStore, tmp_path: Path) -> None:
+    script = f"""
+import os, time
+from lightning_feed.archive.read_ahead import ReadAhead
+from lightning_feed.archive.read_through import ReadThrough
+from lightning_feed.archive.remote import RemotePlace
+from lightning_feed.archive.remote_folder import RemoteSource, list_files
+place = RemotePlace("s3://photos", {store.options!r}, cache=ReadThrough({str(tmp_path)!r}, 1 << 20))
+ahead = ReadAhead(RemoteSource.of(place, list_files(place), "train"), (), 1 << 20)
+next(ahead.through([[0], [1]]))
+print(ahead._child[1].pid, flush=True)
+time.sleep(60)
+"""
+    training = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert training.stdout is not None
+    child = int(training.stdout.readline())
+    assert Path(f"/proc/{child}").exists()
+    training.kill()
+    training.communicate()
+    wait_until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
+
+
+def put(cache: ReadThrough, key: str, data: bytes) -> None:
+    with cache._claimed(key) as part:
+        assert part is not None
+        cache._put(key, part, data)
