@@ -21,7 +21,7 @@ class Proxy:
         upstream: its port.
         latency_s: before each request is forwarded.
         bytes_per_s: of all responses together; 0: no limit.
-        remember: whether GETs that were answered once are answered from memory, so that the server costs no CPU.
+        remember: whether objects that were read whole once are answered from memory, so that the server costs no CPU.
 
     Attributes:
         faults: by a part of the path, what happens to the next requests for it, in turn: ``"stall"``, ``"short"``
@@ -38,7 +38,7 @@ class Proxy:
         self.faults: dict[str, list[Any]] = {}
         self.seen: Counter[str] = Counter()
         self.most = self._now = 0
-        self._memory: dict[bytes, bytes] | None = {} if remember else None
+        self._memory: dict[str, tuple[bytes, bytes]] | None = {} if remember else None
         self._free_at = 0.0
         self._idle: list[Any] = []
         self._ready = threading.Event()
@@ -100,7 +100,8 @@ class Proxy:
     async def _answer(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> bool:
         path = head.split(b" ", 2)[1].decode()
         self.seen[path.partition("?")[0]] += 1
-        await asyncio.sleep(self.latency_s)
+        free = self._memory is not None and bool(_header(head, b"x-free"))  # to fill the memory
+        await asyncio.sleep(0 if free else self.latency_s)
         fault = self._fault(path)
         if fault == "stall":
             await asyncio.sleep(3600)
@@ -109,12 +110,12 @@ class Proxy:
             status = 400 if fault == 401 else fault  # as S3 answers with ExpiredToken
             writer.write(b"HTTP/1.1 %d Fault\r\nContent-Length: %d\r\n\r\n" % (status, len(text)) + text)
             return True
-        key = b"\n".join([head.split(b"\r\n", 1)[0], _header(head, b"range")])
-        response = self._memory.get(key) if self._memory is not None else None
+        response = self._remembered(path, head)
         if response is None:
             response = await self._forward(head, body)
-            if self._memory is not None and head.startswith((b"GET", b"HEAD")) and b"list-type" not in head:
-                self._memory[key] = response
+            if self._memory is not None and head.startswith(b"GET") and response[9:12] == b"200" and "?" not in path:
+                front, _, data = response.partition(b"\r\n\r\n")
+                self._memory[path] = (front, data)
         if fault == "short":
             response = response[: len(response) - max(1, len(response.partition(b"\r\n\r\n")[2]) // 2)]
         if fault in ("long", "cut"):
@@ -122,10 +123,22 @@ class Proxy:
             old, data = len(data), data + b"more" if fault == "long" else data[:-4]
             front = front.replace(b"Content-Length: %d" % old, b"Content-Length: %d" % len(data))
             response = front + b"\r\n\r\n" + data
-        await self._pace(len(response))
+        await self._pace(0 if free else len(response))
         writer.write(response)
         await writer.drain()
         return fault != "short"
+
+    def _remembered(self, path: str, head: bytes) -> bytes | None:
+        if self._memory is None or path not in self._memory or not head.startswith((b"GET", b"HEAD")):
+            return None
+        front, data = self._memory[path]
+        wanted = _header(head, b"range").removeprefix(b"bytes=").split(b"-")
+        if len(wanted) == 2:
+            first, last = int(wanted[0]), min(int(wanted[1] or len(data)), len(data) - 1)
+            about = b"\r\nContent-Range: bytes %d-%d/%d" % (first, last, len(data))
+            front = front.replace(b"Content-Length: %d" % len(data), b"Content-Length: %d" % (last + 1 - first)) + about
+            front, data = front.replace(b" 200 OK", b" 206 Partial Content"), data[first : last + 1]
+        return front + b"\r\n\r\n" + (b"" if head.startswith(b"HEAD") else data)
 
     def _fault(self, path: str) -> Any:
         for part, faults in self.faults.items():
@@ -134,9 +147,9 @@ class Proxy:
         return None
 
     async def _pace(self, size: int) -> None:
-        if self.bytes_per_s:
+        if self.bytes_per_s and size:
             self._free_at = max(self._free_at, time.monotonic()) + size / self.bytes_per_s
-            await asyncio.sleep(self._free_at - time.monotonic())
+            await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
 
     async def _forward(self, head: bytes, body: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.upstream)

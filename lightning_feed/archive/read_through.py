@@ -55,6 +55,10 @@ class _Found(NamedTuple):
     path: str
 
 
+def _on_disk(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
 class ReadThrough:
     """Remote files on a local disk, within a limit. Can be pickled and forked.
 
@@ -174,11 +178,11 @@ class ReadThrough:
     def _put(self, key: str, part: int, data: bytes) -> None:
         """Write a claimed file and give it its name. Where there is no room, it is not kept, which is said once."""
         stored = data + _CHECK.pack(zlib.crc32(data))
-        taken = -(-len(stored) // _BLOCK) * _BLOCK
+        taken = _on_disk(len(stored))
+        os.ftruncate(part, len(stored))  # so that who makes room sees what was counted for it
         if not self._take(taken):
             return
         try:
-            os.ftruncate(part, 0)
             view, at = memoryview(stored), 0
             while at < len(stored):
                 at += os.pwrite(part, view[at:], at)
@@ -228,7 +232,7 @@ class ReadThrough:
             if too_high > self.limit_bytes // _AT_ONCE:  # less may be files that are written now
                 self._count(-too_high)
                 wanted -= too_high
-        for each in sorted(found):
+        for each in sorted(each for each in found if not each.path.endswith(_PART)):
             if wanted <= 0:
                 return
             self._remove(each)
@@ -239,15 +243,15 @@ class ReadThrough:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     status = entry.stat()
-                    if not entry.name.endswith(_PART):
-                        yield _Found(status.st_mtime_ns, status.st_blocks * 512 or _BLOCK, entry.path)
-                    elif status.st_mtime < time.time() - 3600:  # of a process that was killed
+                    if entry.name.endswith(_PART) and status.st_mtime < time.time() - 3600:  # left by a kill
                         os.unlink(entry.path)  # noqa: PTH108
+                    else:
+                        yield _Found(status.st_mtime_ns, _on_disk(status.st_size), entry.path)
 
     def _remove(self, found: _Found) -> None:
         with suppress(FileNotFoundError):
             os.unlink(found.path)  # noqa: PTH108
-            self._count(-(-(-found.size // _BLOCK) * _BLOCK))
+            self._count(-_on_disk(found.size))
 
     # --- details ------------------------------------------------------------------------------------------------------
 

@@ -419,7 +419,8 @@ def _status_of(error: BaseException | None) -> int | None:
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         found = (getattr(error, name, None) for name in ("status", "status_code", "code"))  # aiohttp, Azure, gcsfs
         for status in (response, getattr(response, "status_code", None), *found):
-            if isinstance(status, int) and 400 <= status < 600:
+            # What aiohttp says of a broken response has a code, too, which no server sent.
+            if isinstance(status, int) and 400 <= status < 600 and type(error).__module__ != "aiohttp.http_exceptions":
                 return status
         error = error.__cause__
     return None
