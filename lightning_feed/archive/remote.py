@@ -319,9 +319,11 @@ class RemoteReads(ABC):
 
     Attributes:
         sizes: bytes of each; -1 where the server does not say.
+        again_late: whether each is read once in an epoch, so that one that was just read will be needed last.
     """
 
     sizes: npt.NDArray[np.int64]
+    again_late = True
 
     def __init__(self, place: RemotePlace) -> None:
         self.place = place
@@ -353,7 +355,7 @@ class RemoteReads(ABC):
         """
         waiting, cache = self._expected.pop(number, None), self.place.cache
         if waiting is None and cache is not None:
-            found = cache.read(self._key(number), int(self.sizes[number]), again_late=True)
+            found = cache.read(self._key(number), int(self.sizes[number]), again_late=self.again_late)
             if found is not None:
                 return found
         try:
@@ -374,10 +376,11 @@ class RemoteReads(ABC):
         fetch = partial(connection.fetch, asked.name, asked.begin or 0, size if size >= 0 else None, whole=whole)
         if self.place.cache is None:
             return connection.submit(fetch())
-        return connection.submit(self.place.cache.through(self._key(number), size, fetch, again_late=True))
+        return connection.submit(self.place.cache.through(self._key(number), size, fetch, again_late=self.again_late))
 
     def _key(self, number: int) -> str:
-        about = repr((self.place.url, self.request(number), int(self.sizes[number])))
+        asked = self.request(number)
+        about = repr((f"{self.place.url}/{asked.name}", asked.version, asked.begin, int(self.sizes[number])))
         return hashlib.blake2b(about.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:

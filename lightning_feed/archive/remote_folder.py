@@ -365,6 +365,7 @@ class RemoteFolder:
             folders=(),
         )
         self._source = RemoteSource(place, index, listing.sizes, listing.stamps)
+        self._source.again_late = False
 
     def names(self) -> list[str]:
         """The paths of all files, folder by folder."""
