@@ -122,8 +122,9 @@ class PackedDataset(Dataset[Any]):
             ArchiveError: when it cannot be read, is not what was packed, or another pack has taken the place of this.
         """
         payload = self._reader().read(index)
-        # LitData opens its chunks by name at any time, and they may be those of another pack by now.
-        if not self._checked[index] or self.manifest.format == "litdata":
+        # LitData opens its chunks by name at any time, as requests do, and they may be those of another pack by now.
+        by_name = self.manifest.format == "litdata" or isinstance(self.place, RemotePlace)
+        if by_name or not self._checked[index]:
             if zlib.crc32(payload) != self.index.checksums[index]:
                 raise DamagedSampleError(
                     f"{self.path}: sample {index} of {self.part!r} ({self.name(index)}) is not what was packed. The "

@@ -218,7 +218,7 @@ class ReadThrough:
             with self._locked(8):  # one process at a time makes room
                 excess = self.used_bytes() - self.limit_bytes
                 if excess > 0:
-                    self._make_room(excess + self.limit_bytes // _AT_ONCE)
+                    self._make_room(excess + self.limit_bytes // _AT_ONCE // _BLOCK * _BLOCK)
         return True
 
     def _make_room(self, wanted: int) -> None:
