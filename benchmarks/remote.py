@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from object_store import CREDENTIALS, ObjectStore, running_store
 
 BUCKET = "photos"
-ROWS = ("local", "ours", "ours, no cache", "plain s3fs", "litdata", "webdataset")
+ROWS = ("local", "ours", "ours, no cache", "plain s3fs", "litdata", "webdataset", "mosaicml")
 PER_SHARD = 100
 _PATIENCE_S = 170
 
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--mb-per-s", type=float, default=25.0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS)
+    parser.add_argument("--mosaic-python", default="", help="a Python with mosaicml-streaming; without it, no such row")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
@@ -47,6 +48,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, running_store() as store:
         local = Path(folder) / "local"
         total = fill(store, arguments.photos, local, arguments.count)
+        if arguments.mosaic_python:
+            fill_mosaic(store, local, arguments.mosaic_python)
         limit = arguments.mb_per_s * 1e6 / (total / arguments.count)
         print(f"{arguments.count} photos, {total / 1e6:.1f} MB, {arguments.workers} workers, {os.cpu_count()} CPUs")
         print(f"the network's limit: {arguments.mb_per_s:g} MB/s, {limit:.0f} photos/s\n")
@@ -57,7 +60,10 @@ def main() -> None:
                     with tempfile.TemporaryDirectory(dir=folder) as scratch:
                         job = {"row": row, "url": url, "local": str(local), "scratch": scratch,
                                "workers": arguments.workers, "count": arguments.count}  # fmt: skip
-                        print(f"{latency_ms:5g} ms  {row:15} {measured(job)}", flush=True)
+                        python = arguments.mosaic_python if row == "mosaicml" else sys.executable
+                        if not python:
+                            continue
+                        print(f"{latency_ms:5g} ms  {row:15} {measured(job, python)}", flush=True)
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
@@ -143,16 +149,18 @@ class slow_network:
 # --- one row, in its own process --------------------------------------------------------------------------------------
 
 
-def measured(job: dict[str, Any]) -> str:
+def measured(job: dict[str, Any], python: str) -> str:
     environment = {**os.environ, **CREDENTIALS, "XDG_CACHE_HOME": job["scratch"]}
-    command = [sys.executable, __file__, "--photos", job["local"], "--row", json.dumps(job)]
+    environment["S3_ENDPOINT_URL"] = job["url"]
+    command = [python, __file__, "--photos", job["local"], "--row", json.dumps(job)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_PATIENCE_S)
         first, second = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return f"   more than {_PATIENCE_S} s"
     except (IndexError, ValueError):
-        return f"   failed: {done.stderr.strip().splitlines()[-1:]}"
+        said = [line for line in done.stderr.splitlines() if "Error" in line]
+        return f"   failed: {(said or ['without a word'])[-1]}"
     return f"{first:12.0f} {second:8.0f}"
 
 
@@ -161,6 +169,9 @@ def one_row(job: dict[str, Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if job["row"] == "write mds":
+        write_mds(Path(job["local"]))
+        return
     rates = []
     loader = loader_of(job)
     for _ in range(2):
@@ -175,8 +186,9 @@ def one_row(job: dict[str, Any]) -> None:
 
 def loader_of(job: dict[str, Any]) -> Any:
     row, options = job["row"], {"endpoint_url": job["url"]}
-    if row in ("litdata", "webdataset"):
-        return {"litdata": litdata_loader, "webdataset": webdataset_loader}[row](job, options)
+    peers = {"litdata": litdata_loader, "webdataset": webdataset_loader, "mosaicml": mosaic_loader}
+    if row in peers:
+        return peers[row](job, options)
     from lightning_feed import ImageFolderDataModule, LoaderSettings
 
     root: Any = job["local"] if row == "local" else f"s3://{BUCKET}/files"
@@ -239,10 +251,41 @@ def litdata_loader(job: dict[str, Any], options: dict[str, Any]) -> Any:
     return StreamingDataLoader(dataset, batch_size=32, num_workers=job["workers"], prefetch_factor=4)
 
 
+def fill_mosaic(store: ObjectStore, local: Path, python: str) -> None:
+    job = json.dumps({"row": "write mds", "local": str(local)})
+    subprocess.run([python, __file__, "--photos", str(local), "--row", job], check=True)
+    for path in (local.parent / "mds").iterdir():
+        store.put(BUCKET, {f"mds/{path.name}": path.read_bytes()})
+
+
+def write_mds(local: Path) -> None:
+    from streaming import MDSWriter
+
+    paths = sorted(local.rglob("*.jp*g"))
+    classes = sorted({path.parent.name for path in paths})
+    with MDSWriter(out=str(local.parent / "mds"), columns={"data": "bytes", "label": "int"}, size_limit=8 << 20) as out:
+        for path in paths:
+            out.write({"data": path.read_bytes(), "label": classes.index(path.parent.name)})
+
+
+def mosaic_loader(job: dict[str, Any], _options: dict[str, Any]) -> Any:
+    from streaming import StreamingDataset
+    from torch.utils.data import DataLoader
+
+    class Photos(StreamingDataset):  # type: ignore[misc]
+        def __getitem__(self, index: Any) -> Any:
+            sample = super().__getitem__(index)
+            return sample_of(sample["data"], sample["label"])
+
+    dataset = Photos(remote=f"s3://{BUCKET}/mds", local=f"{job['scratch']}/mds", shuffle=True, batch_size=32)
+    return DataLoader(dataset, batch_size=32, num_workers=job["workers"], prefetch_factor=4)
+
+
 def webdataset_loader(job: dict[str, Any], _options: dict[str, Any]) -> Any:
     import webdataset
 
     last = (job["count"] - 1) // PER_SHARD
+    Path(job["scratch"], "web").mkdir()
     urls = f"{job['url']}/{BUCKET}/shards/{{0000..{last:04d}}}.tar"
     dataset = (
         webdataset.WebDataset(urls, shardshuffle=100, cache_dir=f"{job['scratch']}/web", seed=1, empty_check=False)

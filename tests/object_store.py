@@ -28,7 +28,7 @@ class ObjectStore:
 
     def put(self, bucket: str, files: dict[str, bytes]) -> None:
         for name, content in files.items():
-            self.client.put_object(Bucket=bucket, Key=name, Body=content)
+            self.client.put_object(Bucket=bucket, Key=name, Body=content, ACL="public-read")
 
     def gets(self, part: str = "") -> int:
         """Requests that the proxy has seen for paths with ``part`` in them."""
