@@ -38,7 +38,7 @@ from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.data import image_backends, images
-from lightning_feed.data.image_backends import why_no_dali, why_no_nvjpeg
+from lightning_feed.data.image_backends import why_missing
 from lightning_feed.decode.choose import DECODER_NAMES, make_decoder
 from lightning_feed.errors import MissingExtraError
 from lightning_feed.load.crop import QUALITIES
@@ -126,7 +126,7 @@ def _rows() -> tuple[list[Row], dict[str, str]]:
     for quality in ("exact", "fast"):  # "near" gives what "exact" does
         options = {"backend": "nvjpeg", "decoder": "pillow", "quality": quality}
         rows.append(Row(f"nvjpeg, the CPU in its place, {quality}", options, inside=_nvjpeg_on_cpu))
-    if reason := why_no_dali(gpu=False):
+    if reason := why_missing("dali-cpu", torch.device("cpu")):
         left_out["dali-cpu"] = reason
     else:
         rows.append(Row("dali-cpu", {"backend": "dali-cpu"}))
@@ -136,7 +136,7 @@ def _rows() -> tuple[list[Row], dict[str, str]]:
     for backend in ("nvjpeg", "dali-gpu"):
         reason = "no GPU"
         if torch.cuda.is_available():
-            reason = why_no_nvjpeg(gpu) if backend == "nvjpeg" else why_no_dali(gpu=True)
+            reason = why_missing(backend, gpu)
         if reason:
             left_out[backend] = reason
         else:
@@ -178,7 +178,7 @@ def _nvjpeg_on_cpu() -> Iterator[None]:
 
     with (
         mock.patch.object(images, "decode_batch", partial(device_decode.decode_batch, decode=decode)),
-        mock.patch.object(image_backends, "require_cuda"),
+        mock.patch.object(image_backends, "GPU_BACKENDS", ()),
     ):
         yield
 

@@ -44,7 +44,7 @@ from backends_pictures import find_or_make, lay_out
 from backends_table import BACKENDS, show
 from largest_batch import Found, largest_batch
 
-from lightning_feed.data.image_backends import why_no_dali, why_no_nvjpeg
+from lightning_feed.data.image_backends import why_missing
 
 MODELS = ("shufflenet_v2_x0_5", "resnet18", "resnet50")
 START_S = 150.0
@@ -151,9 +151,7 @@ def _why_not(backend: str, device: str) -> str:
     """Why a backend cannot run here; "" where it can."""
     if backend in ("nvjpeg", "dali-gpu") and device == "cpu":
         return "no GPU"
-    if backend == "nvjpeg":
-        return why_no_nvjpeg(torch.device(device, 0))
-    return why_no_dali(gpu=backend == "dali-gpu") if backend.startswith("dali") else ""
+    return why_missing(backend, torch.device(device, 0))
 
 
 def _run(job: Job) -> dict[str, Any]:

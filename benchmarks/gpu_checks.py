@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torchvision.io import ImageReadMode
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.data.image_backends import why_no_nvjpeg
+from lightning_feed.data.image_backends import why_missing
 from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.gpu_decode import NvJpeg
 from lightning_feed.watch.nvml import NvmlSampler, find_handle
@@ -348,7 +348,7 @@ VALUE = 7
 def nvjpeg(report: Report, device: CudaDevice) -> None:
     """torchvision's call alone must corrupt memory, or our precautions are not needed; with them none is."""
     where = torch.device("cuda", 0)
-    if why_not := why_no_nvjpeg(where):
+    if why_not := why_missing("nvjpeg", where):
         report.add(Claim(claim="nvJPEG", detail=why_not))
         return
     files = [torch.frombuffer(bytearray(make_picture(seed)), dtype=torch.uint8) for seed in range(64)]

@@ -49,9 +49,8 @@ def on_dali(job: Job, *, workers: Literal["process", "thread"] = "thread", float
     """
     from lightning_feed import ImageFolderDataModule, LoaderSettings
     from lightning_feed.decode.choose import make_decoder
-    from lightning_feed.load.dali.binding import require_dali
-    from lightning_feed.load.dali.image_pipeline import ImagePipeline, PipelineSpec
-    from lightning_feed.load.dali.options import DaliOptions
+    from lightning_feed.load.dali.binding import DaliOptions, require_dali
+    from lightning_feed.load.dali.images import ImagePipeline, PipelineSpec
 
     require_dali(gpu=False)
     made = ImageFolderDataModule(
@@ -73,12 +72,10 @@ def on_dali(job: Job, *, workers: Literal["process", "thread"] = "thread", float
             batch_size=1,
             device=torch.device("cpu"),
             threads=1,
-            prefetch=1,
+            options=DaliOptions(prefetch=1),
             mean=made.mean,
             std=made.std,
             half=False,
-            largest_image=None,
-            hw_decoder_load=None,
         )
         pipeline, size_of, recipe = ImagePipeline(spec), make_decoder("pillow").decoder.size, middle_recipe(job.size)
         for path in paths:
@@ -127,7 +124,7 @@ def host_part(job: Job) -> Feed:
         backend="nvjpeg",
         loader=LoaderSettings(num_workers=job.workers, workers="thread", persistent_workers=True, pin_memory=False),
     )
-    with mock.patch.object(image_backends, "require_cuda"):
+    with mock.patch.object(image_backends, "GPU_BACKENDS", ()):
         loader = made.train_dataloader()
     place = torch.empty(1)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_feed.diagnosing import diagnose
     from lightning_feed.errors import FeedError
     from lightning_feed.load.cacheable import CacheableDataset
-    from lightning_feed.load.dali.options import DaliOptions
+    from lightning_feed.load.dali.binding import DaliOptions
     from lightning_feed.load.settings import LoaderSettings
     from lightning_feed.tuning.run import tune
 
@@ -41,7 +41,7 @@ _HOMES = {
     "AutotuneCallback": "lightning_feed.callbacks.autotune",
     "CacheableDataset": "lightning_feed.load.cacheable",
     "DaliDataModule": "lightning_feed.data.dali",
-    "DaliOptions": "lightning_feed.load.dali.options",
+    "DaliOptions": "lightning_feed.load.dali.binding",
     "FastDataModule": "lightning_feed.data.datamodule",
     "FeedError": "lightning_feed.errors",
     "GPUStarvationCallback": "lightning_feed.callbacks.starvation",

@@ -6,7 +6,7 @@ from typing import Any
 from nvidia.dali import fn, types
 
 from lightning_feed.data.dali import DaliDataModule
-from lightning_feed.load.dali.options import DaliOptions
+from lightning_feed.load.dali.binding import DaliOptions
 
 VAL = 1000
 """The number of the first validation sample."""

@@ -21,13 +21,16 @@ BOUND = BackendMeasurement(
 )
 
 
+def without_dali(backend: str, device: torch.device) -> str:
+    return "DALI is not installed" if backend in image_backends.DALI_BACKENDS else ""
+
+
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nvJPEG and without DALI. Batches go to the CPU nevertheless, and are decoded there."""
     monkeypatch.setattr(images, "device_of", lambda trainer: CUDA)
     monkeypatch.setattr(images, "require_nvjpeg", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Board")
-    monkeypatch.setattr(image_backends, "why_no_nvjpeg", lambda device: "")
-    monkeypatch.setattr(image_backends, "why_no_dali", lambda gpu: "DALI is not installed")
+    monkeypatch.setattr(image_backends, "why_missing", without_dali)
 
 
 def remember(root: Path, finding: BackendMeasurement = BOUND, **key: Any) -> None:

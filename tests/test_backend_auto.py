@@ -15,17 +15,15 @@ from lightning.pytorch import Trainer
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.archive.packing import pack
 from lightning_feed.data import image_backends, images
-from lightning_feed.data.backend_measurements import BackendMeasurement, BackendMeasurements
 from lightning_feed.data.image_backends import (
     NOT_MEASURED,
     BackendChoice,
     BackendFacts,
+    choose_backend,
     first_holds_pixels,
     once_for_all_ranks,
     require_nvjpeg,
-    why_no_dali,
-    why_no_nvjpeg,
-    with_auto,
+    why_missing,
 )
 from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
 from lightning_feed.load.image_dataset import EncodedBatch
@@ -51,8 +49,7 @@ def _birds(root: Path, **options: Any) -> ImageFolderDataModule:
 def test_without_a_measurement_it_is_torch_and_says_what_to_run(
     class_folders: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_backends, "why_no_dali", _refuse)
-    monkeypatch.setattr(image_backends, "why_no_nvjpeg", _refuse)
+    monkeypatch.setattr(image_backends, "why_missing", _refuse)
     birds = _birds(class_folders)
     assert birds.backend_choice is None
     with caplog.at_level(logging.INFO):
@@ -143,7 +140,7 @@ def test_what_was_measured_on_another_gpu_does_not_count(class_folders: Path, mo
 def test_dali_is_taken_where_it_is_and_the_quality_is_its_own(
     quality: Any, name: str, class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_backends, "why_no_dali", lambda gpu: "")
+    monkeypatch.setattr(image_backends, "why_missing", lambda backend, device: "")
     monkeypatch.setattr(images, "require_dali", lambda **options: None)
     remember(class_folders, quality=quality)
     birds = _birds(class_folders, quality=quality, decoder="pillow")
@@ -289,7 +286,7 @@ def test_workers_and_ranks_that_get_a_copy_do_not_choose_again(
     birds = _birds(class_folders)
     birds.dataset("train")
     copied = pickle.loads(pickle.dumps(birds))
-    monkeypatch.setattr(images, "with_auto", _refuse)
+    monkeypatch.setattr(images, "choose_backend", _refuse)
     assert copied.backend_choice == birds.backend_choice
     assert copied.dataset("train").encoded
 
@@ -309,32 +306,29 @@ def test_reports_say_which_backend_ran(class_folders: Path) -> None:
 
 
 def test_an_explicit_backend_is_not_looked_up(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "with_auto", _refuse)
+    monkeypatch.setattr(images, "choose_backend", _refuse)
     birds = ImageFolderDataModule(class_folders, backend="torch")
     birds.dataset("train")
     assert birds.backend_choice == BackendChoice("torch", "backend='torch', as asked for")
 
 
 @pytest.mark.parametrize(
-    ("device", "finding", "looked"),
+    ("device", "findings", "looked"),
     [
-        (CUDA, BOUND, True),
-        (CUDA, replace(BOUND, cpu_bound=False), False),
-        (torch.device("cpu"), BOUND, False),
-        (torch.device("cpu"), replace(BOUND, backend="dali-cpu"), True),
-        (torch.device("cpu"), replace(BOUND, backend="nvjpeg"), False),
-        (CUDA, replace(BOUND, backend="nvjpeg", cpu_bound=False), True),
+        (CUDA, (BOUND,), ["dali-gpu"]),
+        (CUDA, (replace(BOUND, cpu_bound=False),), []),
+        (torch.device("cpu"), (BOUND,), []),
+        (torch.device("cpu"), (BOUND, replace(BOUND, backend="dali-cpu", samples_per_s=9e9)), ["dali-cpu"]),
+        (torch.device("cpu"), (replace(BOUND, backend="nvjpeg"),), []),
     ],
 )
-def test_dali_is_imported_only_where_it_might_be_taken(
-    device: torch.device, finding: BackendMeasurement, looked: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_backend_is_looked_for_only_where_it_might_be_taken(
+    device: torch.device, findings: Any, looked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(image_backends, "why_no_dali", lambda gpu: asked.append(gpu) or "none")
-    monkeypatch.setattr(image_backends, "why_no_nvjpeg", lambda device: "none" if device == CUDA else _refuse())
-    BackendMeasurements().save({"a": "key"}, finding)
-    with_auto(BackendFacts(device_type=device.type), device, {"a": "key"})
-    assert asked == ([device.type == "cuda"] if looked else [])
+    asked: list[str] = []
+    monkeypatch.setattr(image_backends, "why_missing", lambda backend, device: asked.append(backend) or "")
+    choose_backend(BackendFacts(device=device, findings=findings))
+    assert asked == looked
 
 
 def test_why_there_is_no_dali_is_the_error_that_asking_for_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,15 +336,16 @@ def test_why_there_is_no_dali_is_the_error_that_asking_for_it_gives(monkeypatch:
         raise MissingExtraError(f"needs DALI, gpu={gpu}")
 
     monkeypatch.setattr(image_backends, "require_dali", missing)
-    assert why_no_dali(gpu=True) == "needs DALI, gpu=True"
+    assert why_missing("dali-gpu", CUDA) == "needs DALI, gpu=True"
+    assert why_missing("dali-cpu", CUDA) == "needs DALI, gpu=False"
     monkeypatch.setattr(image_backends, "require_dali", lambda *, gpu: None)
-    assert why_no_dali(gpu=True) == ""
+    assert why_missing("dali-gpu", CUDA) == ""
 
 
 def test_why_there_is_no_nvjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
     monkeypatch.setattr(image_backends, "nvjpeg", lambda device: given.extend)
-    assert why_no_nvjpeg(CUDA) == ""
+    assert why_missing("nvjpeg", CUDA) == ""
     (file,) = given
     assert file.dtype == torch.uint8
     assert bytes(file[:2]) == b"\xff\xd8"
@@ -359,7 +354,7 @@ def test_why_there_is_no_nvjpeg(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MissingExtraError("this torchvision has none")
 
     monkeypatch.setattr(image_backends, "nvjpeg", missing)
-    assert why_no_nvjpeg(CUDA) == "this torchvision has none"
+    assert why_missing("nvjpeg", CUDA) == "this torchvision has none"
 
 
 # --- nvJPEG by name ------------------------------------------------------------------------------------------------
@@ -420,10 +415,10 @@ def test_it_is_not_tried_where_it_is_not_used(
 
 
 def test_without_a_gpu_there_is_no_nvjpeg() -> None:
-    assert why_no_nvjpeg(CUDA) != ""
+    assert why_missing("nvjpeg", CUDA) != ""
 
 
 @pytest.mark.gpu
 def test_with_a_gpu_there_is() -> None:
-    assert why_no_nvjpeg(torch.device("cuda", 0)) == ""
+    assert why_missing("nvjpeg", torch.device("cuda", 0)) == ""
     require_nvjpeg(torch.device("cuda", 0))

@@ -4,7 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_feed.data import image_backends
 from lightning_feed.data.backend_measurements import BackendMeasurement
 from lightning_feed.data.image_backends import (
     HEADROOM_PCT,
@@ -14,7 +16,7 @@ from lightning_feed.data.image_backends import (
     choose_backend,
 )
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.dali.options import DaliOptions
+from lightning_feed.load.dali.binding import DaliOptions
 
 BOUND = BackendMeasurement(
     backend="torch",
@@ -37,8 +39,13 @@ TUNED = BackendMeasurement(
 MISSING = "DALI is not installed"
 
 
-def _choose(*findings: BackendMeasurement, device: str = "cuda", no_dali: str = "", **facts: Any) -> tuple[str, str]:
-    choice = choose_backend(BackendFacts(device_type=device, no_dali=no_dali, findings=findings, **facts))
+def _choose(
+    *findings: BackendMeasurement, device: str = "cuda", no_dali: str = "", no_nvjpeg: str = "", **facts: Any
+) -> tuple[str, str]:
+    missing = {"nvjpeg": no_nvjpeg, "dali-gpu": no_dali, "dali-cpu": no_dali}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_backends, "why_missing", lambda backend, device: missing[backend])
+        choice = choose_backend(BackendFacts(device=torch.device(device), findings=findings, **facts))
     return choice.name, choice.reason
 
 

@@ -400,7 +400,7 @@ def test_diagnose_remembers_and_auto_knows_it_in_the_next_run(backend: Any, clas
 
 
 def test_a_backend_that_was_diagnosed_by_name_is_kept_beside_torch(class_folders: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lightning_feed.data.image_backends.require_cuda", lambda backend, device: None)
+    monkeypatch.setattr("lightning_feed.data.image_backends.GPU_BACKENDS", ())
     for backend in ("torch", "nvjpeg"):
         diagnose(
             _trainer(),

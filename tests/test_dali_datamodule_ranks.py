@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_feed.errors import DatasetError
-from lightning_feed.load.dali.reader_pipeline import LAST_BATCH, LastBatch, Place, Share
+from lightning_feed.load.dali.shares import LAST_BATCH, LastBatch, Place, Share
 
 pytest.importorskip("nvidia.dali")
 

@@ -20,7 +20,7 @@ from dali_numbers import DaliNumbers, Defined, decoded, write_files
 from nvidia.dali import Pipeline, fn, pipeline_def
 
 from lightning_feed.data.dali import DaliDataModule
-from lightning_feed.load.dali.options import DaliOptions
+from lightning_feed.load.dali.binding import DaliOptions
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
@@ -48,8 +48,6 @@ def test_a_corrupt_image_is_named(class_folders: Path) -> None:
         list(batches)
     assert caught.value.__cause__ is not None
     assert native_threads() < threads  # the pipeline is gone, though its error is held
-    with pytest.raises(RuntimeError, match="closed before its end: by an error"):
-        next(batches)
     bad.write_bytes(good)
     assert len(list(loader)) == 6  # a pipeline of its own
 
@@ -90,7 +88,7 @@ def test_a_forgotten_return(tmp_path: Path) -> None:
     def define(module: DaliDataModule) -> None:
         fn.readers.file(files=files, **module.reader())
 
-    with pytest.raises(DatasetError, match="made a reader and returned nothing"):
+    with pytest.raises(DatasetError, match=r"gave None.* Return the outputs of a pipeline"):
         fit(Defined(define))
 
 
@@ -122,7 +120,7 @@ def made_with_pipeline_def(module: DaliDataModule, files: list[str]) -> Any:
                 fn.readers.file(files=files, **module.reader())[1],
                 fn.readers.file(files=files[1:], **module.reader("others"))[1],
             ),
-            "do not go in step",
+            "does not go in step",
         ),
         (
             lambda module, files: [fn.readers.file(files=files, **module.reader("a"))[1] for _ in range(2)],

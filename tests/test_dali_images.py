@@ -23,8 +23,8 @@ from lightning_feed.archive.memory import read_text
 from lightning_feed.data.base import PassEnds
 from lightning_feed.data.image_backends import BackendChoice
 from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
-from lightning_feed.load.dali.image_pipeline import ImagePipeline
-from lightning_feed.load.dali.options import DaliOptions
+from lightning_feed.load.dali.binding import DaliOptions
+from lightning_feed.load.dali.images import ImagePipeline
 
 pytest.importorskip("nvidia.dali")
 

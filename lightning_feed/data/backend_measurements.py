@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -91,15 +92,11 @@ class BackendMeasurements:
         known = {one.name for one in fields(BackendMeasurement)}  # a newer version may add some
         try:
             kept = json.loads(read_private(path))
-            if kept["version"] != _VERSION or kept["key"] != key:
-                return ()
+            findings = kept["findings"] if kept["version"] == _VERSION and kept["key"] == key else ()
             return tuple(
-                BackendMeasurement(**{name: value for name, value in one.items() if name in known})
-                for one in kept["findings"]
+                BackendMeasurement(**{name: value for name, value in one.items() if name in known}) for one in findings
             )
-        except FileNotFoundError:
-            return ()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # cut short, or of something else
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # none, cut short, something else
             logger.debug("What was measured of the images, in %s, cannot be read (%s): it does not count.", path, error)
             return ()
 
@@ -184,26 +181,24 @@ def measurement_of_tuning(
 
 def remember_diagnosis(datamodule: Any, device: torch.device, diagnosis: Diagnosis) -> None:
     """Keep what a diagnosis says of an image folder, for ``backend="auto"``; nothing for other data modules."""
-    key = _key_of(datamodule, device)
-    if key is not None:
-        _keep(key, measurement_of_diagnosis(diagnosis, _today()))
+    _keep(datamodule, device, lambda: measurement_of_diagnosis(diagnosis, _today()))
 
 
 def remember_tuning(datamodule: Any, device: torch.device, tuned: Tuned, *, ranks: int) -> None:
     """The same of a tuning, while the data module is set up for it."""
-    key = _key_of(datamodule, device)
-    if key is not None:
+
+    def measured() -> BackendMeasurement | None:
         facts, machine = LoopFacts(**datamodule._feed_facts()), read_machine()
         cpus = machine.cpu_time or machine.usable_cpus
-        _keep(key, measurement_of_tuning(tuned, facts, cpus=cpus, ranks=ranks, day=_today()))
+        return measurement_of_tuning(tuned, facts, cpus=cpus, ranks=ranks, day=_today())
+
+    _keep(datamodule, device, measured)
 
 
-def _key_of(datamodule: Any, device: torch.device) -> dict[str, Any] | None:
-    return datamodule._feed_measurement_key(device) if isinstance(datamodule, DataModuleBase) else None
-
-
-def _keep(key: dict[str, Any], measured: BackendMeasurement | None) -> None:
-    if measured is not None:
+def _keep(datamodule: Any, device: torch.device, measure: Callable[[], BackendMeasurement | None]) -> None:
+    key = datamodule._feed_measurement_key(device) if isinstance(datamodule, DataModuleBase) else None
+    measured = None if key is None else measure()
+    if key is not None and measured is not None:
         BackendMeasurements().save(key, measured)
 
 

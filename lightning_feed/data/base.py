@@ -1,6 +1,5 @@
 """The base of our data modules: splits, stages, the seed of a run, the ends of passes, the transfer to the device."""
 
-import copy
 import logging
 import os
 import warnings
@@ -23,52 +22,36 @@ SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test
 _TRANSFER = "transfer_batch_to_device"
 
 
-def check_batch_size(name: str, value: object) -> None:
+def check_whole(name: str, value: object, unit: str) -> None:
     """Refuse what is not a whole number of 1 or more.
 
     Raises:
         SettingsError: says which, and what to give.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingsError(f"{name}={value!r} is not possible. Give the samples in a batch, 1 or more.")
+        raise SettingsError(f"{name}={value!r} is not possible. Give {unit}, 1 or more.")
+
+
+def check_batch_sizes(batch_size: object, eval_batch_size: object) -> None:
+    """Refuse batch sizes that are not possible; None and "even" are, for evaluation."""
+    check_whole("batch_size", batch_size, "the samples in a batch")
+    if eval_batch_size not in (None, "even"):
+        check_whole("eval_batch_size", eval_batch_size, "the samples in a batch")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse what is none of the choices.
+
+    Raises:
+        SettingsError: names them.
+    """
+    if value not in choices:
+        raise SettingsError(f"{name}={value!r} is not a choice. Give one of {', '.join(map(repr, choices))}.")
 
 
 def ignore_warning(message: str) -> None:
     """Keep one warning of Lightning's back: what it advises was considered, and decided otherwise with a reason."""
     warnings.filterwarnings("ignore", message=message, category=UserWarning)
-
-
-class RunSeed:
-    """The seed of a run's training order: as given, that of ``seed_everything``, or drawn once for all ranks."""
-
-    def __init__(self, given: int | None) -> None:
-        self.given = given
-        self.now: int | None = None
-        """None until it is asked for, or loaded from a checkpoint."""
-
-    def of_run(self, trainer: Any) -> int:
-        """The seed, decided now if it was not yet."""
-        if self.now is None:
-            self.now = self.given
-        if self.now is None and "PL_GLOBAL_SEED" in os.environ:
-            self.now = int(os.environ["PL_GLOBAL_SEED"])
-        if self.now is None:
-            self.now = int(torch.randint(SEEDS, (), device="cpu"))
-            if trainer is not None and trainer.world_size > 1:
-                # Each rank takes its share of one common order.
-                self.now = trainer.strategy.broadcast(self.now)
-        return self.now
-
-    def load(self, saved: int | None) -> None:
-        """Take the seed of the run that wrote a checkpoint."""
-        if self.given is not None and saved is not None and saved != self.given:
-            logger.warning(
-                "The checkpoint was trained in the order of seed %d, and this data module was given seed %d. That of "
-                "the checkpoint is used, since another order would repeat samples in this epoch.",
-                saved,
-                self.given,
-            )
-        self.now = saved if saved is not None else self.now
 
 
 class DataModuleBase:
@@ -78,10 +61,12 @@ class DataModuleBase:
     """
 
     trainer: Any
-    _feed_seed: RunSeed
+    _feed_seed: int | None = None
+    """Of the run's training order. None until it is asked for, or loaded from a checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None) -> None:
         super().__init__()
+        self._feed_given_seed = seed
         # Lightning sees a val_dataloader before it can know whether there is data for it. setup() warns where there is.
         ignore_warning("You passed in a `val_dataloader` but have no `validation_step`")
         if type(self).device_transform is not DataModuleBase.device_transform:
@@ -106,7 +91,7 @@ class DataModuleBase:
         self._feed_setup(SPLITS_OF_STAGE[stage])
         if stage == "fit":
             self._feed_require_train()
-            self._feed_seed.now = None  # each run has its own order; a checkpoint's seed comes after this
+            self._feed_seed = None  # each run has its own order; a checkpoint's seed comes after this
             self._feed_attach()
         if _TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), _TRANSFER)):
             ignore_warning(f"You have overridden `{_TRANSFER}` in both")  # the module's is called: see _feed_transfer
@@ -114,36 +99,43 @@ class DataModuleBase:
     @final
     def train_dataloader(self) -> Any:
         """The training loader, or a dict or list of them."""
-        self._feed_attach()  # a subclass may have a setup() of its own
-        return self._feed_loaders("train")
+        return self._feed_attached_loaders("train")
 
     @final
     def val_dataloader(self) -> Any:
         """The validation loader, or a dict or list of them; an empty list without that split."""
-        return self._feed_loaders("val")
+        return self._feed_attached_loaders("val")
 
     @final
     def test_dataloader(self) -> Any:
         """The test loader, or a dict or list of them; an empty list without that split."""
-        return self._feed_loaders("test")
+        return self._feed_attached_loaders("test")
 
     @final
     def predict_dataloader(self) -> Any:
         """The prediction loader, or a dict or list of them; an empty list without that split."""
-        return self._feed_loaders("predict")
+        return self._feed_attached_loaders("predict")
 
     def state_dict(self) -> dict[str, Any]:
         """The seed of the training order, so that a resumed run goes on in the same order."""
-        return {} if self._feed_seed.now is None else {"seed": self._feed_seed.now}
+        return {} if self._feed_seed is None else {"seed": self._feed_seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the seed of the run that wrote the checkpoint."""
-        self._feed_seed.load(state_dict.get("seed"))
+        given, saved = self._feed_given_seed, state_dict.get("seed")
+        if saved is not None and given is not None and saved != given:
+            logger.warning(
+                "The checkpoint was trained in the order of seed %d, and this data module was given seed %d. That of "
+                "the checkpoint is used, since another order would repeat samples in this epoch.",
+                saved,
+                given,
+            )
+        self._feed_seed = self._feed_seed if saved is None else saved
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickled for ddp_spawn, and for spawned workers when `collate` is overridden; copied by tuners. The Trainer
         # attaches itself again, and what loaders hold is made again where it is needed.
-        return {**self.__dict__, "trainer": None, "_feed_seed": copy.copy(self._feed_seed)}
+        return {**self.__dict__, "trainer": None}
 
     # --- what each of our data modules has of its own -----------------------------------------------------------------
 
@@ -179,14 +171,32 @@ class DataModuleBase:
     # --- details ------------------------------------------------------------------------------------------------------
 
     def _feed_attach(self) -> None:
-        if self.trainer is not None:
-            exact_resume.attach(self.trainer)
-
-    def _feed_attach_pass_ends(self) -> None:
-        """Have the Trainer call ``_feed_resumed``, ``_feed_pass_ended`` and ``_feed_release``."""
+        """Have the Trainer write exact checkpoints, and tell of the ends of passes. Not only called in ``setup``, of
+        which a subclass may have its own."""
+        if self.trainer is None:
+            return
+        exact_resume.attach(self.trainer)
         callbacks = self.trainer.callbacks
         if not any(isinstance(one, PassEnds) and one.datamodule is self for one in callbacks):
             callbacks.append(PassEnds(self))
+
+    def _feed_attached_loaders(self, split: str) -> Any:
+        self._feed_attach()
+        return self._feed_loaders(split)
+
+    def _feed_run_seed(self) -> int:
+        """The seed of the run's training order: as given, that of ``seed_everything``, or drawn once for all ranks."""
+        trainer = self.trainer
+        if self._feed_seed is None:
+            self._feed_seed = self._feed_given_seed
+        if self._feed_seed is None and "PL_GLOBAL_SEED" in os.environ:
+            self._feed_seed = int(os.environ["PL_GLOBAL_SEED"])
+        if self._feed_seed is None:
+            self._feed_seed = int(torch.randint(SEEDS, (), device="cpu"))
+            if trainer is not None and trainer.world_size > 1:
+                # Each rank takes its share of one common order.
+                self._feed_seed = trainer.strategy.broadcast(self._feed_seed)
+        return self._feed_seed
 
     def _feed_no_loaders(self) -> list[Any]:
         if self.trainer is not None and self.trainer.state.fn == "fit":  # training without validation is no slip

@@ -2,12 +2,14 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_feed import _host
 from lightning_feed.archive.shared_cache import parse_limit
@@ -29,27 +31,78 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Loaders:
-    """Builds the loaders of one data module, and keeps what was chosen for them."""
+class ChosenSettings:
+    """What was chosen for the loaders of a data module, by their names."""
 
     settings: LoaderSettings
+    """The user's."""
+    chosen: dict[str, Recommendation] = field(default_factory=dict)
+    tuned: dict[str, Tuned | None] = field(default_factory=dict)
+    """What tuning found; None where the ranks could not agree."""
+    even: dict[str, str] = field(default_factory=dict)
+    """What there is to say of the batch size of evaluation."""
+
+    def settle(
+        self, trainer: Any, split: str, name: str, for_trials: Callable[[], DataLoader[Any]]
+    ) -> tuple[LoaderSettings, Callable[[Recommendation], Recommendation]]:
+        """The settings to choose a loader's values by, tuned where that was asked for, and what adds the reason."""
+        if self.settings.num_workers != "tune":
+            return self.settings, lambda found: found
+        tuned, why_not = None, why_not_now(trainer, split)
+        if not why_not:
+            if name not in self.tuned:
+                self.tuned[name] = tune_for_fit(for_trials(), trainer, name)
+            tuned = self.tuned[name]
+        explain = partial(explained, settings=self.settings, tuned=tuned, why_not=why_not)
+        return settled(self.settings, tuned), explain
+
+    def tell(self, trainer: Any, split: str, name: str, found: Recommendation) -> None:
+        """Keep what was chosen, log it on one rank if it is news, and keep Lightning from complaining about it."""
+        if self.chosen.get(name) != found and (trainer is None or trainer.is_global_zero):
+            say(logger, logging.INFO, "\n".join(f"{name}: {line}" for line in found.describe().splitlines()))
+            for warning in found.warnings:
+                say(logger, logging.WARNING, f"{name}: {warning}")
+        self.chosen[name] = found
+        if found.num_workers < 2:
+            ignore_warning(f"The '{split}_dataloader' does not have many workers")
+        if found.num_workers and not found.persistent_workers:
+            ignore_warning(f"Consider setting `persistent_workers=True` in '{split}_dataloader'")
+
+    def report(self) -> str:
+        """What was chosen, and why: one line for each value."""
+        lines = []
+        for name, found in self.chosen.items():
+            even = [self.even[name]] if name in self.even else []
+            lines += [f"{name}: {line}" for line in [*found.describe().splitlines(), *even]]
+        return "\n".join(lines) or "No loader has been made yet."
+
+
+@dataclass
+class Loaders(ChosenSettings):
+    """Builds the loaders of one data module."""
+
     drop_keys: tuple[str, ...] = ()
     """Parts of batches that are left out in the workers."""
-    chosen: dict[str, Recommendation] = field(default_factory=dict)
     resident: dict[str, tuple[Any, ResidentData]] = field(default_factory=dict)
     """Datasets and what of them is on the device, by the name of the loader."""
-    tuned: dict[str, Tuned | None] = field(default_factory=dict)
-    """What tuning found, by the name of the loader; None where the ranks could not agree."""
-    even: dict[str, str] = field(default_factory=dict)
-    """What there is to say of the batch size of evaluation, by the name of the loader."""
 
     def build(self, datamodule: Any, dataset: Any, part: Part, job: Job, storage: Storage) -> FeedLoader:
         """The loader of one dataset of ``datamodule``."""
+        trainer = datamodule.trainer
+
+        def to_try() -> DataLoader[Any]:
+            # A sampler of the user's may draw random numbers when it is made, or count how often that is.
+            with preserve_state(datamodule, dataset):
+                tried, _ = build_loader(dataset, part, replace(self.settings, num_workers="auto"), job)
+            return for_trials(tried, self.settings)
+
         if storage.cache == "device":
-            loader, found = self._build_on_device(datamodule.trainer, dataset, part, storage, job)
+            loader, found = self._build_on_device(trainer, dataset, part, storage, job)
         else:
-            loader, found = self._build(datamodule, dataset, part, job)
-        self._tell(datamodule.trainer, part, found)
+            settings, explain = self.settle(trainer, part.split, part.name, to_try)
+            loader, found = build_loader(dataset, part, settings, job)
+            found = explain(found)
+        self.tell(trainer, part.split, part.name, found)
         return loader
 
     def eval_size(self, part: Part, dataset: Any, job: Job, *, even: bool) -> int:
@@ -61,35 +114,15 @@ class Loaders:
             job: whose ranks it is divided among.
             even: whether to look for a size that leaves the fewest samples for a last batch.
         """
-        size, samples = part.batch_size, size_of(dataset)
-        if samples is None or isinstance(dataset, IterableDataset):
-            if even:
-                said = "a stream has no length that could be divided evenly"
-                self.even[part.name] = f"eval_batch_size={size}: {said}"
-            return size
-        best, reason = even_batch_size(size, samples, job.sharing_ranks)
+        size, samples = part.batch_size, None if isinstance(dataset, IterableDataset) else size_of(dataset)
+        best, reason = size, "a stream has no length that could be divided evenly"
+        if samples is not None:
+            best, reason = even_batch_size(size, samples, job.sharing_ranks)
         if even:
             self.even[part.name] = f"eval_batch_size={best}: {reason}"
-            return best
-        if best != size:
+        elif best != size:
             self.even[part.name] = f'eval_batch_size={size}: "even" would take {best}: {reason}'
-        return size
-
-    def _build(self, datamodule: Any, dataset: Any, part: Part, job: Job) -> tuple[FeedLoader, Recommendation]:
-        """The loader of a dataset, tuned where that was asked for."""
-        if self.settings.num_workers != "tune":
-            return build_loader(dataset, part, self.settings, job)
-        trainer, tuned, why_not = datamodule.trainer, None, why_not_now(datamodule.trainer, part.split)
-        if not why_not:
-            if part.name not in self.tuned:
-                # A sampler of the user's may draw random numbers when it is made, or count how often that is.
-                with preserve_state(datamodule, dataset):
-                    tried, _ = build_loader(dataset, part, replace(self.settings, num_workers="auto"), job)
-                    tuned = tune_for_fit(for_trials(tried, self.settings), trainer, part.name)
-                self.tuned[part.name] = tuned
-            tuned = self.tuned[part.name]
-        loader, found = build_loader(dataset, part, settled(self.settings, tuned), job)
-        return loader, explained(found, self.settings, tuned, why_not)
+        return best if even else size
 
     def _build_on_device(
         self, trainer: Any, dataset: Any, part: Part, storage: Storage, job: Job
@@ -117,59 +150,17 @@ class Loaders:
         training = part.split == "train"
         if sampler is None and training and self.settings.shuffle and not job.overfit:
             sampler = RandomSampler(data)
+        drop_last = training and self.settings.drop_last
         loader = ResidentLoader(
-            data,
-            batch_size=part.batch_size,
-            sampler=sampler,
-            drop_last=training and self.settings.drop_last,
-            order=part.order,
+            data, batch_size=part.batch_size, sampler=sampler, drop_last=drop_last, order=part.order
         )
+        values = {"num_workers": 0, "prefetch_factor": None, "pin_memory": False, "persistent_workers": False}
         reason = f"the set is on {device} ({data.stored_bytes >> 20} MiB), so there is nothing to load"
-        names = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
-        found = Recommendation(
-            num_workers=0,
-            prefetch_factor=None,
-            pin_memory=False,
-            persistent_workers=False,
-            reasons=dict.fromkeys(names, reason),
-        )
-        return loader, found
-
-    def report(self) -> str:
-        """What was chosen, and why: one line for each value."""
-        lines = []
-        for name, found in self.chosen.items():
-            even = [self.even[name]] if name in self.even else []
-            lines += [f"{name}: {line}" for line in [*found.describe().splitlines(), *even]]
-        return "\n".join(lines) or "No loader has been made yet."
+        return loader, Recommendation(**values, reasons=dict.fromkeys(values, reason))
 
     def copy(self) -> "Loaders":
         """For a copy of the data module."""
-        return Loaders(self.settings, self.drop_keys, chosen=dict(self.chosen), tuned=dict(self.tuned))
-
-    def _tell(self, trainer: Any, part: Part, found: Recommendation) -> None:
-        """Keep what was chosen, and log it if it is news."""
-        news = self.chosen.get(part.name) != found
-        self.chosen[part.name] = found
-        if news:
-            log_choice(trainer, part.name, found)
-        ignore_worker_warnings(part.split, found)
-
-
-def log_choice(trainer: Any, name: str, found: Recommendation) -> None:
-    """Log what was chosen for a loader, on one rank."""
-    if trainer is None or trainer.is_global_zero:
-        say(logger, logging.INFO, "\n".join(f"{name}: {line}" for line in found.describe().splitlines()))
-        for warning in found.warnings:
-            say(logger, logging.WARNING, f"{name}: {warning}")
-
-
-def ignore_worker_warnings(split: str, found: Recommendation) -> None:
-    """Keep Lightning from complaining about what was chosen."""
-    if found.num_workers < 2:
-        ignore_warning(f"The '{split}_dataloader' does not have many workers")
-    if found.num_workers and not found.persistent_workers:
-        ignore_warning(f"Consider setting `persistent_workers=True` in '{split}_dataloader'")
+        return replace(self, chosen=dict(self.chosen), tuned=dict(self.tuned), even={}, resident={})
 
 
 def job_of(trainer: Any) -> Job:

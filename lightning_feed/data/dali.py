@@ -2,25 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule
 
 from lightning_feed import _host
-from lightning_feed.data.base import DataModuleBase, RunSeed, check_batch_size
+from lightning_feed.data.base import DataModuleBase, check_batch_sizes, check_choice
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.load.dali.binding import require_dali
-from lightning_feed.load.dali.options import DaliOptions, decode_threads
-from lightning_feed.load.dali.reader_loader import ReaderLoader, Reading, ResumableReaderLoader
-from lightning_feed.load.dali.reader_pipeline import (
-    LAST_BATCH,
-    LastBatch,
-    PipelineSettings,
-    ReaderPipeline,
-    new_pipeline,
-)
+from lightning_feed.load.dali.binding import DaliOptions, decode_threads, require_dali
+from lightning_feed.load.dali.readers import ReaderLoader, ReaderSettings, ResumableReaderLoader, new_pipeline
+from lightning_feed.load.dali.shares import LAST_BATCH, LastBatch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.settings import LoaderSettings
@@ -33,14 +26,12 @@ class _State:
     """What the data module keeps for itself, under one name: the other names are the user's."""
 
     device: Device
-    last_batch: LastBatch
-    eval_last_batch: LastBatch
+    last_batch: dict[bool, LastBatch]
+    """Of training (True) and of evaluation."""
     resumable: bool
     options: DaliOptions
     arguments: dict[str, Any] | None = None
     """What readers are to be told, while ``pipeline()`` defines a pipeline."""
-    readers: int = 0
-    """How often that was asked for, for the last pipeline."""
     resume: dict[str, Any] | None = None
     """The state of the training loader in the checkpoint that this fit goes on from."""
     there: dict[str, bool] = field(default_factory=dict)
@@ -63,21 +54,18 @@ class FeedDali(DataModuleBase):
         seed: int | None = None,
         dali: DaliOptions | None = None,
     ) -> None:
-        super().__init__()
-        check_batch_size("batch_size", batch_size)
-        if eval_batch_size is not None:
-            check_batch_size("eval_batch_size", eval_batch_size)
-        _check_choice("device", device, get_args(Device))
-        _check_choice("last_batch", last_batch, LAST_BATCH)
-        _check_choice("eval_last_batch", eval_last_batch, LAST_BATCH)
+        super().__init__(LoaderSettings(seed=seed).seed)  # which refuses what is no seed
+        check_batch_sizes(batch_size, eval_batch_size)
+        check_choice("device", device, get_args(Device))
+        check_choice("last_batch", last_batch, LAST_BATCH)
+        check_choice("eval_last_batch", eval_last_batch, LAST_BATCH)
         options = dali or DaliOptions()
         options.refuse_gpu_options(
             "would have no effect here, where pipeline() calls the decoder itself. Give it to fn.decoders.image there."
         )
         require_dali(gpu=device == "gpu", why=type(self).__name__)
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
-        self._feed_seed = RunSeed(LoaderSettings(seed=seed).seed)  # which refuses what is no seed
-        self._dali = _State(device, last_batch, eval_last_batch, resumable, options)
+        self._dali = _State(device, {True: last_batch, False: eval_last_batch}, resumable, options)
 
     # --- to write or to override --------------------------------------------------------------------------------------
 
@@ -118,15 +106,13 @@ class FeedDali(DataModuleBase):
         Raises:
             SettingsError: outside of ``pipeline``.
         """
-        state = self._dali
-        if state.arguments is None:
+        arguments = self._dali.arguments
+        if arguments is None:
             raise SettingsError(
                 "self.reader() tells a reader its share of the set, which is known while a pipeline is made. Call it "
                 "in pipeline(split): fn.readers.file(file_root=..., **self.reader())."
             )
-        state.readers += 1
-        shuffled = {} if shuffle is None else {"random_shuffle": shuffle}
-        return {"name": name, **state.arguments, **shuffled}
+        return {"name": name, **arguments, **({} if shuffle is None else {"random_shuffle": shuffle})}
 
     @property
     def decoder_device(self) -> Literal["cpu", "mixed"]:
@@ -138,12 +124,11 @@ class FeedDali(DataModuleBase):
         """What the pipelines of the loaders that were made are built with: one line for each."""
         lines = []
         for split, loader in self._dali.loaders.items():
-            found = loader.reading.settings
+            found = loader.settings
             lines.append(
-                f"{split}: DALI on {'the CPU' if found.device is None else found.device}, "
-                f"threads={found.num_threads}, prefetch={found.prefetch_queue_depth}, "
-                f"batch_size={found.batch_size}, share {found.rank + 1} of {found.ranks}, "
-                f"last_batch={loader.reading.last_batch!r}"
+                f"{split}: DALI on {'the CPU' if found.device is None else found.device}, threads={found.threads}, "
+                f"prefetch={found.prefetch}, batch_size={found.batch_size}, share {found.rank + 1} of {found.ranks}, "
+                f"last_batch={found.last_batch!r}"
             )
         return "\n".join(lines) or "No loader has been made yet."
 
@@ -154,9 +139,8 @@ class FeedDali(DataModuleBase):
         self._feed_release()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self._dali
-        copied = _State(state.device, state.last_batch, state.eval_last_batch, state.resumable, state.options)
-        return {**super().__getstate__(), "_dali": copied}
+        fresh = replace(self._dali, arguments=None, resume=None, there={}, loaders={})
+        return {**super().__getstate__(), "_dali": fresh}
 
     def _feed_setup(self, splits: tuple[str, ...]) -> None:
         self._dali_close(*splits)  # what an interrupted run left
@@ -165,16 +149,11 @@ class FeedDali(DataModuleBase):
         for split in splits:
             self._dali_has(split)
 
-    def _feed_attach(self) -> None:
-        super()._feed_attach()
-        if self.trainer is not None:
-            self._feed_attach_pass_ends()
-
     def _feed_require_train(self) -> None:
         if not self._dali_has("train"):
             raise DatasetError(
-                f"{self._dali_name('train')} gave None, so there is nothing to train on. Return the outputs of a "
-                "pipeline for 'train', or call trainer.validate, test or predict, which do without."
+                f"{type(self).__name__}.pipeline('train') gave None, so there is nothing to train on. Return "
+                "the outputs of a pipeline for 'train', or call trainer.validate, test or predict, which do without."
             )
 
     def _feed_resumed(self, checkpoint: dict[str, Any]) -> None:
@@ -194,52 +173,30 @@ class FeedDali(DataModuleBase):
         self._dali_close(*self._dali.loaders)
 
     def _feed_loaders(self, split: str) -> Any:
-        state, trainer = self._dali, self.trainer
+        state = self._dali
         self._dali_close(split)  # the Trainer reloads its loaders
-        if trainer is not None:
-            self._feed_attach_pass_ends()
         if split == "train":
             self._feed_require_train()
         if not self._dali_has(split):
             return self._feed_no_loaders()
-        training = split == "train"
-        resumable = training and state.resumable
         settings = self._dali_settings(split)
-        reading = Reading(
-            name=self._dali_name(split),
-            settings=settings,
-            last_batch=state.last_batch if training else state.eval_last_batch,
-            lives=training or state.options.keep_eval_pipelines,
-            goes_on=training and not self._dali_overfits(),
-        )
 
-        def build(seed: int, checkpoint: bytes | None) -> ReaderPipeline:
-            with self._dali_defining(split, seed) as settings:
-                return ReaderPipeline(
-                    lambda: self.pipeline(split),
-                    settings,
-                    name=reading.name,
-                    seed=mix_seed(seed, settings.rank, 0, "operators") >> 32,
-                    resumable=resumable,
-                    checkpoint=checkpoint,
-                )
+        def define(seed: int) -> Any:
+            with self._dali_defining(split, settings, seed):
+                return self.pipeline(split)
 
-        order = EpochOrder(seed=self._feed_seed.of_run(trainer), epoch=self._feed_epoch)
-        loader = (ResumableReaderLoader if resumable else ReaderLoader)(build, reading, order)
-        state.loaders[split] = loader
-        if isinstance(loader, ResumableReaderLoader) and state.resume is not None:
+        order = EpochOrder(seed=self._feed_run_seed(), epoch=self._feed_epoch)
+        if not settings.resumable:
+            state.loaders[split] = ReaderLoader(define, settings, order)
+            return state.loaders[split]
+        state.loaders[split] = loader = ResumableReaderLoader(define, settings, order)
+        if state.resume is not None:
             # Given here as well as by Lightning, which does so in mid-epoch only.
             resume, state.resume = state.resume, None
             loader.load_state_dict(resume)
         return loader
 
     # --- details ------------------------------------------------------------------------------------------------------
-
-    def _dali_name(self, split: str) -> str:
-        return f"{type(self).__name__}.pipeline({split!r})"
-
-    def _dali_overfits(self) -> bool:
-        return self.trainer is not None and self.trainer.overfit_batches > 0
 
     def _dali_close(self, *splits: str) -> None:
         """Free the pipelines of these splits, and forget their loaders."""
@@ -252,48 +209,45 @@ class FeedDali(DataModuleBase):
         """Whether there is such a split. Its pipeline is defined to know it, and not built."""
         there = self._dali.there
         if split not in there:
-            with self._dali_defining(split, seed=0) as settings, new_pipeline(settings):
-                found = self.pipeline(split)
-            if found is None and self._dali.readers:
-                raise DatasetError(
-                    f"{self._dali_name(split)} made a reader and returned nothing. Return its outputs: return images, "
-                    "labels."
-                )
-            there[split] = found is not None
+            settings = self._dali_settings(split)
+            with self._dali_defining(split, settings, seed=0), new_pipeline(settings):
+                there[split] = self.pipeline(split) is not None
         return there[split]
 
     @contextmanager
-    def _dali_defining(self, split: str, seed: int) -> Iterator[PipelineSettings]:
+    def _dali_defining(self, split: str, settings: ReaderSettings, seed: int) -> Iterator[None]:
         """While a pipeline is being defined, ``reader()`` can tell what it has to be told."""
-        settings, training = self._dali_settings(split), split == "train"
-        self._dali.readers = 0
+        training = split == "train"
         self._dali.arguments = {
             "shard_id": settings.rank,
             "num_shards": settings.ranks,
             "stick_to_shard": not training,
-            "random_shuffle": training and not self._dali_overfits(),
+            "random_shuffle": training and settings.goes_on,
             "seed": mix_seed(seed, 0, 0, "reader") >> 32,  # the same on all ranks, and for all readers of a pipeline
             "pad_last_batch": True,
         }
         try:
-            yield settings
+            yield
         finally:
             self._dali.arguments = None
 
-    def _dali_settings(self, split: str) -> PipelineSettings:
+    def _dali_settings(self, split: str) -> ReaderSettings:
         """What a pipeline of ``split`` is built with in this process."""
-        trainer, options = self.trainer, self._dali.options
-        sharding = {"rank": 0, "num_replicas": 1}
-        if trainer is not None:
-            sharding = trainer.distributed_sampler_kwargs or sharding
-        threads, _ = decode_threads(options, read_machine(), 1 if trainer is None else trainer.num_devices)
-        return PipelineSettings(
-            batch_size=self.batch_size if split == "train" else self.eval_batch_size or self.batch_size,
-            num_threads=threads,
-            prefetch_queue_depth=options.prefetch,
+        trainer, state, training = self.trainer, self._dali, split == "train"
+        sharding = None if trainer is None else trainer.distributed_sampler_kwargs
+        ranks_here, overfits = (1, False) if trainer is None else (trainer.num_devices, trainer.overfit_batches > 0)
+        return ReaderSettings(
+            name=f"{type(self).__name__}.pipeline({split!r})",
+            batch_size=self.batch_size if training else self.eval_batch_size or self.batch_size,
+            threads=decode_threads(state.options, read_machine(), ranks_here)[0],
+            prefetch=state.options.prefetch,
             device=self._dali_device(),
-            rank=sharding["rank"],
-            ranks=sharding["num_replicas"],
+            rank=sharding["rank"] if sharding else 0,
+            ranks=sharding["num_replicas"] if sharding else 1,
+            last_batch=state.last_batch[training],
+            lives=training or state.options.keep_eval_pipelines,
+            goes_on=training and not overfits,
+            resumable=training and state.resumable,
         )
 
     def _dali_device(self) -> torch.device | None:
@@ -318,11 +272,6 @@ class FeedDali(DataModuleBase):
                 "with Trainer(accelerator='cuda'), or give device='cpu', or 'auto' to follow the Trainer."
             )
         return None
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise SettingsError(f"{name}={value!r} is not a choice. Give one of {', '.join(map(repr, choices))}.")
 
 
 class DaliDataModule(FeedDali, LightningDataModule):

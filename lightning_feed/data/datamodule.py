@@ -14,7 +14,7 @@ from lightning_feed import _host
 from lightning_feed.archive.remote import RemotePlace
 from lightning_feed.archive.remote_folder import RemoteFolder
 from lightning_feed.archive.shared_cache import CacheStats
-from lightning_feed.data.base import SPLITS, DataModuleBase, RunSeed, check_batch_size
+from lightning_feed.data.base import SPLITS, DataModuleBase, check_batch_sizes
 from lightning_feed.data.build_loaders import Loaders, job_of
 from lightning_feed.data.storage import Cache, Storage
 from lightning_feed.data.wrapping import wrap
@@ -74,14 +74,12 @@ class FeedDataModule(DataModuleBase):
         cache_limit: int | str = "50%",
         cache_shard: bool = False,
     ) -> None:
-        super().__init__()
-        check_batch_size("batch_size", batch_size)
-        if eval_batch_size not in (None, "even"):
-            check_batch_size("eval_batch_size", eval_batch_size)
-        if loader is not None and not isinstance(loader, LoaderSettings):
+        check_batch_sizes(batch_size, eval_batch_size)
+        loader = LoaderSettings() if loader is None else loader
+        if not isinstance(loader, LoaderSettings):
             raise SettingsError(f"loader={loader!r} is not a LoaderSettings. Write LoaderSettings(num_workers=...).")
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
+        super().__init__(loader.seed)
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         storage = Storage(
             data_dir=data_dir,
             stage_to=stage_to,
@@ -94,9 +92,7 @@ class FeedDataModule(DataModuleBase):
             cache_limit=cache_limit,
             cache_shard=cache_shard,
         )
-        loader = loader or LoaderSettings()
-        self._feed = _State(Loaders(loader, check_drop_keys(drop_keys, type(self).__name__)), storage)
-        self._feed_seed = RunSeed(loader.seed)
+        self._feed = _State(Loaders(loader, drop_keys=check_drop_keys(drop_keys, type(self).__name__)), storage)
 
     # --- to write or to override --------------------------------------------------------------------------------------
 
@@ -278,7 +274,7 @@ class FeedDataModule(DataModuleBase):
     def _feed_part(self, split: str, name: str, index: int, *, together: int) -> Part:
         """One loader of a split, but for what it loads."""
         evaluates_by = self.eval_batch_size if isinstance(self.eval_batch_size, int) else self.batch_size
-        seed = self._feed_seed.of_run(self.trainer)
+        seed = self._feed_run_seed()
         # Loaders of one seed would go through datasets of one size in one order, always with the same pairs.
         order = EpochOrder(seed=mix_seed(seed, index, 0, "loader") if index else seed, epoch=self._feed_epoch)
         own_collate = type(self).collate is not FeedDataModule.collate

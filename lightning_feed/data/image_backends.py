@@ -2,7 +2,9 @@
 
 import io
 import logging
+import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -10,11 +12,10 @@ import torch
 from PIL import Image
 
 from lightning_feed.archive.folder import SampleSource
-from lightning_feed.data.backend_measurements import BackendMeasurement, BackendMeasurements
+from lightning_feed.data.backend_measurements import BackendMeasurement
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, MissingExtraError, SettingsError
-from lightning_feed.load.dali.binding import require_dali
-from lightning_feed.load.dali.options import DaliOptions
+from lightning_feed.load.dali.binding import DaliOptions, require_dali
 from lightning_feed.load.image_dataset import holds_pixels
 from lightning_feed.transfer.gpu_decode import nvjpeg
 
@@ -24,6 +25,7 @@ Chosen = TypeVar("Chosen")
 Backend: TypeAlias = Literal["torch", "nvjpeg", "dali-cpu", "dali-gpu", "auto"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 DALI_BACKENDS = ("dali-cpu", "dali-gpu")
+GPU_BACKENDS = ("nvjpeg", "dali-gpu")
 _SAMPLES_TO_CHOOSE_BY = 64
 HEADROOM_PCT = 20.0
 """Share of step time without work that a GPU has to have before decoding is given to it; from there on, too, a step
@@ -84,17 +86,18 @@ def check_backend(backend: str, quality: str, dali: DaliOptions | None, beside: 
     return dali or DaliOptions()
 
 
-def require_cuda(backend: str, device: torch.device) -> None:
-    """Refuse a GPU backend without a GPU.
+def as_asked(backend: str, device: torch.device) -> "BackendChoice":
+    """The backend that was asked for by name, on a device.
 
     Raises:
-        SettingsError: with what to use instead.
+        SettingsError: for a GPU backend without a GPU.
     """
-    if backend in ("nvjpeg", "dali-gpu") and device.type != "cuda":
+    if backend in GPU_BACKENDS and device.type != "cuda":
         raise SettingsError(
             f'backend={backend!r} decodes on a CUDA device, and training runs on {device.type}. Use backend="torch", '
             '"dali-cpu", or "auto", which takes what there is.'
         )
+    return BackendChoice(backend, f"backend={backend!r}, as asked for")
 
 
 def require_nvjpeg(device: torch.device) -> None:
@@ -104,51 +107,15 @@ def require_nvjpeg(device: torch.device) -> None:
         MissingExtraError: this torchvision has no nvJPEG.
         LoaderError: it fails on the device.
     """
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "JPEG")
     try:
-        _decode_small(device)
+        nvjpeg(device)([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)])
     except RuntimeError as error:
         raise LoaderError(
             f'backend="nvjpeg" cannot decode on {device}, which failed on a small JPEG: {_first_line(error)}. Look at '
             'the driver and at the CUDA of torch and torchvision (lightning-feed doctor), or use backend="torch".'
         ) from error
-
-
-def why_no_nvjpeg(device: torch.device) -> str:
-    """Why nvJPEG cannot be used on a CUDA device; "" where it can, as seen by decoding a small JPEG."""
-    try:
-        _decode_small(device)
-    except (MissingExtraError, RuntimeError) as error:
-        return _first_line(error)
-    return ""
-
-
-def _decode_small(device: torch.device) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(file, "JPEG")
-    nvjpeg(device)([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-def why_no_dali(*, gpu: bool) -> str:
-    """Why DALI cannot be used; "" where it can."""
-    try:
-        require_dali(gpu=gpu)
-    except (MissingExtraError, SettingsError) as error:
-        return str(error)
-    return ""
-
-
-def as_asked(backend: str, device: torch.device) -> "BackendChoice":
-    """The backend that was asked for by name, on a device.
-
-    Raises:
-        SettingsError: for a GPU backend without a GPU.
-    """
-    require_cuda(backend, device)
-    return BackendChoice(backend, f"backend={backend!r}, as asked for")
 
 
 # --- backend="auto" ---------------------------------------------------------------------------------------------------
@@ -166,12 +133,8 @@ class BackendChoice:
 class BackendFacts:
     """What the choice rests on."""
 
-    device_type: str
-    """Where training runs."""
-    no_nvjpeg: str = ""
-    """Why nvJPEG cannot be used here; "" where it can."""
-    no_dali: str = ""
-    """The same of DALI."""
+    device: torch.device
+    """That trains."""
     transforms: bool = False
     """Whether the user gave a transform."""
     cache: str | None = None
@@ -182,13 +145,34 @@ class BackendFacts:
     findings: tuple[BackendMeasurement, ...] = ()
     """What was measured on this machine, device and folder."""
 
+    def of(self, backend: str) -> BackendMeasurement | None:
+        """That of ``diagnose``, which measures training itself, before that of ``tune``."""
+        found = {one.by: one for one in self.findings if one.backend == backend}
+        return found.get("diagnose") or found.get("tune")
+
     def why_not(self, backend: str) -> str:
         """Why a backend cannot be used; "" where it can."""
-        if backend in ("nvjpeg", "dali-gpu") and self.device_type != "cuda":
-            return f"training is on {self.device_type}"
-        if backend in ("dali-cpu", "dali-gpu") and self.quality != "exact":
+        if backend in GPU_BACKENDS and self.device.type != "cuda":
+            return f"training is on {self.device.type}"
+        if backend in DALI_BACKENDS and self.quality != "exact":
             return f"DALI decodes all pixels, so that quality={self.quality!r} would have no effect"
-        return {"nvjpeg": self.no_nvjpeg, "torch": ""}.get(backend, self.no_dali)
+        return why_missing(backend, self.device)
+
+
+def why_missing(backend: str, device: torch.device) -> str:
+    """Why a backend is not to be had on this machine; "" where it is. DALI takes a second to import."""
+    try:
+        if backend == "nvjpeg":
+            require_nvjpeg(device)
+        elif backend in DALI_BACKENDS:
+            require_dali(gpu=backend == "dali-gpu")
+    except (MissingExtraError, SettingsError, LoaderError) as error:
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def choose_backend(facts: BackendFacts) -> BackendChoice:
@@ -204,41 +188,38 @@ def choose_backend(facts: BackendFacts) -> BackendChoice:
     ):
         if case:
             return BackendChoice("torch", why)
-    torch_found = _found(facts, "torch")
-    best = _fastest(facts, torch_found)
-    if best is not None:
-        return best
-    if torch_found is None:
-        others = sorted({one.backend for one in facts.findings})
-        if others:
-            said = f"only {', '.join(map(repr, others))} was measured on this folder: run lightning-feed diagnose with "
-            return BackendChoice("torch", said + 'backend="torch", to compare')
-        return BackendChoice("torch", NOT_MEASURED)
-    return _by_headroom(facts, torch_found)
-
-
-def _by_headroom(facts: BackendFacts, found: BackendMeasurement) -> BackendChoice:
-    """Of what was measured with torch alone."""
-    figures = _figures(found)
-    why_torch = _why_torch(facts, found)
+    found = facts.of("torch")
+    if found is None:
+        others = ", ".join(sorted({repr(one.backend) for one in facts.findings}))
+        only = (
+            f'only {others} was measured on this folder: run lightning-feed diagnose with backend="torch", to compare'
+        )
+        return BackendChoice("torch", only if others else NOT_MEASURED)
+    now, rates = _rate(found), _rates(facts, found.batch_size)
+    usable = {backend: rate for backend, rate in rates.items() if rate >= FASTER * now and not facts.why_not(backend)}
+    if usable:
+        best = max(usable, key=lambda backend: usable[backend])
+        said = (
+            f"training took {usable[best]:,.0f} images/s with it, and {now:,.0f} with torch (lightning-feed diagnose)"
+        )
+        return BackendChoice(best, said)
+    why_torch, figures = _why_torch(facts, found), _figures(found)
     if why_torch:
         return BackendChoice("torch", f"{why_torch}: {figures}")
-    reasons: list[str] = []
+    said, reasons = f"decode-bound, and the GPU has time to decode in: {figures}", ""
     for backend in ("dali-gpu", "nvjpeg"):
-        why = facts.why_not(backend) or _too_slow(facts, backend, found)
+        why = facts.why_not(backend) or _too_slow(backend, found, rates.get(backend))
         if not why:
-            others = "".join(f"; not {reason}" for reason in reasons)
-            return BackendChoice(backend, f"decode-bound, and the GPU has time to decode in: {figures}{others}")
-        reasons.append(f'"{backend}": {why}')
-    said = f"decode-bound, and the GPU has time to decode in: {figures}; but not {'; not '.join(reasons)}"
-    return BackendChoice("torch", said)
+            return BackendChoice(backend, said + reasons)
+        reasons += f'; not "{backend}": {why}'
+    return BackendChoice("torch", said + reasons)
 
 
 def _why_torch(facts: BackendFacts, found: BackendMeasurement) -> str:
     """Why decoding is not for the GPU, whatever is installed; "" where it may be."""
     workers, cpus, movable = found.num_workers, found.usable_cpus, found.movable_pct
-    if facts.device_type != "cuda":
-        return f"training is on {facts.device_type}, and no GPU could decode"
+    if facts.device.type != "cuda":
+        return f"training is on {facts.device.type}, and no GPU could decode"
     if not found.cpu_bound:
         return "it is not the CPUs of the workers that training waits for"
     if workers is not None and cpus is not None and workers < cpus:
@@ -250,33 +231,12 @@ def _why_torch(facts: BackendFacts, found: BackendMeasurement) -> str:
     return ""
 
 
-def _fastest(facts: BackendFacts, torch_found: BackendMeasurement | None) -> BackendChoice | None:
-    """The backend that trained fastest, where it is another than torch."""
-    now = None if torch_found is None else _rate(torch_found)
-    if torch_found is None or now is None:
-        return None
-    rates = [
-        (one.samples_per_s, one.backend)
-        for one in facts.findings
-        if one.samples_per_s is not None and one.backend != "torch" and one.batch_size == torch_found.batch_size
-        if not facts.why_not(one.backend)
-    ]
-    rate, backend = max(rates, default=(0.0, ""))
-    if rate < FASTER * now:
-        return None
-    said = f"training took {rate:,.0f} images/s with it, and {now:,.0f} with torch (lightning-feed diagnose)"
-    return BackendChoice(backend, said)
-
-
-def _too_slow(facts: BackendFacts, backend: str, found: BackendMeasurement) -> str:
+def _too_slow(backend: str, found: BackendMeasurement, rate: float | None) -> str:
     """Why a backend is not expected to be faster than torch was; "" where it is, or nothing is known of it."""
-    now, size = _rate(found), found.batch_size
-    measured = [one.samples_per_s for one in facts.findings if (one.backend, one.batch_size) == (backend, size)]
-    rate = next((rate for rate in measured if rate is not None), None)
-    if rate is not None and now is not None:  # were it faster, it would have been taken before
+    now, alone = _rate(found), found.device_samples_per_s
+    if rate is not None and now < math.inf:  # were it faster, it would have been taken before
         return f"training took {rate:,.0f} images/s with it"
-    alone = found.device_samples_per_s
-    if backend != "nvjpeg" or alone is None or now is None:
+    if backend != "nvjpeg" or alone is None or now == math.inf:
         return ""
     # In turns, as where both need all of the GPU. Where a decoder of its own in the GPU does it, it is less.
     together = 1 / (1 / alone + (100 - found.starved_pct) / 100 / now)
@@ -285,52 +245,31 @@ def _too_slow(facts: BackendFacts, backend: str, found: BackendMeasurement) -> s
     return f"the GPU alone decodes {alone:,.0f} images/s, which with training makes {together:,.0f}"
 
 
-def _rate(found: BackendMeasurement) -> float | None:
+def _rates(facts: BackendFacts, batch_size: int) -> dict[str, float]:
+    """Images per second of training with other backends, at one batch size."""
+    found = [one for one in facts.findings if one.backend != "torch" and one.batch_size == batch_size]
+    return {one.backend: one.samples_per_s for one in found if one.samples_per_s is not None}
+
+
+def _rate(found: BackendMeasurement) -> float:
     """Images per second of training; those of the loader, which training does not exceed, where that is not known."""
-    return found.samples_per_s if found.samples_per_s is not None else found.loader_samples_per_s
-
-
-def _found(facts: BackendFacts, backend: str) -> BackendMeasurement | None:
-    """That of ``diagnose``, which measures training itself, before that of ``tune``."""
-    found = {one.by: one for one in facts.findings if one.backend == backend}
-    return found.get("diagnose") or found.get("tune")
+    known = (rate for rate in (found.samples_per_s, found.loader_samples_per_s) if rate is not None)
+    return next(known, math.inf)
 
 
 def _figures(found: BackendMeasurement) -> str:
     """What was measured, as a phrase."""
-    told = []
-    if found.samples_per_s is not None:
-        told.append(f"training takes {found.samples_per_s:,.0f} images/s")
-    if found.loader_samples_per_s is not None:
-        told.append(f"the loader alone gives {found.loader_samples_per_s:,.0f} images/s")
-    if found.model_samples_per_s is not None:
-        told.append(f"the model could take {found.model_samples_per_s:,.0f}")
-    told.append(f"it waits {found.starved_pct:.0f} % of its time")
+    told = [
+        text.format(rate)
+        for text, rate in (
+            ("training takes {:,.0f} images/s", found.samples_per_s),
+            ("the loader alone gives {:,.0f} images/s", found.loader_samples_per_s),
+            ("the model could take {:,.0f}", found.model_samples_per_s),
+            ("it waits {:.0f} % of its time", found.starved_pct),
+        )
+        if rate is not None
+    ]
     return f"{', '.join(told)} (lightning-feed {found.by}, {found.day})"
-
-
-def with_auto(facts: "BackendFacts", device: torch.device, key: dict[str, Any]) -> BackendChoice:
-    """The choice for ``backend="auto"``, with what was measured before and what is installed.
-
-    Args:
-        facts: what is known besides.
-        device: that trains.
-        key: of the measurements.
-    """
-    found = BackendMeasurements().load(key)
-    on_gpu = device.type == "cuda"
-    no_nvjpeg = no_dali = "it was not looked for"
-    if _may_leave_torch(found, on_gpu=on_gpu):  # DALI takes a second to import
-        no_nvjpeg = why_no_nvjpeg(device) if on_gpu else f"training is on {device.type}"
-        no_dali = why_no_dali(gpu=on_gpu)
-    return choose_backend(replace(facts, no_nvjpeg=no_nvjpeg, no_dali=no_dali, findings=found))
-
-
-def _may_leave_torch(found: tuple[BackendMeasurement, ...], *, on_gpu: bool) -> bool:
-    """Whether anything but torch may be chosen."""
-    if not on_gpu:
-        return any(one.backend == "dali-cpu" for one in found)
-    return any(one.backend != "torch" or one.cpu_bound for one in found)
 
 
 # --- one decision for all ranks ---------------------------------------------------------------------------------------
@@ -344,23 +283,20 @@ def once_for_all_ranks(trainer: Any, decide: Callable[[], Chosen]) -> Chosen:
     """
     if trainer is None or trainer.world_size == 1:
         return decide()
-    chosen, failed = None, None
+    chosen, failed, told = None, None, None
     if trainer.is_global_zero:
         try:
             chosen = decide()
         except Exception as error:  # noqa: BLE001 - raised below, once the others have heard of it
-            failed = error
-    said = None
-    if failed is not None:
-        ours = isinstance(failed, FeedError)
-        said = (type(failed), str(failed)) if ours else (LoaderError, f"{type(failed).__name__}: {failed}")
-    chosen, said = trainer.strategy.broadcast((chosen, said))
+            kind = type(error) if isinstance(error, FeedError) else LoaderError
+            failed, told = error, (kind, f"{type(error).__name__}: {error}")
+    chosen, told = trainer.strategy.broadcast((chosen, told))
     if failed is not None:
         raise failed
-    if said is not None:
-        kind, text = said
+    if told is not None:
+        kind, text = told
         raise kind(f"Rank 0, which decides for all ranks how images are decoded, failed: {text}")
-    return chosen  # type: ignore[no-any-return]
+    return chosen  # type: ignore[return-value]
 
 
 def device_of(trainer: Any) -> torch.device:
@@ -385,15 +321,19 @@ def fastest_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT00
         source: of the images.
         crops: whether training takes a part of each.
     """
-    samples = _some_encoded(source)
+    samples = []
+    for index in range(0, len(source), max(1, len(source) // _SAMPLES_TO_CHOOSE_BY))[:_SAMPLES_TO_CHOOSE_BY]:
+        with suppress(DatasetError):  # met again, and dealt with as on_error says, when it is its turn
+            samples.append(source.read(index))
     try:
-        if not samples:
+        if not samples or any(map(holds_pixels, samples)):
             raise DecodeError("there are no encoded images to time decoders on: a pack of pixels needs none")
         choice = make_decoder("auto", samples, regions=crops)
     except DecodeError as error:  # images that cannot be read are dealt with as on_error says, in their turn
         choice = replace(make_decoder("pillow"), reason=f'decoder="auto" took the reference: {error}')
     logger.info("decoder=%r: %s", choice.name, choice.reason)
     return choice
+<<<<<<< HEAD
 
 
 def _some_encoded(source: SampleSource) -> list[Any]:
@@ -412,3 +352,5 @@ def _some_encoded(source: SampleSource) -> list[Any]:
             return []
         found.append(data)
     return found
+=======
+>>>>>>> 7d32ed3 (DALI: one settings class for readers, passes as generators, four files; loaders of both kinds of data modules choose in one place)

@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 
 from lightning_feed.archive.folder import SampleSource
 from lightning_feed.archive.splits import Splits
-from lightning_feed.data.backend_measurements import measurement_key
+from lightning_feed.data.backend_measurements import BackendMeasurements, measurement_key
 from lightning_feed.data.datamodule import FeedDataModule
 from lightning_feed.data.image_backends import (
     DALI_BACKENDS,
@@ -21,22 +21,20 @@ from lightning_feed.data.image_backends import (
     BackendFacts,
     as_asked,
     check_backend,
+    choose_backend,
     device_of,
     fastest_decoder,
     first_holds_pixels,
     once_for_all_ranks,
     require_nvjpeg,
-    with_auto,
 )
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, FeedError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.bad_samples import BadSamples, OnError
 from lightning_feed.load.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe
-from lightning_feed.load.dali.binding import require_dali
-from lightning_feed.load.dali.image_decoder import DaliImageDecoder
-from lightning_feed.load.dali.image_pipeline import PipelineSpec
-from lightning_feed.load.dali.options import DaliOptions, decode_threads
+from lightning_feed.load.dali.binding import DaliOptions, decode_threads, require_dali
+from lightning_feed.load.dali.images import DaliImageDecoder, PipelineSpec
 from lightning_feed.load.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
 from lightning_feed.load.loader import BatchDecoder
 from lightning_feed.load.machine import read_machine
@@ -248,8 +246,6 @@ class FeedImageFolder(FeedDataModule):
     ) -> DaliImageDecoder:
         """What decodes the batches of a split with DALI; what did so before is freed."""
         trainer, options = self.trainer, self._images_dali
-        if trainer is not None:
-            self._feed_attach_pass_ends()
         if split in self._images_decoders:
             self._images_decoders[split].release()
         gpu, ranks = backend == "dali-gpu", 1 if trainer is None else trainer.num_devices
@@ -263,12 +259,10 @@ class FeedImageFolder(FeedDataModule):
             batch_size=1,
             device=device if gpu else torch.device("cpu"),
             threads=threads,
-            prefetch=options.prefetch,
+            options=options,
             mean=self.mean,
             std=self.std,
             half=self.dtype == torch.float16,
-            largest_image=options.largest_image,
-            hw_decoder_load=options.hw_decoder_load,
         )
         keep = split == "train" or options.keep_eval_pipelines
         made = self._images_decoders[split] = DaliImageDecoder(images, spec, keep=keep, pin=pin)
@@ -329,13 +323,14 @@ class FeedImageFolder(FeedDataModule):
         if self._images_drops():
             return BackendChoice("torch", "drop_keys leaves parts of decoded batches out")
         facts = BackendFacts(
-            device_type=device.type,
+            device=device,
+            findings=BackendMeasurements().load(self._feed_measurement_key(device)),
             transforms=self._images_own_transforms(),
             cache=self._feed.storage.cache,
             quality=self.quality,
             pixels=source is not None and first_holds_pixels(source),
         )
-        return with_auto(facts, device, self._feed_measurement_key(device))
+        return choose_backend(facts)
 
     def _images_suit(self, made: Any, split: str) -> None:
         """With "auto": have a dataset's images left encoded where the backend decodes them, or take torch for all."""
@@ -386,7 +381,7 @@ class FeedImageFolder(FeedDataModule):
         held = self._images_generators.get(device)
         if held is None or held[0] != epoch:
             rank = 0 if self.trainer is None else self.trainer.global_rank
-            seed = mix_seed(self._feed_seed.of_run(self.trainer), epoch, rank, "device augmentation")
+            seed = mix_seed(self._feed_run_seed(), epoch, rank, "device augmentation")
             held = (epoch, torch.Generator(device).manual_seed(seed))
             self._images_generators[device] = held
         return held[1]

@@ -5,7 +5,6 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -14,11 +13,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
 from lightning_feed._host.loops import package_of
-from lightning_feed.data.build_loaders import ignore_worker_warnings, job_of, log_choice
+from lightning_feed.data.base import SPLITS
+from lightning_feed.data.build_loaders import ChosenSettings, job_of
 from lightning_feed.data.dali import FeedDali
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import Job, size_of
-from lightning_feed.load.dali.reader_loader import ReaderLoader
+from lightning_feed.load.dali.readers import ReaderLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
@@ -28,7 +28,7 @@ from lightning_feed.load.worker import why_not_sent
 
 logger = logging.getLogger(__name__)
 
-SPLITS = ("train", "val", "test", "predict")
+_SPLIT_OF = {f"{split}_dataloader": split for split in SPLITS}
 _OURS = "_feed_wrapped"
 _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 _OF_DALI = (
@@ -63,7 +63,8 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
         )
     wrapped = object.__new__(_class_around(kind))
     wrapped.__dict__ = datamodule.__dict__
-    wrapped.__dict__[_OURS] = WrappedLoaders(loader or LoaderSettings())
+    methods = {name: datamodule.__dict__.get(name) for name in _SPLIT_OF}
+    wrapped.__dict__[_OURS] = WrappedLoaders(loader or LoaderSettings(), methods=methods)
     return wrapped
 
 
@@ -71,6 +72,14 @@ class _Wrapped:
     """What a wrapped data module has besides its own."""
 
     trainer: Any
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in _SPLIT_OF:
+            return found
+        kept = super().__getattribute__("__dict__")
+        # What was set after wrapping is a tool's that wants to see or give what it says.
+        return _changing(self, _SPLIT_OF[name], found) if kept.get(name) is kept[_OURS].methods[name] else found
 
     @property
     def recommendations(self) -> Mapping[str, Recommendation]:
@@ -84,50 +93,15 @@ class _Wrapped:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time, so it is named by the one that it was made around. For ddp_spawn, and copies.
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, *rest = reduced
-        if not arguments or arguments[0] is not type(self):
-            return (make, arguments, *rest)
-        return (_made_anew, (type(self).__mro__[_BASE], *arguments[1:]), *rest)
-
-
-_BASE = 2
-"""The user's class, behind the made one and ``_Wrapped``."""
+        make, arguments, *rest = super().__reduce_ex__(protocol)
+        if arguments and arguments[0] is type(self):
+            make, arguments = _made_anew, (type(self).__bases__[1], *arguments[1:])
+        return (make, arguments, *rest)
 
 
 def _made_anew(kind: Any, *arguments: Any) -> Any:
     made = _class_around(kind)
     return made.__new__(made, *arguments)
-
-
-class _Door:
-    """``train_dataloader`` and its sisters: the user's method, and then other workers.
-
-    A data descriptor, since such a method may lie on the object, as ``LightningDataModule.from_datasets`` puts it
-    there. What is set after wrapping is taken as it is: it is a tool's that wants to see or give what it says.
-    """
-
-    def __init__(self, split: str, kind: type[Any]) -> None:
-        self._split, self._kind = split, kind
-        self._name, self._later = f"{split}_dataloader", f"_feed_given_{split}_dataloader"
-
-    def __get__(self, owner: Any, _: Any = None) -> Any:
-        if owner is None:
-            return getattr(self._kind, self._name)
-        if self._later in owner.__dict__:
-            return owner.__dict__[self._later]
-        original = owner.__dict__.get(self._name)
-        if original is None:
-            original = getattr(self._kind, self._name).__get__(owner, self._kind)
-        return _changing(owner, self._split, original)
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        owner.__dict__[self._later] = value
-
-    def __delete__(self, owner: Any) -> None:
-        if self._later not in owner.__dict__:
-            raise AttributeError(self._name)
-        del owner.__dict__[self._later]
 
 
 def _changing(owner: Any, split: str, original: Callable[[], Any]) -> Callable[[], Any]:
@@ -139,28 +113,26 @@ def _changing(owner: Any, split: str, original: Callable[[], Any]) -> Callable[[
     return give
 
 
-@cache
+@functools.cache
 def _class_around(kind: Any) -> Any:
     """The class of the wrapped objects of a class. It has its name: Lightning saves a data module's state under it."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    doors = {f"{split}_dataloader": _Door(split, kind) for split in SPLITS}
-    return type(kind.__name__, (_Wrapped, kind), {**names, **doors})
+    return type(kind.__name__, (_Wrapped, kind), names)
 
 
 # --- the loaders ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class WrappedLoaders:
+class WrappedLoaders(ChosenSettings):
     """What was chosen for the loaders of a wrapped data module.
 
     Raises:
         SettingsError: for settings of things that the user's loaders decide.
     """
 
-    settings: LoaderSettings
-    chosen: dict[str, Recommendation] = field(default_factory=dict)
-    tuned: dict[str, Tuned | None] = field(default_factory=dict)
+    methods: dict[str, Any] = field(default_factory=dict)
+    """Those on the object, as ``LightningDataModule.from_datasets`` puts them there; None for those of the class."""
     left_alone: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -181,29 +153,13 @@ class WrappedLoaders:
         together = max(1, count) if split == "train" else 1
         return _map_loaders(made, split, lambda loader, name: self._change(trainer, split, name, loader, together))
 
-    def report(self) -> str:
-        """What was chosen, and why: one line for each value."""
-        if not self.chosen:
-            return "No loader has been made yet."
-        return "\n".join(f"{name}: {line}" for name, one in self.chosen.items() for line in one.describe().splitlines())
-
     def _change(self, trainer: Any, split: str, name: str, loader: Any, together: int) -> Any:
         if not isinstance(loader, DataLoader):
             return self._leave(name, loader)
-        job = job_of(trainer)
-        settings, tuned, why_not = self.settings, None, ""
-        if settings.num_workers == "tune":
-            why_not = why_not_now(trainer, split)
-            if not why_not:
-                if name not in self.tuned:
-                    self.tuned[name] = tune_for_fit(loader, trainer, name)
-                tuned = self.tuned[name]
-            settings = settled(settings, tuned)
-            settings = replace(settings, workers="process", start_method=None)
-        found = _recommended(loader, split, settings, job, together)
-        if self.settings.num_workers == "tune":
-            found = explained(found, self.settings, tuned, why_not)
-        self._tell(trainer, split, name, found)
+        settings, explain = self.settle(trainer, split, name, lambda: loader)
+        settings = replace(settings, workers="process", start_method=None)
+        found = explain(_recommended(loader, split, settings, job_of(trainer), together))
+        self.tell(trainer, split, name, found)
         return _rebuilt(loader, found)
 
     def _leave(self, name: str, loader: Any) -> Any:
@@ -217,13 +173,6 @@ class WrappedLoaders:
                 f" {_OF_DALI}" if of_dali or isinstance(loader, ReaderLoader) else "",
             )
         return loader
-
-    def _tell(self, trainer: Any, split: str, name: str, found: Recommendation) -> None:
-        """Keep what was chosen, and log it if it is news."""
-        if self.chosen.get(name) != found:
-            log_choice(trainer, name, found)
-        self.chosen[name] = found
-        ignore_worker_warnings(split, found)
 
 
 def _rebuilt(loader: DataLoader[Any], found: Recommendation) -> DataLoader[Any]:

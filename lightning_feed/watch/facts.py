@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset
 
-from lightning_feed.load.dali.reader_loader import ReaderLoader
+from lightning_feed.load.dali.readers import ReaderLoader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.watch.verdict.diagnosis import LoopFacts

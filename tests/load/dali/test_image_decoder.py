@@ -23,9 +23,9 @@ pytest.importorskip("nvidia.dali")
 
 from lightning_feed.errors import DecodeError, LoaderError
 from lightning_feed.load.crop import EvalRecipe, TrainRecipe
-from lightning_feed.load.dali import image_decoder
-from lightning_feed.load.dali.image_decoder import DaliImageDecoder, largest_of_some, why_on_host
-from lightning_feed.load.dali.image_pipeline import ImagePipeline, PipelineSpec
+from lightning_feed.load.dali import images as image_decoder
+from lightning_feed.load.dali.binding import DaliOptions
+from lightning_feed.load.dali.images import DaliImageDecoder, ImagePipeline, PipelineSpec, largest_of_some, why_on_host
 from lightning_feed.load.image_dataset import EncodedBatch, ImageDataset, collate_encoded, decode_on_cpu
 
 TRAIN, EVAL = TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)
@@ -45,14 +45,12 @@ def spec(**options: Any) -> PipelineSpec:
         "batch_size": 1,
         "device": torch.device("cpu"),
         "threads": 1,
-        "prefetch": 2,
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
         "half": False,
-        "largest_image": None,
-        "hw_decoder_load": None,
     }
-    return PipelineSpec(**{**given, **options})
+    chosen = {name: options.pop(name) for name in ("prefetch", "largest_image") if name in options}
+    return PipelineSpec(options=DaliOptions(**chosen), **{**given, **options})
 
 
 def decoder(made: ImageDataset, *, keep: bool = True, **options: Any) -> DaliImageDecoder:

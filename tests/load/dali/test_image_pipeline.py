@@ -11,8 +11,8 @@ import pytest
 import torch
 from made_samples import jpegs
 
-from lightning_feed.load.dali.binding import take_outputs
-from lightning_feed.load.dali.image_pipeline import ImagePipeline, PipelineSpec, gpu_decoding, normalised
+from lightning_feed.load.dali.binding import DaliOptions, take_outputs
+from lightning_feed.load.dali.images import ImagePipeline, PipelineSpec, gpu_decoding, normalised
 
 dali = pytest.importorskip("nvidia.dali")
 
@@ -20,15 +20,15 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def spec(**options: Any) -> PipelineSpec:
-    given: dict[str, Any] = {"largest_image": None, "hw_decoder_load": None, "half": False}
+    half = options.pop("half", False)
     return PipelineSpec(
         batch_size=2,
         device=torch.device("cuda", 0),
         threads=1,
-        prefetch=1,
+        options=DaliOptions(prefetch=1, **options),
         mean=MEAN,
         std=STD,
-        **{**given, **options},
+        half=half,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.dali.options import DaliOptions, decode_threads
+from lightning_feed.load.dali.binding import DaliOptions, decode_threads
 from lightning_feed.load.machine import Machine
 
 

@@ -1,4 +1,4 @@
-"""A decoder of encoded batches behind a loader: DALI decodes them, some ahead, and the host what DALI cannot."""
+"""Encoded images decoded by DALI behind a loader, some batches ahead; the host decodes what DALI cannot."""
 
 import sys
 from collections import deque
@@ -6,20 +6,227 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_feed.decode.decoders import Region
 from lightning_feed.decode.header import JPEG, PNG, WEBP, Encoded, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.errors import DatasetError, DecodeError, LoaderError
 from lightning_feed.load.bad_samples import Skipped, fill_skipped
 from lightning_feed.load.crop import CropSpec
-from lightning_feed.load.dali.binding import FAILURES, reason_of, release_unused_memory
-from lightning_feed.load.dali.image_pipeline import ImagePipeline, PipelineSpec, stand_in
+from lightning_feed.load.dali.binding import (
+    FAILURES,
+    DaliOptions,
+    is_inherited,
+    outlive_forks,
+    raise_if_no_memory,
+    reason_of,
+    release_unused_memory,
+    require_dali,
+    take_outputs,
+)
 from lightning_feed.load.image_dataset import EncodedBatch, EncodedSample, ImageDataset
 from lightning_feed.load.trace import traced
 
-_NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
-"""How DALI says that there is none left, in small letters (in the libraries of 2.4.0)."""
+STAND_IN = b"P6\n1 1\n255\n\x00\x00\x00"
+"""An image of one pixel (PNM), for the place of one that DALI is not given."""
+_DEVICE_BYTES_PER_PIXEL, _HOST_BYTES_PER_PIXEL = 5.5, 3.7
+"""Of the decoder's buffers. In DALI's ImageNet example (docs/examples/use_cases/pytorch/resnet50/main.py) the largest
+image has 5980 x 6430 pixels and the paddings are 211025920 and 140544512 bytes: 5.49 and 3.66 bytes a pixel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """What a pipeline is built for."""
+
+    batch_size: int
+    """The most images of a batch; each batch has as many as were fed."""
+    device: torch.device
+    """That it decodes on: the CPU, or a CUDA device with its index."""
+    threads: int
+    """On the CPU."""
+    options: DaliOptions
+    mean: tuple[float, ...]
+    """Of R, G and B for values in [0, 1]; the GPU normalises."""
+    std: tuple[float, ...]
+    half: bool
+    """Whether the GPU gives float16; else float32."""
+
+
+class ImagePipeline:
+    """Decodes batches in the order that they are fed in, up to ``prefetch`` of them at a time.
+
+    It has no reader, so that order, shards, resuming and the random boxes stay ours.
+    On the CPU it gives uint8, on the GPU normalised float16 or float32, both of shape (B, 3, height, width), channels
+    last in memory. After an error it is of no use any more. Dropping it ends its threads and frees its memory.
+
+    Raises:
+        MissingExtraError: without DALI.
+        SettingsError: with a DALI that is too old, or of the wrong CUDA.
+    """
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        self.spec = spec
+        self.owner: object = None
+        """Whose batches are on their way."""
+        self._fed: deque[Any] = deque()  # DALI reads them where they lie, until their outputs are there
+        self._pipeline = _build(spec)
+        outlive_forks(self._pipeline)
+        # The first schedule_run() runs as often as there is room for batches, later ones run once. So that all runs of
+        # ours are alike, that first one is spent on stand-ins.
+        for _ in range(spec.options.prefetch):
+            self._give([STAND_IN], [_whole(1, 1)])
+        self._pipeline.schedule_run()
+        for _ in range(spec.options.prefetch):
+            self.take()
+
+    def __len__(self) -> int:
+        """Batches on their way."""
+        return len(self._fed)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it belongs to the process that this one was forked from: its threads are not here."""
+        return is_inherited(self._pipeline)
+
+    def feed(self, files: Sequence[Encoded], crops: Sequence[CropSpec]) -> None:
+        """Start to decode a batch.
+
+        Args:
+            files: the encoded images, 1 to ``spec.batch_size``. They must not change until the batch is taken.
+            crops: what of each is wanted; all windows of one size.
+        """
+        self._give(files, crops)
+        self._pipeline.schedule_run()
+
+    def take(self) -> Tensor:
+        """Wait for the batch that was fed first.
+
+        Raises:
+            RuntimeError: what DALI says. It is not known which batch or image is at fault.
+        """
+        [images] = take_outputs(self._pipeline, self.spec.device)
+        self._fed.popleft()
+        return images.permute(0, 3, 1, 2)
+
+    def drain(self) -> bool:
+        """Drop the batches on their way. Returns whether that could be done: one of them may fail."""
+        try:
+            while self._fed:
+                self.take()
+        except FAILURES:  # of a batch that nobody waits for
+            return False
+        return True
+
+    def close(self) -> None:
+        """End its threads and free its memory, without waiting for the garbage collector."""
+        self._pipeline = None
+        self._fed.clear()
+
+    def _give(self, files: Sequence[Encoded], crops: Sequence[CropSpec]) -> None:
+        fed = {"files": [np.frombuffer(data, np.uint8) for data in files], **_numbers(crops)}
+        for name, values in fed.items():
+            self._pipeline.feed_input(name, values)
+        self._fed.append(fed)
+
+
+def _whole(height: int, width: int) -> CropSpec:
+    """The one pixel of the stand-in, as large as the images beside it."""
+    return CropSpec(
+        region=Region(0, 0, 1, 1), resized=(height, width), window=Region(0, 0, height, width), flipped=False
+    )
+
+
+def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[Any]]:
+    """The crops as DALI takes them: a region in pixels, and a box of the region that is resized to the window.
+
+    That box has fractions of pixels. It begins at its right side where the image is to be flipped.
+    """
+    rows = np.array([(*c.region, *c.resized, *c.window, c.flipped) for c in crops], np.float64)
+    corner, extent, resized = rows[:, 0:2], rows[:, 2:4], rows[:, 4:6]
+    first, shape, flipped = rows[:, 6:8], rows[:, 8:10], rows[:, 10] > 0
+    begin, end = first * extent / resized, (first + shape) * extent / resized
+    begin[flipped, 1], end[flipped, 1] = end[flipped, 1], begin[flipped, 1]
+    return {
+        "corner": corner.astype(np.int32),
+        "extent": extent.astype(np.int32),
+        "begin": begin.astype(np.float32),
+        "end": end.astype(np.float32),
+        "shape": shape.astype(np.float32),
+    }
+
+
+def _build(spec: PipelineSpec) -> Any:
+    gpu = spec.device.type == "cuda"
+    dali = require_dali(gpu=gpu)
+    fn, types = dali.fn, dali.types
+    pipeline = dali.Pipeline(
+        batch_size=spec.batch_size,
+        num_threads=spec.threads,
+        device_id=spec.device.index if gpu else None,
+        prefetch_queue_depth=spec.options.prefetch,
+        exec_dynamic=True,
+        seed=0,  # nothing is drawn here
+    )
+
+    def fed(name: str, dtype: Any) -> Any:
+        return fn.external_source(name=name, device="cpu", dtype=dtype, ndim=1, no_copy=True)
+
+    with pipeline:
+        pixels = fn.decoders.image_slice(
+            fed("files", types.UINT8),
+            device="mixed" if gpu else "cpu",
+            start=fed("corner", types.INT32),
+            shape=fed("extent", types.INT32),
+            axis_names="HW",
+            adjust_orientation=False,  # as torchvision's ImageFolder, which does not turn images either
+            **(gpu_decoding(spec) if gpu else {}),
+        )
+        # Antialiased linear interpolation is a triangular filter as wide as the scale, which torchvision's is, too.
+        images = fn.resize(
+            pixels,
+            size=fed("shape", types.FLOAT),
+            roi_start=fed("begin", types.FLOAT),
+            roi_end=fed("end", types.FLOAT),
+            interp_type=types.INTERP_LINEAR,
+            antialias=True,
+        )
+        if gpu:
+            images = normalised(dali, images, spec)
+        pipeline.set_outputs(images)
+    pipeline.build()
+    return pipeline
+
+
+def normalised(dali: Any, images: Any, spec: PipelineSpec) -> Any:
+    """A node of the graph: uint8 images to normalised ones, as ``device_transform`` makes them."""
+    return dali.fn.crop_mirror_normalize(
+        images,
+        dtype=dali.types.FLOAT16 if spec.half else dali.types.FLOAT,
+        output_layout="HWC",
+        mean=[255 * value for value in spec.mean],
+        std=[255 * value for value in spec.std],
+    )
+
+
+def gpu_decoding(spec: PipelineSpec) -> dict[str, Any]:
+    """What the decoder is told on the GPU alone."""
+    options: dict[str, Any] = {"jpeg_fancy_upsampling": True}  # as libjpeg on the CPU does it
+    if spec.options.hw_decoder_load is not None:
+        options["hw_decoder_load"] = spec.options.hw_decoder_load
+    if spec.options.largest_image is not None:
+        height, width = spec.options.largest_image
+        options |= {
+            "device_memory_padding": int(_DEVICE_BYTES_PER_PIXEL * height * width),
+            "host_memory_padding": int(_HOST_BYTES_PER_PIXEL * height * width),
+            "preallocate_height_hint": height,
+            "preallocate_width_hint": width,
+        }
+    return options
+
+
 _HEADERS = 64
 """Images whose headers are read, where it was not said how large the largest is."""
 
@@ -32,13 +239,14 @@ class _Waiting:
     images: list[EncodedSample]
     on_host: dict[int, str]
     """Places of images that DALI is not given, and why."""
-    fed: bool = False
 
-    def given(self) -> list[tuple[Encoded, CropSpec]]:
-        given: list[tuple[Encoded, CropSpec]] = [(image.data, image.crop) for image in self.images]
+    def feed(self, pipeline: ImagePipeline) -> None:
+        """Start to decode it, with stand-ins for the images that DALI is not given."""
+        files, crops = [image.data for image in self.images], [image.crop for image in self.images]
         for place in self.on_host:
-            given[place] = stand_in(self.images[place].crop)
-        return given
+            window = crops[place].window
+            files[place], crops[place] = STAND_IN, _whole(window.height, window.width)
+        pipeline.feed(files, crops)
 
 
 @dataclass(eq=False)
@@ -65,9 +273,7 @@ class DaliImageDecoder:
     """
 
     def __init__(self, dataset: ImageDataset, spec: PipelineSpec, *, keep: bool, pin: bool = False) -> None:
-        self.dataset, self.spec = dataset, spec
-        self.keep = keep
-        self.pin = pin
+        self.dataset, self.spec, self.keep, self.pin = dataset, spec, keep, pin
         self.built = 0
         """Pipelines that were built so far."""
         self._pipeline: ImagePipeline | None = None
@@ -111,7 +317,7 @@ class DaliImageDecoder:
     # --- a pass -------------------------------------------------------------------------------------------------------
 
     def _take_ahead(self, now: _Pass, batches: Iterator[EncodedBatch]) -> None:
-        while now.failure is None and len(now.waiting) < self.spec.prefetch:
+        while now.failure is None and len(now.waiting) < self.spec.options.prefetch:
             try:
                 batch = next(batches)
             except Exception as error:  # noqa: BLE001 - raised after the batches before it
@@ -127,13 +333,8 @@ class DaliImageDecoder:
         pipeline = self._pipeline
         if pipeline is None or pipeline.owner is not now or size > pipeline.spec.batch_size:
             pipeline = self._acquire(now, size)
-            for waiting in now.waiting:
-                waiting.fed = False
-        for waiting in now.waiting:
-            if not waiting.fed:
-                files, cuts = zip(*waiting.given(), strict=True)
-                pipeline.feed(files, cuts)
-                waiting.fed = True
+        for waiting in list(now.waiting)[len(pipeline) :]:
+            waiting.feed(pipeline)
         return pipeline
 
     def _next(self, now: _Pass) -> list[Any]:
@@ -155,7 +356,7 @@ class DaliImageDecoder:
                 return pipeline.take()
             except FAILURES as error:
                 self.release()
-                self._raise_if_no_memory(error)
+                raise_if_no_memory(error, self.spec.device)
                 self._locate_failure(now, error)
 
     def _locate_failure(self, now: _Pass, error: Exception) -> None:
@@ -164,10 +365,9 @@ class DaliImageDecoder:
         Raises:
             LoaderError: when there are none.
         """
-        images = [
-            image for waiting in now.waiting for k, image in enumerate(waiting.images) if k not in waiting.on_host
-        ]
-        found = self._fail_alone(images)
+        found = self._fail_alone(
+            [image for waiting in now.waiting for k, image in enumerate(waiting.images) if k not in waiting.on_host]
+        )
         if not found:
             raise LoaderError(
                 f"DALI failed at a batch of {len(now.waiting[0].images)} images, and decodes each of them alone. It "
@@ -183,27 +383,18 @@ class DaliImageDecoder:
         pipeline = None
         for image in images:
             if pipeline is None:
-                pipeline = self._build(replace(self.spec, batch_size=1, prefetch=1))
+                pipeline = self._build(replace(self.spec, batch_size=1))
             try:
                 pipeline.feed([image.data], [image.crop])
                 pipeline.take()
             except FAILURES as error:
                 pipeline.close()
                 pipeline = None
-                self._raise_if_no_memory(error)
+                raise_if_no_memory(error, self.spec.device)
                 found[image.index] = f"DALI failed at it: {reason_of(error)}"
         if pipeline is not None:
             pipeline.close()
         return found
-
-    def _raise_if_no_memory(self, error: Exception) -> None:
-        """Memory that is short is no image's fault, and to decode them one by one would hide it."""
-        if not any(text in str(error).lower() for text in _NO_MEMORY):
-            return
-        advice = "Use a smaller batch_size, DaliOptions(prefetch=1) or fewer DaliOptions(threads=...)."
-        if self.spec.device.type == "cuda":  # as torch says it: batch size finders look for this
-            raise torch.OutOfMemoryError(f"CUDA out of memory: DALI said: {reason_of(error)} {advice}") from error
-        raise LoaderError(f"DALI has not enough memory. It said: {reason_of(error)} {advice}") from error
 
     # --- images that DALI is not given --------------------------------------------------------------------------------
 
@@ -250,24 +441,23 @@ class DaliImageDecoder:
 
     def _acquire(self, now: _Pass, size: int) -> ImagePipeline:
         """The pipeline for a pass: empty, and large enough."""
-        pipeline = self._pipeline
-        if pipeline is not None and (size > pipeline.spec.batch_size or not _emptied(pipeline)):
+        if self._pipeline is not None and (size > self._pipeline.spec.batch_size or not self._pipeline.drain()):
             self.release()
-            pipeline = None
-        if pipeline is None:
-            if self.spec.device.type == "cuda" and self.spec.largest_image is None:
-                self.spec = replace(self.spec, largest_image=largest_of_some(self.dataset))
-            self.spec = replace(self.spec, batch_size=max(size, self.spec.batch_size))
-            pipeline = self._pipeline = self._build(self.spec)
+        if self._pipeline is None:
+            options = self.spec.options
+            if self.spec.device.type == "cuda" and options.largest_image is None:
+                options = replace(options, largest_image=largest_of_some(self.dataset))
+            self.spec = replace(self.spec, batch_size=max(size, self.spec.batch_size), options=options)
+            self._pipeline = self._build(self.spec)
             self.built += 1
-        pipeline.owner = now
-        return pipeline
+        self._pipeline.owner = now
+        return self._pipeline
 
     def _build(self, spec: PipelineSpec) -> ImagePipeline:
         try:
             return ImagePipeline(spec)
         except RuntimeError as error:
-            self._raise_if_no_memory(error)
+            raise_if_no_memory(error, self.spec.device)
             raise LoaderError(
                 f'DALI cannot build its pipeline: {reason_of(error)} See "lightning-feed doctor" for the driver and '
                 'the CUDA of DALI, or use backend="torch".'
@@ -281,7 +471,7 @@ class DaliImageDecoder:
         if sys.is_finalizing():
             return  # DALI has ended all pipelines, by its own exit handler
         pipeline.owner = None
-        if not self.keep or not _emptied(pipeline):
+        if not self.keep or not pipeline.drain():
             self.release()
 
 
@@ -294,15 +484,6 @@ def largest_of_some(dataset: ImageDataset) -> tuple[int, int] | None:
         except DatasetError:  # met again when it is its turn
             continue
     return max(sizes, key=lambda size: size[0] * size[1], default=None)
-
-
-def _emptied(pipeline: ImagePipeline) -> bool:
-    """Whether what was on its way could be dropped."""
-    try:
-        pipeline.drain()
-    except FAILURES:  # of a batch that nobody waits for
-        return False
-    return True
 
 
 def why_on_host(data: Encoded) -> str:
