@@ -32,7 +32,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.transfer.prefetcher import NullStream, SideStream
+from lightning_feed.transfer.prefetcher import SideStream
 
 WARM_UP = 100
 GOALS_US = {"GPUStarvationCallback": 30.0, "PrefetchCallback": 60.0}
@@ -85,7 +85,7 @@ class NullPrefetch(PrefetchCallback):
     """The injection without a stream to copy on, where the device has none."""
 
     def open_stream(self, device: torch.device) -> SideStream:
-        return super().open_stream(device) or NullStream()
+        return super().open_stream(device) or SideStream()
 
 
 ROWS: dict[str, Callable[[], list[Callback]]] = {

@@ -12,14 +12,14 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_feed import PrefetchCallback
-from lightning_feed.transfer.prefetcher import NullStream
+from lightning_feed.transfer.prefetcher import SideStream
 
 
 class NullStreamPrefetch(PrefetchCallback):
     """PrefetchCallback at work on the CPU: the whole injection, in program order."""
 
-    def open_stream(self, device: torch.device) -> NullStream:
-        return NullStream()
+    def open_stream(self, device: torch.device) -> SideStream:
+        return SideStream()
 
 
 class Numbers(Dataset[Tensor]):

@@ -89,7 +89,9 @@ def test_a_collate_of_the_user_s_goes_on_getting_images(class_folders: Path) -> 
     images, labels, flipped = next(iter(birds.train_dataloader()))
     assert images.dtype == torch.uint8
     assert labels.flip(0).equal(flipped)
-    assert birds.backend_choice == BackendChoice("torch", "Mixed.collate is written for samples that are decoded")
+    assert birds.backend_choice == BackendChoice(
+        "torch", "collate was overridden, which is written for samples that are decoded"
+    )
     assert birds._feed_facts()["own_transforms"] is True
 
 
@@ -169,8 +171,8 @@ def test_what_was_measured_on_a_gpu_does_not_count_on_the_cpu(
     [
         ({"transform": lambda image: image[:, :32, :32]}, "a transform was given"),
         ({"eval_transform": lambda image: image[:, :32, :32]}, "a transform was given"),
-        ({"cache": "decoded"}, "cache='decoded'"),
-        ({"cache": "device"}, "cache='device'"),
+        ({"cache": "decoded"}, "keeps decoded images"),
+        ({"cache": "device"}, "keeps decoded images"),
     ],
 )
 def test_what_only_torch_does_is_no_error(options: dict[str, Any], words: str, class_folders: Path) -> None:

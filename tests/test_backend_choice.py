@@ -218,10 +218,11 @@ def test_training_with_another_backend_is_held_against_the_loader_of_torch() -> 
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"transforms": True}, "a transform was given"),
-        ({"cache": "decoded"}, "cache='decoded'"),
-        ({"cache": "device"}, "cache='device'"),
-        ({"pixels": True}, "holds pixels"),
+        ({"only_torch": ("transform", "cache")}, "a transform was given"),
+        ({"only_torch": ("collate",)}, "collate was overridden"),
+        ({"only_torch": ("drop_keys",)}, "drop_keys leaves parts"),
+        ({"only_torch": ("cache",)}, "the cache keeps decoded images"),
+        ({"only_torch": ("pixels",)}, "holds pixels"),
     ],
 )
 def test_what_only_torch_does_goes_first(facts: dict[str, Any], words: str) -> None:
@@ -239,15 +240,11 @@ def test_dali_is_not_taken_where_the_quality_would_have_no_effect(quality: str) 
     assert _choose(BOUND, _ran("dali-cpu", 9000.0), quality=quality, device="cpu")[0] == "torch"
 
 
-def test_a_cache_of_bytes_is_before_decoding() -> None:
-    assert _choose(BOUND, cache="bytes")[0] == "dali-gpu"
-
-
 # --- options of DALI --------------------------------------------------------------------------------------------------
 
 
 def _checked(backend: str, dali: DaliOptions | None, quality: str = "exact") -> DaliOptions:
-    return check_backend(backend, quality, dali, {})
+    return check_backend(backend, quality, dali)
 
 
 def test_what_has_no_effect_is_refused() -> None:

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import PrefetchCallback
 from lightning_feed.errors import SettingsError
-from lightning_feed.transfer.prefetcher import NullStream
+from lightning_feed.transfer.prefetcher import SideStream
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -48,7 +48,7 @@ def with_validation() -> dict[str, Any]:
     return {**plain(), "val_dataloaders": DataLoader(Numbers(4, first=1000), batch_size=2)}
 
 
-class CountingStream(NullStream):
+class CountingStream(SideStream):
     """Counts the batches that were staged: all that are handed over, but for those that follow what was queued."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class CountingPrefetch(PrefetchCallback):
         super().__init__(**kwargs)
         self.stream = CountingStream()
 
-    def open_stream(self, device: torch.device) -> NullStream:
+    def open_stream(self, device: torch.device) -> SideStream:
         return self.stream
 
 
@@ -625,9 +625,9 @@ def test_each_device_has_its_own_stream() -> None:
     opened: list[str] = []
 
     class Opens(PrefetchCallback):
-        def open_stream(self, device: torch.device) -> NullStream | None:
+        def open_stream(self, device: torch.device) -> SideStream | None:
             opened.append(device.type)
-            return None if device.type == "cpu" else NullStream()
+            return None if device.type == "cpu" else SideStream()
 
     callback = Opens()
     assert callback._stream_on(torch.device("meta")) is callback._stream_on(torch.device("meta"))

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, PrefetchCallback
 from lightning_feed.load.trace import PREFIX
-from lightning_feed.transfer.prefetcher import NullStream
+from lightning_feed.transfer.prefetcher import SideStream
 
 pytestmark = [
     # These fits are small on purpose, and have no validation.
@@ -24,8 +24,8 @@ BATCHES = 6
 
 
 class CpuPrefetch(PrefetchCallback):
-    def open_stream(self, device: torch.device) -> NullStream:
-        return NullStream()
+    def open_stream(self, device: torch.device) -> SideStream:
+        return SideStream()
 
 
 class Parts(Dataset[dict[str, torch.Tensor]]):

@@ -3,7 +3,7 @@
 import io
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
@@ -13,6 +13,7 @@ from PIL import Image
 
 from lightning_feed.archive.folder import SampleSource
 from lightning_feed.data.backend_measurements import BackendMeasurement
+from lightning_feed.data.base import check_choice
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, MissingExtraError, SettingsError
 from lightning_feed.load.dali.binding import DaliOptions, require_dali
@@ -39,38 +40,46 @@ NOT_MEASURED = "nothing is measured yet on this folder, size and device: run lig
 # --- what a backend cannot do -----------------------------------------------------------------------------------------
 
 
-_BESIDE = {
+_ONLY_TORCH = {
     "transform": (
+        "a transform was given, which is called for each image in the workers",
         "crops and flips by itself, and cannot call a transform of yours for each image. Leave transform and "
-        'eval_transform out, or use backend="torch".'
+        'eval_transform out, or use backend="torch".',
     ),
     "collate": (
+        "collate was overridden, which is written for samples that are decoded",
         "puts batches together before they are decoded, and cannot call a collate of yours. Change the decoded batch "
-        'in device_transform, or use backend="torch".'
+        'in device_transform, or use backend="torch".',
     ),
-    "drop_keys": "has batches of images, labels: drop_keys has nothing to drop. Leave it out.",
-    "cache": 'decodes after the cache, and this one keeps decoded images. Use cache="bytes", or backend="torch".',
+    "drop_keys": (
+        "drop_keys leaves parts of decoded batches out",
+        "has batches of images, labels: drop_keys has nothing to drop. Leave it out.",
+    ),
+    "cache": (
+        "the cache keeps decoded images",
+        'decodes after the cache, and this one keeps decoded images. Use cache="bytes", or backend="torch".',
+    ),
+    "pixels": ("the pack holds pixels: there is nothing to decode", ""),
 }
-"""What the backends other than torch do that leaves no place for something else, by the name of that."""
+"""What only torch does: why "auto" takes it then, and what the others say."""
 
 
-def check_backend(backend: str, quality: str, dali: DaliOptions | None, beside: Mapping[str, bool]) -> DaliOptions:
+def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_torch: Iterable[str] = ()) -> DaliOptions:
     """Refuse a backend that is none, and what would have no effect beside it. Returns the options of DALI to use.
 
     Args:
         backend: as given.
         quality: as given.
         dali: as given.
-        beside: which of the keys of the table above there is.
+        only_torch: keys of the table above: what was asked for besides.
 
     Raises:
         SettingsError: with what to do instead.
     """
-    if backend not in BACKENDS:
-        raise SettingsError(f"backend={backend!r} is not a choice. Give one of {', '.join(map(repr, BACKENDS))}.")
-    for name, why in _BESIDE.items():
-        if beside.get(name) and backend not in ("torch", "auto"):
-            raise SettingsError(f"backend={backend!r} {why}")
+    check_choice("backend", backend, BACKENDS)
+    for name in only_torch:
+        if backend not in ("torch", "auto"):
+            raise SettingsError(f"backend={backend!r} {_ONLY_TORCH[name][1]}")
     if backend in DALI_BACKENDS and quality != "exact":
         raise SettingsError(
             f"quality={quality!r} would have no effect with backend={backend!r}, which decodes all pixels of a box. "
@@ -135,13 +144,10 @@ class BackendFacts:
 
     device: torch.device
     """That trains."""
-    transforms: bool = False
-    """Whether the user gave a transform."""
-    cache: str | None = None
+    only_torch: tuple[str, ...] = ()
+    """What was asked for that only torch does, and "pixels" where the images are pixels already."""
     quality: str = "exact"
     """That was asked for."""
-    pixels: bool = False
-    """Whether the images are pixels already."""
     findings: tuple[BackendMeasurement, ...] = ()
     """What was measured on this machine, device and folder."""
 
@@ -181,13 +187,8 @@ def choose_backend(facts: BackendFacts) -> BackendChoice:
     What was measured on several backends decides first. Else it is torch, unless torch was measured to be decode-bound
     with all CPUs at work, and a GPU has the time to decode: then DALI where it is installed, else nvJPEG.
     """
-    for case, why in (
-        (facts.transforms, "a transform was given, which is called for each image in the workers"),
-        (facts.cache in ("decoded", "device"), f"cache={facts.cache!r} keeps decoded images"),
-        (facts.pixels, "the pack holds pixels: there is nothing to decode"),
-    ):
-        if case:
-            return BackendChoice("torch", why)
+    if facts.only_torch:
+        return BackendChoice("torch", _ONLY_TORCH[facts.only_torch[0]][0])
     found = facts.of("torch")
     if found is None:
         others = ", ".join(sorted({repr(one.backend) for one in facts.findings}))

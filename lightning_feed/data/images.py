@@ -13,6 +13,7 @@ from torch.utils.data import Subset
 from lightning_feed.archive.folder import SampleSource
 from lightning_feed.archive.splits import Splits
 from lightning_feed.data.backend_measurements import BackendMeasurements, measurement_key
+from lightning_feed.data.base import check_choice, check_whole
 from lightning_feed.data.datamodule import FeedDataModule
 from lightning_feed.data.image_backends import (
     DALI_BACKENDS,
@@ -79,12 +80,10 @@ class FeedImageFolder(FeedDataModule):
         **storage: Any,
     ) -> None:
         super().__init__(batch_size, eval_batch_size=eval_batch_size, loader=loader, data_dir=root, **storage)
-        if quality not in QUALITIES:
-            raise SettingsError(f"quality={quality!r} is not a choice. Give one of {', '.join(map(repr, QUALITIES))}.")
+        check_choice("quality", quality, QUALITIES)
         if quality == "fast":
             require("cv2", extra="images", why='quality="fast"')
-        if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
-            raise SettingsError(f"image_size={image_size!r} is not possible. Give pixels, 1 or more.")
+        check_whole("image_size", image_size, "pixels")
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise SettingsError(
                 f"dtype={dtype!r} cannot hold normalised images. Give torch.float32, bfloat16 or float16."
@@ -95,26 +94,19 @@ class FeedImageFolder(FeedDataModule):
         self.mean, self.std, self.dtype = tuple(mean), tuple(std), dtype
         self.decoder, self.quality, self.backend = decoder, quality, backend
         self.on_error, self.max_failures = on_error, max_failures
-        self._images_train: Recipe = TrainRecipe(size=image_size, quality=quality)
         short_side = round(image_size * 256 / 224)  # as in torchvision's reference evaluation
-        self._images_eval: Recipe = EvalRecipe(size=image_size, short_side=short_side, quality=quality)
-        if transform is not None:
-            self._images_train = UserTransform(transform, transform_input)
-        if eval_transform is not None:
-            self._images_eval = UserTransform(eval_transform, transform_input)
+        train, evaluate = (
+            None if one is None else UserTransform(one, transform_input) for one in (transform, eval_transform)
+        )
+        self._images_train: Recipe = train or TrainRecipe(size=image_size, quality=quality)
+        self._images_eval: Recipe = evaluate or EvalRecipe(size=image_size, short_side=short_side, quality=quality)
         BadSamples(on_error, max_failures)  # refuses what is no choice, before there is a dataset
         if self._feed.storage.cache == "device" and transform is not None:
             raise SettingsError(
                 "cache='device' keeps decoded images, so that no transform on the host runs on them again. Leave "
                 "transform out (crop and flip are then done on the device), or use cache='decoded'."
             )
-        beside = {
-            "transform": bool(transform or eval_transform),
-            "collate": self._images_own_collate(),
-            "drop_keys": self._images_drops(),
-            "cache": self._feed.storage.cache not in (None, "bytes"),
-        }
-        self._images_dali = check_backend(backend, quality, dali, beside)
+        self._images_dali = check_backend(backend, quality, dali, self._images_only_torch())
         self._images_decoders: dict[str, DaliImageDecoder] = {}
         self._images_threads = loader is None
         self._images_backend: BackendChoice | None = None
@@ -185,7 +177,7 @@ class FeedImageFolder(FeedDataModule):
             "decoder": None if choice is None else choice.name,
             "quality": self.quality,
             "backend": None if self._images_backend is None else self._images_backend.name,
-            "own_transforms": self._images_own_transforms() or self._images_own_collate() or self._images_drops(),
+            "own_transforms": any(name != "cache" for name in self._images_only_torch()),
         }
 
     def _feed_on_device(self, batch: Any, split: str) -> Any:
@@ -318,17 +310,12 @@ class FeedImageFolder(FeedDataModule):
         device = device_of(self.trainer)
         if self.backend != "auto":
             return as_asked(self.backend, device)
-        if self._images_own_collate():
-            return BackendChoice("torch", f"{type(self).__name__}.collate is written for samples that are decoded")
-        if self._images_drops():
-            return BackendChoice("torch", "drop_keys leaves parts of decoded batches out")
+        pixels = ["pixels"] if source is not None and first_holds_pixels(source) else []
         facts = BackendFacts(
             device=device,
             findings=BackendMeasurements().load(self._feed_measurement_key(device)),
-            transforms=self._images_own_transforms(),
-            cache=self._feed.storage.cache,
+            only_torch=(*self._images_only_torch(), *pixels),
             quality=self.quality,
-            pixels=source is not None and first_holds_pixels(source),
         )
         return choose_backend(facts)
 
@@ -366,14 +353,15 @@ class FeedImageFolder(FeedDataModule):
         root = self._feed.storage.data_dir
         return measurement_key(root, device, image_size=self.image_size, quality=self.quality)
 
-    def _images_own_collate(self) -> bool:
-        return type(self).collate is not FeedImageFolder.collate
-
-    def _images_drops(self) -> bool:
-        return bool(self._feed.loaders.drop_keys)
-
-    def _images_own_transforms(self) -> bool:
-        return any(isinstance(recipe, UserTransform) for recipe in (self._images_train, self._images_eval))
+    def _images_only_torch(self) -> tuple[str, ...]:
+        """What was asked for that only ``backend="torch"`` does."""
+        asked = {
+            "transform": any(isinstance(recipe, UserTransform) for recipe in (self._images_train, self._images_eval)),
+            "collate": type(self).collate is not FeedImageFolder.collate,
+            "drop_keys": bool(self._feed.loaders.drop_keys),
+            "cache": self._feed.storage.cache not in (None, "bytes"),
+        }
+        return tuple(name for name, there in asked.items() if there)
 
     def _images_generator(self, device: torch.device) -> torch.Generator:
         """For what is drawn on the device: of the run's seed and the epoch, and never the model's own generator."""

@@ -1,5 +1,6 @@
 """Headers of encoded images: the kind, and the size where reading it takes no library."""
 
+from collections.abc import Iterator
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,7 +27,7 @@ _SIGNATURES: Final = (
 )
 KINDS: Final = (JPEG, PNG, WEBP, "GIF", "BMP", "TIFF", UNKNOWN)
 """What :func:`kind_of` can answer."""
-_FRAME_HEADERS: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..15 without DHT, JPG, DAC
+FRAME_HEADERS: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..15 without DHT, JPG, DAC
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})  # TEM, RST0..7, SOI: markers that no length follows
 
 
@@ -53,6 +54,19 @@ def kind_of(data: Encoded) -> str:
     return WEBP if start[:4] == b"RIFF" and start[8:12] == b"WEBP" else UNKNOWN
 
 
+def jpeg_segments(data: Encoded) -> Iterator[tuple[int, int, int]]:
+    """The segments of a JPEG, as far as they follow each other: marker, and where the body begins and ends."""
+    at, end = 2, len(data)
+    while at + 4 <= end and data[at] == 0xFF:
+        marker = int(data[at + 1])
+        if marker == 0xFF or marker in _ALONE:  # 0xFF: a fill byte before the marker
+            at += 1 if marker == 0xFF else 2
+            continue
+        following = at + 2 + ((int(data[at + 2]) << 8) | int(data[at + 3]))
+        yield marker, at + 4, following
+        at = following
+
+
 def jpeg_header(data: Encoded) -> JpegHeader:
     """Height, width and components of a JPEG, found by walking its segments.
 
@@ -61,23 +75,17 @@ def jpeg_header(data: Encoded) -> JpegHeader:
     """
     if isinstance(data, memoryview) and data.format != "B":
         data = data.cast("B")
-    at, end = 2, len(data)
-    while at + 4 <= end:
-        if data[at] != 0xFF:
-            break
-        marker = int(data[at + 1])
-        if marker == 0xFF or marker in _ALONE:  # 0xFF: a fill byte before the marker
-            at += 1 if marker == 0xFF else 2
-            continue
-        if marker in _FRAME_HEADERS:
-            if at + 10 > end:
+    for marker, body, _ in jpeg_segments(data):
+        if marker in FRAME_HEADERS:
+            if body + 6 > len(data):
                 break
-            height, width = ((int(data[p]) << 8) | int(data[p + 1]) for p in (at + 5, at + 7))
+            height, width = ((int(data[p]) << 8) | int(data[p + 1]) for p in (body + 1, body + 3))
             if not height * width:
                 raise DecodeError(f"a JPEG of {width} x {height} pixels: it is cut short or corrupt. Replace the file.")
-            return JpegHeader(height, width, int(data[at + 9]))
-        at += 2 + ((int(data[at + 2]) << 8) | int(data[at + 3]))
-    raise DecodeError(f"a JPEG of {end} bytes without a frame header: it is cut short or corrupt. Replace the file.")
+            return JpegHeader(height, width, int(data[body + 5]))
+    raise DecodeError(
+        f"a JPEG of {len(data)} bytes without a frame header: it is cut short or corrupt. Replace the file."
+    )
 
 
 def ends_like_jpeg(data: Encoded) -> bool:

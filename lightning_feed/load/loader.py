@@ -51,8 +51,8 @@ class BatchDecoder(Protocol):
     def run(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
         """Decode one pass: as many batches as come, in their order.
 
-        A few may be taken ahead. The generator is closed when the pass ends, also in its middle; whatever
-        was taken ahead is dropped then. Errors of ``batches`` are raised in the place of the batch that failed.
+        A few may be taken ahead. The generator is closed when the pass ends, also in its middle; whatever was taken
+        ahead is dropped then, and when ``batches`` raises an error.
 
         Raises:
             DecodeError: from ``next()``, when an image cannot be decoded, with its name.

@@ -5,51 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from lightning_feed.errors import DatasetError
-
-
-def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
-    """A batch of the same containers, with ``function(leaf)`` in the place of each leaf."""
-    if isinstance(batch, Mapping):
-        return {key: map_leaves(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_leaves(value, function) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map_leaves(value, function) for value in batch)
-    return function(batch)
-
-
-def leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a batch in order, each with its place, such as ``['image'][0]``."""
-    if isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from leaves(value, f"{place}[{key!r}]")
-    elif isinstance(batch, (list, tuple)):
-        for number, value in enumerate(batch):
-            yield from leaves(value, f"{place}[{number}]")
-    else:
-        yield place, batch
-
-
-def shapes_of(sample: Any, index: int) -> dict[str, str]:
-    """What each leaf of a sample is, by its place in it: ``{"['image']": "uint8 (32, 32, 3)"}``."""
-    shapes = {}
-    for place, leaf in leaves(sample):
-        if isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"):
-            shapes[place] = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-        elif isinstance(leaf, (bool, int, float, np.number, np.bool_)):
-            shapes[place] = f"a {type(leaf).__name__}"
-        else:
-            raise DatasetError(
-                f"Sample {index} has a {type(leaf).__name__} at sample{place}, which cannot be kept on a device. Give "
-                "tensors, arrays and numbers only."
-            )
-    return shapes
-
 
 _OPAQUE = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device)
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
@@ -62,9 +19,7 @@ def tensors(batch: Any) -> Iterator[Tensor]:
     object, since a batch class with a ``.to`` of its own keeps its tensors there. Sparse tensors come as the strided
     tensors that hold their memory.
     """
-    for leaf in _leaves(batch, stop_at=_never):
-        if isinstance(leaf, Tensor):
-            yield leaf
+    yield from _leaves(batch)
 
 
 def record_stream(batch: Any, stream: Any) -> None:
@@ -74,7 +29,7 @@ def record_stream(batch: Any, stream: Any) -> None:
     ``stream`` still reads it (https://pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html). An object
     with a ``record_stream`` of its own, as PyTorch Geometric's batches have, is asked to do it itself.
     """
-    for leaf in _leaves(batch, stop_at=_has_record_stream):
+    for leaf in _leaves(batch, to_record=True):
         if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":
             leaf.record_stream(stream)
 
@@ -143,16 +98,8 @@ def _rebuild(batch: Any, child: Callable[[Any, Any], Any]) -> Any:
     return batch
 
 
-def _never(_: Any) -> bool:
-    return False
-
-
-def _has_record_stream(value: Any) -> bool:
-    return not isinstance(value, type) and callable(getattr(value, "record_stream", None))
-
-
-def _leaves(batch: Any, stop_at: Callable[[Any], bool]) -> Iterator[Any]:
-    """Tensors, and whatever ``stop_at`` says is a leaf. Every object is visited once, so cycles end."""
+def _leaves(batch: Any, *, to_record: bool = False) -> Iterator[Any]:
+    """Tensors, and ``to_record`` what has a ``record_stream``. Every object is visited once, so cycles end."""
     seen: set[int] = set()
     stack = [batch]
     while stack:
@@ -162,7 +109,7 @@ def _leaves(batch: Any, stop_at: Callable[[Any], bool]) -> Iterator[Any]:
         seen.add(id(value))
         if isinstance(value, Tensor):
             yield from _strided(value)
-        elif stop_at(value):
+        elif to_record and not isinstance(value, type) and callable(getattr(value, "record_stream", None)):
             yield value
         else:
             stack.extend(_children(value))

@@ -3,14 +3,14 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torchvision.io import ImageReadMode
 
 from lightning_feed.decode.decoders import Region, refuse_bomb
-from lightning_feed.decode.header import JPEG, Encoded, as_array, ends_like_jpeg, kind_of
+from lightning_feed.decode.header import FRAME_HEADERS, JPEG, Encoded, as_array, ends_like_jpeg, jpeg_segments, kind_of
 from lightning_feed.errors import DecodeError, LoaderError, MissingExtraError
 from lightning_feed.load.bad_samples import Skipped, fill_skipped
 from lightning_feed.load.crop import CropSpec, Quality
@@ -18,7 +18,6 @@ from lightning_feed.load.image_dataset import EncodedBatch, EncodedSample, Image
 from lightning_feed.load.trace import traced
 
 _BASELINE, _PROGRESSIVE, _APP14, _SCAN = 0xC0, 0xC2, 0xEE, 0xDA
-_FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # without DHT, JPG, DAC, which are no frame headers
 _GREY, _COLOUR = 1, 3
 _SUBSAMPLINGS: Final = frozenset({(1, 1), (2, 1), (2, 2), (1, 2), (4, 1), (4, 2)})
 """(horizontal, vertical) factors of the luma beside chroma of (1, 1): 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1 and 4:1:0."""
@@ -107,46 +106,35 @@ def not_for_nvjpeg(data: Encoded) -> str | None:
         return f"nvJPEG decodes JPEG, and the image is of the kind {kind}"
     if not ends_like_jpeg(data):
         return "the JPEG does not end with its end marker: it is cut short, or has something behind it"
-    frame, holds_rgb = _read_frame(as_array(data).data)
+    marker, frame, holds_rgb = _read_frame(as_array(data).data)
     # A frame: bits, height (2), width (2), number of components; of each: id, sampling factors, table (T.81, B.2.2).
-    if frame is None or len(frame.body) < 6 or len(frame.body) < 6 + 3 * frame.body[5]:
+    if len(frame) < 6 or len(frame) < 6 + 3 * frame[5]:
         return "the JPEG has no frame header"
-    if frame.marker not in (_BASELINE, _PROGRESSIVE) or frame.body[0] != 8:
+    if marker not in (_BASELINE, _PROGRESSIVE) or frame[0] != 8:
         return "nvJPEG decodes baseline and progressive JPEGs of 8 bits, and this is another (12 bits, lossless, ...)"
-    if frame.body[5] == _GREY:
+    if frame[5] == _GREY:
         return None
-    if frame.body[5] != _COLOUR:
+    if frame[5] != _COLOUR:
         return "nvJPEG makes no RGB of a CMYK JPEG"
-    if holds_rgb or bytes(frame.body[6:15:3]) == b"RGB":
+    if holds_rgb or bytes(frame[6:15:3]) == b"RGB":
         return "the JPEG holds RGB, and nvJPEG takes it for YCbCr"
-    luma, *chroma = ((factors >> 4, factors & 15) for factors in frame.body[7:16:3])
+    luma, *chroma = ((factors >> 4, factors & 15) for factors in frame[7:16:3])
     if luma not in _SUBSAMPLINGS or chroma != [(1, 1), (1, 1)]:
         return "nvJPEG does not know the JPEG's chroma subsampling"
     return None
 
 
-class _Frame(NamedTuple):
-    marker: int
-    body: memoryview
-
-
-def _read_frame(data: memoryview) -> tuple[_Frame | None, bool]:
-    """The frame header, and whether an Adobe segment says that the colours are not transformed."""
-    frame, holds_rgb = None, False
-    at, end = 2, len(data)
-    while at + 4 <= end and data[at] == 0xFF and data[at + 1] != _SCAN:
-        marker = data[at + 1]
-        if marker == 0xFF:  # a fill byte before the marker
-            at += 1
-            continue
-        length = (data[at + 2] << 8) | data[at + 3]
-        body = data[at + 4 : at + 2 + length]
-        if marker in _FRAMES:
-            frame = _Frame(marker, body)
-        elif marker == _APP14 and bytes(body[:5]) == b"Adobe" and len(body) >= 12:
-            holds_rgb = body[11] == 0
-        at += 2 + length
-    return frame, holds_rgb
+def _read_frame(data: memoryview) -> tuple[int, memoryview, bool]:
+    """Marker and body of the frame header, and whether an Adobe segment says that the colours are not transformed."""
+    frame, body, holds_rgb = 0, data[:0], False
+    for marker, start, end in jpeg_segments(data):
+        if marker == _SCAN:
+            break
+        if marker in FRAME_HEADERS:
+            frame, body = marker, data[start:end]
+        elif marker == _APP14 and bytes(data[start : start + 5]) == b"Adobe" and start + 12 <= min(end, len(data)):
+            holds_rgb = data[start + 11] == 0
+    return frame, body, holds_rgb
 
 
 def _without_nvjpeg() -> MissingExtraError:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -32,39 +32,38 @@ batches are long, and two of them are enough; small batches cost little memory. 
 """
 
 
-class SideStream(Protocol):
-    """Where a copy is issued, and how its result becomes safe to use on the stream that computes."""
+class SideStream:
+    """Where a copy is issued, and how its result becomes safe to use on the stream that computes.
+
+    This one is no stream at all: everything happens in program order. The same code runs on it where there is no
+    accelerator.
+    """
 
     def issue(self) -> AbstractContextManager[Any]:
         """While entered, work goes to the side stream."""
-        ...
+        return nullcontext()
 
     def mark(self) -> Any:
         """An event after all work issued so far."""
-        ...
 
     def hand_over(self, batch: Any, mark: Any) -> None:
         """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
-        ...
 
     def follow_compute(self, batch: Any = None) -> None:
         """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
-        ...
 
     def limit_run_ahead(self) -> None:
         """Wait while the device is too far behind the batch that was handed over last: see ``RUN_AHEAD``."""
-        ...
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured on the compute stream: nothing else may be issued then."""
-        ...
+        return False
 
     def stamp(self) -> Any:
         """An event with the device's time after all work issued so far; None where there is no such clock."""
-        ...
 
 
-class DeviceStream:
+class DeviceStream(SideStream):
     """A real stream of any backend whose module has streams and events: ``torch.cuda``, ``torch.xpu``.
 
     One object serves a whole run. A new stream for each epoch would leave its memory pool behind every time, because
@@ -125,33 +124,6 @@ class DeviceStream:
         event = self._backend.Event(enable_timing=True)
         event.record(self._stream)
         return event
-
-
-class NullStream:
-    """No stream at all: everything happens in program order. The same code runs on it where there is no accelerator."""
-
-    def issue(self) -> AbstractContextManager[Any]:
-        """Do nothing special."""
-        return nullcontext()
-
-    def mark(self) -> None:
-        """No event: the work is done when the call returns."""
-
-    def hand_over(self, batch: Any, mark: Any) -> None:
-        """The batch is ready already."""
-
-    def follow_compute(self, batch: Any = None) -> None:
-        """Program order does."""
-
-    def limit_run_ahead(self) -> None:
-        """The host is never ahead."""
-
-    def is_capturing(self) -> bool:
-        """There are no graphs."""
-        return False
-
-    def stamp(self) -> None:
-        """There is no clock but the host's."""
 
 
 def open_stream(device: torch.device) -> SideStream | None:

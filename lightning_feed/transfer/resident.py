@@ -4,19 +4,18 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     Subset,
     TensorDataset,
     default_collate,
@@ -29,7 +28,6 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.trace import traced
-from lightning_feed.transfer.batch_tree import leaves, map_leaves, shapes_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +45,6 @@ class Shard:
     rank: int
     ranks: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.ranks:
-            raise SettingsError(f"There is no rank {self.rank} among {self.ranks}. Count them from 0.")
-
 
 class ResidentData(Dataset[Any]):
     """Samples on the device: each leaf of the nested batch is one tensor, with a row for each sample.
@@ -58,56 +52,52 @@ class ResidentData(Dataset[Any]):
     Made by :func:`load_resident`; read through a ``ResidentLoader``.
 
     Args:
-        rows: a batch of all samples, as the collate function gives it.
+        leaves: of a batch of all samples, as the collate function gives it.
+        form: of that batch.
         size: samples of the dataset, on all ranks together.
         shard: which of them are here; None for all.
     """
 
-    def __init__(self, rows: Any, size: int, shard: Shard | None = None) -> None:
+    def __init__(self, leaves: "list[_Leaf]", form: TreeSpec, size: int, shard: Shard | None = None) -> None:
         self.shard = shard
-        self.held = len(range(shard.rank, size, shard.ranks)) if shard is not None else size
-        self._rows = rows
-        self._size = size
-        self.device = next(leaves(rows))[1].rows.device
+        self._leaves, self._form, self._size = leaves, form, size
+        self.device = leaves[0].rows.device
 
     def __len__(self) -> int:
         return self._size
 
     @property
+    def held(self) -> int:
+        """Samples that are here."""
+        return len(self._leaves[0].rows)
+
+    @property
     def stored_bytes(self) -> int:
         """Memory in use on the device."""
-        return sum(leaf.rows.nbytes for _, leaf in leaves(self._rows))
-
-    def gather(self, rows: Tensor) -> Any:
-        """The batch of some rows.
-
-        Args:
-            rows: their numbers on this rank, int64 of shape (B,), on the device.
-        """
-        with traced("gather"):
-            return map_leaves(self._rows, lambda leaf: leaf.gather(rows))
+        return sum(leaf.rows.nbytes for leaf in self._leaves)
 
     def __getitems__(self, indices: Tensor | Sequence[int]) -> Any:
-        """What torch's DataLoader asks for a batch: a tensor has the numbers of rows, a list those of samples."""
-        if isinstance(indices, Tensor):
-            return self.gather(indices)
-        return self.gather(torch.tensor([self._row(index) for index in indices], dtype=torch.int64, device=self.device))
+        """The batch that torch's DataLoader asks for: by a list of samples, or by the numbers of their rows on this
+        rank, int64 of shape (B,), on the device."""
+        rows = indices
+        if not isinstance(rows, Tensor):
+            rows = torch.tensor([self._row(index) for index in rows], dtype=torch.int64, device=self.device)
+        with traced("gather"):
+            return tree_unflatten([leaf.gather(rows) for leaf in self._leaves], self._form)
 
     def __getitem__(self, index: int) -> Any:
-        batch = self.__getitems__([index])
-        return map_leaves(batch, lambda leaf: leaf[0])
+        leaves, form = tree_flatten(self.__getitems__([index]))
+        return tree_unflatten([leaf[0] for leaf in leaves], form)
 
     def _row(self, index: int) -> int:
-        place = index + self._size if index < 0 else index
-        if not 0 <= place < self._size:
+        if not -self._size <= index < self._size:
             raise IndexError(f"There is no sample {index} among {self._size}.")
-        if self.shard is None:
-            return place
-        row, rank = divmod(place, self.shard.ranks)
-        if rank != self.shard.rank:
+        shard = self.shard or Shard(0, 1)
+        row, rank = divmod(index % self._size, shard.ranks)
+        if rank != shard.rank:
             raise DatasetError(
-                f"Sample {index} is not on rank {self.shard.rank}, which holds every {self.shard.ranks}th sample only. "
-                "Samplers of your own need the whole set on each rank: leave out sharding."
+                f"Sample {index} is not on rank {shard.rank}, which holds every {shard.ranks}th sample only. Samplers "
+                "of your own need the whole set on each rank: leave out sharding."
             )
         return row
 
@@ -118,16 +108,14 @@ class _Leaf:
 
     rows: Tensor
     """Contiguous, one row for each sample."""
-    dims: tuple[int, ...] | None
+    dims: tuple[int, ...]
     """How a batch is permuted to look as it did, where it was not contiguous: channels last, for example."""
 
     def gather(self, rows: Tensor) -> Tensor:
-        batch = self.rows.index_select(0, rows)
-        return batch if self.dims is None else batch.permute(self.dims)
+        return self.rows.index_select(0, rows).permute(self.dims)
 
     def fill(self, start: int, part: Tensor) -> None:
-        target = self.rows[start : start + len(part)]
-        (target if self.dims is None else target.permute(self.dims)).copy_(part)
+        self.rows[start : start + len(part)].permute(self.dims).copy_(part)
 
 
 def load_resident(
@@ -168,12 +156,14 @@ def load_resident(
     if not part:
         raise DatasetError(f"A dataset of {size} samples cannot be divided among {shard.ranks if shard else 1} ranks.")
     collate = collate_fn or default_collate
-    first = shapes_of(_plain(dataset, part[0]), part[0])
+    first = _shapes_of(_plain(dataset, part[0]), part[0])
     samples = _Plain(dataset, part, first)
     looked_at = collate([samples[row] for row in sorted({i * len(part) // _LOOKED_AT for i in range(_LOOKED_AT)})])
-    sample_bytes = _bytes_of_each(looked_at)
+    parts, form = tree_flatten(looked_at)
+    _check_rows(looked_at, min(len(part), _LOOKED_AT))
+    sample_bytes = sum(one.nbytes // len(one) for one in parts)
     _refuse_if_too_large(sample_bytes, len(part), size, device, limit_bytes)
-    rows = map_leaves(looked_at, lambda leaf: _allocate(leaf, len(part), device))
+    leaves = [_allocate(one, len(part), device) for one in parts]
     chunk = max(1, min(_MOST_IN_CHUNK, _CHUNK_BYTES // max(1, sample_bytes)))
     # A generator of its own: from the default one, which the training draws from, nothing is taken.
     options = {**(reading or {}), "batch_size": chunk, "collate_fn": collate, "generator": torch.Generator()}
@@ -182,12 +172,12 @@ def load_resident(
         start = 0
         for batch in loader:
             count = min(chunk, len(part) - start)
-            for (_, whole), (place, leaf) in zip(leaves(rows), leaves(batch), strict=True):
-                _check_rows(leaf, count, place)
-                whole.fill(start, leaf)
+            _check_rows(batch, count)
+            for whole, one in zip(leaves, tree_flatten(batch)[0], strict=True):
+                whole.fill(start, one)
             start += count
             bar.update(count)
-    return ResidentData(rows, size, shard)
+    return ResidentData(leaves, form, size, shard)
 
 
 def free_device_bytes(device: torch.device) -> int | None:
@@ -210,7 +200,7 @@ class _Plain(Dataset[Any]):
     def __getitem__(self, row: int) -> Any:
         index = self.part[row]
         sample = _plain(self.dataset, index)
-        shapes = shapes_of(sample, index)
+        shapes = _shapes_of(sample, index)
         if shapes != self.expected:
             places = [place for place in {**self.expected, **shapes} if shapes.get(place) != self.expected.get(place)]
             raise DatasetError(
@@ -219,6 +209,22 @@ class _Plain(Dataset[Any]):
                 f"{self.expected.get(places[0], 'nothing')}. Resize in plain(), or use cache='decoded'."
             )
         return sample
+
+
+def _shapes_of(sample: Any, index: int) -> dict[str, str]:
+    """What each leaf of a sample is, by its place in it: ``{"['image']": "uint8 (32, 32, 3)"}``."""
+    shapes = {}
+    for path, leaf in tree_flatten_with_path(sample)[0]:
+        if isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"):
+            shapes[keystr(path)] = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+        elif isinstance(leaf, (bool, int, float, np.number, np.bool_)):
+            shapes[keystr(path)] = f"a {type(leaf).__name__}"
+        else:
+            raise DatasetError(
+                f"Sample {index} has a {type(leaf).__name__} at sample{keystr(path)}, which cannot be kept on a "
+                "device. Give tensors, arrays and numbers only."
+            )
+    return shapes
 
 
 def _plain(dataset: Any, index: int) -> Any:
@@ -245,20 +251,14 @@ def _warn_of_frozen(dataset: Any) -> None:
         )
 
 
-def _bytes_of_each(batch: Any) -> int:
-    parts = [leaf for _, leaf in leaves(batch)]
-    for place, leaf in leaves(batch):
-        _check_rows(leaf, len(parts[0]) if isinstance(parts[0], Tensor) else -1, place)
-    return sum(part.nbytes // len(part) for part in parts)
-
-
-def _check_rows(leaf: Any, rows: int, place: str) -> None:
-    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
-        what = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-        raise DatasetError(
-            f"The collate function gave {what} at batch{place}, and a set on the device needs a tensor with a row for "
-            "each sample there. Use torch's own collate function, or cache='decoded'."
-        )
+def _check_rows(batch: Any, rows: int) -> None:
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
+            what = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            raise DatasetError(
+                f"The collate function gave {what} at batch{keystr(path)}, and a set on the device needs a tensor with "
+                "a row for each sample there. Use torch's own collate function, or cache='decoded'."
+            )
 
 
 def _refuse_if_too_large(
@@ -280,7 +280,7 @@ def _refuse_if_too_large(
 def _allocate(leaf: Tensor, rows: int, device: torch.device) -> _Leaf:
     order = sorted(range(leaf.ndim), key=lambda dim: (leaf.stride(dim), leaf.shape[dim]), reverse=True)
     if leaf.is_contiguous() or order[0] != 0:
-        return _Leaf(torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device=device), None)
+        order = list(range(leaf.ndim))
     shape = [leaf.shape[dim] for dim in order[1:]]
     dims = tuple(order.index(dim) for dim in range(leaf.ndim))
     return _Leaf(torch.empty((rows, *shape), dtype=leaf.dtype, device=device), dims)
@@ -290,9 +290,8 @@ class ResidentLoader(FeedLoader):
     """A FeedLoader over :class:`ResidentData`: the same samples in the same order, on the device already.
 
     Under torch's own samplers and batches the host does nothing for each sample, and nothing is copied for each batch:
-    the order of an epoch is drawn as one tensor and moved to the device at its beginning. A sampler of the user's is
-    asked for all its indices then; a batch sampler of the user's is asked for each batch, whose list of indices is
-    copied.
+    the indices of an epoch are drawn and moved to the device at its beginning, as one tensor. A batch sampler of the
+    user's is asked for each batch, whose list of indices is copied.
 
     With a shard, Lightning's DistributedSampler says how many samples the rank takes and from which seed; they are of
     the rank's own share, shuffled in itself. Over all ranks an epoch has each sample once, and as many of them twice as
@@ -302,17 +301,9 @@ class ResidentLoader(FeedLoader):
         dataset: what is on the device.
         order: as for :class:`FeedLoader`.
         **options: DataLoader's own, by name for Lightning, which makes a copy with another sampler.
-
-    Raises:
-        SettingsError: when workers or pinned memory are asked for: there is nothing for them to do.
     """
 
     def __init__(self, dataset: ResidentData, *, order: EpochOrder | None = None, **options: Any) -> None:
-        for name in ("num_workers", "pin_memory"):
-            if options.get(name):
-                raise SettingsError(
-                    f"{name}={options[name]!r} would have no effect on a set that is on the device. Leave it out."
-                )
         super().__init__(dataset, order=order, **{**options, "collate_fn": _as_it_is})
         if type(self.batch_sampler) is BatchSampler:
             # In our own index source only: Lightning finds the plain BatchSampler, which it knows how to replace.
@@ -340,50 +331,18 @@ class _Batches:
             yield order[start : start + step]
 
     def _order(self) -> Tensor | None:
-        shard = self.data.shard
-        if shard is not None:
-            return _order_in_shard(self.sampler, shard, self.data.held)
-        order = order_of(self.sampler)
-        if order is not None and len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(self.data):
+        """The rows of an epoch; None for a sampler without a length, which may be endless."""
+        if self.data.shard is not None:
+            return _order_in_shard(self.sampler, self.data.shard, self.data.held)
+        if not hasattr(self.sampler, "__len__"):
+            return None
+        order = torch.tensor(list(self.sampler), dtype=torch.int64)
+        if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(self.data):
             raise LoaderError(
                 f"The sampler {type(self.sampler).__name__} gave indices from {int(order.min())} to "
                 f"{int(order.max())}, and the dataset has {len(self.data)} samples."
             )
         return order
-
-
-def order_of(sampler: Any) -> Tensor | None:
-    """All indices that ``iter(sampler)`` would give now, as a tensor; None for a sampler without a length.
-
-    Torch's own are drawn as tensors, with the very calls that they make themselves: int64, shape (n,), on the host.
-    """
-    if type(sampler) is SequentialSampler:
-        return torch.arange(len(sampler))
-    if type(sampler) is RandomSampler and sampler.generator is not None and not sampler.replacement:
-        size = len(sampler.data_source)
-        whole = [torch.randperm(size, generator=sampler.generator) for _ in range(sampler.num_samples // size)]
-        # Drawn even where nothing is left to be taken from it, as torch does: the user's generator must go on alike.
-        rest = torch.randperm(size, generator=sampler.generator)[: sampler.num_samples % size]
-        return torch.cat([*whole, rest])
-    if type(sampler) is DistributedSampler:
-        return _order_of_rank(sampler)
-    if not hasattr(sampler, "__len__"):
-        return None  # may be endless
-    return torch.tensor(list(islice(sampler, None)), dtype=torch.int64)
-
-
-def _order_of_rank(sampler: DistributedSampler[Any]) -> Tensor:
-    """DistributedSampler.__iter__ (torch 2.6 to 2.15) in tensors."""
-    size = len(sampler.dataset)  # type: ignore[arg-type]
-    if sampler.shuffle:
-        generator = torch.Generator()
-        generator.manual_seed(sampler.seed + sampler.epoch)
-        order = torch.randperm(size, generator=generator)
-    else:
-        order = torch.arange(size)
-    if not sampler.drop_last:
-        order = order.repeat(-(-sampler.total_size // size))
-    return order[sampler.rank : sampler.total_size : sampler.num_replicas]
 
 
 def _order_in_shard(sampler: Any, shard: Shard, held: int) -> Tensor:

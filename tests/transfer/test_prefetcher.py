@@ -8,7 +8,7 @@ import torch
 from simulated.device import DEVICE, MS, SimulatedDevice, simulated
 
 from lightning_feed.transfer import prefetcher as streams
-from lightning_feed.transfer.prefetcher import RUN_AHEAD, DeviceStream, NullStream, Prefetcher, Staged, open_stream
+from lightning_feed.transfer.prefetcher import RUN_AHEAD, DeviceStream, Prefetcher, SideStream, Staged, open_stream
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_the_host_is_never_further_ahead_than_said(device: SimulatedDevice, monk
 
 
 def test_an_exception_leaves_the_side_stream_and_waits_for_its_step() -> None:
-    prefetcher = Prefetcher(NullStream())
+    prefetcher = Prefetcher(SideStream())
 
     def fails(batch: Any) -> Any:
         raise ValueError("odd batch")
@@ -88,11 +88,11 @@ def test_interrupts_go_through_at_once() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Prefetcher(NullStream()).stage(1, prepare=interrupted, copy=lambda x: x)
+        Prefetcher(SideStream()).stage(1, prepare=interrupted, copy=lambda x: x)
 
 
 def test_none_is_a_batch() -> None:
-    prefetcher = Prefetcher(NullStream())
+    prefetcher = Prefetcher(SideStream())
     assert prefetcher.take(prefetcher.stage(None, prepare=lambda x: x, copy=lambda x: x)) is None
     assert prefetcher.take(Staged(batch=None)) is None
 
@@ -132,4 +132,4 @@ def test_a_stamp_is_a_timing_event_on_the_side_stream(device: SimulatedDevice) -
     last = stream.stamp()
     device.host(60)
     assert first.elapsed_time(last) == 7
-    assert NullStream().stamp() is None
+    assert SideStream().stamp() is None

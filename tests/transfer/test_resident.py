@@ -27,7 +27,6 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
@@ -41,7 +40,6 @@ from lightning_feed.transfer.resident import (
     Shard,
     free_device_bytes,
     load_resident,
-    order_of,
 )
 
 CPU = torch.device("cpu")
@@ -195,53 +193,6 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-SAMPLERS: dict[str, Callable[[Any, torch.Generator], Any]] = {
-    "sequential": lambda data, generator: SequentialSampler(data),
-    "random": lambda data, generator: RandomSampler(data, generator=generator),
-    "random, more": lambda data, generator: RandomSampler(data, num_samples=2 * len(data) + 3, generator=generator),
-    "random, fewer": lambda data, generator: RandomSampler(data, num_samples=4, generator=generator),
-    "with replacement": lambda data, generator: RandomSampler(data, replacement=True, generator=generator),
-    "subset": lambda data, generator: SubsetRandomSampler([3, 1, 2], generator=generator),
-    "weighted": lambda data, generator: WeightedRandomSampler([1.0, 2.0, 3.0], 7, generator=generator),
-    "distributed": lambda data, generator: DistributedSampler(data, 3, 1),
-    "distributed, in order": lambda data, generator: DistributedSampler(data, 3, 2, shuffle=False),
-    "distributed, last dropped": lambda data, generator: DistributedSampler(data, 3, 2, drop_last=True),
-    "own": lambda data, generator: [2, 0, 1],
-}
-
-
-@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS.keys())
-@pytest.mark.parametrize("size", [4, 11])
-def test_the_order_is_the_samplers_for_epochs_on_end(make: Callable[..., Any], size: int) -> None:
-    ours, plain = make(range(size), _seeded(5)), make(range(size), _seeded(5))
-    for epoch in range(3):
-        if isinstance(ours, DistributedSampler):
-            ours.set_epoch(epoch)
-            plain.set_epoch(epoch)
-        order = order_of(ours)
-        assert order is not None
-        assert order.dtype == torch.int64
-        assert order.tolist() == list(plain)
-
-
-@given(size=st.integers(1, 50), ranks=st.integers(1, 9), shuffle=st.booleans(), drop_last=st.booleans(), data=st.data())
-@settings(deadline=None, max_examples=60)
-def test_a_distributed_order_is_the_samplers(
-    size: int, ranks: int, shuffle: bool, drop_last: bool, data: st.DataObject
-) -> None:
-    rank = data.draw(st.integers(0, ranks - 1))
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        range(size),
-        ranks,
-        rank,
-        shuffle=shuffle,
-        drop_last=drop_last and size >= ranks,  # type: ignore[arg-type]
-    )
-    order = order_of(sampler)
-    assert order is not None
-    assert order.tolist() == list(sampler)
-
-
 class _Endless(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         while True:
@@ -363,8 +314,6 @@ def test_a_share_needs_the_sampler_that_divides_alike(sampler: Any) -> None:
 def test_more_ranks_than_samples_are_refused() -> None:
     with pytest.raises(DatasetError, match="1 samples cannot be divided among 2 ranks"):
         load_resident(Rows(1), device=CPU, shard=Shard(1, 2))
-    with pytest.raises(SettingsError, match="no rank 2 among 2"):
-        Shard(2, 2)
 
 
 class _Seen(LightningModule):
@@ -483,13 +432,6 @@ def test_an_augmented_dataset_that_does_not_say_what_is_plain_is_refused() -> No
 
     with pytest.raises(DatasetError, match="Random has an augment"):
         load_resident(Random(3), device=CPU)
-
-
-@pytest.mark.parametrize("option", [{"num_workers": 2}, {"pin_memory": True}])
-def test_options_without_effect_are_refused(option: dict[str, Any]) -> None:
-    data = load_resident(Rows(3), device=CPU)
-    with pytest.raises(SettingsError, match="on a set that is on the device"):
-        ResidentLoader(data, **option)
 
 
 @pytest.mark.gpu

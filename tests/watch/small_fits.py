@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.transfer.prefetcher import NullStream
+from lightning_feed.transfer.prefetcher import SideStream
 
 
 class Memory(Logger):
@@ -89,8 +89,8 @@ def assert_clean(trainer: Any) -> None:
 class CpuPrefetch(PrefetchCallback):
     """The whole injection, with no stream."""
 
-    def open_stream(self, device: torch.device) -> NullStream:
-        return NullStream()
+    def open_stream(self, device: torch.device) -> SideStream:
+        return SideStream()
 
 
 class Slow(Dataset[torch.Tensor]):

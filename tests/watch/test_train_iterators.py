@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_feed import PrefetchCallback, _host, pl
 from lightning_feed.load.loader import FeedLoader, LoaderPass
-from lightning_feed.transfer.prefetcher import NullStream
+from lightning_feed.transfer.prefetcher import SideStream
 from lightning_feed.watch.hook_times import tap_profiler
 from lightning_feed.watch.loader_watch import LoaderWatch
 
@@ -50,8 +50,8 @@ def prefetcher(package: Any) -> Any:
     """The whole injection, with no stream, on the callback class of the package."""
 
     class CpuPrefetch(PrefetchCallback if package is lightning.pytorch else pl.PrefetchCallback):  # type: ignore[misc]
-        def open_stream(self, device: torch.device) -> NullStream:
-            return NullStream()
+        def open_stream(self, device: torch.device) -> SideStream:
+            return SideStream()
 
     return CpuPrefetch()
 

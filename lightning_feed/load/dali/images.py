@@ -3,8 +3,8 @@
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -249,13 +249,8 @@ class _Waiting:
         pipeline.feed(files, crops)
 
 
-@dataclass(eq=False)
-class _Pass:
-    """One pass over a loader."""
-
-    waiting: deque[_Waiting] = field(default_factory=deque)
-    failure: Exception | None = None
-    """What the loader raised in the place of its next batch."""
+_Pass: TypeAlias = deque[_Waiting]
+"""The batches of one pass that were taken from the loader, of which the pipeline has the first ones."""
 
 
 class DaliImageDecoder:
@@ -294,16 +289,16 @@ class DaliImageDecoder:
             LoaderError: when DALI fails and no image is at fault.
             torch.OutOfMemoryError: when the device has no memory left for it.
         """
-        now = _Pass()
+        now: _Pass = deque()
         try:
-            while True:
-                self._take_ahead(now, batches)
-                if now.waiting:
+            for batch in batches:
+                images = batch.images()
+                now.append(_Waiting(batch, images, self._reasons(images)))
+                self._advance(now)
+                if len(now) >= self.spec.options.prefetch:
                     yield self._next(now)
-                elif isinstance(now.failure, StopIteration):
-                    return
-                elif now.failure is not None:
-                    raise now.failure
+            while now:
+                yield self._next(now)
         finally:
             self._leave(now)
 
@@ -316,31 +311,20 @@ class DaliImageDecoder:
 
     # --- a pass -------------------------------------------------------------------------------------------------------
 
-    def _take_ahead(self, now: _Pass, batches: Iterator[EncodedBatch]) -> None:
-        while now.failure is None and len(now.waiting) < self.spec.options.prefetch:
-            try:
-                batch = next(batches)
-            except Exception as error:  # noqa: BLE001 - raised after the batches before it
-                now.failure = error
-            else:
-                images = batch.images()
-                now.waiting.append(_Waiting(batch, images, self._reasons(images)))
-                self._advance(now)
-
     def _advance(self, now: _Pass) -> ImagePipeline:
         """A pipeline that all batches of the pass are on their way in."""
-        size = max(len(waiting.images) for waiting in now.waiting)
+        size = max(len(waiting.images) for waiting in now)
         pipeline = self._pipeline
         if pipeline is None or pipeline.owner is not now or size > pipeline.spec.batch_size:
             pipeline = self._acquire(now, size)
-        for waiting in list(now.waiting)[len(pipeline) :]:
+        for waiting in list(now)[len(pipeline) :]:
             waiting.feed(pipeline)
         return pipeline
 
     def _next(self, now: _Pass) -> list[Any]:
         with traced("decode"):
             images = self._taken(now)
-            done = now.waiting.popleft()
+            done = now.popleft()
             labels = done.batch.labels
             if done.on_host:
                 images, labels = self._put_host_images(images, done)
@@ -366,15 +350,15 @@ class DaliImageDecoder:
             LoaderError: when there are none.
         """
         found = self._fail_alone(
-            [image for waiting in now.waiting for k, image in enumerate(waiting.images) if k not in waiting.on_host]
+            [image for waiting in now for k, image in enumerate(waiting.images) if k not in waiting.on_host]
         )
         if not found:
             raise LoaderError(
-                f"DALI failed at a batch of {len(now.waiting[0].images)} images, and decodes each of them alone. It "
+                f"DALI failed at a batch of {len(now[0].images)} images, and decodes each of them alone. It "
                 f"said: {reason_of(error)}"
             ) from error
         self.dataset.cpu_fallback.known.update(found)
-        for waiting in now.waiting:
+        for waiting in now:
             waiting.on_host = self._reasons(waiting.images)
 
     def _fail_alone(self, images: list[EncodedSample]) -> dict[int, str]:
