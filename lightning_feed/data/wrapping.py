@@ -22,8 +22,7 @@ from lightning_feed.load.dali.readers import ReaderLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.trials.in_fit import WITHOUT_WORKERS, explained, settled, tune_for_fit, why_not_now
-from lightning_feed.load.trials.search import Tuned
+from lightning_feed.load.trials.in_fit import WITHOUT_WORKERS
 from lightning_feed.load.worker import why_not_sent
 
 logger = logging.getLogger(__name__)
