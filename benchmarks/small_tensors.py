@@ -26,7 +26,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
-from lightning_feed.transfer.small_tensors import pack, small_tensors
+from lightning_feed.transfer.transfer_filter import pack, small_tensors
 
 BATCHES = 20
 COUNTS = (4, 8, 32, 128, 512)

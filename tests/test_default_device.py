@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.transfer import small_tensors as packing
+from lightning_feed.transfer import transfer_filter as packing
 from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.transfer.resident import ResidentLoader, load_resident
 

@@ -392,14 +392,9 @@ def _images_in(dataset: Any) -> ImageDataset | None:
 
     Another wrapper may do anything to a sample, and has to get it decoded.
     """
-    while isinstance(dataset, Subset) and _only_picks(type(dataset)):
+    while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset if type(dataset) is ImageDataset else None
-
-
-def _only_picks(kind: type[Subset[Any]]) -> bool:
-    """Whether a Subset gives the samples as they are."""
-    return all(getattr(kind, name) is getattr(Subset, name) for name in ("__getitem__", "__getitems__"))
 
 
 class ImageFolderDataModule(FeedImageFolder, LightningDataModule):

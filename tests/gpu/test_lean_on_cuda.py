@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import PrefetchCallback
 from lightning_feed.transfer.prefetcher import DeviceStream
-from lightning_feed.transfer.small_tensors import pack, small_tensors
+from lightning_feed.transfer.transfer_filter import pack, small_tensors
 
 pytestmark = pytest.mark.gpu
 

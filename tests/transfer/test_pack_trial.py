@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.transfer.small_tensors import ROUNDS, WARM_UP, PackTrial
+from lightning_feed.transfer.transfer_filter import ROUNDS, WARM_UP, PackTrial
 
 BATCHES = 2 * (WARM_UP + ROUNDS)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_feed.transfer.batch_tree import hold, tensors
-from lightning_feed.transfer.small_tensors import ALIGN_BYTES, DTYPES, SMALL_BYTES, pack, small_tensors
+from lightning_feed.transfer.transfer_filter import ALIGN_BYTES, DTYPES, SMALL_BYTES, pack, small_tensors
 
 Pair = namedtuple("Pair", ["a", "b"])
 

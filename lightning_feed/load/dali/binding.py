@@ -97,8 +97,6 @@ FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 _NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
 """How DALI says that there is none left, in small letters (in the libraries of 2.4.0)."""
 _OLDEST = 2  # first number of the version: what this was written for, and what the extra asks for
-_LINES = {13: "pip install 'lightning-feed[dali]'", 12: "pip install nvidia-dali-cuda120"}
-"""By the first number of torch's CUDA."""
 _alive: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _inherited: list[Any] = []
 
@@ -116,12 +114,13 @@ def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
     """
     try:
         dali = importlib.import_module("nvidia.dali")
-    except ModuleNotFoundError as error:
-        if error.name not in ("nvidia", "nvidia.dali"):
-            raise _broken(why, error) from error
-        raise MissingExtraError(f"{why} needs NVIDIA DALI. Install it:  {pip_line()}") from error
     except (ImportError, OSError) as error:
-        raise _broken(why, error) from error
+        if isinstance(error, ModuleNotFoundError) and error.name in ("nvidia", "nvidia.dali"):
+            raise MissingExtraError(f"{why} needs NVIDIA DALI. Install it:  {pip_line()}") from error
+        raise MissingExtraError(
+            f"{why} needs NVIDIA DALI, which is installed and cannot be loaded: {type(error).__name__}: {error}. "
+            f"Install it again:  {pip_line('--force-reinstall')}"
+        ) from error
     version = str(getattr(dali, "__version__", "of unknown version"))
     first = version.split(".")[0]
     if not first.isdecimal() or int(first) < _OLDEST:
@@ -129,8 +128,9 @@ def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
             f"{why} needs NVIDIA DALI {_OLDEST}.0 or newer, and DALI {version} is installed. Upgrade it:  "
             f"{pip_line('--upgrade')}"
         )
-    ours, theirs = _torch_cuda(), _dali_cuda(dali)
-    if gpu and ours is not None and theirs is not None and ours != theirs:
+    # DALI keeps "12.9.86" as the number 12986 (read in 2.4.0), of which its own checks take the first two digits.
+    theirs, ours = str(getattr(dali, "__cuda_version__", ""))[:2], str(torch.version.cuda).partition(".")[0]
+    if gpu and ours.isdecimal() and theirs.isdecimal() and ours != theirs:
         raise SettingsError(
             f"{why} on the GPU needs a DALI of torch's CUDA. The installed torch {torch.__version__} is of CUDA "
             f"{torch.version.cuda}, and the installed DALI {version} of CUDA {theirs}. Change it:  "
@@ -141,26 +141,9 @@ def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
 
 def pip_line(option: str = "") -> str:
     """The command that installs the DALI that fits the installed torch; either fits a torch without CUDA."""
-    ours = _torch_cuda()
-    line = _LINES[12 if ours is not None and ours < 13 else 13]
-    return line.replace("install", f"install {option}", 1) if option else line
-
-
-def _torch_cuda() -> int | None:
-    return None if torch.version.cuda is None else int(torch.version.cuda.split(".")[0])
-
-
-def _dali_cuda(dali: Any) -> int | None:
-    # DALI keeps "12.9.86" as the number 12986 (read in 2.4.0), of which its own checks take the first two digits.
-    digits = str(getattr(dali, "__cuda_version__", ""))[:2]
-    return int(digits) if digits.isdecimal() else None
-
-
-def _broken(why: str, error: Exception) -> MissingExtraError:
-    return MissingExtraError(
-        f"{why} needs NVIDIA DALI, which is installed and cannot be loaded: {type(error).__name__}: {error}. "
-        f"Install it again:  {pip_line('--force-reinstall')}"
-    )
+    cuda = str(torch.version.cuda).partition(".")[0]
+    package = "nvidia-dali-cuda120" if cuda.isdecimal() and int(cuda) < 13 else "'lightning-feed[dali]'"
+    return " ".join(filter(None, ("pip install", option, package)))
 
 
 def take_outputs(pipeline: Any, device: torch.device | None = None) -> list[Tensor]:
