@@ -88,7 +88,7 @@ def test_a_forgotten_return(tmp_path: Path) -> None:
     def define(module: DaliDataModule) -> None:
         fn.readers.file(files=files, **module.reader())
 
-    with pytest.raises(DatasetError, match=r"gave None.* Return the outputs of a pipeline"):
+    with pytest.raises(DatasetError, match=r"pipeline\('train'\) gave None.* return data for 'train'"):
         fit(Defined(define))
 
 

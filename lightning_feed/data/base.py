@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
 from lightning_feed.data import exact_resume
-from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.settings import SEEDS
 from lightning_feed.load.trace import traced
 from lightning_feed.transfer.batch_tree import release
@@ -54,6 +54,13 @@ def ignore_warning(message: str) -> None:
     warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
+def device_of(trainer: Any) -> torch.device:
+    """Where the batches go: the Trainer's device; without one, the first that a Trainer would take."""
+    if trainer is not None:
+        return trainer.strategy.root_device  # type: ignore[no-any-return]
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 class DataModuleBase:
     """The base of our data modules, without Lightning's own class, which comes in two packages.
 
@@ -61,6 +68,8 @@ class DataModuleBase:
     """
 
     trainer: Any
+    _feed_method = "make_dataset"
+    """What gives a split, for errors."""
     _feed_seed: int | None = None
     """Of the run's training order. None until it is asked for, or loaded from a checkpoint."""
 
@@ -90,7 +99,8 @@ class DataModuleBase:
             raise SettingsError(f"There is no stage {stage!r}. Give one of {', '.join(map(repr, SPLITS_OF_STAGE))}.")
         self._feed_setup(SPLITS_OF_STAGE[stage])
         if stage == "fit":
-            self._feed_require_train()
+            if not self._feed_has("train"):
+                self._feed_no_loaders("train")
             self._feed_seed = None  # each run has its own order; a checkpoint's seed comes after this
             self._feed_attach()
         if _TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), _TRANSFER)):
@@ -143,12 +153,12 @@ class DataModuleBase:
         """Find these splits."""
         raise NotImplementedError
 
-    def _feed_require_train(self) -> None:
-        """Refuse to train on nothing."""
+    def _feed_has(self, split: str) -> bool:
+        """Whether there is such a split."""
         raise NotImplementedError
 
     def _feed_loaders(self, split: str) -> Any:
-        """The loaders of a split, which training must have; :meth:`_feed_no_loaders` where there is no such split."""
+        """The loaders of a split; :meth:`_feed_no_loaders` where there is no such split."""
         raise NotImplementedError
 
     def _feed_measurement_key(self, device: torch.device) -> dict[str, Any] | None:
@@ -198,7 +208,12 @@ class DataModuleBase:
                 self._feed_seed = trainer.strategy.broadcast(self._feed_seed)
         return self._feed_seed
 
-    def _feed_no_loaders(self) -> list[Any]:
+    def _feed_no_loaders(self, split: str) -> list[Any]:
+        if split == "train":
+            raise DatasetError(
+                f"{type(self).__name__}.{self._feed_method}('train') gave None, so there is nothing to train on. Let "
+                "it return data for 'train', or call trainer.validate, test or predict, which do without."
+            )
         if self.trainer is not None and self.trainer.state.fn == "fit":  # training without validation is no slip
             ignore_warning("Total length of `list` across ranks is zero")
         return []

@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 from lightning_feed import _host
-from lightning_feed.data.base import DataModuleBase, check_batch_sizes, check_choice
-from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.data.base import DataModuleBase, check_batch_sizes, check_choice, device_of
+from lightning_feed.errors import SettingsError
 from lightning_feed.load.dali.binding import DaliOptions, decode_threads, require_dali
-from lightning_feed.load.dali.readers import ReaderLoader, ReaderSettings, ResumableReaderLoader, new_pipeline
+from lightning_feed.load.dali.readers import ReaderLoader, ReaderSettings, ResumableReaderLoader, reader_pipeline
 from lightning_feed.load.dali.shares import LAST_BATCH, LastBatch
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder, mix_seed
@@ -41,6 +41,8 @@ class _State:
 
 class FeedDali(DataModuleBase):
     """All of DaliDataModule but its base class, of which there are two: Lightning is published as two packages."""
+
+    _feed_method = "pipeline"
 
     def __init__(  # noqa: PLR0913 - all but the batch size are by name, and have a default
         self,
@@ -147,14 +149,7 @@ class FeedDali(DataModuleBase):
         self._dali.there.clear()
         self._dali.resume = None
         for split in splits:
-            self._dali_has(split)
-
-    def _feed_require_train(self) -> None:
-        if not self._dali_has("train"):
-            raise DatasetError(
-                f"{type(self).__name__}.pipeline('train') gave None, so there is nothing to train on. Return "
-                "the outputs of a pipeline for 'train', or call trainer.validate, test or predict, which do without."
-            )
+            self._feed_has(split)
 
     def _feed_resumed(self, checkpoint: dict[str, Any]) -> None:
         # Lightning gives the state to no loader where an epoch had come to its end.
@@ -175,10 +170,8 @@ class FeedDali(DataModuleBase):
     def _feed_loaders(self, split: str) -> Any:
         state = self._dali
         self._dali_close(split)  # the Trainer reloads its loaders
-        if split == "train":
-            self._feed_require_train()
-        if not self._dali_has(split):
-            return self._feed_no_loaders()
+        if not self._feed_has(split):
+            return self._feed_no_loaders(split)
         settings = self._dali_settings(split)
 
         def define(seed: int) -> Any:
@@ -205,12 +198,12 @@ class FeedDali(DataModuleBase):
             if loader is not None:
                 loader.close()
 
-    def _dali_has(self, split: str) -> bool:
-        """Whether there is such a split. Its pipeline is defined to know it, and not built."""
+    def _feed_has(self, split: str) -> bool:
+        # Its pipeline is defined to know it, and not built.
         there = self._dali.there
         if split not in there:
             settings = self._dali_settings(split)
-            with self._dali_defining(split, settings, seed=0), new_pipeline(settings):
+            with self._dali_defining(split, settings, seed=0), reader_pipeline(settings):
                 there[split] = self.pipeline(split) is not None
         return there[split]
 
@@ -256,14 +249,7 @@ class FeedDali(DataModuleBase):
         Raises:
             SettingsError: for ``device="gpu"`` where the run is not on one.
         """
-        if self._dali.device == "cpu":
-            return None
-        if self.trainer is not None:
-            found: torch.device = self.trainer.strategy.root_device
-        elif torch.cuda.is_available():
-            found = torch.device("cuda", torch.cuda.current_device())
-        else:
-            found = torch.device("cpu")
+        found = torch.device("cpu") if self._dali.device == "cpu" else device_of(self.trainer)
         if found.type == "cuda":
             return found
         if self._dali.device == "gpu":

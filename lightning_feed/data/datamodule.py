@@ -18,7 +18,7 @@ from lightning_feed.data.base import SPLITS, DataModuleBase, check_batch_sizes
 from lightning_feed.data.build_loaders import Loaders, job_of
 from lightning_feed.data.storage import Cache, Storage
 from lightning_feed.data.wrapping import wrap
-from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.drop_keys import DroppingCollate, check_drop_keys
 from lightning_feed.load.loader import BatchDecoder
@@ -231,19 +231,15 @@ class FeedDataModule(DataModuleBase):
 
     def _feed_warn_of_unused_validation(self) -> None:
         module = self.trainer.lightning_module
-        if self._feed_dataset("val") is not None and not _host.is_overridden(module, "validation_step"):
+        if self._feed_has("val") and not _host.is_overridden(module, "validation_step"):
             logger.warning(
                 "make_dataset('val') gives data that is not used, since %s has no validation_step. Write one, or "
                 "return None for 'val'.",
                 type(module).__name__,
             )
 
-    def _feed_require_train(self) -> None:
-        if self._feed_dataset("train") is None:
-            raise DatasetError(
-                f"{type(self).__name__}.make_dataset('train') gave None, so there is nothing to train on. Return a "
-                "dataset for 'train', or call trainer.validate, test or predict, which do without."
-            )
+    def _feed_has(self, split: str) -> bool:
+        return self._feed_dataset(split) is not None
 
     # --- loaders ------------------------------------------------------------------------------------------------------
 
@@ -253,12 +249,10 @@ class FeedDataModule(DataModuleBase):
             del feed.datasets[split]  # asked for again, since the data may have changed
             feed.cached.discard(split)
         feed.built.add(split)
-        if split == "train":
-            self._feed_require_train()
+        if not self._feed_has(split):
+            return self._feed_no_loaders(split)
         self._feed_open_caches(split)
         made = self._feed_dataset(split)
-        if made is None:
-            return self._feed_no_loaders()
         named = name_datasets(made, split)
         job = replace(job_of(trainer), reserved_bytes=feed.storage.growth_bytes())
         loaders = []

@@ -300,13 +300,6 @@ def once_for_all_ranks(trainer: Any, decide: Callable[[], Chosen]) -> Chosen:
     return chosen  # type: ignore[return-value]
 
 
-def device_of(trainer: Any) -> torch.device:
-    """Where the batches go: the Trainer's device; without one, the first that a Trainer would take."""
-    if trainer is not None:
-        return trainer.strategy.root_device  # type: ignore[no-any-return]
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def first_holds_pixels(source: SampleSource) -> bool:
     """Whether the first image is pixels, in a pack, and not encoded."""
     try:

@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from lightning_feed.archive.folder import SampleSource
 from lightning_feed.archive.splits import Splits
 from lightning_feed.data.backend_measurements import BackendMeasurements, measurement_key
-from lightning_feed.data.base import check_choice, check_whole
+from lightning_feed.data.base import check_choice, check_whole, device_of
 from lightning_feed.data.datamodule import FeedDataModule
 from lightning_feed.data.image_backends import (
     DALI_BACKENDS,
@@ -23,7 +23,6 @@ from lightning_feed.data.image_backends import (
     as_asked,
     check_backend,
     choose_backend,
-    device_of,
     fastest_decoder,
     first_holds_pixels,
     once_for_all_ranks,
@@ -245,8 +244,6 @@ class FeedImageFolder(FeedDataModule):
         if not self._images_decoders:
             logger.info("DALI decodes with %d CPU threads for each pipeline: %s", threads, reason)
         pin = device.type == "cuda" and self._feed.loaders.settings.pin_memory is not False
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         spec = PipelineSpec(
             batch_size=1,
             device=device if gpu else torch.device("cpu"),

@@ -96,12 +96,13 @@ FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 
 _NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
 """How DALI says that there is none left, in small letters (in the libraries of 2.4.0)."""
+DECODING = "Decoding with DALI"
 _OLDEST = 2  # first number of the version: what this was written for, and what the extra asks for
 _alive: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _inherited: list[Any] = []
 
 
-def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
+def require_dali(*, gpu: bool, why: str = DECODING) -> Any:
     """Import ``nvidia.dali``, or say how to install the one that fits.
 
     Args:
@@ -205,13 +206,28 @@ def release_unused_memory() -> None:
     require_dali(gpu=False).backend.ReleaseUnusedMemory()
 
 
-def outlive_forks(pipeline: Any) -> None:
-    """Keep ``pipeline`` from being freed in children of this process that are forked, as workers of a DataLoader are.
+def new_pipeline(
+    batch_size: int, threads: int, prefetch: int, device: torch.device | None, why: str, **options: Any
+) -> Any:
+    """A pipeline without a graph, of the dynamic executor. A device that is no CUDA device: on the CPU alone.
 
-    Its threads are not there, and freeing it waits for them for ever (DALI 2.4: ``~Executor2`` destroys a condition
-    variable that has waiters). Garbage that the parent had not collected yet is collected in the child.
+    It is not freed in children of this process that are forked, as workers of a DataLoader are. Its threads are not
+    there, and freeing it waits for them for ever (DALI 2.4: ``~Executor2`` destroys a condition variable that has
+    waiters). Garbage that the parent had not collected yet is collected in the child.
     """
+    index = None
+    if device is not None and device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+    pipeline = require_dali(gpu=index is not None, why=why).Pipeline(
+        batch_size=batch_size,
+        num_threads=threads,
+        device_id=index,
+        prefetch_queue_depth=prefetch,
+        exec_dynamic=True,
+        **options,
+    )
     _alive.add(pipeline)
+    return pipeline
 
 
 def is_inherited(pipeline: Any) -> bool:

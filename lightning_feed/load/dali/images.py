@@ -17,10 +17,11 @@ from lightning_feed.errors import DatasetError, DecodeError, LoaderError
 from lightning_feed.load.bad_samples import Skipped, fill_skipped
 from lightning_feed.load.crop import CropSpec
 from lightning_feed.load.dali.binding import (
+    DECODING,
     FAILURES,
     DaliOptions,
     is_inherited,
-    outlive_forks,
+    new_pipeline,
     raise_if_no_memory,
     reason_of,
     release_unused_memory,
@@ -73,7 +74,6 @@ class ImagePipeline:
         """Whose batches are on their way."""
         self._fed: deque[Any] = deque()  # DALI reads them where they lie, until their outputs are there
         self._pipeline = _build(spec)
-        outlive_forks(self._pipeline)
         # The first schedule_run() runs as often as there is room for batches, later ones run once. So that all runs of
         # ours are alike, that first one is spent on stand-ins.
         for _ in range(spec.options.prefetch):
@@ -160,16 +160,10 @@ def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[Any]]:
 
 def _build(spec: PipelineSpec) -> Any:
     gpu = spec.device.type == "cuda"
+    # Nothing is drawn here, so any seed will do.
+    pipeline = new_pipeline(spec.batch_size, spec.threads, spec.options.prefetch, spec.device, DECODING, seed=0)
     dali = require_dali(gpu=gpu)
     fn, types = dali.fn, dali.types
-    pipeline = dali.Pipeline(
-        batch_size=spec.batch_size,
-        num_threads=spec.threads,
-        device_id=spec.device.index if gpu else None,
-        prefetch_queue_depth=spec.options.prefetch,
-        exec_dynamic=True,
-        seed=0,  # nothing is drawn here
-    )
 
     def fed(name: str, dtype: Any) -> Any:
         return fn.external_source(name=name, device="cpu", dtype=dtype, ndim=1, no_copy=True)

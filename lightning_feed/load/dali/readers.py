@@ -15,7 +15,7 @@ from lightning_feed.load.carry_over import STATE_VERSION, check_kind, state_of_r
 from lightning_feed.load.dali.binding import (
     FAILURES,
     is_inherited,
-    outlive_forks,
+    new_pipeline,
     release_unused_memory,
     require_dali,
     take_outputs,
@@ -307,7 +307,7 @@ class ReaderPipeline:
         self._ahead = 0
         drawn = mix_seed(seed, settings.rank, 0, "operators") >> 32
         options = {"seed": drawn, "enable_checkpointing": settings.resumable, "checkpoint": checkpoint}
-        self._pipeline = new_pipeline(settings, **options)
+        self._pipeline = reader_pipeline(settings, **options)
         with self._pipeline:
             nodes, self._form = tree_flatten(define(seed))
         _check_outputs(nodes, settings.name)
@@ -407,19 +407,10 @@ class ReaderPipeline:
             release_unused_memory()
 
 
-def new_pipeline(settings: ReaderSettings, **options: Any) -> Any:
+def reader_pipeline(settings: ReaderSettings, **options: Any) -> Any:
     """A DALI pipeline without a graph."""
-    dali = require_dali(gpu=settings.device is not None, why="DaliDataModule")
-    pipeline = dali.Pipeline(
-        batch_size=settings.batch_size,
-        num_threads=settings.threads,
-        device_id=None if settings.device is None else settings.device.index or 0,
-        prefetch_queue_depth=settings.prefetch,
-        exec_dynamic=True,
-        **options,
-    )
-    outlive_forks(pipeline)
-    return pipeline
+    given = (settings.batch_size, settings.threads, settings.prefetch, settings.device)
+    return new_pipeline(*given, why="DaliDataModule", **options)
 
 
 def _check_outputs(nodes: list[Any], name: str) -> None:
