@@ -28,7 +28,7 @@ def without_dali(backend: str, device: torch.device) -> str:
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nvJPEG and without DALI. Batches go to the CPU nevertheless, and are decoded there."""
     monkeypatch.setattr(images, "device_of", lambda trainer: CUDA)
-    monkeypatch.setattr(images, "require_nvjpeg", lambda device: None)
+    monkeypatch.setattr(image_backends, "require_nvjpeg", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Board")
     monkeypatch.setattr(image_backends, "why_missing", without_dali)
 

@@ -288,7 +288,7 @@ def test_workers_and_ranks_that_get_a_copy_do_not_choose_again(
     birds = _birds(class_folders)
     birds.dataset("train")
     copied = pickle.loads(pickle.dumps(birds))
-    monkeypatch.setattr(images, "choose_backend", _refuse)
+    monkeypatch.setattr(image_backends, "choose_backend", _refuse)
     assert copied.backend_choice == birds.backend_choice
     assert copied.dataset("train").encoded
 
@@ -308,7 +308,7 @@ def test_reports_say_which_backend_ran(class_folders: Path) -> None:
 
 
 def test_an_explicit_backend_is_not_looked_up(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "choose_backend", _refuse)
+    monkeypatch.setattr(image_backends, "choose_backend", _refuse)
     birds = ImageFolderDataModule(class_folders, backend="torch")
     birds.dataset("train")
     assert birds.backend_choice == BackendChoice("torch", "backend='torch', as asked for")

@@ -18,7 +18,7 @@ from recording import quiet_trainer
 from torch import Tensor, nn
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.data import images
+from lightning_feed.data import image_backends
 from lightning_feed.data.backend_measurements import BackendMeasurements
 from lightning_feed.decode.choose import make_decoder
 from lightning_feed.errors import FeedError
@@ -96,7 +96,7 @@ def fit(rank: int, photos: Path, how: str, decoder: str) -> dict[str, Any]:
     if how == "no findings":
         BackendMeasurements.load = broken  # type: ignore[method-assign]
     # Each rank would find another one the fastest.
-    patch.setattr(images, "fastest_decoder", lambda *args: make_decoder(("torchvision", "pillow")[rank]))
+    patch.setattr(image_backends, "fastest_decoder", lambda *args: make_decoder(("torchvision", "pillow")[rank]))
     if how == "fine" and rank == 0:
         remember(photos, image_size=16)
     model = Small()

@@ -60,9 +60,7 @@ class ExactResume(Callback):
             LoaderError: the ranks have different numbers of batches, and would hang.
         """
         check_equal_ranks(trainer)
-        tap = self._adopt(trainer)
-        if tap is not None and tap.track_states and tap.trained_states is None and _host.read_already(trainer):
-            tap.trained_states = self._loaded
+        self._adopt(trainer, self._loaded)
         self._loaded = []
         loaders = _host.train_loaders(trainer)
         if len(loaders) == 1 and isinstance(loaders[0], FeedLoader) and loaders[0].shift:
@@ -72,9 +70,7 @@ class ExactResume(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reloading the loaders makes a new fetcher."""
-        tap = self._adopt(trainer)
-        if tap is not None and tap.track_states and tap.trained_states is None and _host.read_already(trainer):
-            tap.trained_states = []
+        self._adopt(trainer, [])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Correct the states that Lightning took. Every rank takes part, as it does in saving."""
@@ -96,12 +92,14 @@ class ExactResume(Callback):
         _host.write_loader_states(checkpoint, states)
 
     @staticmethod
-    def _adopt(trainer: Trainer) -> _host.FetcherTap | None:
+    def _adopt(trainer: Trainer, before: list[dict[str, Any]]) -> None:
+        """Follow the fetcher. ``before`` are the states until its first batch is trained."""
         fetcher = _host.train_fetcher(trainer)
         tap = None if fetcher is None else _host.adopt_fetcher(fetcher)
         if tap is not None:
             tap.progress = _host.train_progress(trainer)
-        return tap
+            if tap.track_states and tap.trained_states is None and _host.read_already(trainer):
+                tap.trained_states = before
 
 
 def check_equal_ranks(trainer: Any) -> None:

@@ -12,22 +12,11 @@ from torch.utils.data import Subset
 
 from lightning_feed.archive.folder import SampleSource
 from lightning_feed.archive.splits import Splits
+from lightning_feed.data import image_backends
 from lightning_feed.data.backend_measurements import BackendMeasurements, measurement_key
 from lightning_feed.data.base import check_choice, check_whole, device_of
 from lightning_feed.data.datamodule import FeedDataModule
-from lightning_feed.data.image_backends import (
-    DALI_BACKENDS,
-    Backend,
-    BackendChoice,
-    BackendFacts,
-    as_asked,
-    check_backend,
-    choose_backend,
-    fastest_decoder,
-    first_holds_pixels,
-    once_for_all_ranks,
-    require_nvjpeg,
-)
+from lightning_feed.data.image_backends import DALI_BACKENDS, Backend, BackendChoice
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, FeedError, SettingsError
 from lightning_feed.extras import require
@@ -105,7 +94,7 @@ class FeedImageFolder(FeedDataModule):
                 "cache='device' keeps decoded images, so that no transform on the host runs on them again. Leave "
                 "transform out (crop and flip are then done on the device), or use cache='decoded'."
             )
-        self._images_dali = check_backend(backend, quality, dali, self._images_only_torch())
+        self._images_dali = image_backends.check_backend(backend, quality, dali, self._images_only_torch())
         self._images_decoders: dict[str, DaliImageDecoder] = {}
         self._images_threads = loader is None
         self._images_backend: BackendChoice | None = None
@@ -221,7 +210,7 @@ class FeedImageFolder(FeedDataModule):
         if backend in DALI_BACKENDS:
             return self._images_dali_decoder(split, images, device, backend)
         if trainer is not None and device.type == "cuda":  # CUDA does not outlive a fork that comes later
-            require_nvjpeg(device)
+            image_backends.require_nvjpeg(device)
         return None  # decoded in the transfer to the device
 
     def _feed_pass_ended(self, split: str) -> None:
@@ -273,12 +262,14 @@ class FeedImageFolder(FeedDataModule):
             if self._images_choice is None:
                 fastest = self.decoder == "auto"
                 crops = self._images_train.crops
-                self._images_choice = fastest_decoder(source, crops) if fastest else make_decoder(self.decoder)
+                self._images_choice = (
+                    image_backends.fastest_decoder(source, crops) if fastest else make_decoder(self.decoder)
+                )
             return self._images_choice.name, self._images_backend or self._images_decide(source)
 
         if self._images_choice is None or self._images_backend is None:
             alone = "auto" not in (self.decoder, self.backend)
-            chosen = choose() if alone else once_for_all_ranks(self.trainer, choose)
+            chosen = choose() if alone else image_backends.once_for_all_ranks(self.trainer, choose)
             if chosen is not None:
                 self._images_choice = self._images_choice or make_decoder(chosen[0])
                 self._images_take(chosen[1])
@@ -306,15 +297,15 @@ class FeedImageFolder(FeedDataModule):
     def _images_decide(self, source: SampleSource | None) -> BackendChoice:
         device = device_of(self.trainer)
         if self.backend != "auto":
-            return as_asked(self.backend, device)
-        pixels = ["pixels"] if source is not None and first_holds_pixels(source) else []
-        facts = BackendFacts(
+            return image_backends.as_asked(self.backend, device)
+        pixels = ["pixels"] if source is not None and image_backends.first_holds_pixels(source) else []
+        facts = image_backends.BackendFacts(
             device=device,
             findings=BackendMeasurements().load(self._feed_measurement_key(device)),
             only_torch=(*self._images_only_torch(), *pixels),
             quality=self.quality,
         )
-        return choose_backend(facts)
+        return image_backends.choose_backend(facts)
 
     def _images_suit(self, made: Any, split: str) -> None:
         """With "auto": have a dataset's images left encoded where the backend decodes them, or take torch for all."""

@@ -207,7 +207,7 @@ def release_unused_memory() -> None:
 
 
 def new_pipeline(
-    batch_size: int, threads: int, prefetch: int, device: torch.device | None, why: str, **options: Any
+    batch_size: int, threads: int, prefetch: int, device: torch.device | None, why: str = DECODING, **options: Any
 ) -> Any:
     """A pipeline without a graph, of the dynamic executor. A device that is no CUDA device: on the CPU alone.
 

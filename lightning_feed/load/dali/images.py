@@ -16,18 +16,8 @@ from lightning_feed.decode.header import JPEG, PNG, WEBP, Encoded, ends_like_jpe
 from lightning_feed.errors import DatasetError, DecodeError, LoaderError
 from lightning_feed.load.bad_samples import Skipped, fill_skipped
 from lightning_feed.load.crop import CropSpec
-from lightning_feed.load.dali.binding import (
-    DECODING,
-    FAILURES,
-    DaliOptions,
-    is_inherited,
-    new_pipeline,
-    raise_if_no_memory,
-    reason_of,
-    release_unused_memory,
-    require_dali,
-    take_outputs,
-)
+from lightning_feed.load.dali import binding
+from lightning_feed.load.dali.binding import FAILURES, DaliOptions
 from lightning_feed.load.image_dataset import EncodedBatch, EncodedSample, ImageDataset
 from lightning_feed.load.trace import traced
 
@@ -89,7 +79,7 @@ class ImagePipeline:
     @property
     def inherited(self) -> bool:
         """Whether it belongs to the process that this one was forked from: its threads are not here."""
-        return is_inherited(self._pipeline)
+        return binding.is_inherited(self._pipeline)
 
     def feed(self, files: Sequence[Encoded], crops: Sequence[CropSpec]) -> None:
         """Start to decode a batch.
@@ -107,7 +97,7 @@ class ImagePipeline:
         Raises:
             RuntimeError: what DALI says. It is not known which batch or image is at fault.
         """
-        [images] = take_outputs(self._pipeline, self.spec.device)
+        [images] = binding.take_outputs(self._pipeline, self.spec.device)
         self._fed.popleft()
         return images.permute(0, 3, 1, 2)
 
@@ -161,8 +151,8 @@ def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[Any]]:
 def _build(spec: PipelineSpec) -> Any:
     gpu = spec.device.type == "cuda"
     # Nothing is drawn here, so any seed will do.
-    pipeline = new_pipeline(spec.batch_size, spec.threads, spec.options.prefetch, spec.device, DECODING, seed=0)
-    dali = require_dali(gpu=gpu)
+    pipeline = binding.new_pipeline(spec.batch_size, spec.threads, spec.options.prefetch, spec.device, seed=0)
+    dali = binding.require_dali(gpu=gpu)
     fn, types = dali.fn, dali.types
 
     def fed(name: str, dtype: Any) -> Any:
@@ -301,7 +291,7 @@ class DaliImageDecoder:
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()
-            release_unused_memory()
+            binding.release_unused_memory()
 
     # --- a pass -------------------------------------------------------------------------------------------------------
 
@@ -334,7 +324,7 @@ class DaliImageDecoder:
                 return pipeline.take()
             except FAILURES as error:
                 self.release()
-                raise_if_no_memory(error, self.spec.device)
+                binding.raise_if_no_memory(error, self.spec.device)
                 self._locate_failure(now, error)
 
     def _locate_failure(self, now: _Pass, error: Exception) -> None:
@@ -349,7 +339,7 @@ class DaliImageDecoder:
         if not found:
             raise LoaderError(
                 f"DALI failed at a batch of {len(now[0].images)} images, and decodes each of them alone. It "
-                f"said: {reason_of(error)}"
+                f"said: {binding.reason_of(error)}"
             ) from error
         self.dataset.cpu_fallback.known.update(found)
         for waiting in now:
@@ -368,8 +358,8 @@ class DaliImageDecoder:
             except FAILURES as error:
                 pipeline.close()
                 pipeline = None
-                raise_if_no_memory(error, self.spec.device)
-                found[image.index] = f"DALI failed at it: {reason_of(error)}"
+                binding.raise_if_no_memory(error, self.spec.device)
+                found[image.index] = f"DALI failed at it: {binding.reason_of(error)}"
         if pipeline is not None:
             pipeline.close()
         return found
@@ -435,10 +425,10 @@ class DaliImageDecoder:
         try:
             return ImagePipeline(spec)
         except RuntimeError as error:
-            raise_if_no_memory(error, self.spec.device)
+            binding.raise_if_no_memory(error, self.spec.device)
             raise LoaderError(
-                f'DALI cannot build its pipeline: {reason_of(error)} See "lightning-feed doctor" for the driver and '
-                'the CUDA of DALI, or use backend="torch".'
+                f'DALI cannot build its pipeline: {binding.reason_of(error)} See "lightning-feed doctor" for the '
+                'driver and the CUDA of DALI, or use backend="torch".'
             ) from error
 
     def _leave(self, now: _Pass) -> None:

@@ -12,14 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_feed.errors import DatasetError, FeedError, LoaderError, ResumeError
 from lightning_feed.load.carry_over import STATE_VERSION, check_kind, state_of_rank
-from lightning_feed.load.dali.binding import (
-    FAILURES,
-    is_inherited,
-    new_pipeline,
-    release_unused_memory,
-    require_dali,
-    take_outputs,
-)
+from lightning_feed.load.dali import binding
+from lightning_feed.load.dali.binding import FAILURES
 from lightning_feed.load.dali.shares import LastBatch, Place, Share
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.trace import traced
@@ -347,7 +341,7 @@ class ReaderPipeline:
     @property
     def inherited(self) -> bool:
         """Whether it was made in the process that this one was forked from, so that it can give no batch."""
-        return is_inherited(self._pipeline)
+        return binding.is_inherited(self._pipeline)
 
     def take(self, to_follow: int | None) -> Any:
         """The next batch to hand out, in the form that the user's function returned.
@@ -371,7 +365,7 @@ class ReaderPipeline:
             if not self._ahead:
                 self._pipeline.schedule_run()  # the first one fills the queue
                 self._ahead = self.settings.prefetch
-            outputs = take_outputs(self._pipeline, self.settings.device)
+            outputs = binding.take_outputs(self._pipeline, self.settings.device)
             self._ahead -= 1
             if to_follow is None or self._ahead < to_follow:
                 self._pipeline.schedule_run()
@@ -404,18 +398,18 @@ class ReaderPipeline:
         """Free the pipeline and its memory. Batches that were handed out stay valid: they own theirs."""
         self._pipeline = None  # ends its threads
         if self.settings.device is not None:
-            release_unused_memory()
+            binding.release_unused_memory()
 
 
 def reader_pipeline(settings: ReaderSettings, **options: Any) -> Any:
     """A DALI pipeline without a graph."""
     given = (settings.batch_size, settings.threads, settings.prefetch, settings.device)
-    return new_pipeline(*given, why="DaliDataModule", **options)
+    return binding.new_pipeline(*given, why="DaliDataModule", **options)
 
 
 def _check_outputs(nodes: list[Any], name: str) -> None:
     """Refuse outputs that are not nodes of DALI's graph, and labels that DALI would change."""
-    node_type = require_dali(gpu=False).data_node.DataNode
+    node_type = binding.require_dali(gpu=False).data_node.DataNode
     other = next((node for node in nodes if not isinstance(node, node_type)), None)
     if other is not None or not nodes:
         what = "no output" if other is None else f"a {type(other).__name__} ({other!r:.80}) among its outputs"
