@@ -434,7 +434,11 @@ def _refuse_changed_labels(operator: Any, name: str) -> None:
     Without it, and in the file of ``file_list=``, nothing is refused.
     """
     labels = (getattr(getattr(operator, "_op", None), "_init_args", None) or {}).get("labels")
-    for place, label in enumerate(labels if isinstance(labels, (list, tuple)) else ()):
+    if not isinstance(labels, (list, tuple)) or not labels:
+        return
+    if set(map(type, labels)) == {int} and min(labels) in _LABELS and max(labels) in _LABELS:
+        return  # of a million, in 50 ms
+    for place, label in enumerate(labels):
         if int(label) not in _LABELS or not (isinstance(label, str) or int(label) == label):
             raise DatasetError(
                 f"{name}: labels[{place}]={label!r} is not a whole number of 32 bits, and DALI would silently make "
