@@ -59,6 +59,7 @@ _ONLY_TORCH = {
         "the cache keeps decoded images",
         'decodes after the cache, and this one keeps decoded images. Use cache="bytes", or backend="torch".',
     ),
+    "dataset": ("make_dataset was overridden, and what it gives may need decoded images", ""),
     "pixels": ("the pack holds pixels: there is nothing to decode", ""),
 }
 """What only torch does: why "auto" takes it then, and what the others say."""
@@ -145,7 +146,7 @@ class BackendFacts:
     device: torch.device
     """That trains."""
     only_torch: tuple[str, ...] = ()
-    """What was asked for that only torch does, and "pixels" where the images are pixels already."""
+    """Keys of the table above: what there is that only torch can do."""
     quality: str = "exact"
     """That was asked for."""
     findings: tuple[BackendMeasurement, ...] = ()

@@ -118,8 +118,7 @@ class FeedImageFolder(FeedDataModule):
             self._images_train if split == "train" else self._images_eval,
             kept=self._images_kept if split == "train" else None,
             bad_samples=BadSamples(self.on_error, self.max_failures),
-            # With "auto" decoded, for what a subclass does with them: _feed_dataset switches over where that is meant.
-            encoded=self.backend not in ("torch", "auto"),
+            encoded=self._images_settle() != "torch",
         )
 
     def collate(self, samples: list[Any], split: str) -> Any:
@@ -194,13 +193,6 @@ class FeedImageFolder(FeedDataModule):
         return {**super().__getstate__(), "_images_generators": {}, "_images_decoders": {}}
 
     # --- details ------------------------------------------------------------------------------------------------------
-
-    def _feed_dataset(self, split: str) -> Any:
-        fresh = split not in self._feed.datasets
-        made = super()._feed_dataset(split)
-        if fresh and made is not None and self.backend == "auto":
-            self._images_suit(made, split)
-        return made
 
     def _feed_decode(self, split: str) -> BatchDecoder | None:
         backend, trainer = self._images_settle(), self.trainer
@@ -298,28 +290,17 @@ class FeedImageFolder(FeedDataModule):
         device = device_of(self.trainer)
         if self.backend != "auto":
             return image_backends.as_asked(self.backend, device)
-        pixels = ["pixels"] if source is not None and image_backends.first_holds_pixels(source) else []
+        beside = {
+            "dataset": type(self).make_dataset is not FeedImageFolder.make_dataset,
+            "pixels": source is not None and image_backends.first_holds_pixels(source),
+        }
         facts = image_backends.BackendFacts(
             device=device,
             findings=BackendMeasurements().load(self._feed_measurement_key(device)),
-            only_torch=(*self._images_only_torch(), *pixels),
+            only_torch=(*self._images_only_torch(), *(name for name, there in beside.items() if there)),
             quality=self.quality,
         )
         return image_backends.choose_backend(facts)
-
-    def _images_suit(self, made: Any, split: str) -> None:
-        """With "auto": have a dataset's images left encoded where the backend decodes them, or take torch for all."""
-        images = _images_in(made)
-        if images is None and (self._images_backend is None or self._images_backend.name != "torch"):
-            reason = (
-                f"make_dataset({split!r}) gave a {type(made).__name__}, and the other backends decode only the images "
-                "that ImageFolderDataModule.make_dataset gives, or a Subset of them"
-            )
-            self._images_take(BackendChoice("torch", reason))
-            for other in filter(None, map(_images_in, self._feed.datasets.values())):
-                other.encoded = False
-        elif images is not None:
-            images.encoded = self._images_settle() != "torch"
 
     def _images_encoded(self, split: str) -> ImageDataset:
         """The images of a split that are left encoded, out of a ``Subset`` of them if need be.
