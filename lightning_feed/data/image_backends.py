@@ -309,13 +309,16 @@ def first_holds_pixels(source: SampleSource) -> bool:
         return False
 
 
-def fastest_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it
-    """The decoder for ``decoder="auto"``: the fastest on some of the images, the reference where it cannot be told.
+def choose_decoder(name: str, source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it
+    """A decoder by name; for "auto" the fastest on some of the images, the reference where it cannot be told.
 
     Args:
+        name: as asked for.
         source: of the images.
         crops: whether training takes a part of each.
     """
+    if name != "auto":
+        return make_decoder(name)
     samples = []
     for index in range(0, len(source), max(1, len(source) // _SAMPLES_TO_CHOOSE_BY))[:_SAMPLES_TO_CHOOSE_BY]:
         with suppress(DatasetError):  # met again, and dealt with as on_error says, when it is its turn

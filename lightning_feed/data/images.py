@@ -252,11 +252,7 @@ class FeedImageFolder(FeedDataModule):
             if source is None:
                 return None
             if self._images_choice is None:
-                fastest = self.decoder == "auto"
-                crops = self._images_train.crops
-                self._images_choice = (
-                    image_backends.fastest_decoder(source, crops) if fastest else make_decoder(self.decoder)
-                )
+                self._images_choice = image_backends.choose_decoder(self.decoder, source, self._images_train.crops)
             return self._images_choice.name, self._images_backend or self._images_decide(source)
 
         if self._images_choice is None or self._images_backend is None:
@@ -279,10 +275,9 @@ class FeedImageFolder(FeedDataModule):
         if choice.name in DALI_BACKENDS:
             require_dali(gpu=choice.name == "dali-gpu", why=f"backend={choice.name!r}")
         self._images_backend = choice
-        if self._images_threads:
-            # Other backends leave reading alone to the workers, for which threads do.
-            plain = choice.name == "torch"
-            self._feed.loaders.settings = LoaderSettings() if plain else LoaderSettings(workers="thread")
+        if self._images_threads and choice.name != "torch":
+            # Reading alone is left to the workers, for which threads do.
+            self._feed.loaders.settings = LoaderSettings(workers="thread")
         logger.info("backend=%r: %s", choice.name, choice.reason)
         return choice
 
