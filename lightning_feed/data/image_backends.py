@@ -298,7 +298,7 @@ def once_for_all_ranks(trainer: Any, decide: Callable[[], Chosen]) -> Chosen:
     if told is not None:
         kind, text = told
         raise kind(f"Rank 0, which decides for all ranks how images are decoded, failed: {text}")
-    return chosen  # type: ignore[return-value]
+    return chosen  # type: ignore[no-any-return]
 
 
 def first_holds_pixels(source: SampleSource) -> bool:

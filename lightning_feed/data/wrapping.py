@@ -92,7 +92,8 @@ class _Wrapped:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time, so it is named by the one that it was made around. For ddp_spawn, and copies.
-        make, arguments, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *rest = reduced
         if arguments and arguments[0] is type(self):
             make, arguments = _made_anew, (type(self).__bases__[1], *arguments[1:])
         return (make, arguments, *rest)
