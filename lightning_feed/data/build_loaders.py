@@ -154,7 +154,12 @@ class Loaders(ChosenSettings):
         loader = ResidentLoader(
             data, batch_size=part.batch_size, sampler=sampler, drop_last=drop_last, order=part.order
         )
-        values: dict[str, Any] = {"num_workers": 0, "prefetch_factor": None, "pin_memory": False, "persistent_workers": False}
+        values: dict[str, Any] = {
+            "num_workers": 0,
+            "prefetch_factor": None,
+            "pin_memory": False,
+            "persistent_workers": False,
+        }
         reason = f"the set is on {device} ({data.stored_bytes >> 20} MiB), so there is nothing to load"
         return loader, Recommendation(**values, reasons=dict.fromkeys(values, reason))
 
