@@ -289,9 +289,9 @@ def _allocate(leaf: Tensor, rows: int, device: torch.device) -> _Leaf:
 class ResidentLoader(FeedLoader):
     """A FeedLoader over :class:`ResidentData`: the same samples in the same order, on the device already.
 
-    Under torch's own samplers and batches the host does nothing for each sample, and nothing is copied for each batch:
-    the indices of an epoch are drawn and moved to the device at its beginning, as one tensor. A batch sampler of the
-    user's is asked for each batch, whose list of indices is copied.
+    Under torch's own batch sampler nothing is copied for each batch: the indices of an epoch are drawn and moved to the
+    device at its beginning, as one tensor. A batch sampler of the user's is asked for each batch, whose list of indices
+    is copied.
 
     With a shard, Lightning's DistributedSampler says how many samples the rank takes and from which seed; they are of
     the rank's own share, shuffled in itself. Over all ranks an epoch has each sample once, and as many of them twice as
