@@ -319,8 +319,12 @@ def choose_decoder(name: str, source: SampleSource, crops: bool) -> Choice:  # n
     """
     if name != "auto":
         return make_decoder(name)
-    samples = []
-    for index in range(0, len(source), max(1, len(source) // _SAMPLES_TO_CHOOSE_BY))[:_SAMPLES_TO_CHOOSE_BY]:
+    step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
+    samples, indices = [], range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]
+    expect = getattr(source, "expect", None)
+    if expect is not None:  # of a remote place, read at the same time
+        expect(indices)
+    for index in indices:
         with suppress(DatasetError):  # met again, and dealt with as on_error says, when it is its turn
             samples.append(source.read(index))
     try:
@@ -331,24 +335,3 @@ def choose_decoder(name: str, source: SampleSource, crops: bool) -> Choice:  # n
         choice = replace(make_decoder("pillow"), reason=f'decoder="auto" took the reference: {error}')
     logger.info("decoder=%r: %s", choice.name, choice.reason)
     return choice
-<<<<<<< HEAD
-
-
-def _some_encoded(source: SampleSource) -> list[Any]:
-    """Images spread over the source, to measure decoders with; none where it holds pixels."""
-    step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
-    found, indices = [], range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]
-    expect = getattr(source, "expect", None)
-    if expect is not None:  # of a remote place, read at the same time
-        expect(indices)
-    for index in indices:
-        try:
-            data = source.read(index)
-        except DatasetError:  # met again, and dealt with as on_error says, when it is its turn
-            continue
-        if holds_pixels(data):
-            return []
-        found.append(data)
-    return found
-=======
->>>>>>> 7d32ed3 (DALI: one settings class for readers, passes as generators, four files; loaders of both kinds of data modules choose in one place)
