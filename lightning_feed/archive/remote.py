@@ -65,6 +65,16 @@ class Request(NamedTuple):
     """Where the sample begins in the file; None for the whole file."""
 
 
+def _joined(url: str, name: str) -> str:
+    """The URL of what lies below one. In a chain it is the first link with a path that says where."""
+    if not name:
+        return url
+    first, chained, rest = url.partition("::")
+    if chained and "://" in first:
+        return f"{first}{'' if first.endswith('/') else '/'}{name}::{rest}"
+    return f"{url}/{name}"
+
+
 def place_of(path: str | Path, storage_options: Mapping[str, Any] | None = None) -> "Path | RemotePlace":
     """Where a path or a URL leads to.
 
@@ -124,13 +134,13 @@ class RemotePlace:
 
     def url_of(self, name: str) -> str:
         """The URL of a file, by its path below the place."""
-        return f"{self}/{printable(name)}" if name else str(self)
+        return printable(_joined(str(self), name))
 
     def below(self, name: str) -> "RemotePlace":
         """A folder in it."""
         if not name:
             return self
-        inner = RemotePlace(f"{self.url}/{name}", self.options, cache=self.cache, timeout_s=self.timeout_s)
+        inner = RemotePlace(_joined(self.url, name), self.options, cache=self.cache, timeout_s=self.timeout_s)
         inner.readahead_bytes = self.readahead_bytes
         return inner
 
@@ -208,7 +218,7 @@ class Connection:
 
     def path(self, name: str) -> str:
         """What the file system calls a file below the place."""
-        return f"{self.root}/{name}" if name else self.root
+        return f"{self.root}/{name}" if name and self.root else name or self.root
 
     async def fetch(self, name: str = "", begin: int = 0, size: int | None = None, *, whole: bool = False) -> bytes:
         """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole`` says that there must be no more.

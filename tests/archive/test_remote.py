@@ -1,8 +1,12 @@
 """Data at URLs: the samples of the folder, whatever the network does, and an error where it cannot be mended."""
 
+import functools
+import http.server
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +17,7 @@ import pytest
 import torch
 from object_store import ObjectStore, birds, picture, running_store
 
-from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings
+from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, cli
 from lightning_feed.archive import PackedDataset, pack, remote, stage, stage_remote, unstage
 from lightning_feed.archive.folder import FolderSource, index_of
 from lightning_feed.archive.remote import GoneError, RemotePlace
@@ -338,7 +342,42 @@ def test_what_would_have_no_effect_is_refused(given: dict[str, Any], told: str) 
         Plain(4, **given)
 
 
-def test_the_commands_take_urls(store: ObjectStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("server", ["http", "zip"])
+def test_other_file_systems_give_the_same_samples(folder: Path, server: str) -> None:
+    theirs = FolderSource(folder / "train", index_of(folder / "train"))
+    if server == "zip":
+        shutil.make_archive(str(folder.parent / "packed"), "zip", folder)
+        url = f"zip://::file://{folder.parent}/packed.zip"
+        ours = train(RemotePlace(url))
+        assert ours.name(0) == f"zip://train/crow/0.jpg::file://{folder.parent}/packed.zip"
+        assert [ours.read(index) for index in range(20)] == [theirs.read(index) for index in range(20)]
+        return
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        ours = train(RemotePlace(f"http://127.0.0.1:{running.server_port}"))
+        ours.expect(range(20))
+        assert [ours.read(index) for index in range(20)] == [theirs.read(index) for index in range(20)]
+        assert stage(f"{ours.place.url}/crow", folder.parent).copied_files == 10
+        running.shutdown()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_the_commands_take_urls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, content in birds().items():
+        fsspec.filesystem("memory").pipe(f"/commands/{name}", content)
+    assert cli.main(["stage", "memory://commands", str(tmp_path)]) == 0
+    assert cli.main(["pack", "memory://commands", str(tmp_path / "pack"), "--workers", "0"]) == 0
+    assert len(list((tmp_path / "commands").rglob("*.jpg"))) == len(birds())
+    assert sum(PackedDataset.manifest_of(tmp_path / "pack").parts.values()) == len(birds())
+
+
+@pytest.mark.slow
+def test_the_commands_take_options_from_the_environment(store: ObjectStore, tmp_path: Path) -> None:
     environment = {**os.environ, "FSSPEC_S3_ENDPOINT_URL": store.proxy.url}
     for command in (["stage", "s3://photos", str(tmp_path)], ["pack", "s3://photos", str(tmp_path / "pack")]):
         done = subprocess.run(
