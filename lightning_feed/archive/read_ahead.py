@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from multiprocessing.util import Finalize
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,6 +30,7 @@ _CHILD = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from lightning_feed.archive.read_ahead import fetch_in_child; fetch_in_child()"
 )
+_IN_FLIGHT_BYTES = 256 << 20
 _GIVE_UP = 20
 """So many failures one after the other are no matter of some files."""
 
@@ -132,20 +133,17 @@ def fetch_in_child() -> None:
     numbers: SimpleQueue[int | None] = SimpleQueue()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     threading.Thread(target=_take_in, args=(given, numbers), daemon=True).start()
-    slots, failures = threading.BoundedSemaphore(REQUESTS), 0
-
-    def done(future: "Future[bytes]") -> None:
-        nonlocal failures
-        slots.release()
-        failures = failures + 1 if future.exception() is not None else 0
-
+    running, failures = set[Future[bytes]](), 0
     while (number := numbers.get()) is not None and failures < _GIVE_UP:
         future = source.begin_ahead(number)
         if future is not None:
-            slots.acquire()
-            future.add_done_callback(done)
-    for _ in range(REQUESTS):
-        slots.acquire()
+            running.add(future)
+        most = max(1, min(REQUESTS, _IN_FLIGHT_BYTES // max(1, int(source.sizes[number]))))
+        while len(running) >= most:
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for one in ended:
+                failures = failures + 1 if one.exception() is not None else 0
+    wait(running)
     os._exit(0)  # the loop of fsspec is a daemon thread: there is nothing to wait for
 
 

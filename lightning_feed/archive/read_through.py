@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_feed.archive import files
-from lightning_feed.archive.stage_room import size_text
+from lightning_feed.archive.memory import memory_limits
+from lightning_feed.archive.stage_room import find_mount, size_text
 from lightning_feed.errors import ArchiveError
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ _LOOK_AT = 20_000
 """Files among which those that go are chosen: all of a small cache, some of a large one, found at random."""
 _AT_ONCE = 64
 """This part of the limit is freed at once."""
+_SHARE = 0.9
+"""How much of what is free on the disk, or in memory, may be taken."""
 _POLL_S = 0.003
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PART = ".part"
@@ -78,21 +81,24 @@ class ReadThrough:
         try:
             self.folder.parent.mkdir(mode=0o700, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            for bucket in range(_BUCKETS):
-                (self.folder / f"{bucket:02x}").mkdir(mode=0o700, exist_ok=True)
             if self.folder.lstat().st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "it belongs to another user")
+            for bucket in range(_BUCKETS):
+                (self.folder / f"{bucket:02x}").mkdir(mode=0o700, exist_ok=True)
             status = os.statvfs(self.folder)
         except OSError as error:
             raise ArchiveError(
                 f"{self.folder} cannot be used for a cache: {error.strerror}. Give a folder of your own as stage_to, "
                 "on a local disk or in memory."
             ) from error
-        room = self.used_bytes() + status.f_bavail * status.f_frsize * 19 // 20
+        free, mount = status.f_bavail * status.f_frsize, find_mount(self.folder)
+        if mount is not None and mount.in_memory:
+            free = min([free, *(max(0, limit.left_bytes) for limit in memory_limits())])
+        room = self.used_bytes() + int(free * _SHARE)
         self.limit_bytes = min(limit_bytes, room)
         if room < limit_bytes:
             logger.warning(
-                "The cache in %s is limited to %s instead of %s, which is what the disk has left, less 5 %%.",
+                "The cache in %s is limited to %s instead of %s, which is what is left there, less a tenth.",
                 self.folder, size_text(room), size_text(limit_bytes),
             )  # fmt: skip
 

@@ -9,6 +9,7 @@ import hashlib
 import os
 import random
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +39,7 @@ _EXPECTED = 8192
 """Samples that may be on their way to :meth:`RemoteReads.read_bytes`."""
 _SLOWEST_BYTES_PER_S = 1_000_000
 """How long a large read may take beyond the time limit of any request."""
+_RENEW_EVERY_S = 60
 _PASSING = (408, 425, 429)
 """HTTP's 4xx that are worth another attempt; all 5xx are, too."""
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
@@ -171,7 +173,7 @@ class Connection:
         self.loop = get_loop()  # fsspec forgets it in a forked child
         self._slots = asyncio.Semaphore(REQUESTS)
         self._pool: ThreadPoolExecutor | None = None
-        self._renewed = False
+        self._renewing, self._renewed_s = asyncio.Lock(), float("-inf")
         self._open()
 
     def _open(self) -> None:
@@ -259,6 +261,7 @@ class Connection:
             ArchiveError: for all else.
         """
         for delay_s in _delays():
+            began_s = time.monotonic()
             try:
                 async with self._slots:
                     work = self._begin(method, self.path(name), options)
@@ -267,7 +270,8 @@ class Connection:
                     check(found)
                 return found
             except Exception as error:
-                renewed = _is_refusal(error) and "expired" in str(error).lower() and await self._renew()
+                expired = _is_refusal(error) and "expired" in str(error).lower()
+                renewed = expired and await self._renew(began_s)
                 if delay_s is None or not (renewed or _may_pass(error)):
                     raise self.told(error, name) from error
                 await asyncio.sleep(delay_s)
@@ -281,12 +285,19 @@ class Connection:
             begun = self.loop.run_in_executor(self.pool, partial(getattr(self.fs, method), path, **options))
         return begun
 
-    async def _renew(self) -> bool:
-        """Make the file system anew, once: credentials are read from their files again. Tells whether it was done."""
-        if self._renewed:
-            return False
-        self._renewed = True
-        await self.loop.run_in_executor(self.pool, self._open)
+    async def _renew(self, since_s: float) -> bool:
+        """Have the file system made anew since then: credentials are read from their files again.
+
+        Returns:
+            Whether it is new now; at most once in a while.
+        """
+        async with self._renewing:
+            if self._renewed_s > since_s:
+                return True
+            if time.monotonic() < self._renewed_s + _RENEW_EVERY_S:
+                return False
+            await self.loop.run_in_executor(self.pool, self._open)
+            self._renewed_s = time.monotonic()
         return True
 
     def told(self, error: Exception, name: str) -> ArchiveError:
