@@ -15,6 +15,7 @@ import time
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from lightning_feed.archive.remote import is_url
 from lightning_feed.archive.stage_path import StagedPath, StagePlace, claimed, hold, now_s, shown
 from lightning_feed.archive.staging import StageWork, find_place, leave
 from lightning_feed.errors import ArchiveError, FeedError
@@ -129,6 +130,11 @@ def stage_in_background(
         PosixPath('/data/birds')
     """
     place, origin = find_place(source, dest)
+    if is_url(origin):
+        raise ArchiveError(
+            f"{origin} is a URL, which training cannot read from as from a folder until the copy is there. Call stage, "
+            "which waits, or give a data module stage_limit, with which it begins at once."
+        )
     return BackgroundStage(place, origin, hash=hash, remove_at_exit=remove_at_exit)
 
 

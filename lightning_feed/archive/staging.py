@@ -76,7 +76,8 @@ class Staged:
 
     def staged_path(self) -> StagedPath:
         """The copy as a path for data modules, which leads to the copy at once."""
-        return StagedPath(self.source, self.path, since_s=self.checked_s)
+        source = self.source if isinstance(self.source, Path) else self.path
+        return StagedPath(source, self.path, since_s=self.checked_s)
 
 
 def stage(  # noqa: PLR0913 - all but two are by name, and have a default

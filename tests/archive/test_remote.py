@@ -18,7 +18,7 @@ import torch
 from object_store import ObjectStore, birds, picture, running_store
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, cli
-from lightning_feed.archive import PackedDataset, pack, remote, stage, stage_remote, unstage
+from lightning_feed.archive import PackedDataset, pack, remote, stage, stage_in_background, stage_remote, unstage
 from lightning_feed.archive.folder import FolderSource, index_of
 from lightning_feed.archive.remote import GoneError, RemotePlace
 from lightning_feed.archive.remote_folder import RemoteFolder, RemoteSource, list_files
@@ -242,7 +242,10 @@ def test_staging_copies_what_is_new(store: ObjectStore, tmp_path: Path, monkeypa
     assert (done.path / "train/crow/1.jpg").read_bytes() == picture(99)
     with pytest.raises(ArchiveError, match="is a URL: to compare contents"):
         stage("s3://photos", tmp_path, hash=True, storage_options=store.options)
+    assert again.staged_path().current() == done.path
     assert unstage("s3://photos", tmp_path)
+    with pytest.raises(ArchiveError, match="is a URL, which training cannot read from"):
+        stage_in_background("s3://photos", tmp_path)
 
 
 def test_a_copy_that_is_broken_off_has_whole_files_only(store: ObjectStore, tmp_path: Path) -> None:
