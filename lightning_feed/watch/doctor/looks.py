@@ -446,22 +446,11 @@ def versions(sources: Sources) -> Iterator[Finding]:
 # --- all of them --------------------------------------------------------------------------------------------------
 
 LOOKS: dict[str, Callable[[Sources], Iterator[Finding]]] = {
-    "CPUs": cpus,
-    "CPU clock": clock,
-    "memory": memory,
-    "/dev/shm": shared_memory,
-    "open files": open_files,
-    "container": container,
-    "GPU": gpus,
-    "pinned memory": pinned_memory,
-    "threads": threads,
-    "Pillow": pillow,
-    "decoders": decoders,
-    "DALI": dali,
-    "nvJPEG": nvjpeg,
-    "torchcodec": torchcodec,
+    "CPUs": cpus, "CPU clock": clock, "memory": memory, "/dev/shm": shared_memory, "open files": open_files,
+    "container": container, "GPU": gpus, "pinned memory": pinned_memory, "threads": threads,
+    "Pillow": pillow, "decoders": decoders, "DALI": dali, "nvJPEG": nvjpeg, "torchcodec": torchcodec,
     "versions": versions,
-}
+}  # fmt: skip
 """Topic, for when a look fails -> the look."""
 
 

@@ -1,7 +1,6 @@
 """Rates: the loader alone, with other workers or constant samples, a ready batch handed over, copied, decoded."""
 
 import multiprocessing
-import os
 import signal
 import statistics
 import sys
@@ -17,20 +16,18 @@ import torch.multiprocessing as torch_mp
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_feed.errors import FeedError, LoaderError
-from lightning_feed.load.cloning import Changes, burst_of, clone_loader, iter_is_itself
+from lightning_feed.load.cloning import Changes, clone_loader, iter_is_itself
 from lightning_feed.load.crop import EvalRecipe, TrainRecipe
 from lightning_feed.load.image_dataset import ImageDataset, collate_encoded
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.throughput import RoundLimits
-from lightning_feed.load.worker import worker_processes
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.watch.experiments.results import KeyUse
-from lightning_feed.watch.experiments.session import START_S, LeftOut, LoaderPart, Session, Together, fresh, key_bytes
+from lightning_feed.watch.experiments.session import START_S, LeftOut, LoaderPart, Session, fresh, key_bytes
 from lightning_feed.watch.experiments.storage import innermost
 from lightning_feed.watch.loader_state import Probe, probe_loader
-from lightning_feed.watch.worker_time import WorkerClock, Workers, WorkerTime
 
 _TIMES = 3
 """Each number of workers is tried at most this often."""
@@ -55,12 +52,10 @@ def measure_loader(session: Session) -> None:
     if not session.parts:
         _check_iterable(session.loader)
     session.check_memory()
-    loaders = [part.loader for part in session.parts]
-    reads = _ReadMeter(max(map(burst_of, loaders), default=1))
+    workers = [part.loader.num_workers for part in session.parts]
     limits = RoundLimits(min_s=session.counted_s(), max_s=max(START_S, session.share_s))
-    rate, session.first = session.drain(limits, on_batch=reads)
-    session.alone, session.reads = rate, reads.total
-    workers = [loader.num_workers for loader in loaders]
+    rate, session.first = session.drain(limits)
+    session.alone = rate
     session.note(
         loader_per_s=rate.batches_per_s,
         loader_start_s=rate.start_s,
@@ -79,19 +74,6 @@ def _check_iterable(loader: Any) -> None:
         )
     if iter_is_itself(loader):
         raise LeftOut(f"a {kind} can be gone through only once, and training needs it")
-
-
-class _ReadMeter:
-    """Called after every batch: adds up what the workers read, once a round, without the first two rounds."""
-
-    def __init__(self, burst: int) -> None:
-        self.total = WorkerTime()
-        self._burst, self._clock = burst, WorkerClock()
-
-    def __call__(self, passes: Together) -> None:
-        if passes.came >= 2 * self._burst and passes.came % self._burst == 0:
-            pids = tuple(process.pid for process in worker_processes(passes)) or (os.getpid(),)
-            self.total.add(self._clock.take(Workers(pids), time.perf_counter_ns()))
 
 
 def measure_keys(session: Session) -> None:

@@ -54,11 +54,11 @@ class DiskFacts:
     kind: str | None = None
     """``"memory"``, ``"local"``, ``"rotational"``, ``"overlay"`` or ``"network"``."""
     read_mb_per_s: float | None = None
-    """While the loader runs, from all workers."""
+    """While the loader runs, by the sizes of its files."""
     files_per_s: float | None = None
     mean_file_bytes: float | None = None
     page_cache_pct: float | None = None
-    """Share of what was read that no disk had to give, 0 to 100."""
+    """Share of what was read that no disk had to give, 0 to 100. Only in earlier reports."""
 
 
 @dataclass(frozen=True, kw_only=True)

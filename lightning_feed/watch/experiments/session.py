@@ -24,7 +24,6 @@ from lightning_feed.load.throughput import Heartbeat, LoaderRate, RoundLimits, t
 from lightning_feed.load.worker import end_pass
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.watch.experiments.results import ExperimentResults
-from lightning_feed.watch.worker_time import WorkerTime
 
 T = TypeVar("T")
 
@@ -113,7 +112,7 @@ def _parts_in(loader: Any, place: str) -> Iterator[LoaderPart]:
 
 
 class Together(Iterator[Any]):
-    """Passes side by side: a batch of each is one batch. Keeps the first one, and reports every one.
+    """Passes side by side: a batch of each is one batch. Keeps the first one, and counts them.
 
     Attributes:
         iterators: of the loaders.
@@ -121,18 +120,14 @@ class Together(Iterator[Any]):
         came: how many batches came.
     """
 
-    def __init__(self, iterators: list[Iterator[Any]], on_batch: Callable[["Together"], object] | None) -> None:
+    def __init__(self, iterators: list[Iterator[Any]]) -> None:
         self.iterators = iterators
         self.first: list[Any] = []
         self.came = 0
-        self._on_batch = on_batch
 
     def __next__(self) -> list[Any]:
         batch = [next(one) for one in self.iterators]
-        self.came += 1
-        self.first = self.first or batch
-        if self._on_batch is not None:
-            self._on_batch(self)
+        self.first, self.came = self.first or batch, self.came + 1
         return batch
 
     def close(self) -> None:
@@ -242,8 +237,6 @@ class Session:
     """The first batch of each loader."""
     alone: LoaderRate | None = None
     """What the loaders give as configured."""
-    reads: WorkerTime = field(default_factory=WorkerTime)
-    """What the workers read meanwhile."""
     share_s: float = 1.0
     """Seconds that the present experiment has."""
     subset: Any = None
@@ -304,7 +297,6 @@ class Session:
         change: Callable[[LoaderPart], Changes] = as_configured,
         *,
         prepare: Callable[[], object] | None = None,
-        on_batch: Callable[[Together], object] | None = None,
     ) -> tuple[LoaderRate, list[Any]]:
         """Drain the loaders together, each with its changes; (rate, first batch of each).
 
@@ -314,7 +306,6 @@ class Session:
             limits: how long.
             change: what to change in each.
             prepare: called before each pass, its time not counted.
-            on_batch: called after each batch with all passes.
 
         Raises:
             DatasetError: when loading fails, with the worker and the sample as far as they can be told.
@@ -329,7 +320,7 @@ class Session:
                 clones = [clone_loader(part.loader, change(part)) for part in self.parts]
 
                 def begin() -> Together:
-                    passes.append(Together([iter(one) for one in clones or [self.loader]], on_batch))
+                    passes.append(Together([iter(one) for one in clones or [self.loader]]))
                     return passes[-1]
 
                 burst = max(map(burst_of, clones), default=1)

@@ -244,20 +244,17 @@ def measure_disk(session: Session) -> None:
     sizes = sizes_of(files)
     mean = sum(sizes.values()) / len(sizes) if sizes else None
     per_sample = len(files) / max(1, sum(map(len, opened.values())))
-    files_per_s, rate = None, session.reads.read_mb_per_s
+    files_per_s = None
     if per_sample >= 0.9:  # else many samples are of one file, and files are not opened at the rate of samples
         files_per_s = session.alone.batches_per_s * (session.results.batch_size or 1) * per_sample
-    if rate is None and mean is not None and files_per_s is not None:
-        rate = mean * files_per_s / 1e6
     system, kind = file_system(files[0])
     session.note(
         disk=DiskFacts(
             file_system=system,
             kind=kind,
-            read_mb_per_s=rate,
+            read_mb_per_s=None if mean is None or files_per_s is None else mean * files_per_s / 1e6,
             files_per_s=files_per_s,
             mean_file_bytes=mean,
-            page_cache_pct=session.reads.page_cache_pct,
         )
     )
 

@@ -90,21 +90,15 @@ def read_environment(root: Path = Path("/")) -> Environment:
     """
     machine = read_machine(root)
     torch = sys.modules.get("torch")  # importing it takes a second, and without it nothing runs on a device
+    packages = ("lightning-feed", "torch", "torchvision", "lightning", "pytorch-lightning")
+    limits = ("usable_cpus", "cpu_reason", "available_memory_bytes", "free_shm_bytes", "start_method")
     return Environment(
-        lightning_feed=installed_version("lightning-feed"),
+        **{name.replace("-", "_"): installed_version(name) for name in packages},
+        **{name: getattr(machine, name) for name in limits},
         python=platform.python_version(),
-        torch=installed_version("torch"),
-        torchvision=installed_version("torchvision"),
-        lightning=installed_version("lightning"),
-        pytorch_lightning=installed_version("pytorch-lightning"),
         platform=platform.platform(),
         cpu=_cpu_model(root),
         device=str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else None,
-        usable_cpus=machine.usable_cpus,
-        cpu_reason=machine.cpu_reason,
-        available_memory_bytes=machine.available_memory_bytes,
-        free_shm_bytes=machine.free_shm_bytes,
-        start_method=machine.start_method,
     )
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lightning_feed.errors import plural, source_line
 from lightning_feed.watch.stats import Confidence
@@ -268,38 +268,28 @@ def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
     facts, taken, train = measured.facts, wall.seconds("validation"), wall.seconds("train", "epoch starts")
     factors = [one for one in FACTORS if one <= wall.times("validation")]  # one at least is to be left
     times = next((one for one in factors if taken / one <= AT_MOST * train), factors[-1]) if factors else 0
-    setting = _setting(facts, times) if times else None
+    setting = _rarer_setting(facts, times) if times else None
     if setting is None:
         return None
+    name, now, then, rarer = setting
     if wall.times("checkpoints") <= wall.times("validation"):
         taken += wall.seconds("checkpoints")  # ModelCheckpoint saves behind a validation, if it was given no interval
-    gain = 100 * taken * (1 - 1 / setting.times) / wall.wall_s
+    gain = 100 * taken * (1 - 1 / rarer) / wall.wall_s
     why = (
-        f"validation {setting.times:.3g} times as rare; so is what follows it: early stopping, the choice of the best "
+        f"validation {rarer:.3g} times as rare; so is what follows it: early stopping, the choice of the best "
         f"checkpoint, schedulers of a validation metric{_saves(gain)}"
     )
-    return trainer_remedy(
-        facts.place or PLACE, setting.name, setting.now, setting.then, why=why, predicted_gain_pct=gain
-    )
+    return trainer_remedy(facts.place or PLACE, name, now, then, why=why, predicted_gain_pct=gain)
 
 
-class _Setting(NamedTuple):
-    """A setting of the Trainer that makes validation rarer, by how many times."""
-
-    name: str
-    now: int
-    then: int | float
-    times: float
-
-
-def _setting(facts: LoopFacts, times: int) -> _Setting | None:
-    """None: it goes by time, or what is set is not known."""
+def _rarer_setting(facts: LoopFacts, times: int) -> tuple[str, int, int | float, float] | None:
+    """(setting of the Trainer, now, then, times as rare). None: it goes by time, or what is set is not known."""
     every, between, epoch = facts.check_val_every_n_epoch, facts.val_check_batches, facts.batches_per_epoch
     if between is None:
-        return None if every is None else _Setting("check_val_every_n_epoch", every, every * times, times)
+        return None if every is None else ("check_val_every_n_epoch", every, every * times, times)
     if every is not None and epoch is not None and between * times >= epoch:  # more than an epoch has is refused
-        return _Setting("val_check_interval", between, 1.0, epoch / between)
-    return _Setting("val_check_interval", between, between * times, times)
+        return "val_check_interval", between, 1.0, epoch / between
+    return "val_check_interval", between, between * times, times
 
 
 def rarer_checkpoints(measured: Measurements, wall: WallStats) -> Remedy | None:

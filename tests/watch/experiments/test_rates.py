@@ -5,13 +5,12 @@ import os
 import pickle
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
-from watch.experiments.made_data import Files, Images, Slow, Stream, machine_of, session_of
+from watch.experiments.made_data import Images, Slow, Stream, machine_of, session_of
 
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.loader import FeedLoader
@@ -22,24 +21,12 @@ from lightning_feed.watch.experiments.rates import (
     NullStream,
     measure_ceiling,
     measure_hand_over,
-    measure_loader,
     measure_scaling,
     taking_times,
     workers_to_try,
 )
 from lightning_feed.watch.experiments.session import LeftOut, Session
 from lightning_feed.watch.loader_state import QueueState
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_workers_read_is_counted(tmp_path: Path, workers: int) -> None:
-    session = session_of(DataLoader(Files(tmp_path, length=300_000), batch_size=2, num_workers=workers))
-    measure_loader(session)
-    assert session.alone is not None
-    rate = session.reads.read_mb_per_s
-    assert rate == pytest.approx(0.6 * session.alone.batches_per_s, rel=0.7)
-    assert session.reads.page_cache_pct is not None
-
 
 # --- other numbers of workers -----------------------------------------------------------------------------------------
 
