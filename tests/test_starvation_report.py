@@ -15,7 +15,7 @@ from lightning_feed import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_report import give_report, run_folder
 from lightning_feed.watch.reports.document import read_document
 from lightning_feed.watch.reports.files import diagnosis_markdown
-from lightning_feed.watch.reports.headline import headline
+from lightning_feed.watch.reports.report import headline
 
 pytestmark = [
     # These fits are small on purpose.

@@ -23,7 +23,7 @@ from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.loop import MeasuredLoop
 from lightning_feed.watch.reports.document import as_document, make_report, read_document
 from lightning_feed.watch.reports.files import as_text
-from lightning_feed.watch.reports.headline import headline
+from lightning_feed.watch.reports.report import headline
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Remedy
 
 pytestmark = [

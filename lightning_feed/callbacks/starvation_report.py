@@ -27,8 +27,7 @@ from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.loader_state import loaders_in
 from lightning_feed.watch.reports.document import as_json
 from lightning_feed.watch.reports.files import as_html, diagnosis_markdown
-from lightning_feed.watch.reports.headline import headline
-from lightning_feed.watch.reports.report import Report
+from lightning_feed.watch.reports.report import Report, headline
 from lightning_feed.watch.stats import SOME_STEPS, choose_tags, to_tags
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookPlace, LoopFacts
 

@@ -4,9 +4,7 @@ A thread looks at the stack of the one that makes batches, about every milliseco
 function of the user's; what that calls in a library is named beside it.
 """
 
-import os
 import sys
-import sysconfig
 import threading
 import time
 from collections import defaultdict
@@ -14,11 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal
 
-import torch
 from torch.utils.data import DataLoader
 
 from lightning_feed.errors import FeedError, LoaderError
@@ -26,6 +22,7 @@ from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.throughput import Heartbeat
 from lightning_feed.watch.experiments.results import FunctionCost
 from lightning_feed.watch.experiments.session import LoaderPart, Session, not_hanging
+from lightning_feed.watch.experiments.storage import is_users
 from lightning_feed.watch.experiments.transforms import threads_of_a_worker
 
 _LOOK_S = 0.001
@@ -185,22 +182,6 @@ def sampled(tally: StackTally, clock: Callable[[], float]) -> Iterator[None]:
         done.set()
         looking.join()
         sys.setswitchinterval(before)
-
-
-def is_users(file: str) -> bool:
-    """Whether code of this file is neither Python's, nor of an installed package, nor ours. Cells of notebooks are."""
-    if file.startswith("<"):
-        return file.startswith(("<ipython", "<stdin"))
-    return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
-
-
-_LIBRARIES = tuple(
-    {
-        *(str(Path(folder)) + os.sep for folder in sysconfig.get_paths().values()),
-        str(Path(torch.__file__).parent) + os.sep,
-        str(Path(__file__).parents[2]) + os.sep,
-    }
-)
 
 
 def _name_of(frame: FrameType) -> str:

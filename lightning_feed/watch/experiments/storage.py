@@ -3,8 +3,8 @@
 import functools
 import math
 import os
-import site
 import sys
+import sysconfig
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from lightning_feed.archive.memory import read_text
@@ -218,10 +219,24 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _is_data(path: str) -> bool:
     absolute = os.path.abspath(path)  # noqa: PTH100  # links stay as they are
-    packages = {sys.prefix, sys.base_prefix, *site.getsitepackages()} - {"/usr", "/"}
-    if absolute.endswith(_NOT_DATA) or absolute.startswith((*_SYSTEM, *(f"{folder}{os.sep}" for folder in packages))):
-        return False
-    return Path(absolute).is_file()
+    named_so = not absolute.endswith(_NOT_DATA) and not absolute.startswith(_SYSTEM)
+    return named_so and is_users(absolute) and Path(absolute).is_file()
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither Python's, nor of an installed package, nor ours. Cells of notebooks are the user's."""
+    if file.startswith("<"):
+        return file.startswith(("<ipython", "<stdin"))
+    return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
+
+
+_LIBRARIES = tuple(
+    {
+        *(str(Path(folder)) + os.sep for folder in sysconfig.get_paths().values()),
+        str(Path(torch.__file__).parent) + os.sep,
+        str(Path(__file__).parents[2]) + os.sep,
+    }
+)
 
 
 def sizes_of(paths: Iterable[str]) -> dict[str, int]:

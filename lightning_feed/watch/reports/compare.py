@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from lightning_feed.errors import ReportError, printable_lines
-from lightning_feed.watch.reports.headline import cause_text
-from lightning_feed.watch.reports.report import RemedyCheck, Report, rate
+from lightning_feed.watch.reports.report import RemedyCheck, Report, cause_text, rate
 from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.verdict.diagnosis import SYNCS, LoopFacts, Remedy
 from lightning_feed.watch.verdict.shares import shares_of

@@ -15,8 +15,7 @@ from lightning_feed.archive.files import atomic_write
 from lightning_feed.errors import ReportError, printable, printable_lines
 from lightning_feed.watch.reports import sections
 from lightning_feed.watch.reports.document import NAME, as_json
-from lightning_feed.watch.reports.headline import headline, headline_parts, if_free, is_toy, speedup, trust
-from lightning_feed.watch.reports.report import Report, rate
+from lightning_feed.watch.reports.report import Report, headline, headline_parts, if_free, is_toy, rate, speedup, trust
 from lightning_feed.watch.reports.sections import Section, in_rate
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
 from lightning_feed.watch.verdict.shares import in_ms, toy_sentence

@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple
 from lightning_feed.errors import plural, source_line
 from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
 from lightning_feed.watch.reports.compare import check_text
-from lightning_feed.watch.reports.headline import cause_text, if_free
-from lightning_feed.watch.reports.report import Report, rate
+from lightning_feed.watch.reports.report import Report, cause_text, if_free, rate
 from lightning_feed.watch.stats import LoaderStats, StarvationStats
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements, Remedy
 from lightning_feed.watch.verdict.predict import NOT_TRANSFORMS, step_of

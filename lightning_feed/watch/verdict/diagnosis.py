@@ -278,7 +278,7 @@ class Diagnosis:
     """All that was measured."""
 
     def __repr__(self) -> str:
-        from lightning_feed.watch.reports.headline import headline  # which is made of this
+        from lightning_feed.watch.reports.report import headline  # which is made of this
 
         return f"<Diagnosis: {headline(self)}>"
 

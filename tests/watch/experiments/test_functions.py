@@ -12,8 +12,9 @@ from torchvision.transforms import v2
 from watch.experiments.made_data import Images, Slow, Stream, burn
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.watch.experiments.functions import StackTally, is_users, time_batches
+from lightning_feed.watch.experiments.functions import StackTally, time_batches
 from lightning_feed.watch.experiments.session import LoaderPart
+from lightning_feed.watch.experiments.storage import is_users
 
 HERE = __file__
 

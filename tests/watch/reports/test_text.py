@@ -28,8 +28,7 @@ from lightning_feed.watch.reports.files import (
     print_text,
     show_report,
 )
-from lightning_feed.watch.reports.headline import headline
-from lightning_feed.watch.reports.report import Report
+from lightning_feed.watch.reports.report import Report, headline
 from lightning_feed.watch.reports.sections import Pipeline, in_rate, pipeline_text, read_pipeline
 from lightning_feed.watch.stats import RankStats
 from lightning_feed.watch.verdict.decide import diagnose
