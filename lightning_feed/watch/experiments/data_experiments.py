@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_feed.errors import FeedError, SettingsError
+from lightning_feed.errors import FeedError
 from lightning_feed.watch.experiments import functions, rates, storage, transforms
 from lightning_feed.watch.experiments.results import ExperimentResults
 from lightning_feed.watch.experiments.session import LeftOut, Session
@@ -76,25 +76,14 @@ def run_data_experiments(
         clock: seconds.
 
     Raises:
-        SettingsError: for a name that is none, or a budget that is none.
-        DatasetError: a sample cannot be loaded, with the sample and the worker as far as they can be told.
+        DatasetError: the loader as configured cannot load a sample, with the sample and the worker as far as they can
+            be told.
         LoaderError: the loader hangs or is empty.
     """
-    unknown = sorted((only or frozenset()) - EXPERIMENTS.keys())
-    if unknown:
-        raise SettingsError(f"only={unknown} is none of {', '.join(EXPERIMENTS)}.")
-    if budget_s <= 0:
-        raise SettingsError(f"budget_s={budget_s}: give a number of seconds above 0.")
-    asked = [name for name in EXPERIMENTS if only is None or name in only]
-    if _BUILD_ON_LOADER.intersection(asked) and "loader" not in asked:
-        asked.insert(0, "loader")
+    names = [name for name in EXPERIMENTS if only is None or name in only]
+    if _BUILD_ON_LOADER.intersection(names) and "loader" not in names:
+        names.insert(0, "loader")
     session = Session(loader, None if device is None else torch.device(device), clock)
-    return _run(session, asked, budget_s, on_progress)
-
-
-def _run(
-    session: Session, names: list[str], budget_s: float, on_progress: Callable[[str, float], object] | None
-) -> Iterator[ExperimentResults]:
     began = session.clock()
     no_loader = session.prepare()
     for done, name in enumerate(names):

@@ -38,8 +38,6 @@ _WARM, _BATCHES = 2, 20
 _FULL_S, _POLL_S = 0.5, 0.0005
 """How long the queue may take to fill up, and how often it is looked at."""
 _CHILD_S = 20.0
-_LONG_S = 0.7
-"""With a smaller share of the time, the hand-over is measured once with each sharing strategy."""
 
 
 def measure_loader(session: Session) -> None:
@@ -210,7 +208,7 @@ def measure_hand_over(session: Session) -> None:
         if getattr(part.loader, "decode", None) is not None:
             raise LeftOut("batches are decoded behind the workers, on a device that a forked process must not touch")
     session.check_memory()
-    now, ms = _in_a_process(lambda: _compare(session, 1 if session.share_s < _LONG_S else 2))
+    now, ms = _in_a_process(lambda: _compare(session))
     others = [taken for strategy, taken in ms.items() if strategy != now]
     session.note(sharing_strategy=now, hand_over_ms=ms[now], hand_over_file_system_ms=others[0] if others else None)
 
@@ -253,7 +251,7 @@ def _in_a_process(work: Callable[[], Any]) -> Any:
     return given
 
 
-def _compare(session: Session, passes: int) -> tuple[str, dict[str, float]]:
+def _compare(session: Session) -> tuple[str, dict[str, float]]:
     """(strategy in force, milliseconds of each strategy)."""
     now: str = torch_mp.get_sharing_strategy()  # type: ignore[no-untyped-call]
     total = {now: 0.0}
@@ -261,7 +259,7 @@ def _compare(session: Session, passes: int) -> tuple[str, dict[str, float]]:
         total["file_system"] = 0.0
     for part, sample in zip(session.parts, session.samples, strict=True):
         taken: dict[str, list[float]] = {strategy: [] for strategy in total}
-        for strategy in list(total) * passes:
+        for strategy in [*total, *total]:
             torch_mp.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
             taken[strategy] += taking_times(_constant_loader(part, sample))
         for strategy, times in taken.items():

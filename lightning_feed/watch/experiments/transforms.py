@@ -285,22 +285,17 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
         stream, load = iter(dataset), timer.step("load")
         return lambda _: timer.call(load, next, stream, _END)
     base = next((innermost(dataset, index)[0] for index in indices), dataset)
-    stages: tuple[str, ...] = ("load",)
-    make: Callable[[StepTimer, Any, Any], None] = _make_whole
-    if isinstance(base, ImageDataset) and base.encoded:
-        stages = ("read",)
-    elif isinstance(base, CacheableDataset):
-        stages, make = ("read", "decode", "augment"), _make_in_steps
+    encoded = isinstance(base, ImageDataset) and base.encoded
+    make: Callable[[StepTimer, Any, Any], None] | None = None
+    if isinstance(base, CacheableDataset) and not encoded:
+        make = _make_in_steps
     elif callable(getattr(base, "loader", None)) and hasattr(base, "samples"):
-        stages, make = ("read", "decode"), _make_of_folder
-    for stage in stages:
+        make = _make_of_folder
+    if make is None:  # what no step of a transform takes belongs to the whole
+        return partial(timer.call, timer.step("read" if encoded else "load"), dataset.__getitem__)
+    for stage in ("read", "decode", "augment"):
         timer.step(stage)
     return partial(make, timer, dataset)
-
-
-def _make_whole(timer: StepTimer, dataset: Any, index: Any) -> None:
-    """A sample as it is made; what no step of a transform takes belongs to the first stage."""
-    timer.call(next(iter(timer.steps)), dataset.__getitem__, index)
 
 
 def _make_of_folder(timer: StepTimer, dataset: Any, index: Any) -> None:

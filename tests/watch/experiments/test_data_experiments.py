@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from watch.experiments.made_data import Broken, Files, Images, Slow, Stream
 
-from lightning_feed.errors import DatasetError, LoaderError, SettingsError
+from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.watch.experiments import data_experiments, rates
@@ -240,13 +240,6 @@ def test_what_would_take_too_much_memory_is_not_run(monkeypatch: pytest.MonkeyPa
     assert results.loader_per_s is None
     assert results.ceiling_per_s is None
     assert results.no_transform_per_s is None
-
-
-def test_wrong_names_and_budgets_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"only=\['speed'\] is none of loader, keys"):
-        run_data_experiments(DataLoader(Images()), budget_s=1.0, only=frozenset({"speed"}))
-    with pytest.raises(SettingsError, match="above 0"):
-        run_data_experiments(DataLoader(Images()), budget_s=0.0)
 
 
 def test_the_budget_is_kept() -> None:
