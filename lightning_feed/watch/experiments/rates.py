@@ -77,12 +77,9 @@ def _check_iterable(loader: Any) -> None:
 def measure_keys(session: Session) -> None:
     """The bytes of each part of the first batch."""
     names = [part.name for part in session.parts] or [""]
-    sizes = {
-        f"{place}.{name}" if place else name: size
-        for place, batch in zip(names, session.first, strict=True)
-        for name, size in key_bytes(batch).items()
-    }
-    session.note(keys=tuple(KeyUse(name=name, bytes_per_batch=size, used=None) for name, size in sizes.items()))
+    sizes = [key_bytes(batch, name) for name, batch in zip(names, session.first, strict=True)]
+    keys = [KeyUse(name=name, bytes_per_batch=size, used=None) for one in sizes for name, size in one.items()]
+    session.note(keys=tuple(keys))
 
 
 # --- other numbers of workers -----------------------------------------------------------------------------------------
@@ -117,10 +114,8 @@ def measure_scaling(session: Session) -> None:
                 session.check_memory(number)
                 rate = session.rate(partial(_with_workers, number), share=_EACH)
             except (LeftOut, FeedError) as error:
-                if number and isinstance(error, FeedError):  # without workers: a data set may ask which it is in
-                    raise
                 numbers.remove(number)
-                reasons.append(f"{number} workers: {error}" if isinstance(error, LeftOut) else str(error))
+                reasons.append(f"{number} workers: {error}")
                 continue
             rates.setdefault(number, []).append(rate)
             session.note(

@@ -360,7 +360,7 @@ class Session:
 # --- the parts of a batch -----------------------------------------------------------------------------------------
 
 
-def key_bytes(batch: Any) -> dict[str, int]:
+def key_bytes(batch: Any, place: str = "") -> dict[str, int]:
     """The bytes of every leaf of a batch by its place in it, in order.
 
     Mappings, lists, tuples, named tuples and dataclasses are entered; any other object counts as one leaf with the
@@ -368,6 +368,7 @@ def key_bytes(batch: Any) -> dict[str, int]:
 
     Args:
         batch: as a loader gives it.
+        place: of the batch itself, where it is part of another.
 
     Returns:
         ``{"image": 602112, "meta.path": 1830}``, ``{"0": 602112, "1": 32}`` for a tuple, ``{"batch": 602112}`` for a
@@ -377,7 +378,7 @@ def key_bytes(batch: Any) -> dict[str, int]:
         >>> key_bytes({"image": Tensor(2, 3), "meta": {"path": ["a.jpg", "b.jpg"]}})
         {'image': 24, 'meta.path': 10}
     """
-    return {place: size_of_leaf(leaf) for place, leaf in key_leaves(batch)}
+    return {place: size_of_leaf(leaf) for place, leaf in key_leaves(batch, place)}
 
 
 def key_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,16 +54,19 @@ class Site:
 
 
 @contextmanager
-def replaced(sites: list[Site], made: Callable[[Site], Any]) -> Iterator[None]:
-    """Within it, each site holds what is made for it; afterwards, what it held before."""
-    before = [(site, site.transform) for site in sites]
+def replaced(transforms: Mapping[Site, Any]) -> Iterator[None]:
+    """Within it, each site holds another transform, which gets what the user's own gets; afterwards, what it held."""
+    before = {site: site.transform for site in transforms}
     try:
-        for site in sites:  # past whatever the owner does about attributes
-            vars(site.owner)[site.attribute] = made(site)
+        for site, made in transforms.items():
+            was = site.transform
+            if isinstance(was, UserTransform):
+                made = UserTransform(made, kind="pil" if was.takes_pil else "tensor")
+            vars(site.owner)[site.attribute] = made  # past whatever the owner does about attributes
         yield
     finally:
-        for site, transform in before:
-            vars(site.owner)[site.attribute] = transform
+        for site, was in before.items():
+            vars(site.owner)[site.attribute] = was
 
 
 def find_sites(dataset: Any) -> list[Site]:
@@ -95,14 +98,6 @@ def _attributes(dataset: Any) -> Iterator[tuple[Any, str]]:
             yield from ((value, inner) for inner in ("transform", "target_transform") if getattr(value, inner, None))
         elif callable(value) and (name.lstrip("_") in _NAMES or type(value).__module__.startswith(_PACKAGES)):
             yield dataset, name
-
-
-def _in_place_of(site: Site, transform: Any) -> Any:
-    """A transform for the place of another: it gets what that one gets."""
-    was = site.transform
-    if not isinstance(was, UserTransform):
-        return transform
-    return UserTransform(transform, kind="pil" if was.takes_pil else "tensor")
 
 
 def _users(site: Site) -> Any:
@@ -264,7 +259,7 @@ def sample_costs(
                     return done + 1
             return len(indices)
 
-        with replaced(find_sites(dataset), lambda site: _in_place_of(site, timed(_users(site), timer))):
+        with replaced({site: timed(_users(site), timer) for site in find_sites(dataset)}):
             count = not_hanging(work, max_s, f"A sample of the data set ({part.data_kind})")
     per_ms = 1e6 * max(1, count)
     return tuple(
@@ -375,9 +370,8 @@ class _Noting:
 
 def _one_sample(part: LoaderPart) -> list[tuple[Site, _Noting]]:
     """The transforms that a sample goes through, with what the user's own got and gave."""
-    sites = find_sites(part.loader.dataset)
-    noting = {site: _Noting(_users(site)) for site in sites}
-    with preserve_state(part.loader), replaced(sites, lambda site: _in_place_of(site, noting[site])):
+    noting = {site: _Noting(_users(site)) for site in find_sites(part.loader.dataset)}
+    with preserve_state(part.loader), replaced(noting):
         make_sample(part)
     return [(site, note) for site, note in noting.items() if note.args]
 
@@ -392,7 +386,7 @@ def measure_without_transforms(session: Session) -> None:
     found = [each for part in session.parts for each in _one_sample(part)]
     given = {site: Constant(note.made, decodes=_is_recipe(site)) for site, note in found}
     if given:
-        with replaced(list(given), lambda site: _in_place_of(site, given[site])):
+        with replaced(given):
             session.note(no_transform_per_s=session.rate())
 
 
@@ -432,7 +426,7 @@ def measure_as_uint8(session: Session) -> None:
                 steps = _until_sized(_users(site), note)
             kept |= {} if steps is None else {site: UntilSized(steps)}
     if kept:
-        with replaced(list(kept), lambda site: _in_place_of(site, kept[site])):
+        with replaced(kept):
             session.note(as_uint8_per_s=session.rate())
 
 

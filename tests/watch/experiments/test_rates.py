@@ -94,7 +94,7 @@ class NeedsWorkers(Rates):
 def test_a_data_set_that_needs_workers_is_not_tried_without_again() -> None:
     session, told = _scaled(DataLoader(Images(), num_workers=1), machine_of(1), kind=NeedsWorkers)
     assert session.tried == [2, 1] * 3
-    assert told == "no worker"
+    assert told == "0 workers: no worker"
 
 
 # --- constant samples -------------------------------------------------------------------------------------------------
