@@ -199,7 +199,7 @@ def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> fl
     """What handing a batch over between processes costs one of them, by its tensors and bytes."""
     once, each, megabyte = cost
     by_size = each * (facts.batch_tensors or _TENSORS) + megabyte * (facts.batch_bytes or 0) * 1e-6
-    return _side_by_side(facts) * once + by_size
+    return facts.loaders_beside * once + by_size
 
 
 def read_share(measured: Measurements) -> float | None:
@@ -285,9 +285,4 @@ def _restarting_ms(facts: LoopFacts, number: int) -> float:
     """What starting workers anew for each epoch costs a step; 0.0 where they live on."""
     if facts.may_persist or not facts.batches_per_epoch:
         return 0.0
-    return _side_by_side(facts) * number * _START_MS / facts.batches_per_epoch
-
-
-def _side_by_side(facts: LoopFacts) -> int:
-    """How many training loaders give a part of each batch."""
-    return max(1, len(facts.every_num_workers))
+    return facts.loaders_beside * number * _START_MS / facts.batches_per_epoch
