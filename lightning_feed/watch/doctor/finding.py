@@ -26,15 +26,15 @@ class Finding:
     """One line of the output."""
 
     topic: str
-    """What was looked at, in a word or two."""
+    """The subject, in a word or two."""
     value: str
-    """What was found, with its unit; ``"not known"`` where it could not be read."""
+    """The value, with its unit; ``"not known"`` where it could not be read."""
     level: Level = "ok"
     """``"problem"`` breaks or cripples training, ``"warning"`` slows it, ``"note"`` is worth knowing."""
     meaning: str = ""
-    """What it means for feeding a GPU, or why it is not known."""
+    """Its meaning for feeding a GPU, or why it is not known."""
     do: str = ""
-    """What to do; "" where there is nothing to do."""
+    """The thing to do; "" where there is nothing to do."""
 
     def only_if(self, fault: bool) -> "Finding":  # noqa: FBT001  # it reads as a sentence
         """This where there is a fault, else the topic and the value alone."""
@@ -54,7 +54,7 @@ def _locked_memory() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where everything is read from: by default this machine and this process; tests give others."""
+    """The sources of all findings: by default this machine and this process; tests give others."""
 
     root: Path = Path("/")
     """The file system to read ``proc``, ``sys`` and ``dev/shm`` from."""
@@ -63,7 +63,7 @@ class Sources:
     """Imports a module; an ImportError says that it is absent."""
     version: Callable[[str], str | None] = installed_version
     requirements: Callable[[], list[str] | None] = lambda: requires("lightning-feed")
-    """What this package needs, as in its metadata (``"torch>=2.6"``)."""
+    """Requirements of this package, as in its metadata (``"torch>=2.6"``)."""
     open_files: Callable[[], tuple[int, int]] = _open_files
     """(soft, hard) limit of open files; -1 is no limit."""
     locked_memory: Callable[[], int] = _locked_memory
@@ -93,5 +93,5 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def as_plain(findings: Sequence[Finding]) -> dict[str, Any]:
-    """What ``--json`` prints: ``schema`` and ``findings``, in the order in which they were found."""
+    """The output of ``--json``: ``schema`` and ``findings``, in the order in which they were found."""
     return {"schema": SCHEMA, "findings": [dataclasses.asdict(one) for one in findings]}

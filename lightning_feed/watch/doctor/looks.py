@@ -128,7 +128,7 @@ def shared_memory(sources: Sources) -> Iterator[Finding]:
 
 
 def open_files(sources: Sources) -> Iterator[Finding]:
-    """How many files may be open."""
+    """The limit on open files."""
     soft, hard = sources.open_files()
     names = ["unlimited" if one == UNLIMITED else str(one) for one in (soft, hard)]
     yield Finding(
@@ -348,7 +348,7 @@ def _thread_count(name: str, value: str) -> int | None:
 
 
 def pillow(sources: Sources) -> Iterator[Finding]:
-    """Which Pillow there is, and by what it reads JPEGs."""
+    """The Pillow that is installed, and its JPEG library."""
     simd = sources.version("Pillow-SIMD")
     name = f"Pillow {sources.load('PIL').__version__}" if simd is None else f"Pillow-SIMD {simd}"
     if sources.load("PIL.features").check_feature("libjpeg_turbo"):
@@ -373,7 +373,7 @@ def decoders(sources: Sources) -> Iterator[Finding]:
 
 
 def dali(sources: Sources) -> Iterator[Finding]:
-    """Which DALI there is, and whether it is of torch's CUDA. It is not imported."""
+    """The DALI that is installed, and whether it is of torch's CUDA. It is not imported."""
     there = {cuda: sources.version(package) for cuda, package in DALI_PACKAGES.items()}
     installed = {cuda: Version(version) for cuda, version in there.items() if version is not None}
     built = torch_cuda(sources)

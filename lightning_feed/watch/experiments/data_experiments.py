@@ -21,11 +21,11 @@ class Experiment:
     """One of them."""
 
     what: str
-    """What is done, for the progress bar."""
+    """A few words for the progress bar."""
     measure: Callable[[Session], None]
     """Puts figures among the session's results, or raises LeftOut."""
     weight: float
-    """How the time is shared out."""
+    """Its part of the time."""
 
 
 EXPERIMENTS = {

@@ -27,7 +27,7 @@ from lightning_feed.watch.experiments.transforms import threads_of_a_worker
 
 _LOOK_S = 0.001
 _SWITCH_S = 0.0001
-"""How long pure Python may keep the sampling thread waiting: what runs after it would be seen in its place."""
+"""Longest wait of the sampling thread for pure Python: code that runs after it would be seen in its place."""
 _SILENT_S = 60.0
 """A batch that takes longer is taken to hang."""
 _MOST_FUNCTIONS = 6
@@ -93,7 +93,7 @@ class StackTally:
 
 
 def measure_functions(session: Session) -> None:
-    """What making samples and collating them take, of all loaders, and the user's functions in them."""
+    """The time for making samples and collating them, of all loaders, and the user's functions in them."""
     made = [time_batches(part, session.share_s / len(session.parts)) for part in session.parts]
     functions = sorted((one for _, found in made for one in found), key=lambda one: -one.ms_per_batch)
     session.note(
@@ -194,7 +194,7 @@ def _name_of(frame: FrameType) -> str:
 
 
 def _name_of_call(frame: FrameType) -> str:
-    """What is called: a class where its objects are, else ``Image.convert``, or the function."""
+    """The name of a call: a class where its objects are called, else ``Image.convert``, or the function."""
     name = frame.f_code.co_name
     if "self" not in frame.f_locals:
         return name

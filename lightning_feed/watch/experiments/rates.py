@@ -36,7 +36,7 @@ _EACH = 1 / 8
 _WARM, _BATCHES = 2, 20
 """Batches of a pass of the hand-over that do not count, and those that do."""
 _FULL_S, _POLL_S = 0.5, 0.0005
-"""How long the queue may take to fill up, and how often it is looked at."""
+"""Time for the queue to fill up, and between two looks at it."""
 _CHILD_S = 20.0
 
 
@@ -134,7 +134,7 @@ def _with_workers(number: int, part: LoaderPart) -> Changes:
 
 
 class _Constant:
-    """What stands for a data set, and gives one sample again and again.
+    """A stand-in for a data set that gives one sample again and again.
 
     Args:
         sample: what it gives.
@@ -209,7 +209,7 @@ def measure_hand_over(session: Session) -> None:
 
 
 def _in_a_process(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a forked process.
+    """The result of ``work`` in a forked process.
 
     Raises:
         LeftOut: it fails there, takes too long, or ends the process.

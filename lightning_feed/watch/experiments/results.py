@@ -47,7 +47,7 @@ class KeyUse:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFacts:
-    """Where the bytes come from."""
+    """The source of the bytes."""
 
     file_system: str | None = None
     """As the system names it: ``ext4``, ``overlay``, ``nfs4``."""
@@ -67,11 +67,11 @@ class ExperimentResults:
 
     batch_size: int | None = None
     model_per_s: float | None = None
-    """What the model takes when the same device batch comes again and again."""
+    """The rate of the model when the same device batch comes again and again."""
     host_batch_per_s: float | None = None
     """The same with the same host batch, copied in each step."""
     loader_per_s: float | None = None
-    """What the loader gives, alone, as configured."""
+    """The rate of the loader, alone, as configured."""
     loader_start_s: float | None = None
     """From ``iter(loader)`` to its first batch."""
     taking_ms: float | None = None
@@ -83,7 +83,7 @@ class ExperimentResults:
     as_uint8_per_s: float | None = None
     """The loader with uint8 images at their final size: what else the transforms do is left to the device."""
     device_decode_per_s: float | None = None
-    """What the device decodes, crops and resizes of an image folder, with nothing beside it."""
+    """The rate at which the device decodes, crops and resizes an image folder, with nothing beside it."""
     costs: tuple[NamedCost, ...] = ()
     """Per sample: reading, decoding, and every transform by name."""
     samples_ms: float | None = None
@@ -91,7 +91,7 @@ class ExperimentResults:
     collate_ms: float | None = None
     """The same for what makes a batch of them: ``collate_fn``."""
     functions: tuple[FunctionCost, ...] = ()
-    """Where that time goes in the user's own code, the most expensive first."""
+    """The user's own functions in that time, the most expensive first."""
     cold_per_s: float | None = None
     """The loader with none of its files in the page cache."""
     ceiling_per_s: float | None = None
@@ -121,7 +121,7 @@ class ExperimentResults:
 
     @property
     def noise_pct(self) -> float | None:
-        """How far rates of the same setting lay apart: of each the highest less the lowest over the median, 0 to 100
+        """Spread of the rates of the same setting: of each the highest less the lowest over the median, 0 to 100
         and more; the largest of them. Differences within it tell nothing. None: nothing was tried twice."""
         median = dict(self.worker_scaling)
         apart = [100 * (high - low) / median[one] for one, low, high in self.worker_spread if median.get(one)]

@@ -72,7 +72,7 @@ class LoaderPart:
         return len(next(iter(self.first_batches(1)), [None]))
 
     def first_batches(self, count: int) -> list[Any]:
-        """What its sampler gives for the first batches of a pass: lists of indices, or indices where the loader does
+        """Indices of the first batches of a pass, as its sampler gives them: lists, or indices where the loader does
         not batch. Fewer where the pass is shorter."""
         with preserve_state(self.loader):
             source = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
@@ -169,7 +169,7 @@ def naming(dataset: Any, index: Any) -> Iterator[None]:
 
 
 def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T:
-    """What ``work`` returns, or raises.
+    """The result of ``work``, which may not be silent for long.
 
     Args:
         work: calls ``beat()`` at least every ``silent_s``.
@@ -216,7 +216,7 @@ def fresh(sample: Any) -> Any:
 
 @dataclass
 class Session:
-    """What the experiments know of the loaders, and what they have found so far.
+    """The loaders under experiment, and the results so far.
 
     Args:
         loader: what ``train_dataloader`` returned.
@@ -236,7 +236,7 @@ class Session:
     first: list[Any] = field(default_factory=list)
     """The first batch of each loader."""
     alone: LoaderRate | None = None
-    """What the loaders give as configured."""
+    """The rate of the loaders as configured."""
     share_s: float = 1.0
     """Seconds that the present experiment has."""
     subset: Any = None
@@ -274,7 +274,7 @@ class Session:
         self.note(left_out=(*self.results.left_out, (name, reason)))
 
     def counted_s(self, share: float = 1.0) -> float:
-        """How much of the experiment's time, or of a share of it, is counted; the rest is start-up and warm-up."""
+        """The part of the experiment's time, or of a share of it, that is counted; the rest is start-up and warm-up."""
         return max(0.1, min(3.0, 0.4 * share * self.share_s))
 
     def rate(

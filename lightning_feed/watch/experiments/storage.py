@@ -248,7 +248,7 @@ def sizes_of(paths: Iterable[str]) -> dict[str, int]:
 
 
 def measure_disk(session: Session) -> None:
-    """Where the files of some samples lie, and how fast they are read while the loader runs alone."""
+    """The file system of some samples' files, and the rate at which the loader alone reads them."""
     assert session.alone is not None, "it is measured first"
     if any(part.stream for part in session.parts):
         raise LeftOut("an iterable data set does not tell which files a sample is made of")

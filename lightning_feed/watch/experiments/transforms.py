@@ -179,7 +179,7 @@ class _Timed:
 
 
 def timed(transform: Any, timer: StepTimer) -> Any:
-    """What does the same as a transform and times its steps; the transform itself is not written to.
+    """A copy of a transform that times its steps; the transform itself is not written to.
 
     ``Compose`` and its like are entered: what has a list ``transforms`` of other steps, as of torchvision,
     albumentations and MONAI, and ``nn.Sequential``. Steps are called as the container calls them, with positional
@@ -205,7 +205,7 @@ def _calls(transform: Any, steps: Sequence[Any]) -> bool:
 
 
 def name_of(step: Any) -> str:
-    """What users call a step: its class, or the function's name."""
+    """The name of a step for users: its class, or the function's name."""
     function = getattr(step, "__func__", step)
     name = getattr(function, "__name__", None) or type(step).__name__
     return str(name).replace("<lambda>", "lambda")
@@ -224,7 +224,7 @@ def measure_costs(session: Session) -> None:
 def sample_costs(
     part: LoaderPart, max_s: float, *, timer: StepTimer | None = None, samples: int = _MOST_SAMPLES
 ) -> tuple[NamedCost, ...]:
-    """What the steps that make a sample cost, in this process, with one thread where workers would have one.
+    """The cost of each step that makes a sample, in this process, with one thread where workers would have one.
 
     Each sample is made twice and timed the second time, so that its files are in the page cache; of an iterable data
     set every second one is timed. Data sets that tell reading from decoding (a :class:`CacheableDataset`, torchvision's

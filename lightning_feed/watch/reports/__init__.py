@@ -1,1 +1,1 @@
-"""What was found, as text for people and as files for programs."""
+"""Reports: a verdict as text and pages for people, and as JSON for programs."""

@@ -50,7 +50,7 @@ class Comparison:
     """Two reports, the earlier first."""
 
     before: str
-    """Where the earlier was read from."""
+    """The file of the earlier."""
     after: str
     settings: tuple[Changed, ...]
     """Of the run. What is not known of one of both is left out."""
@@ -68,11 +68,11 @@ class Comparison:
     unchecked: tuple[str, ...]
     """``changes`` of its other remedies that no report tells of: a transform, a copy in memory."""
     cautions: tuple[str, ...]
-    """Why the figures may not be comparable."""
+    """Reasons why the figures may not be comparable."""
 
 
 def compare(before: Report, after: Report) -> Comparison:
-    """What changed from one report to another.
+    """The changes from one report to another.
 
     A remedy of the earlier report counts as followed when its ``changes`` is true of the later run's facts and not of
     the earlier's. What cannot be read off the facts (another model, another transform) is never taken for followed.
@@ -110,7 +110,7 @@ _NOT_CHOSEN = (
 
 
 def _settings(report: Report) -> dict[str, Setting]:
-    """What a user chose, by name; a synchronisation is named by itself and True where it is set up."""
+    """The settings that a user chose, by name; a synchronisation is named by itself and True where it is set up."""
     facts = report.diagnosis.measurements.facts
     names = (one.name for one in fields(LoopFacts) if one.name not in _NOT_CHOSEN and not one.name.endswith("_ms"))
     chosen: dict[str, Setting] = {name: getattr(facts, name) for name in names}

@@ -39,7 +39,7 @@ SCHEMA = "lightning_feed.report/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What limits training: a Diagnosis without its remedies and measurements."""
+    """A Diagnosis without its remedies and measurements."""
 
     bottleneck: Bottleneck
     cause: Cause

@@ -39,7 +39,7 @@ class Environment:
     free_shm_bytes: int | None = None
     """Free space of /dev/shm then."""
     start_method: str | None = None
-    """How worker processes start: ``fork``, ``forkserver`` or ``spawn``."""
+    """Start method of worker processes: ``fork``, ``forkserver`` or ``spawn``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Report:
     written_at: str
     """ISO 8601, UTC."""
     report_card: tuple[RemedyCheck, ...] = ()
-    """What an earlier report predicted for this run. Empty: there was none to compare with, or none of its remedies
+    """Predictions of an earlier report for this run. Empty: there was none to compare with, or none of its remedies
     is in effect."""
     path: Path | None = None
     """The file that it was read from."""
@@ -169,7 +169,7 @@ def is_toy(diagnosis: Diagnosis) -> bool:
 
 
 def trust(diagnosis: Diagnosis) -> str:
-    """How far to trust the verdict: ``95 % CI 32-36, confidence high, 412 steps``.
+    """The trust in the verdict: ``95 % CI 32-36, confidence high, 412 steps``.
 
     The interval is that of this rank's steps: it is left out where the headline names what all ranks lose, or what an
     epoch loses before its first batch, and where it has no width.
@@ -204,7 +204,7 @@ def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
 
 
 def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
-    """What the grade goes by: waiting in this rank's steps, in those of all ranks, or for an epoch's first batch."""
+    """The base of the grade: waiting in this rank's steps, in those of all ranks, or for an epoch's first batch."""
     measured = diagnosis.measurements
     starved, shares = measured.stats.starved_pct, shares_of(measured)
     if diagnosis.cause == "one rank" and measured.ranks is not None and measured.ranks.starved_pct is not None:
@@ -220,7 +220,7 @@ def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
 
 
 def if_free(diagnosis: Diagnosis) -> str:
-    """What free data would give. Empty: not known."""
+    """The speed-up if data were free. Empty: not known."""
     faster = speedup(diagnosis)
     if faster is None:
         return ""

@@ -34,19 +34,19 @@ class Bar(NamedTuple):
     """A stage that every sample passes; a part of the loader, which shares its workers with the other parts; the fit as
     it ran; the loader under other circumstances; or the fit, predicted after a remedy, whose code is the name."""
     note: str = ""
-    """How the figure was found."""
+    """The way the figure was measured."""
     narrowest: bool = False
     """The stage that limits the whole, or the part that limits the loader."""
 
 
 class Pipeline(NamedTuple):
-    """What was measured of the pipeline, in the order in which a sample passes its stages."""
+    """The measured rates of the pipeline, in the order in which a sample passes its stages."""
 
     unit: str
     """``samples/s``, or ``batches/s`` where the batch size is not known."""
     bars: Sequence[Bar]
     full_per_s: float
-    """What the longest bar stands for."""
+    """The rate of the longest bar."""
 
 
 def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
@@ -155,7 +155,7 @@ class Section:
     """Text. The first column names; in a table the others are figures."""
     header: Row = ()
     form: Literal["table", "list", "step", "remedies", "pipeline", "pairs"] = "table"
-    """How a page shows it; those besides ``table`` and ``list`` (a single column) have a look of their own."""
+    """Its look on a page; those besides ``table`` and ``list`` (a single column) have a look of their own."""
     console: Sequence[str] | str = ()
     """Lines, or a word that a line of the rows begins with. Empty: the console does not show it."""
     note: str = ""
@@ -163,7 +163,7 @@ class Section:
     pipeline: Pipeline | None = None
 
     def console_lines(self) -> Sequence[str]:
-        """What the console says."""
+        """The lines on the console."""
         if not isinstance(self.console, str):
             return self.console
         named = [f"{row[0]}: {row[1]}" for row in self.rows[:ROWS_NAMED]]
@@ -172,7 +172,7 @@ class Section:
 
 
 def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
-    """How a step divides."""
+    """The parts of a step."""
     if diagnosis.stats.step_ms:
         copies = diagnosis.device_type != "cpu" or diagnosis.bottleneck == "copy"
         yield _parts_section("step", diagnosis.stats, copies=copies, end=f"        {if_free(diagnosis)}")
@@ -207,7 +207,7 @@ _PARTS = ("part of the step", "ms", "%", "")
 
 
 def time_sections(measured: Measurements) -> Iterator[Section]:
-    """Where the time of the run and of its validation goes."""
+    """The parts of the run, and of its validation."""
     wall, validation = measured.wall, measured.validation
     if wall is not None and wall.wall_s > 0:
         digits = 1 if wall.wall_s >= 10 else 2
@@ -406,7 +406,7 @@ def _key_rows(keys: tuple[KeyUse, ...]) -> list[Row]:
 
 
 def other_sections(report: Report) -> Iterator[Section]:
-    """What pages show below the step and the advice."""
+    """The sections of a page below the step and the advice."""
     diagnosis = report.diagnosis
     yield from _list("What an earlier report predicted for this run", map(check_text, report.report_card))
     yield from pipeline_sections(diagnosis)

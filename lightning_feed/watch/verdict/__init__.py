@@ -1,1 +1,1 @@
-"""What limits training, and what to change: a pure function of what was measured."""
+"""The verdict: the limit of training and its remedies, a pure function of the measurements."""

@@ -37,7 +37,7 @@ DALI_DECODES = (
     "DALI works on the GPU, and a batch that it is not done with is waited for there: its decoding is part of this time"
 )
 FASTER, NO_FASTER = 1.25, 1.1
-"""How much faster the loader is without a stage that is at fault, and at most without one that is not."""
+"""Speed-up of the loader without a stage that is at fault, and the most without one that is not."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Finding:
 
 
 def data_cause(measured: Measurements, shares: Shares) -> Finding:
-    """Why training waits for data."""
+    """The cause of waiting for data."""
     facts = measured.facts
     found = next(found for rule in DATA_RULES if (found := rule(measured, shares)) is not None)
     if facts.dali_device == "cuda" or facts.backend == "dali-gpu":
@@ -146,7 +146,7 @@ def _idle_workers(measured: Measurements, _: Shares) -> Finding | None:
 
 
 def _workers(measured: Measurements, _: Shares) -> Finding | None:
-    """What the workers do is told of every cause: see :func:`decide.diagnose`."""
+    """Workers that are busy, or blocked. Their shares of time are told whatever the cause."""
     busy = _busy_pct(measured)
     if busy is None or 100.0 - busy >= BLOCKED_PCT:
         return None if busy is None else _blocked(measured)
@@ -228,7 +228,7 @@ NAMED_SHARE = 0.5
 """Share of the time between the steps that hooks must take to be its cause, and not a wait for the device."""
 HOOKS_SAID = 3
 SMALL_BYTES, MANY_TENSORS = 64 * 1024, 8
-"""What PrefetchCallback(pack_small=True) would pack: so many tensors of at most so many bytes."""
+"""The batches that PrefetchCallback(pack_small=True) packs: so many tensors of at most so many bytes."""
 COPY_SHARE = 0.5
 """Share of the time in the transfer to the device that the copy alone takes, or else hooks are at fault."""
 LINK_SHARE = 0.5
@@ -259,7 +259,7 @@ def _waits(hook: HookTime) -> bool:
 
 
 def copy_cause(measured: Measurements, shares: Shares) -> Finding:
-    """Why the transfer to the device is exposed."""
+    """The cause of an exposed transfer to the device."""
     facts, stats, found = measured.facts, measured.stats, measured.experiments
     h2d, alone = stats.h2d_ms or 0.0, None if found is None else found.copy_ms
     hidden = alone is not None and alone < COPY_SHARE * h2d

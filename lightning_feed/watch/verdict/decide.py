@@ -127,7 +127,7 @@ SLACK_SHARE = 0.01
 
 
 def _evidence(measured: Measurements, shares: Shares, because: Sequence[str]) -> tuple[str, ...]:
-    """What takes a step, why (``because``), and what else bears on it."""
+    """The largest parts of a step, their cause (``because``), and further facts that bear on it."""
     stats, facts = measured.stats, measured.facts
     whole = shares.step_ms
     said = [_part(measured, shares, part) for part in shares.over]
@@ -150,7 +150,7 @@ def _evidence(measured: Measurements, shares: Shares, because: Sequence[str]) ->
 
 
 def _loading(measured: Measurements) -> list[str]:
-    """Who makes the batches, and what they did meanwhile."""
+    """The workers, and their shares of time on a CPU, ready for one, and blocked."""
     facts, loaders = measured.facts, measured.loaders
     if not facts.num_workers:
         turns = f"num_workers=0, so loading and {LOOP_WORDS[facts.stage]} take turns"
@@ -201,7 +201,7 @@ FACTORS = (2, 5, 10)
 
 
 def _limit_of(measured: Measurements) -> Limit | None:
-    """What takes more of a fit than training, epoch starts included; None where training takes most."""
+    """The part of a fit that takes longer than training, epoch starts included; None where training takes most."""
     wall = measured.wall
     if wall is None or measured.facts.stage != "fit":
         return None

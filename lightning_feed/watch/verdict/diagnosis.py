@@ -1,4 +1,4 @@
-"""What goes into a verdict, and what comes out: frozen values, None for what is not known."""
+"""Input and output of a verdict: frozen values, None for what is not known."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,7 +16,7 @@ Cause = Literal[
     "hand-over", "jitter", "one rank",
     "compute", "launch", "unknown",
 ]  # fmt: skip
-"""Why, within a bottleneck.
+"""The cause within a bottleneck.
 
 framework: ``hooks`` (callbacks, logging, checkpoints), ``synchronisation`` (the host waits for the device by itself).
 copy: ``unpinned``, ``not overlapped`` (pinned, on the compute stream), ``link`` (near its speed), ``small tensors``,
@@ -32,10 +32,10 @@ alone is much faster than the step: ``oversubscribed`` (tasks wait for a CPU), o
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the user's program sets up the training loader that counts."""
+    """The place in the user's program that sets up the training loader."""
 
     words: str
-    """What to change there: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
+    """The call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings"] = "arguments"
     """Whether it takes a loader's keyword arguments, or those of LoaderSettings."""
     inner: str = ""
@@ -47,7 +47,7 @@ class Place:
     datamodule: str = ""
     """The class of the data module. Empty: there is none."""
     trainer_key: str = ""
-    """What the Trainer's arguments begin with on the command line (``--trainer.``), where LightningCLI makes it."""
+    """Prefix of the Trainer's arguments on the command line (``--trainer.``), where LightningCLI makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class HookPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopFacts:
-    """What is known of the run besides its times. None: not known."""
+    """Facts of the run besides its times. None: not known."""
 
     loop: Literal["trainer", "plain"] = "trainer"
     """Whose loop this is: Lightning's Trainer, or the user's own, which has no callbacks, hooks or data modules."""
@@ -129,7 +129,7 @@ class LoopFacts:
     """CPUs that this rank may use."""
     world_size: int = 1
     package: Literal["lightning.pytorch", "pytorch_lightning"] = "lightning.pytorch"
-    """What the Trainer is imported from, and so its callbacks."""
+    """Package of the Trainer and its callbacks."""
     lightning: str | None = None
     """Version of that."""
     host_cpu_ms: float | None = None
@@ -153,15 +153,15 @@ class LoopFacts:
     bar_refresh_rate: int | None = None
     """Batches between two drawings of the progress bar; 0: it is off."""
     place: Place | None = None
-    """Where the training loader is made."""
+    """The place that makes the training loader."""
     hook_places: tuple[HookPlace, ...] = ()
     """Hooks of the user's that are called around each training step."""
     syncs: tuple[str, ...] = ()
-    """What is set up that makes the host wait for the device in each step: of :data:`SYNCS`."""
+    """Set up, and makes the host wait for the device in each step: of :data:`SYNCS`."""
 
     @property
     def loaders_beside(self) -> int:
-        """How many training loaders give a part of each batch."""
+        """Number of training loaders that give a part of each batch."""
         return max(1, len(self.every_num_workers))
 
 
@@ -176,7 +176,7 @@ SYNCS = {
 
 @dataclass(frozen=True, kw_only=True)
 class HookTime:
-    """What one hook takes of a step."""
+    """The time of one hook in a step."""
 
     name: str
     """As Lightning names it to its profiler, for example ``[Callback]ModelCheckpoint.on_train_batch_end``."""
@@ -186,10 +186,10 @@ class HookTime:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopMeasurements:
-    """What was measured of the validation within a fit."""
+    """Measurements of the validation within a fit."""
 
     stats: StarvationStats
-    """How its steps divide: those of ``validation_step``."""
+    """The parts of its steps: those of ``validation_step``."""
     facts: LoopFacts
     """Of its loaders."""
     loaders: LoaderStats = field(default_factory=LoaderStats)
@@ -213,14 +213,14 @@ class Measurements:
     by_loader: tuple[LoaderSteps, ...] = ()
     """Of a validation, test or prediction: each of several loaders."""
     wall: WallStats | None = None
-    """Where the time of the whole run goes. None: not measured."""
+    """The parts of the whole run. None: not measured."""
     validation: LoopMeasurements | None = None
     """The validation within a fit."""
     experiments: ExperimentResults | None = None
 
 
 Form = Literal["arguments", "settings", "datamodule", "override", "method", "trainer", "callback", "line"]
-"""What kind of text a remedy's ``code`` is, so that a program can apply it, too.
+"""The kind of text that a remedy's ``code`` is, so that a program can apply it, too.
 
 ``arguments``: keyword arguments for the call that makes the training loader; one that is there already gets the new
 value. ``settings``: the same for LoaderSettings, which a FastDataModule takes as ``loader=`` and ``wrap`` as its second
@@ -236,14 +236,14 @@ class Remedy:
     """One change to make."""
 
     code: str
-    """What to paste, and nothing else: see :data:`Form`."""
+    """The text to paste, and nothing else: see :data:`Form`."""
     form: Form | None = None
-    """What kind of text ``code`` is. None: of a report that was written before there were forms."""
+    """The kind of text that ``code`` is. None: of a report that was written before there were forms."""
     where: str = ""
-    """What changes and where, in words: ``num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader,
+    """The change and its place, in words: ``num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader,
     data.py:41)``."""
     why: str
-    """What it does about it."""
+    """The reason why it helps."""
     predicted_step_ms: float | None = None
     """Step time to expect. None: cannot be computed from what was measured, or steps stay as they are."""
     predicted_gain_pct: float | None = None
@@ -255,25 +255,25 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What limits training, why we think so, and what to change first."""
+    """The limit of training, the evidence for it, and the remedies."""
 
     bottleneck: Bottleneck
     """``data``, ``copy``, ``framework`` (between the steps), ``compute`` (the GPU is fed), or ``unknown``. Where they
     take more of the run than training does: ``validation`` or ``checkpoints``."""
     cause: Cause = "unknown"
-    """Why, as far as the measurements tell: see :data:`Cause`."""
+    """The cause, as far as the measurements tell: see :data:`Cause`."""
     grade: Grade
-    """How starved the device is, whatever the bottleneck: under 2 % fed, under 5 % jitter, under 20 % moderately."""
+    """Degree of starvation, whatever the bottleneck: under 2 % fed, under 5 % jitter, under 20 % moderately."""
     confidence: Confidence
-    """How far to trust it."""
+    """Trust in it."""
     evidence: tuple[str, ...]
     """The figures it rests on, one sentence each."""
     remedies: tuple[Remedy, ...] = ()
-    """What to change, the largest predicted gain first; at most three, and none that gains nothing."""
+    """Changes, the largest predicted gain first; at most three, and none that gains nothing."""
     notes: tuple[str, ...] = ()
-    """What else is worth knowing or trying, a sentence each, where no gain can be predicted."""
+    """Further things worth knowing or trying, a sentence each, where no gain can be predicted."""
     why_not: tuple[str, ...] = ()
-    """What one would try first and need not, with the figures that speak against it, a sentence each."""
+    """Obvious changes that would not help, with the figures that speak against them, a sentence each."""
     measurements: Measurements
     """All that was measured."""
 
@@ -290,7 +290,7 @@ class Diagnosis:
 
     @property
     def stats(self) -> StarvationStats:
-        """How the steps divide."""
+        """The parts of the steps."""
         return self.measurements.stats
 
     @property

@@ -1,4 +1,4 @@
-"""What is worth knowing beside the remedies: what nobody can predict, and why the obvious remedy would not help."""
+"""Notes beside the remedies: changes without a prediction, and why the obvious one would not help."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _SHARD = (
     "come twice. Divide it by torch.utils.data.get_worker_info() before you have more than one"
 )
 _ASK: tuple[Cause, ...] = ("no workers", "cpu", "waiting", "unknown")
-"""Where the time goes into making samples or batches."""
+"""Causes by which making samples or batches takes the time."""
 _WAYS_OUT = {
     "prog_bar": "self.log(..., prog_bar=False) avoids it",
     "grad_scaler": 'precision="bf16-mixed" needs no scaler',
@@ -30,13 +30,13 @@ _WAYS_OUT = {
 
 
 def notes_for(case: Case, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """What else is worth knowing or trying, the most telling first."""
+    """Further things worth knowing or trying, the most telling first."""
     said = [*_framework(case, remedies), *_copy(case), *_data(case, remedies), *_fed(case)]
     return tuple(dict.fromkeys(said))[:MOST]
 
 
 def why_not(case: Case, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """Why there are not more workers among the remedies, where they were tried or can be reckoned."""
+    """The reason why more workers are no remedy, where they were tried or can be predicted."""
     facts, step, now = case.facts, case.shares.step_ms, case.facts.num_workers
     if case.data is None or any(remedy.changes.startswith("num_workers=") for remedy in remedies):
         return ()
@@ -119,7 +119,7 @@ def _crowded(workers: int, cpus: int) -> str:
 
 
 def _pixels(case: Case) -> Iterator[str]:
-    """Where the loader was timed with images that stay uint8: that takes a change of the data set and of a hook."""
+    """The rate of the loader with images that stay uint8: that takes a change of the data set and of a hook."""
     facts, found = case.facts, case.measured.experiments
     done = facts.device_transform or (facts.decoder is not None and facts.own_transforms is False)
     if done or found is None or not found.as_uint8_per_s or not found.loader_per_s:
@@ -202,7 +202,7 @@ def _copy(case: Case) -> Iterator[str]:
 
 
 def _fed(case: Case) -> Iterator[str]:
-    """Where fewer workers would do: by the rates of loader and model, else half of them."""
+    """Fewer workers that would do: by the rates of loader and model, else half of them."""
     loaders, found, workers = case.measured.loaders, case.measured.experiments, case.facts.num_workers or 0
     ready, capacity = loaders.queue_ready, loaders.queue_capacity
     if case.causes.get("compute") == "launch":

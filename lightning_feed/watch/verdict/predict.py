@@ -18,7 +18,7 @@ NOT_TRANSFORMS = ("read", "decode", "load")
 """Steps of a sample's way that are no transforms, as experiments name them: see :func:`step_of`."""
 
 _TAKE = (0.5, 0.1, 0.5)
-"""What taking a batch from a worker process costs the training process: ms, ms a tensor, ms a megabyte. Of lists of 1
+"""Cost of taking a batch from a worker process, for the training process: ms, ms a tensor, ms a megabyte. Of lists of 1
 to 64 tensors of 100 B to 40 MB on a virtual machine with 2 CPUs, torch 2.15."""
 _SEND = (0.3, 0.25, 0.75)
 """The same for the worker, that moves it into shared memory and answers for each tensor."""
@@ -196,14 +196,14 @@ def tried_rates(measured: Measurements) -> dict[int, float]:
 
 
 def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> float:
-    """What handing a batch over between processes costs one of them, by its tensors and bytes."""
+    """The time that handing a batch over between processes takes one of them, by its tensors and bytes."""
     once, each, megabyte = cost
     by_size = each * (facts.batch_tensors or _TENSORS) + megabyte * (facts.batch_bytes or 0) * 1e-6
     return facts.loaders_beside * once + by_size
 
 
 def read_share(measured: Measurements) -> float | None:
-    """What reading takes of the time for a sample, 0 to 1; None where the two were not told apart."""
+    """Share of reading in the time for a sample, 0 to 1; None where the two were not told apart."""
     costs = {cost.name: cost.wall_ms for cost in measured.experiments.costs} if measured.experiments else {}
     whole = sum(costs.values())
     return costs["read"] / whole if "read" in costs and whole > 0 else None
@@ -273,7 +273,7 @@ def _training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
 
 
 def _taking_ms(measured: Measurements) -> float:
-    """What taking a batch from a worker would cost training: as it was timed, else by its tensors and bytes."""
+    """The time that taking a batch from a worker would take: as it was measured, else by its tensors and bytes."""
     timed = measured.experiments.hand_over_ms if measured.experiments is not None else None
     if timed is not None:
         return timed
@@ -282,7 +282,7 @@ def _taking_ms(measured: Measurements) -> float:
 
 
 def _restarting_ms(facts: LoopFacts, number: int) -> float:
-    """What starting workers anew for each epoch costs a step; 0.0 where they live on."""
+    """The time for starting workers anew in each epoch, for each step; 0.0 where they live on."""
     if facts.may_persist or not facts.batches_per_epoch:
         return 0.0
     return facts.loaders_beside * number * _START_MS / facts.batches_per_epoch

@@ -23,9 +23,9 @@ from lightning_feed.watch.verdict.shares import DATA_PCT, LOOP_WORDS, OTHERS_PCT
 
 PLACE = Place(words="your training DataLoader")
 OUR_PLACE = Place(words="loader=LoaderSettings(...) of your data module", form="settings")
-"""Where nobody saw more."""
+"""The places where nothing more is known."""
 _WRAPPED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
-"""What ``wrap`` changes; the rest is set in the loader inside."""
+"""Settings that ``wrap`` changes; the rest is set in the loader inside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,12 @@ class Case:
 
     @property
     def facts(self) -> LoopFacts:
-        """What is known of the run besides its times."""
+        """Facts of the run besides its times."""
         return self.measured.facts
 
     @property
     def data(self) -> Cause | None:
-        """Why training waits for data; None: it does not, or none of the settings of a loader bears on it."""
+        """The cause of waiting for data; None: there is none, or none of the settings of a loader bears on it."""
         return None if self.facts.dali_device is not None else self.causes.get("data")
 
     @property
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def place(self) -> Place:
-        """Where the training loader is set up."""
+        """The place that sets up the training loader."""
         if self.facts.place is None and not self.facts.ours:
             return replace(PLACE, words=f"your {LOOP_WORDS[self.facts.stage]} DataLoader")
         return self.facts.place or OUR_PLACE
@@ -200,7 +200,7 @@ def _can_change_workers(case: Case) -> bool:
 
 
 def _with_kept_workers(case: Case) -> tuple[Measurements, dict[str, Any]]:
-    """What was measured, with whether new workers may live on; and the setting by which they do, where it needs one."""
+    """The measurements, with whether new workers may live on; and the setting by which they do, where it needs one."""
     facts = case.facts
     if case.place.form == "settings":  # there it is the default
         return case.measured, {}

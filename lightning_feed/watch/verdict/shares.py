@@ -22,7 +22,7 @@ cannot take more than all of it: beyond what two measurements differ by, somethi
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """What each part takes of a step. Percentages of the mean step; a part whose time is not known has 0."""
+    """Shares of a step. Percentages of the mean step; a part whose time is not known has 0."""
 
     step_ms: float
     framework_pct: float
@@ -85,7 +85,7 @@ def shares_of(measured: Measurements) -> Shares | None:
 
 
 def grade_of(data_pct: float) -> Grade:
-    """How starved, by the share of the step that waits for data."""
+    """Degree of starvation, by the share of the step that waits for data."""
     if data_pct < JITTER_PCT:
         return "fed"
     if data_pct < DATA_PCT:
