@@ -368,12 +368,26 @@ class _Noting:
         return self.made
 
 
-def _one_sample(part: LoaderPart) -> list[tuple[Site, _Noting]]:
-    """The transforms that a sample goes through, with what the user's own got and gave."""
-    noting = {site: _Noting(_users(site)) for site in find_sites(part.loader.dataset)}
-    with preserve_state(part.loader), replaced(noting):
-        make_sample(part)
-    return [(site, note) for site, note in noting.items() if note.args]
+def _rate_with(session: Session, other: Callable[[Site, _Noting], Any]) -> float | None:
+    """The rate of the loaders with other transforms in the place of theirs; None where there are none to replace.
+
+    Args:
+        session: with the loaders.
+        other: gives the transform for a site, by what the user's own got and gave of one sample; None: none.
+    """
+    session.check_memory()
+    others: dict[Site, Any] = {}
+    for part in session.parts:
+        noting = {site: _Noting(_users(site)) for site in find_sites(part.loader.dataset)}
+        with preserve_state(part.loader):
+            with replaced(noting):
+                make_sample(part)
+            made = {site: other(site, note) for site, note in noting.items() if note.args}
+        others |= {site: one for site, one in made.items() if one is not None}
+    if not others:
+        return None
+    with replaced(others):
+        return session.rate()
 
 
 def measure_without_transforms(session: Session) -> None:
@@ -382,12 +396,8 @@ def measure_without_transforms(session: Session) -> None:
     Reading, decoding, collating and handing over stay as they are, with the same shapes. Nothing is noted where there
     is no transform.
     """
-    session.check_memory()
-    found = [each for part in session.parts for each in _one_sample(part)]
-    given = {site: Constant(note.made, decodes=_is_recipe(site)) for site, note in found}
-    if given:
-        with replaced(given):
-            session.note(no_transform_per_s=session.rate())
+    rate = _rate_with(session, lambda site, note: Constant(note.made, decodes=_is_recipe(site)))
+    session.note(no_transform_per_s=rate)
 
 
 class UntilSized:
@@ -418,26 +428,17 @@ def measure_as_uint8(session: Session) -> None:
     colours, blurs, conversions to floats, normalising) can be done for the whole batch in ``device_transform``, and is
     left out here. Nothing is noted where no pipeline of images is found.
     """
-    session.check_memory()
-    kept: dict[Site, UntilSized] = {}
-    for part in session.parts:
-        for site, note in _one_sample(part):
-            with preserve_state(part.loader):
-                steps = _until_sized(_users(site), note)
-            kept |= {} if steps is None else {site: UntilSized(steps)}
-    if kept:
-        with replaced(kept):
-            session.note(as_uint8_per_s=session.rate())
+    session.note(as_uint8_per_s=_rate_with(session, _until_sized))
 
 
-def _until_sized(pipeline: Any, note: _Noting) -> list[Any] | None:
+def _until_sized(site: Site, note: _Noting) -> UntilSized | None:
     """The steps that would stay in the workers; None for what is not about images, or gives uint8 already.
 
     Images with boxes or masks are left alone: the device would have to do the same to those.
     """
-    steps = list(pipeline) if isinstance(pipeline, nn.Sequential) else []
-    if type(pipeline) in (v1.Compose, v2.Compose):
-        steps = list(pipeline.transforms)
+    pipeline, steps = _users(site), list[Any]()
+    if isinstance(pipeline, nn.Sequential) or type(pipeline) in (v1.Compose, v2.Compose):
+        steps = list(pipeline if isinstance(pipeline, nn.Sequential) else pipeline.transforms)
     is_uint8 = isinstance(note.made, Tensor) and note.made.dtype == torch.uint8
     if not steps or len(note.args) != 1 or is_uint8 or _size_of(note.made) is None:
         return None
@@ -448,13 +449,12 @@ def _until_sized(pipeline: Any, note: _Noting) -> list[Any] | None:
         before, size = size, _size_of(image)
         if size != before:
             last = number
-    return steps[:last]
+    return UntilSized(steps[:last])
 
 
-def _size_of(image: Any) -> tuple[int, int] | None:
-    """(height, width); None for what is no image."""
-    if isinstance(image, Image.Image):
-        return image.height, image.width
-    if isinstance(image, Tensor) and image.ndim == 3:
-        return int(image.shape[-2]), int(image.shape[-1])
+def _size_of(image: Any) -> list[int] | None:
+    """[height, width]; None for what is no image."""
+    if isinstance(image, Image.Image) or (isinstance(image, Tensor) and image.ndim == 3):
+        size: list[int] = v2.functional.get_size(image)
+        return size
     return None
