@@ -45,7 +45,6 @@ class StackTally:
     def __init__(self) -> None:
         self._stage: Stage = "samples"
         self._entered = self._looked = 0.0
-        self._names: dict[CodeType, str] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -53,8 +52,8 @@ class StackTally:
         self._total: dict[Stage, float] = {"samples": 0.0, "collate": 0.0}
         self._seen: dict[Stage, float] = {"samples": 0.0, "collate": 0.0}
         """Time up to the last look in each stage."""
-        self._spent: dict[tuple[Stage, CodeType, str | None], dict[int, float]] = {}
-        """Of functions and what they call, by line."""
+        self._spent: dict[tuple[Stage, CodeType, str, str | None], dict[int, float]] = {}
+        """Of functions, their names and what they call, by line."""
 
     def enter(self, stage: Stage, now: float) -> None:
         """The stage begins, and the one before it ends."""
@@ -70,23 +69,22 @@ class StackTally:
             called, frame = frame, frame.f_back
         if frame is not None:
             calls = None if called is None else _name_of_call(called)
-            lines = self._spent.setdefault((self._stage, frame.f_code, calls), defaultdict(float))
+            lines = self._spent.setdefault((self._stage, frame.f_code, _name_of(frame), calls), defaultdict(float))
             lines[frame.f_lineno] += elapsed
-            self._names.setdefault(frame.f_code, _name_of(frame))
 
     def result(self, batches: int) -> tuple[dict[Stage, float], list[FunctionCost]]:
         """Milliseconds per batch by stage, and the functions that take a part of it worth mentioning."""
         stage_ms = {stage: 1e3 * total / batches for stage, total in self._total.items()}
         costs = [
             FunctionCost(
-                name=self._names[code],
+                name=name,
                 file=code.co_filename,
                 line=max(lines, key=lambda line: lines[line]),
                 calls=calls,
                 stage=stage,
                 ms_per_batch=stage_ms[stage] * sum(lines.values()) / (self._seen[stage] or 1.0),
             )
-            for (stage, code, calls), lines in self._spent.items()
+            for (stage, code, name, calls), lines in self._spent.items()
         ]
         least = _LEAST_SHARE * sum(stage_ms.values())
         return stage_ms, [one for one in costs if one.ms_per_batch >= least]
@@ -103,15 +101,12 @@ def measure_functions(session: Session) -> None:
     )
 
 
-def time_batches(
-    part: LoaderPart, max_s: float, *, clock: Callable[[], float] = time.perf_counter
-) -> tuple[dict[Stage, float], list[FunctionCost]]:
+def time_batches(part: LoaderPart, max_s: float) -> tuple[dict[Stage, float], list[FunctionCost]]:
     """Make batches in this process, with one thread where workers would have one. The first does not count.
 
     Args:
         part: a loader with a map-style or an iterable data set.
         max_s: how long; at least two batches are made.
-        clock: seconds.
 
     Returns:
         Milliseconds per batch by stage, and the user's functions.
@@ -122,20 +117,20 @@ def time_batches(
     tally = StackTally()
 
     def collate(beat: Heartbeat, samples: Any) -> None:
-        tally.enter("collate", clock())
+        tally.enter("collate", time.perf_counter())
         part.loader.collate_fn(samples)
-        tally.enter("samples", clock())
+        tally.enter("samples", time.perf_counter())
         beat.beat()
 
     def work(beat: Heartbeat) -> int:
         loader, number = _in_this_process(part, partial(collate, beat)), -1
-        with sampled(tally, clock):
-            began = clock()
+        with sampled(tally):
+            began = time.perf_counter()
             for number, _ in enumerate(chain(loader, loader)):  # twice: there may be one batch only
-                tally.enter("samples", clock())
+                tally.enter("samples", time.perf_counter())
                 if number == 0:
                     tally.clear()
-                elif clock() - began > max_s or beat.stopped:
+                elif time.perf_counter() - began > max_s or beat.stopped:
                     break
         return number
 
@@ -163,17 +158,17 @@ def _in_this_process(part: LoaderPart, collate: Callable[[Any], object]) -> Data
 
 
 @contextmanager
-def sampled(tally: StackTally, clock: Callable[[], float]) -> Iterator[None]:
+def sampled(tally: StackTally) -> Iterator[None]:
     """Within it, the stack of this thread is looked at again and again."""
     ident, done = threading.get_ident(), threading.Event()
 
     def look() -> None:
         while not done.wait(_LOOK_S):
-            tally.add(sys._current_frames().get(ident), clock())
+            tally.add(sys._current_frames().get(ident), time.perf_counter())
 
     before = sys.getswitchinterval()
     looking = threading.Thread(target=look, name="lightning-feed-sampling", daemon=True)
-    tally.enter("samples", clock())
+    tally.enter("samples", time.perf_counter())
     sys.setswitchinterval(min(before, _SWITCH_S))
     looking.start()
     try:

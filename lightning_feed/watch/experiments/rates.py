@@ -273,27 +273,22 @@ def _constant_loader(part: LoaderPart, sample: Any) -> Iterable[Any]:
     return made
 
 
-def taking_times(
-    loader: Iterable[Any],
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], object] = time.sleep,
-) -> list[float]:
+def taking_times(loader: Iterable[Any]) -> list[float]:
     """Seconds in ``next()``, of batches that were ready."""
     batches = iter(loader)
     probe = probe_loader(batches)
     times: list[float] = []
     for number in range(_WARM + _BATCHES):
-        if number and (probe is None or not _full(probe, sleep)):
+        if number and (probe is None or not _full(probe)):
             break
-        began = clock()
+        began = time.perf_counter()
         next(batches)
         if number >= _WARM:
-            times.append(clock() - began)
+            times.append(time.perf_counter() - began)
     return times
 
 
-def _full(probe: Probe, sleep: Callable[[float], object]) -> bool:
+def _full(probe: Probe) -> bool:
     """Wait until all is made that may be; whether it was."""
     for _ in range(round(_FULL_S / _POLL_S)):
         state, capacity = probe.read(), probe.capacity()
@@ -301,7 +296,7 @@ def _full(probe: Probe, sleep: Callable[[float], object]) -> bool:
             return False
         if state.ready >= capacity:
             return True
-        sleep(_POLL_S)
+        time.sleep(_POLL_S)
     return False
 
 
@@ -376,14 +371,7 @@ def measure_device_decode(session: Session) -> None:
     session.note(device_decode_per_s=per_s)
 
 
-def decode_rate(
-    part: LoaderPart,
-    device: torch.device,
-    max_s: float,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    wait: Callable[[torch.device], object] = torch.cuda.synchronize,
-) -> float | None:
+def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float | None:
     """Batches per second, by the same files and crops as the loader's first ones; None where that is not possible.
 
     It is possible for images that are decoded in the workers and go through no transform of the user's.
@@ -392,8 +380,6 @@ def decode_rate(
         part: the loader.
         device: that decodes.
         max_s: when no further round begins.
-        clock: seconds.
-        wait: waits until the device is done.
 
     Raises:
         DatasetError: an image cannot be read or decoded, with its name.
@@ -411,13 +397,13 @@ def decode_rate(
         )
         batch = collate_encoded([encoded[index] for _, index in samples]).to(device)
         decode_batch(batch, encoded)  # makes the decoder, and the memory that it takes
-        wait(device)
-        began, rounds = clock(), 0
-        while rounds < FEWEST_ROUNDS or clock() - began < max_s:
+        torch.cuda.synchronize(device)
+        began, rounds = time.perf_counter(), 0
+        while rounds < FEWEST_ROUNDS or time.perf_counter() - began < max_s:
             decode_batch(batch, encoded)
-            wait(device)
+            torch.cuda.synchronize(device)
             rounds += 1
-        images_per_s = rounds * len(batch) / (clock() - began)
+        images_per_s = rounds * len(batch) / (time.perf_counter() - began)
     return images_per_s / part.batch_size
 
 

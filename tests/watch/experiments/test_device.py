@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,10 @@ def _loader(root: Path, **options: Any) -> Any:
 
 def _measure(loader: Any, clock: Clock | None = None, max_s: float = 5.0) -> float | None:
     clock = clock or Clock()
-    return decode_rate(LoaderPart("", loader), CPU, max_s, clock=clock, wait=clock.wait)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rates, "time", SimpleNamespace(perf_counter=clock))
+        patch.setattr(torch.cuda, "synchronize", clock.wait)
+        return decode_rate(LoaderPart("", loader), CPU, max_s)
 
 
 @pytest.mark.parametrize("batch_size", [4, 10])

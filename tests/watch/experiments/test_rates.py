@@ -5,6 +5,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,4 +233,5 @@ def test_only_batches_that_were_ready_count(fills: bool, expected: list[int], mo
 
     script = Script(now, fills=fills)
     monkeypatch.setattr(rates, "probe_loader", lambda batches: script)
-    assert taking_times(script, clock=lambda: now[0], sleep=slept) == expected
+    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=slept))
+    assert taking_times(script) == expected
