@@ -21,11 +21,10 @@ from lightning_feed.load.crop import EvalRecipe, TrainRecipe
 from lightning_feed.load.image_dataset import ImageDataset, collate_encoded
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.throughput import RoundLimits
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.watch.experiments.results import KeyUse
-from lightning_feed.watch.experiments.session import START_S, LeftOut, LoaderPart, Session, fresh, key_bytes
+from lightning_feed.watch.experiments.session import LeftOut, LoaderPart, Session, fresh, key_bytes
 from lightning_feed.watch.experiments.storage import innermost
 from lightning_feed.watch.loader_state import Probe, probe_loader
 
@@ -51,8 +50,7 @@ def measure_loader(session: Session) -> None:
         _check_iterable(session.loader)
     session.check_memory()
     workers = [part.loader.num_workers for part in session.parts]
-    limits = RoundLimits(min_s=session.counted_s(), max_s=max(START_S, session.share_s))
-    rate, session.first = session.drain(limits)
+    rate, session.first = session.drain()
     session.alone = rate
     session.note(
         loader_per_s=rate.batches_per_s,

@@ -277,25 +277,16 @@ class Session:
         """The part of the experiment's time, or of a share of it, that is counted; the rest is start-up and warm-up."""
         return max(0.1, min(3.0, 0.4 * share * self.share_s))
 
-    def rate(
+    def rate(self, change: Callable[[LoaderPart], Changes] = as_configured, **options: Any) -> float:
+        """Batches per second of the loaders with changes; options as for :meth:`drain`."""
+        return self.drain(change, **options)[0].batches_per_s
+
+    def drain(
         self,
         change: Callable[[LoaderPart], Changes] = as_configured,
         *,
         share: float = 1.0,
         warm_rounds: int = 2,
-        prepare: Callable[[], object] | None = None,
-    ) -> float:
-        """Batches per second of the loaders with changes, in a share of the experiment's time."""
-        start_s = START_S if self.alone is None else self.alone.start_s
-        max_s = max(share * self.share_s, _LEAST_S) + 2 * start_s
-        limits = RoundLimits(min_s=self.counted_s(share), max_s=max_s, warm_rounds=warm_rounds)
-        return self.drain(limits, change, prepare=prepare)[0].batches_per_s
-
-    def drain(
-        self,
-        limits: RoundLimits,
-        change: Callable[[LoaderPart], Changes] = as_configured,
-        *,
         prepare: Callable[[], object] | None = None,
     ) -> tuple[LoaderRate, list[Any]]:
         """Drain the loaders together, each with its changes; (rate, first batch of each).
@@ -303,14 +294,18 @@ class Session:
         The user's loaders are as before afterwards, whatever happens.
 
         Args:
-            limits: how long.
             change: what to change in each.
+            share: of the experiment's time.
+            warm_rounds: rounds of each pass that do not count.
             prepare: called before each pass, its time not counted.
 
         Raises:
             DatasetError: when loading fails, with the worker and the sample as far as they can be told.
             LoaderError: when a loader hangs, is empty or cannot be built anew.
         """
+        start_s = START_S if self.alone is None else 2 * self.alone.start_s
+        max_s = max(share * self.share_s, _LEAST_S) + start_s
+        limits = RoundLimits(min_s=self.counted_s(share), max_s=max_s, warm_rounds=warm_rounds)
         passes: list[Together] = []
         try:
             with preserve_state([part.loader for part in self.parts] or self.loader), warnings.catch_warnings():
