@@ -41,7 +41,7 @@ FASTER, NO_FASTER = 1.25, 1.1
 
 
 @dataclass(frozen=True)
-class Finding:
+class Reason:
     """A cause, with the figures that speak for it."""
 
     cause: Cause
@@ -56,7 +56,7 @@ class Finding:
 # --- waiting for data ---------------------------------------------------------------------------------------------
 
 
-def data_cause(measured: Measurements, shares: Shares) -> Finding:
+def data_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of waiting for data."""
     facts = measured.facts
     found = next(found for rule in DATA_RULES if (found := rule(measured, shares)) is not None)
@@ -65,15 +65,15 @@ def data_cause(measured: Measurements, shares: Shares) -> Finding:
     return found
 
 
-def _epoch_start(measured: Measurements, shares: Shares) -> Finding | None:
+def _epoch_start(measured: Measurements, shares: Shares) -> Reason | None:
     pct, batches = shares.epoch_pct, measured.facts.batches_per_epoch
     if pct is None or pct < max(DATA_PCT, 100 * shares.data_ms / shares.step_ms):
         return None
     took = f"before its first batch ({measured.stats.epoch_start_s:.2f} s)"
-    return Finding("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps goes by {took}"])
+    return Reason("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps goes by {took}"])
 
 
-def _one_rank(measured: Measurements, shares: Shares) -> Finding | None:
+def _one_rank(measured: Measurements, shares: Shares) -> Reason | None:
     ranks = measured.ranks
     if ranks is None or ranks.slow_rank is None:
         return None
@@ -83,25 +83,25 @@ def _one_rank(measured: Measurements, shares: Shares) -> Finding | None:
         median = sorted(waits)[(len(waits) - 1) // 2]
         its = in_ms(waits[ranks.slow_rank], shares.step_ms)
         said += f" ({its} ms a step; the median rank {in_ms(median, shares.step_ms)})"
-    return Finding("one rank", [said])
+    return Reason("one rank", [said])
 
 
-def _no_workers(measured: Measurements, _: Shares) -> Finding | None:
+def _no_workers(measured: Measurements, _: Shares) -> Reason | None:
     facts, wait = measured.facts, measured.stats.next_wait_ms
     if facts.num_workers != 0:
         return None
     cpu, queue, step = facts.load_cpu_ms, facts.load_queue_ms, measured.stats.step_ms or 0.0
     if not wait or cpu is None or queue is None:
-        return Finding("no workers")
+        return Reason("no workers")
     cpu = min(wait, cpu)
     queue = min(wait - cpu, queue)
     said = f"of {in_ms(wait, step)} ms that loading takes, {in_ms(cpu, step)} are on a CPU"
     if queue >= QUEUE_SHARE * wait:
         said += f", and in {in_ms(queue, step)} other threads or programs have the CPUs"
-    return Finding("no workers", [said])
+    return Reason("no workers", [said])
 
 
-def _oversubscribed(measured: Measurements, _: Shares) -> Finding | None:
+def _oversubscribed(measured: Measurements, _: Shares) -> Reason | None:
     loaders, facts = measured.loaders, measured.facts
     queue, throttled, pressure = loaders.workers_run_queue_pct, loaders.throttled_pct, loaders.cpu_pressure_pct
     more = facts.num_workers - facts.usable_cpus if facts.num_workers and facts.usable_cpus else None
@@ -109,25 +109,25 @@ def _oversubscribed(measured: Measurements, _: Shares) -> Finding | None:
         because = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
         if more is not None and more <= 0:
             because.append("there are no more workers than CPUs, so other threads or other programs take them")
-        return Finding("oversubscribed", because)
+        return Reason("oversubscribed", because)
     if throttled is not None and throttled >= THROTTLED_PCT:
-        return Finding("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
+        return Reason("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
     # Workers whose queue is full rest; then it is the training process that waits for a CPU, to take what is ready.
     unseen = queue is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
     by_others = (facts.others_cpu_pct or 0.0) >= OTHERS_PCT
     if unseen and (more or 0) > 0 and not by_others and pressure is not None and pressure >= CPU_PRESSURE_PCT:
-        return Finding("oversubscribed", [f"some task waits for a CPU {pressure:.0f} % of the time"], sure=False)
+        return Reason("oversubscribed", [f"some task waits for a CPU {pressure:.0f} % of the time"], sure=False)
     return None
 
 
-def _pin_thread(measured: Measurements, _: Shares) -> Finding | None:
+def _pin_thread(measured: Measurements, _: Shares) -> Reason | None:
     lag, wait = measured.loaders.pin_lag_ms, measured.stats.next_wait_ms
     if not lag or not wait or lag < PIN_SHARE * wait or measured.facts.pin_memory is False:
         return None
-    return Finding("pin thread", [f"batches that were there had to be pinned first: {lag:.1f} ms a wait"])
+    return Reason("pin thread", [f"batches that were there had to be pinned first: {lag:.1f} ms a wait"])
 
 
-def _idle_workers(measured: Measurements, _: Shares) -> Finding | None:
+def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
     """Workers that are never idle lose nothing to the order or the hand-over, and are not fast enough on average."""
     loaders, wait = measured.loaders, measured.stats.next_wait_ms or 0.0
     held, handed, ready, most = (
@@ -136,21 +136,21 @@ def _idle_workers(measured: Measurements, _: Shares) -> Finding | None:
     if (_busy_pct(measured) or 0.0) >= BUSY_PCT:
         return None
     if held is not None and held >= HEAD_OF_LINE_PCT:
-        return Finding("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
+        return Reason("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
     if handed is not None and handed >= HANDOVER_PCT:
         said = f"batches were ready in {handed:.0f} % of the waiting: handing one over takes most of {wait:.1f} ms"
-        return Finding("hand-over", [said])
+        return Reason("hand-over", [said])
     if ready is not None and most and ready >= READY_SHARE * most:
-        return Finding("jitter", [f"{ready:.1f} of {most:.0f} batches are ready on average, yet not always one"])
+        return Reason("jitter", [f"{ready:.1f} of {most:.0f} batches are ready on average, yet not always one"])
     return None
 
 
-def _workers(measured: Measurements, _: Shares) -> Finding | None:
+def _workers(measured: Measurements, _: Shares) -> Reason | None:
     """Workers that are busy, or blocked. Their shares of time are told whatever the cause."""
     busy = _busy_pct(measured)
     if busy is None or 100.0 - busy >= BLOCKED_PCT:
         return None if busy is None else _blocked(measured)
-    return Finding("cpu", sure=busy >= BUSY_PCT)
+    return Reason("cpu", sure=busy >= BUSY_PCT)
 
 
 def _busy_pct(measured: Measurements) -> float | None:
@@ -162,45 +162,45 @@ def _busy_pct(measured: Measurements) -> float | None:
     return None if on_cpu is None or queue is None else min(100.0, on_cpu + queue)
 
 
-def _blocked(measured: Measurements) -> Finding:
+def _blocked(measured: Measurements) -> Reason:
     """Workers neither compute nor could: do they wait for storage, or for something else?"""
     loaders, gain = measured.loaders, _gain(measured, "cached_bytes_per_s")
     cached, disk, pressure = loaders.page_cache_pct, loaders.disk_mb_per_s, loaders.io_pressure_pct
     gives, pressed = disk is None or disk >= DISK_MB_PER_S, (pressure or 0.0) >= IO_PRESSURE_PCT
     if gain is not None and gain >= FASTER:
-        return Finding("cold reads", [f"with its files in memory the loader is {gain:.1f} x as fast"])
+        return Reason("cold reads", [f"with its files in memory the loader is {gain:.1f} x as fast"])
     if gain is not None and gain < NO_FASTER:
-        return Finding("waiting", ["with its files in memory the loader is no faster"])
+        return Reason("waiting", ["with its files in memory the loader is no faster"])
     if cached is not None and cached < WARM_PCT and gives:
         rate = "" if disk is None else f", {disk:.1f} MB/s"
-        return Finding("cold reads", [f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
+        return Reason("cold reads", [f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
     if cached is None and disk is not None and gives and pressed:
-        return Finding("cold reads", [f"storage gives {disk:.1f} MB/s, mapped into memory"])
+        return Reason("cold reads", [f"storage gives {disk:.1f} MB/s, mapped into memory"])
     if cached is None and disk is None and pressure is None:
-        return Finding("unknown", ["whether workers wait for storage is not known"], sure=False)
+        return Reason("unknown", ["whether workers wait for storage is not known"], sure=False)
     if cached is None and disk is None and pressed:
-        return Finding("cold reads", [f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
+        return Reason("cold reads", [f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
     read = "" if cached is None else f": {cached:.0f} % of the bytes come from the page cache"
-    return Finding("waiting", [f"workers do not wait for storage{read}"])
+    return Reason("waiting", [f"workers do not wait for storage{read}"])
 
 
-def _experiments(measured: Measurements, _: Shares) -> Finding | None:
+def _experiments(measured: Measurements, _: Shares) -> Reason | None:
     """Nothing is known of the workers: what the loader gained from leaving a stage out."""
     found = measured.experiments
     cached, ceiling = _gain(measured, "cached_bytes_per_s"), _gain(measured, "ceiling_per_s")
     if cached is not None and cached >= FASTER:
-        return Finding("cold reads", [f"with its files in memory the loader is {cached:.1f} x as fast"])
+        return Reason("cold reads", [f"with its files in memory the loader is {cached:.1f} x as fast"])
     wall = sum(cost.wall_ms for cost in found.costs) if found is not None else 0.0
     if found is not None and wall > 0:
         cpu_pct = 100 * sum(cost.cpu_ms for cost in found.costs) / wall
         said = f"a sample takes {wall:.2f} ms, {cpu_pct:.0f} % of it on a CPU"
         if cpu_pct >= BUSY_PCT:
-            return Finding("cpu", [said])
+            return Reason("cpu", [said])
         if cpu_pct <= 100 - BLOCKED_PCT and cached is not None:
-            return Finding("waiting", [said, "with its files in memory the loader is no faster"])
+            return Reason("waiting", [said, "with its files in memory the loader is no faster"])
     if ceiling is not None and ceiling < NO_FASTER:
         said = "constant samples load no faster: collating and sending batches is the limit"
-        return Finding("cpu", [said], sure=False)
+        return Reason("cpu", [said], sure=False)
     return None
 
 
@@ -211,10 +211,10 @@ def _gain(measured: Measurements, rate: str) -> float | None:
     return None if changed is None or not now else changed / now
 
 
-def _unknown(measured: Measurements, _: Shares) -> Finding:
+def _unknown(measured: Measurements, _: Shares) -> Reason:
     dali = measured.facts.dali_device is not None
     said = "DALI loads in threads of its own, whose work is not measured"
-    return Finding("unknown", [said if dali else "what the workers do meanwhile is not known"], sure=False)
+    return Reason("unknown", [said if dali else "what the workers do meanwhile is not known"], sure=False)
 
 
 DATA_RULES = (
@@ -242,7 +242,7 @@ WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
 """Callbacks of Lightning that wait for the device when they read a metric or measure: their time is such a wait."""
 
 
-def framework_cause(measured: Measurements, shares: Shares) -> Finding:
+def framework_cause(measured: Measurements, shares: Shares) -> Reason:
     """Hooks, or what makes the host wait for the device so that nothing is queued when it comes to the next step."""
     hooks, facts = measured.hooks, measured.facts
     said = [f"{hook.name} takes {in_ms(hook.ms_per_step, shares.step_ms)} ms a step" for hook in hooks[:HOOKS_SAID]]
@@ -250,15 +250,15 @@ def framework_cause(measured: Measurements, shares: Shares) -> Finding:
     syncs = facts.syncs if facts.device_type != "cpu" else ()
     if syncs and working < NAMED_SHARE * (measured.stats.other_ms or 0.0):
         waits = [f"the host waits for the device in each step: {SYNCS[name]}" for name in syncs if name in SYNCS]
-        return Finding("synchronisation", waits + said, sure=bool(hooks))
-    return Finding("hooks", said)
+        return Reason("synchronisation", waits + said, sure=bool(hooks))
+    return Reason("hooks", said)
 
 
 def _waits(hook: HookTime) -> bool:
     return any(name in hook.name for name in WAITING_HOOKS)
 
 
-def copy_cause(measured: Measurements, shares: Shares) -> Finding:
+def copy_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of an exposed transfer to the device."""
     facts, stats, found = measured.facts, measured.stats, measured.experiments
     h2d, alone = stats.h2d_ms or 0.0, None if found is None else found.copy_ms
@@ -267,26 +267,26 @@ def copy_cause(measured: Measurements, shares: Shares) -> Finding:
     count, size = facts.batch_tensors, facts.batch_bytes
     link_gb_per_s, rate = (found.pinned_gb_per_s if found is not None else None), (size or 0) / (h2d or 1.0) * 1e-6
     if facts.device_type == "cpu":
-        return Finding("transfer hooks", ["nothing is copied on the CPU: transfer hooks take the time"])
+        return Reason("transfer hooks", ["nothing is copied on the CPU: transfer hooks take the time"])
     if facts.backend == "nvjpeg" and (alone is None or hidden):
         said = "nvJPEG decodes in the transfer to the device, and the host waits for it: this is decoding, not the copy"
-        return Finding("decoding on the GPU", [said])
+        return Reason("decoding on the GPU", [said])
     if hidden:
-        return Finding("transfer hooks", [f"{took}, hooks the rest"])
+        return Reason("transfer hooks", [f"{took}, hooks the rest"])
     if facts.pin_memory is False:
-        return Finding("unpinned", ["batches lie in pageable memory"])
+        return Reason("unpinned", ["batches lie in pageable memory"])
     if count is not None and size is not None and count >= MANY_TENSORS and size <= count * SMALL_BYTES:
-        return Finding("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
+        return Reason("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
     if facts.pin_memory and not stats.prefetch_active:
-        return Finding("not overlapped", ["batches are copied on the stream that computes"])
+        return Reason("not overlapped", ["batches are copied on the stream that computes"])
     if alone is not None:
-        return Finding("link", [took])
+        return Reason("link", [took])
     if link_gb_per_s and size and h2d and rate >= LINK_SHARE * link_gb_per_s:
-        return Finding("link", [f"{rate:.1f} GB/s of the {link_gb_per_s:.1f} that the link gives"])
-    return Finding("unknown", ["whether batches are pinned, or what the link gives, is not known"], sure=False)
+        return Reason("link", [f"{rate:.1f} GB/s of the {link_gb_per_s:.1f} that the link gives"])
+    return Reason("unknown", ["whether batches are pinned, or what the link gives, is not known"], sure=False)
 
 
-def compute_cause(measured: Measurements, shares: Shares) -> Finding:
+def compute_cause(measured: Measurements, shares: Shares) -> Reason:
     """The step itself: what the device computes, or what the host needs to tell it so."""
     facts, compute, alone = measured.facts, measured.stats.compute_ms, model_alone_ms(measured)
     because = []
@@ -301,11 +301,11 @@ def compute_cause(measured: Measurements, shares: Shares) -> Finding:
     host = facts.host_cpu_ms if facts.device_type != "cpu" and not facts.syncs else None
     if host is not None and compute and host >= LAUNCH_SHARE * compute:
         said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to issue what the device does"
-        return Finding("launch", [*because, said], sure=False)
-    return Finding("compute", because)
+        return Reason("launch", [*because, said], sure=False)
+    return Reason("compute", because)
 
 
-def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Finding:
+def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Reason:
     """The step takes much longer than the model in it: what else is known to take the CPUs."""
     whole, pressure = shares.step_ms, measured.loaders.cpu_pressure_pct
     said = (
@@ -313,6 +313,6 @@ def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Find
         "itself: others take its processors, or the step does what the model does not"
     )
     if pressure is None or pressure < CPU_PRESSURE_PCT:
-        return Finding("unknown", [said], contradicted=True)
+        return Reason("unknown", [said], contradicted=True)
     because = [said, f"some task waits for a CPU {pressure:.0f} % of the time"]
-    return Finding("oversubscribed", because, contradicted=True)
+    return Reason("oversubscribed", because, contradicted=True)

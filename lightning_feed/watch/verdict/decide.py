@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_feed.errors import plural, source_line
 from lightning_feed.watch.stats import Confidence
-from lightning_feed.watch.verdict.causes import Finding, compute_cause, copy_cause, data_cause, framework_cause
+from lightning_feed.watch.verdict.causes import Reason, compute_cause, copy_cause, data_cause, framework_cause
 from lightning_feed.watch.verdict.diagnosis import Bottleneck, Diagnosis, LoopFacts, Measurements, Remedy
 from lightning_feed.watch.verdict.notes import notes_for, why_not
 from lightning_feed.watch.verdict.remedies import LEAST_PCT, PLACE, Case, largest, remedies_for, trainer_remedy
@@ -28,7 +28,7 @@ from lightning_feed.watch.verdict.shares import (
 )
 from lightning_feed.watch.wall import WallStats
 
-_FIND: dict[Bottleneck, Callable[[Measurements, Shares], Finding]] = {
+_FIND: dict[Bottleneck, Callable[[Measurements, Shares], Reason]] = {
     "framework": framework_cause,
     "copy": copy_cause,
     "data": data_cause,
@@ -108,7 +108,7 @@ def _without_model(measured: Measurements) -> Diagnosis:
     return replace(found, confidence=_LOWER[found.confidence], evidence=(*found.evidence, said), measurements=measured)
 
 
-def _confidence(measured: Measurements, shares: Shares, found: Finding) -> Confidence:
+def _confidence(measured: Measurements, shares: Shares, found: Reason) -> Confidence:
     """That of the figures; lower where their interval holds a limit of the verdict, or figures of the cause lack."""
     stats, confidence = measured.stats, measured.stats.confidence
     low, high = stats.starved_low_pct, stats.starved_high_pct
