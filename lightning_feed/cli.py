@@ -301,7 +301,7 @@ def _add_doctor(commands: "Commands") -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from lightning_feed.watch.doctor.finding import as_plain, as_text
+    from lightning_feed.watch.doctor import as_plain, as_text
     from lightning_feed.watch.doctor.looks import examine
 
     found = examine(arguments.data)

@@ -28,9 +28,9 @@ from lightning_feed.watch.loop import READ_EVERY_NS, MeasuredLoop, Schedule
 from lightning_feed.watch.reports.document import make_report
 from lightning_feed.watch.reports.files import show_report, write_report
 from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.watch.verdict.causes import MIN_STEPS
 from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
-from lightning_feed.watch.verdict.shares import MIN_STEPS
 
 T = TypeVar("T")
 

@@ -18,10 +18,9 @@ from lightning_feed.archive.remote import is_url
 from lightning_feed.data.base import DataModuleBase
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.trials.search import Tuned
-from lightning_feed.watch.verdict.causes import BUSY_PCT
+from lightning_feed.watch.verdict.causes import BUSY_PCT, shares_of
 from lightning_feed.watch.verdict.diagnosis import Cause, Diagnosis, LoopFacts
 from lightning_feed.watch.verdict.predict import read_share
-from lightning_feed.watch.verdict.shares import shares_of
 
 logger = logging.getLogger(__name__)
 

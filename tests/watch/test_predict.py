@@ -7,9 +7,9 @@ from watch.cases import ASLEEP, BUSY, measured
 
 from lightning_feed.watch.experiments.results import NamedCost
 from lightning_feed.watch.verdict import predict
+from lightning_feed.watch.verdict.causes import Shares, shares_of
 from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Measurements
-from lightning_feed.watch.verdict.shares import Shares, shares_of
 
 
 def _shares(run: Measurements) -> Shares:

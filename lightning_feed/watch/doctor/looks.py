@@ -18,7 +18,7 @@ from lightning_feed.archive.memory import memory_limits, read_text
 from lightning_feed.archive.stage_room import size_text
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import read_machine
-from lightning_feed.watch.doctor.finding import NOT_KNOWN, Finding, Level, Sources
+from lightning_feed.watch.doctor import NOT_KNOWN, Finding, Level, Sources
 from lightning_feed.watch.experiments.storage import file_system
 
 BATCH_BYTES = 64 * 3 * 224 * 224 * 4

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from lightning_feed.errors import ReportError, printable_lines
 from lightning_feed.watch.reports.report import RemedyCheck, Report, cause_text, rate
 from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.watch.verdict.causes import shares_of
 from lightning_feed.watch.verdict.diagnosis import SYNCS, LoopFacts, Remedy
-from lightning_feed.watch.verdict.shares import shares_of
 
 Setting = bool | int | float | str | None
 

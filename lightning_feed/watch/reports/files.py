@@ -17,8 +17,8 @@ from lightning_feed.watch.reports import sections
 from lightning_feed.watch.reports.document import NAME, as_json
 from lightning_feed.watch.reports.report import Report, headline, headline_parts, if_free, is_toy, rate, speedup, trust
 from lightning_feed.watch.reports.sections import Section, in_rate
+from lightning_feed.watch.verdict.causes import in_ms, toy_sentence
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
-from lightning_feed.watch.verdict.shares import in_ms, toy_sentence
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -9,9 +9,9 @@ from typing import Literal
 from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
+from lightning_feed.watch.verdict.causes import LOOP_WORDS, grade_of, shares_of, toy_sentence
 from lightning_feed.watch.verdict.decide import share_text
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
-from lightning_feed.watch.verdict.shares import LOOP_WORDS, grade_of, shares_of, toy_sentence
 
 
 @dataclass(frozen=True, kw_only=True)

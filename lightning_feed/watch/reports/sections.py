@@ -10,9 +10,9 @@ from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResult
 from lightning_feed.watch.reports.compare import check_text
 from lightning_feed.watch.reports.report import Report, cause_text, if_free, rate
 from lightning_feed.watch.stats import LoaderStats, StarvationStats
+from lightning_feed.watch.verdict.causes import in_ms, model_disturbed
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements, Remedy
 from lightning_feed.watch.verdict.predict import NOT_TRANSFORMS, step_of
-from lightning_feed.watch.verdict.shares import in_ms, model_disturbed
 
 # --- the pipeline from disk to model ------------------------------------------------------------------------------
 

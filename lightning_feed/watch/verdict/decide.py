@@ -7,18 +7,19 @@ from typing import Literal
 
 from lightning_feed.errors import plural, source_line
 from lightning_feed.watch.stats import Confidence
-from lightning_feed.watch.verdict.causes import Reason, compute_cause, copy_cause, data_cause, framework_cause
-from lightning_feed.watch.verdict.diagnosis import Bottleneck, Diagnosis, LoopFacts, Measurements, Remedy
-from lightning_feed.watch.verdict.notes import notes_for, why_not
-from lightning_feed.watch.verdict.remedies import LEAST_PCT, PLACE, Case, largest, remedies_for, trainer_remedy
-from lightning_feed.watch.verdict.shares import (
+from lightning_feed.watch.verdict.causes import (
     DATA_PCT,
     HIGH_PCT,
     LOOP_WORDS,
     MIN_STEPS,
     OTHERS_PCT,
+    Reason,
     Shares,
     StepPart,
+    compute_cause,
+    copy_cause,
+    data_cause,
+    framework_cause,
     grade_of,
     in_ms,
     model_alone_ms,
@@ -26,6 +27,9 @@ from lightning_feed.watch.verdict.shares import (
     shares_of,
     toy_sentence,
 )
+from lightning_feed.watch.verdict.diagnosis import Bottleneck, Diagnosis, LoopFacts, Measurements, Remedy
+from lightning_feed.watch.verdict.notes import notes_for, why_not
+from lightning_feed.watch.verdict.remedies import LEAST_PCT, PLACE, Case, largest, remedies_for, trainer_remedy
 from lightning_feed.watch.wall import WallStats
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Reason]] = {

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 from lightning_feed.errors import plural
 from lightning_feed.watch.verdict import predict
-from lightning_feed.watch.verdict.causes import MANY_TENSORS
+from lightning_feed.watch.verdict.causes import MANY_TENSORS, OTHERS_PCT, in_ms
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, Remedy
 from lightning_feed.watch.verdict.remedies import Case, least_gain_pct, may_have_workers, steps_with_more
-from lightning_feed.watch.verdict.shares import OTHERS_PCT, in_ms
 
 MOST = 3
 FULL_SHARE = 0.8

@@ -8,8 +8,8 @@
 - No prediction is below the rest of the step, or the model alone.
 """
 
+from lightning_feed.watch.verdict.causes import Shares, model_alone_ms
 from lightning_feed.watch.verdict.diagnosis import LoopFacts, Measurements
-from lightning_feed.watch.verdict.shares import Shares, model_alone_ms
 
 SAME = 1.1
 """By as much do two measurements of the same differ: of 67 fits that were measured twice within a minute, 58 agreed

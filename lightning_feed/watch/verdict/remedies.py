@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_feed.load.machine import SHM_SHARE
 from lightning_feed.watch.verdict import predict
-from lightning_feed.watch.verdict.causes import MANY_TENSORS
+from lightning_feed.watch.verdict.causes import DATA_PCT, LOOP_WORDS, MANY_TENSORS, OTHERS_PCT, Shares
 from lightning_feed.watch.verdict.diagnosis import (
     Bottleneck,
     Cause,
@@ -19,7 +19,6 @@ from lightning_feed.watch.verdict.diagnosis import (
     Place,
     Remedy,
 )
-from lightning_feed.watch.verdict.shares import DATA_PCT, LOOP_WORDS, OTHERS_PCT, Shares
 
 PLACE = Place(words="your training DataLoader")
 OUR_PLACE = Place(words="loader=LoaderSettings(...) of your data module", form="settings")

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_feed.watch.doctor.finding import Sources
+from lightning_feed.watch.doctor import Sources
 
 GIB = 1 << 30
 MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapTotal: 8388608 kB\nSwapFree: 8388608 kB\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_feed import cli
-from lightning_feed.watch.doctor.finding import LEVELS, Finding, as_plain, as_text
+from lightning_feed.watch.doctor import LEVELS, Finding, as_plain, as_text
 
 
 def test_it_looks_at_this_machine_without_lightning(tmp_path: Path) -> None:

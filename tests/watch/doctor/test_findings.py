@@ -10,7 +10,7 @@ import pytest
 from watch.doctor.made_machine import MEMINFO, FakeNvml, FakeNvmlError, fake_torch, made_machine, unpinnable, write
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.watch.doctor.finding import Finding
+from lightning_feed.watch.doctor import Finding
 from lightning_feed.watch.doctor.looks import LOOKS, examine
 
 MIB = 1 << 20
