@@ -239,7 +239,8 @@ def fewer_workers(case: Case) -> Remedy | None:
         for number in predict.tried_rates(case.measured)
         if 0 < number < now
     }
-    if case.data == "hand-over" and _may_have_none(case):
+    without = _without_workers(case) if case.data == "hand-over" else None
+    if without is not None:
         steps[0] = predict.without_workers(case.measured, case.shares)
     known = {number: step for number, step in steps.items() if step is not None}
     if not known:
@@ -248,24 +249,21 @@ def fewer_workers(case: Case) -> Remedy | None:
     if number:
         return loader_remedy(case, "so many workers take CPUs from each other", known[number], num_workers=number)
     why = "a batch is made sooner than one is handed over"
-    return loader_remedy(case, why, known[0], num_workers=0, **_without_what_needs_workers(case))
+    return loader_remedy(case, why, known[0], num_workers=0, **(without or {}))
 
 
-def _may_have_none(case: Case) -> bool:
-    """Whether nothing was seen that torch refuses without workers, and that is set where this remedy does not reach."""
-    facts = case.facts
-    chosen = {"persistent_workers": facts.persistent_workers, "prefetch_factor": facts.prefetch_factor not in (None, 2)}
-    return all(case.can_set_with_workers(name) for name, given in chosen.items() if given)
-
-
-def _without_what_needs_workers(case: Case) -> dict[str, Any]:
-    """torch refuses these without workers; LoaderSettings too, unless it chooses them."""
+def _without_workers(case: Case) -> dict[str, Any] | None:
+    """The settings that torch refuses without workers, and LoaderSettings too unless it chooses them, with other
+    values. None: one of them was given where this remedy does not reach."""
     facts, ours = case.facts, case.place.form == "settings"
     settings: dict[str, Any] = {}
     if facts.prefetch_factor is not None:
         settings["prefetch_factor"] = "auto" if ours else None
     if facts.persistent_workers:
         settings["persistent_workers"] = "auto" if ours else False
+    given = [name for name in settings if name != "prefetch_factor" or facts.prefetch_factor != 2]
+    if not all(map(case.can_set_with_workers, given)):
+        return None
     return {name: value for name, value in settings.items() if case.can_set(name)}
 
 
