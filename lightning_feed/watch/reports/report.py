@@ -4,7 +4,7 @@ import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
@@ -96,9 +96,10 @@ def read_environment(root: Path = Path("/")) -> Environment:
     torch = sys.modules.get("torch")  # importing it takes a second, and without it nothing runs on a device
     packages = ("lightning-feed", "torch", "torchvision", "lightning", "pytorch-lightning")
     limits = ("usable_cpus", "cpu_reason", "available_memory_bytes", "free_shm_bytes", "start_method")
+    known: dict[str, Any] = {name.replace("-", "_"): installed_version(name) for name in packages}
+    known |= {name: getattr(machine, name) for name in limits}
     return Environment(
-        **{name.replace("-", "_"): installed_version(name) for name in packages},
-        **{name: getattr(machine, name) for name in limits},
+        **known,
         python=platform.python_version(),
         platform=platform.platform(),
         cpu=_cpu_model(root),
