@@ -6,35 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_feed.callbacks.autotune import AutotuneCallback
-    from lightning_feed.callbacks.plain_loop import watch_loader
-    from lightning_feed.callbacks.prefetch import PrefetchCallback
-    from lightning_feed.callbacks.starvation import GPUStarvationCallback
-    from lightning_feed.data.dali import DaliDataModule
-    from lightning_feed.data.datamodule import FastDataModule
-    from lightning_feed.data.images import ImageFolderDataModule
-    from lightning_feed.diagnosing import diagnose
-    from lightning_feed.errors import FeedError
-    from lightning_feed.load.cacheable import CacheableDataset
-    from lightning_feed.load.dali.binding import DaliOptions
-    from lightning_feed.load.settings import LoaderSettings
-    from lightning_feed.tuning.run import tune
+    from lightning_feed.callbacks.autotune import AutotuneCallback as AutotuneCallback
+    from lightning_feed.callbacks.plain_loop import watch_loader as watch_loader
+    from lightning_feed.callbacks.prefetch import PrefetchCallback as PrefetchCallback
+    from lightning_feed.callbacks.starvation import GPUStarvationCallback as GPUStarvationCallback
+    from lightning_feed.data.dali import DaliDataModule as DaliDataModule
+    from lightning_feed.data.datamodule import FastDataModule as FastDataModule
+    from lightning_feed.data.images import ImageFolderDataModule as ImageFolderDataModule
+    from lightning_feed.diagnosing import diagnose as diagnose
+    from lightning_feed.errors import FeedError as FeedError
+    from lightning_feed.load.cacheable import CacheableDataset as CacheableDataset
+    from lightning_feed.load.dali.binding import DaliOptions as DaliOptions
+    from lightning_feed.load.settings import LoaderSettings as LoaderSettings
+    from lightning_feed.tuning.run import tune as tune
 
-__all__ = [
-    "AutotuneCallback",
-    "CacheableDataset",
-    "DaliDataModule",
-    "DaliOptions",
-    "FastDataModule",
-    "FeedError",
-    "GPUStarvationCallback",
-    "ImageFolderDataModule",
-    "LoaderSettings",
-    "PrefetchCallback",
-    "diagnose",
-    "tune",
-    "watch_loader",
-]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -52,6 +37,7 @@ _HOMES = {
     "tune": "lightning_feed.tuning.run",
     "watch_loader": "lightning_feed.callbacks.plain_loop",
 }
+__all__ = list(_HOMES)
 
 
 class _ConsoleHandler(logging.Handler):

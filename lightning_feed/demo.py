@@ -2,23 +2,19 @@
 
 import copy
 import io
-import json
-import logging
 import shutil
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
-from PIL import Image, ImageEnhance
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchvision import models
@@ -29,7 +25,8 @@ from tqdm import tqdm
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.data.datamodule import FastDataModule
-from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.diagnosing.short_fits import quiet
+from lightning_feed.errors import DatasetError, SettingsError, plural
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
 
@@ -97,17 +94,13 @@ def _write_images(folder: Path, count: int, photographs: dict[str, Image.Image])
 
 def _varied_jpeg(photograph: Image.Image, seed: int) -> bytes:
     """A random crop, perhaps mirrored, lighter or darker, as a JPEG of random quality: no two files are alike."""
-    import numpy as np
-
-    rng = np.random.default_rng(seed)
-    width, height = (int(rng.integers(280, min(480, side) + 1)) for side in photograph.size)
-    left, top = int(rng.integers(photograph.width - width + 1)), int(rng.integers(photograph.height - height + 1))
-    crop = photograph.crop((left, top, left + width, top + height))
-    if rng.random() < 0.5:
-        crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    buffer = io.BytesIO()
-    crop = ImageEnhance.Brightness(crop).enhance(float(rng.uniform(0.7, 1.3)))
-    crop.save(buffer, format="JPEG", quality=int(rng.integers(75, 96)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        height, width = (int(torch.randint(280, min(480, side) + 1, ())) for side in photograph.size[::-1])
+        crop, flip = v2.RandomCrop((height, width)), v2.RandomHorizontalFlip()
+        varied = v2.Compose([crop, flip, v2.ColorJitter(brightness=0.3)])(photograph)
+        buffer = io.BytesIO()
+        varied.save(buffer, format="JPEG", quality=int(torch.randint(75, 96, ())))
     return buffer.getvalue()
 
 
@@ -171,19 +164,12 @@ class SmallResNet(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
 
-class PlainImages(LightningDataModule):
-    """As most people write it first: float32 in the loader, no workers."""
-
-    def __init__(self, images: ImageFolder) -> None:
-        super().__init__()
-        self._images = images
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Batches of normalised float32 images."""
-        crop, flip = v2.RandomResizedCrop(PIXELS), v2.RandomHorizontalFlip()
-        floats = v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)
-        dataset = _transformed(self._images, v2.Compose([crop, flip, *floats]))
-        return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
+def plain_loader(images: ImageFolder) -> DataLoader[Any]:
+    """As most people write it first: normalised float32 images from the loader, no workers."""
+    crop, flip = v2.RandomResizedCrop(PIXELS), v2.RandomHorizontalFlip()
+    floats = v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)
+    dataset = _transformed(images, v2.Compose([crop, flip, *floats]))
+    return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
 
 
 class FedImages(FastDataModule):
@@ -211,9 +197,7 @@ Figures = dict[str, float | str | None]
 """What one of the two runs measured, by name with unit; None: the run was too short to measure it."""
 
 
-def _train(
-    data: LightningDataModule, callbacks: list[Callback], images: ImageFolder, logs: Path, epochs: int
-) -> Figures:
+def _train(data: Any, callbacks: list[Callback], images: ImageFolder, logs: Path, epochs: int) -> Figures:
     seed_everything(0, workers=True, verbose=False)
     starvation = GPUStarvationCallback(report=False)  # both reports are shown together
     trainer = Trainer(
@@ -229,7 +213,7 @@ def _train(
     )
     began = time.perf_counter()
     try:
-        trainer.fit(SmallResNet(len(images.classes)), datamodule=data)
+        trainer.fit(SmallResNet(len(images.classes)), data)
     except SystemExit as stopped:
         if trainer.interrupted:  # Lightning turns Ctrl-C into exit code 1, which is ours for a FeedError
             raise KeyboardInterrupt from stopped
@@ -265,54 +249,34 @@ ROWS = {
 """Figure -> what it is called in the table, and its format."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoOutcome:
-    """Both runs, and what they ran on."""
-
-    plain: Figures
-    fed: Figures
-    pictures: int
-    epochs: int
-    cpus: int
-    device: str
-    workers: int
-    """Worker processes that were chosen for the second run."""
-    ratio: float
-    """Seconds per epoch of the plain run over those of the fed run."""
-    logs: Path
-
-    def as_json(self) -> str:
-        """The figures for a program; what was not measured is null."""
-        return json.dumps(asdict(self), default=str, indent=2)
-
-    def as_text(self) -> str:
-        """The figures as a table, and how to open the logs."""
-        stand_in = (
-            "\nThere is no GPU here. As a stand-in, training has half of the CPUs, in both runs; the fed loader\n"
-            "uses the others, which the plain one leaves idle. What a GPU gains only a GPU can show."
-        )
-        return (
-            f"ResNet-18, {self.pictures:,} images at {PIXELS} x {PIXELS}, batches of {BATCH_SIZE}, "
-            f"{self.epochs} epoch{'s' if self.epochs > 1 else ''} each, on {self.device} with {self.cpus} CPUs\n"
-            "plain: DataLoader as most people write it (float32, no workers)\n"
-            f"fed:   FastDataModule (uint8, {self.workers} workers) and PrefetchCallback\n\n"
-            f"{self._table()}\n\n"
-            f"seconds per epoch, plain : fed = {self.ratio:.2f} : 1"
-            f"{stand_in if self.device == 'CPU' else ''}\n\n"
-            f"TensorBoard:  tensorboard --logdir {self.logs}"
-        )
-
-    def _table(self) -> str:
-        cells = [("", "plain", "fed")]
-        for name, (label, form) in ROWS.items():
-            values = (self.plain[name], self.fed[name])
-            left, right = ("not measured" if one is None else format(one, form) for one in values)
-            cells.append((label, left, right))
-        first, second = (max(len(row[column]) for row in cells) for column in (0, 1))
-        return "\n".join(f"{label:<{first}}  {left:<{second}}  {right}".rstrip() for label, left, right in cells)
+def demo_text(outcome: dict[str, Any]) -> str:
+    """What :func:`run_demo` found as a table, and how to open the logs."""
+    stand_in = (
+        "\nThere is no GPU here. As a stand-in, training has half of the CPUs, in both runs; the fed loader\n"
+        "uses the others, which the plain one leaves idle. What a GPU gains only a GPU can show."
+    )
+    return (
+        f"ResNet-18, {outcome['pictures']:,} images at {PIXELS} x {PIXELS}, batches of {BATCH_SIZE}, "
+        f"{plural(outcome['epochs'], 'epoch')} each, on {outcome['device']} with {outcome['cpus']} CPUs\n"
+        "plain: DataLoader as most people write it (float32, no workers)\n"
+        f"fed:   FastDataModule (uint8, {outcome['workers']} workers) and PrefetchCallback\n\n"
+        f"{_table(outcome['plain'], outcome['fed'])}\n\n"
+        f"seconds per epoch, plain : fed = {outcome['ratio']:.2f} : 1"
+        f"{stand_in if outcome['device'] == 'CPU' else ''}\n\n"
+        f"TensorBoard:  tensorboard --logdir {outcome['logs']}"
+    )
 
 
-def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> DemoOutcome:
+def _table(plain: Figures, fed: Figures) -> str:
+    cells = [("", "plain", "fed")]
+    for name, (label, form) in ROWS.items():
+        left, right = ("not measured" if one is None else format(one, form) for one in (plain[name], fed[name]))
+        cells.append((label, left, right))
+    first, second = (max(len(row[column]) for row in cells) for column in (0, 1))
+    return "\n".join(f"{label:<{first}}  {left:<{second}}  {right}".rstrip() for label, left, right in cells)
+
+
+def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[str, Any]:
     """Train twice and compare.
 
     Args:
@@ -326,27 +290,30 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> DemoO
         DatasetError: when ``data`` holds no readable images, or a file cannot be read.
         MissingExtraError: without the extra ``demo``.
         KeyboardInterrupt: on Ctrl-C, also where Lightning turns it into an exit.
+
+    Returns:
+        The figures of both runs, and what they ran on.
     """
     if epochs < 1:
         raise SettingsError(f"--epochs {epochs}: at least 1 is needed.")
     require("tensorboard", extra="demo", why="writing the demo's logs")
     found = find_images(data if data is not None else make_images(out, images), images)
     fed_data = FedImages(found)
-    with _quiet_lightning(), _half_the_cpus():
+    with quiet(), _half_the_cpus():
         _warm_up(len(found.classes))
-        plain = _train(PlainImages(found), [], found, out / "logs", epochs)
+        plain = _train(plain_loader(found), [], found, out / "logs", epochs)
         fed = _train(fed_data, [PrefetchCallback()], found, out / "logs", epochs)
-    return DemoOutcome(
-        plain=plain,
-        fed=fed,
-        pictures=len(found),
-        epochs=epochs,
-        cpus=read_machine().usable_cpus,
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        workers=fed_data.recommendations["train"].num_workers,
-        ratio=float(plain["epoch_s"] or 0.0) / float(fed["epoch_s"] or 1.0),
-        logs=out / "logs",
-    )
+    return {
+        "plain": plain,
+        "fed": fed,
+        "pictures": len(found),
+        "epochs": epochs,
+        "cpus": read_machine().usable_cpus,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "workers": fed_data.recommendations["train"].num_workers,
+        "ratio": float(plain["epoch_s"] or 0.0) / float(fed["epoch_s"] or 1.0),
+        "logs": out / "logs",
+    }
 
 
 def _warm_up(classes: int) -> None:
@@ -371,20 +338,3 @@ def _half_the_cpus() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def _quiet_lightning() -> Iterator[None]:
-    """Without Lightning's notes on hardware, and its advice against the plain loader, which is plain on purpose."""
-    loggers = {one: one.level for one in map(logging.getLogger, ("lightning.pytorch", "lightning.fabric"))}
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.WARNING)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not have many workers")
-            warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
-            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")  # between Lightning and torch
-            yield
-    finally:
-        for logger, level in loggers.items():
-            logger.setLevel(level)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_feed import cli, demo
-from lightning_feed.demo import SOURCES, FedImages, PlainImages, SmallResNet, find_images, make_images
+from lightning_feed.demo import SOURCES, FedImages, SmallResNet, find_images, make_images, plain_loader
 from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
 
 
@@ -155,7 +155,7 @@ def test_both_datasets_give_the_same_pixels(class_folders: Path, monkeypatch: py
     monkeypatch.setattr(demo.v2, "RandomResizedCrop", lambda side: demo.v2.Identity())  # random: take all of the image
     monkeypatch.setattr(demo.v2, "RandomHorizontalFlip", demo.v2.Identity)
     images = find_images(class_folders, 100)
-    plain = PlainImages(images).train_dataloader().dataset[7]
+    plain = plain_loader(images).dataset[7]
     fed_data = FedImages(images)
     dataset = fed_data.make_dataset("train")
     assert dataset is not None

@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from lightning_feed.load.iterable import divides_among_workers
 from lightning_feed.load.machine import read_machine
 from lightning_feed.transfer.prefetcher import STREAM_BACKENDS
 from lightning_feed.watch.clocks import Clock, host_clock, open_ring
 from lightning_feed.watch.facts import (
     batches_ahead,
-    divides_among_workers,
     may_leave_process,
     may_persist,
     with_batch,

@@ -14,11 +14,11 @@ from lightning_feed import _host
 from lightning_feed._host.loops import bar_refresh_rate
 from lightning_feed.callbacks.loader_place import find_place, users_line
 from lightning_feed.callbacks.prefetch import PrefetchCallback, Stage
+from lightning_feed.load.iterable import divides_among_workers
 from lightning_feed.load.machine import read_machine
 from lightning_feed.watch import loop
 from lightning_feed.watch.facts import (
     batches_ahead,
-    divides_among_workers,
     may_leave_process,
     may_persist,
     with_loaders,

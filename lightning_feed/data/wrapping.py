@@ -22,7 +22,7 @@ from lightning_feed.load.dali.readers import ReaderLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.recommend import Recommendation, Workload, recommend
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.trials.in_fit import WITHOUT_WORKERS
+from lightning_feed.load.trials.in_fit import without_workers
 from lightning_feed.load.worker import why_not_sent
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,8 @@ def _recommended(
     ranks = 1 if stream else job.sharing_ranks
     kept = _why_kept(loader, stream=stream) if settings.num_workers == "auto" else ""
     if kept:
-        settings = replace(settings, num_workers=loader.num_workers, **({} if loader.num_workers else WITHOUT_WORKERS))
+        kept_workers = loader.num_workers
+        settings = replace(settings, num_workers=kept_workers) if kept_workers else without_workers(settings)
     found = recommend(
         read_machine(),
         settings,

@@ -1,25 +1,34 @@
-"""Batches of a short fit: kept for replay, replayed, and watched for the parts that a step reads."""
+"""Batches of a short fit: kept, replayed, timed, and watched for the parts that a step reads."""
 
 import copy
-import dataclasses
+import itertools
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, KeysView, Sequence
-from operator import itemgetter
-from typing import Any, cast
+import statistics
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.transfer.batch_tree import tensors
-from lightning_feed.watch.experiments.session import key_leaves
+from lightning_feed.watch.clocks import event_maker
+from lightning_feed.watch.experiments.session import WHOLE, key_leaves
 
 MOST_KEPT, MOST_BYTES = 32, 256 * 2**20
 """Batches that a sample of a run holds at most, and their memory."""
+WINDOWS = 5
+FEWEST_CYCLES = WINDOWS
+"""Optimizer steps behind the warm-up with which a rate is given."""
+FEWEST_PASSES = 2
+"""Times that several batches must have come behind the warm-up."""
+STEPS_AHEAD = 8
+"""Steps that the device may be behind the host: enough that it never runs out of work."""
 _Shapes = tuple[tuple[int, ...], ...]
 
 # --- copies -------------------------------------------------------------------------------------------------------
@@ -127,11 +136,13 @@ class Sample:
         self.first: Any = None
         self._kept: list[_Shapes] = []
         self._batches: dict[_Shapes, Any] = {}
-        self._skip, self._every, self._came = skip, 1, 0
+        self.came = 0
+        """Batches so far."""
+        self._skip, self._every = skip, 1
 
     def offer(self, batch: Any) -> None:
         """Keep a copy of a batch of the run, if its turn has come."""
-        number, self._came = self._came, self._came + 1
+        number, self.came = self.came, self.came + 1
         if number and (number < self._skip or (number - self._skip) % self._every):
             return
         try:
@@ -162,18 +173,64 @@ class Sample:
         return sum(tensor.nbytes for batch in self._batches.values() for tensor in tensors(batch))
 
 
+class Pace:
+    """The times at which steps end; on a device they are those at which it has finished them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._make = event_maker(device)
+        self._wait: Callable[[], object] = (
+            (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
+        )
+        self._ahead: deque[Any] = deque()
+        self._stamps: list[float] = []
+
+    def stamp(self) -> None:
+        """A step has ended on the host.
+
+        It waits for an earlier one: a host that never waits (CUDA graphs) may queue all of its steps within the time of
+        the experiment, and they take many times as long.
+        """
+        if self._make is None:
+            self._wait()
+        else:
+            event = self._make()
+            event.record()
+            self._ahead.append(event)
+            if len(self._ahead) <= STEPS_AHEAD:
+                return
+            self._ahead.popleft().synchronize()
+        self._stamps.append(time.perf_counter())
+
+    def per_s(self, accumulate: int, batches: int = 1) -> float | None:
+        """Batches per second over whole optimizer steps of ``accumulate`` batches, the first quarter of them left out.
+
+        The rest is divided into windows, whose median rate counts: work that comes only every few steps is in each of
+        them, and another program that takes the CPUs for a while is in few. Of several ``batches`` that come again and
+        again, each window has all of them equally often.
+        """
+        self._wait()
+        period = math.lcm(accumulate, batches)
+        marks = self._stamps[::period]
+        settled = marks[max(1, len(marks) // 4) :]
+        if len(settled) <= (FEWEST_CYCLES if batches == 1 else FEWEST_PASSES):
+            return None
+        windows = min(WINDOWS, len(settled) - 1)
+        edges = [index * (len(settled) - 1) // windows for index in range(windows + 1)]
+        middle = statistics.median(
+            (settled[last] - settled[first]) / (last - first) for first, last in itertools.pairwise(edges)
+        )
+        return period / middle if middle > 0 else None
+
+
 # --- which parts a step reads -------------------------------------------------------------------------------------
 
 
 class KeyWatch(TorchFunctionMode):
     """A batch that knows which of its parts were read; and the context in which torch's functions are seen, too.
 
-    A part is used when the step takes it out by its name, or hands it to any function of torch. It is unused when it
-    was never taken out at all. What was only handed out with all others (unpacking, ``**batch``, ``.items()``) and no
-    function of torch has seen cannot be told: the step may have kept it, or ignored it.
-
-    Dicts, lists, tuples, named tuples and dataclasses are watched at any depth, and pass ``isinstance``; of other
-    containers only torch's functions tell what was read.
+    A part is used when the step takes it out of a dict by its key, or hands it to any function of torch. It is unused
+    when the dict was never asked for it. What was only handed out with others (unpacking, ``**batch``, ``.items()``, a
+    tuple, a dataclass) and no function of torch has seen cannot be told: the step may have kept it, or ignored it.
 
     Args:
         batch: what the step is to get. It is not written to.
@@ -181,89 +238,81 @@ class KeyWatch(TorchFunctionMode):
 
     def __init__(self, batch: Any) -> None:
         super().__init__()
-        self._leaves: dict[str, Any] = {}
+        self._leaves = dict(key_leaves(batch))
         self._read: set[str] = set()
-        self._handed: set[str] = set()
-        self.batch = self._watched(batch, "")
-        """The same, watched."""
+        self.batch, self._handed = self._watched(batch, "")
+        """The same, with dicts that are watched; and the names of the parts that somebody may have got."""
 
     def uses(self) -> dict[str, bool | None]:
         """Whether each part was used, by its place as :func:`key_leaves` names it. None: cannot be told."""
         return {name: True if name in self._read else None if name in self._handed else False for name in self._leaves}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._see((args, kwargs or {}))
+        seen = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        self._read |= {name for name, leaf in self._leaves.items() if id(leaf) in seen}
         return func(*args, **(kwargs or {}))
 
-    def _see(self, value: Any, depth: int = 4) -> None:
-        if isinstance(value, Tensor):
-            self._read |= {name for name, leaf in self._leaves.items() if leaf is value}
-        elif depth and isinstance(value, (list, tuple)):
-            for part in tuple.__iter__(value) if isinstance(value, tuple) else list.__iter__(value):
-                self._see(part, depth - 1)
-        elif depth and isinstance(value, dict):
-            for part in dict.values(value):
-                self._see(part, depth - 1)
+    def _watched(self, value: Any, place: str) -> tuple[Any, set[str]]:
+        """The value with its dicts watched, and the leaves in it that no dict hands out by a key."""
+        leaves, kind = {name for name, _ in key_leaves(value, place)}, type(value)
+        if kind in (dict, OrderedDict):
+            names = {key: f"{place}.{key}" if place else str(key) for key in value}
+            parts = {key: self._watched(part, names[key]) for key, part in value.items()}
 
-    def _watched(self, value: Any, place: str) -> Any:
-        leaves = dict(key_leaves(value, place))
-        parts = None if any(leaf is value for leaf in leaves.values()) else _parts(value)
-        if parts is None:
-            self._leaves |= leaves
-            if place not in leaves:  # no container hands them out that would tell
-                self._handed |= set(leaves)
-            return value
-        places = {key: f"{place}.{name}" if place else name for key, name, _ in parts}
-        children = {key: self._watched(part, places[key]) for key, _, part in parts}
+            def take(key: Any, *, by_key: bool) -> None:
+                handed = parts[key][1] if key in parts else set()
+                (self._read if by_key and handed == {names[key]} else self._handed).update(handed)
 
-        def take(key: Any, *, named: bool) -> None:
-            if places.get(key) in self._leaves:
-                (self._read if named else self._handed).add(places[key])
-
-        return _container(value, children, take)
+            watched = type(kind.__name__, (_WatchedDict, kind), {"_kind": kind})
+            made: Any = watched((key, part) for key, (part, _) in parts.items())
+            made._take = take
+            return made, set()
+        if kind in (list, tuple) and leaves != {place or WHOLE}:
+            inside = [self._watched(part, f"{place}.{at}" if place else str(at)) for at, part in enumerate(value)]
+            return kind(part for part, _ in inside), set().union(*(names for _, names in inside))
+        return value, leaves
 
 
-def _parts(value: Any) -> list[tuple[Any, str, Any]] | None:
-    """(key, name as :func:`key_leaves` gives it, part) of each part; None: not watched."""
-    kind: Any = type(value)
-    if kind in (dict, OrderedDict):
-        return [(key, str(key), part) for key, part in value.items()]
-    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-        names = getattr(kind, "_fields", None) or map(str, range(len(value)))
-        return [(index, name, part) for index, (name, part) in enumerate(zip(names, value, strict=True))]
-    if dataclasses.is_dataclass(value) and not isinstance(value, (dict, list, tuple, Tensor)):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return [(name, name, getattr(value, name)) for name in names]
-    return None
+_MAPPING: Any = MutableMapping
 
 
-def _container(value: Any, children: dict[Any, Any], take: Callable[..., None]) -> Any:
-    """An object of a class derived from that of ``value``, which calls ``take`` for what it hands out."""
-    kind: Any = type(value)
-    if isinstance(value, (dict, list, tuple)):
-        fields = {name: property(itemgetter(index)) for index, name in enumerate(getattr(kind, "_fields", ()))}
-        reads = _DictReads if isinstance(value, dict) else _SequenceReads
-        watched: Any = type(kind.__name__, (reads, kind), {"_kind": kind, **fields})
-        made = kind.__new__(watched, *([children.values()] if kind is tuple else children.values() if fields else []))
-        if isinstance(value, dict):
-            kind.update(made, children)
-        elif isinstance(value, list):
-            made.extend(children.values())
-        made._take = take
-        return made
+class _WatchedDict:
+    """What dicts hand their values out by: all of it through ``__getitem__``. Writing needs no watching."""
 
-    def read(self: Any, name: str) -> Any:
-        take(name, named=True)
-        return kind.__getattribute__(self, name)
+    _kind: Any = dict
+    _listed = False
 
-    made = object.__new__(type(kind.__name__, (kind,), {"__getattribute__": read}))
-    for name, child in {**getattr(value, "__dict__", {}), **children}.items():
-        object.__setattr__(made, name, child)
-    return made
+    @staticmethod
+    def _take(key: Any, *, by_key: bool) -> None:
+        """Of a dict that the step made itself, from the class of its batch: nothing is watched."""
+
+    def __getitem__(self, key: Any) -> Any:
+        self._take(key, by_key=not self._listed)  # `f(**batch)` lists all keys, and then reads each by its name
+        return self._kind.__getitem__(self, key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._listed = True
+        return iter(self._kind.__iter__(self))
+
+    keys, values, items = _MAPPING.keys, _MAPPING.values, _MAPPING.items
+    get, pop, popitem = _MAPPING.get, _MAPPING.pop, _MAPPING.popitem
+    setdefault, __eq__ = _MAPPING.setdefault, _MAPPING.__eq__
+
+    def copy(self) -> Any:
+        return self._kind(self.items())
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.copy().__reduce_ex__(protocol)
 
 
 def is_opaque(module: torch.nn.Module) -> bool:
-    """Whether parts of a batch may be read where neither containers nor torch's functions notice: compiled code."""
+    """Whether parts of a batch may be read where neither dicts nor torch's functions notice: compiled code."""
     scripted = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
     return any(
         type(part).__name__ == "OptimizedModule"
@@ -271,86 +320,3 @@ def is_opaque(module: torch.nn.Module) -> bool:
         or any(isinstance(held, scripted) for held in (part, *vars(part).values()))
         for part in module.modules()
     )
-
-
-def _on_a_copy(name: str) -> Any:
-    """A method that is called on a plain copy, for which all parts are handed out."""
-
-    def method(self: Any, *args: Any) -> Any:
-        return getattr(self._plain(), name)(*args)
-
-    return method
-
-
-def _take_nothing(key: Any, *, named: bool) -> None:
-    """Of a container that the step made itself, from the class of its batch."""
-
-
-class _DictReads:
-    """What dicts hand their values out by. Writing needs no watching."""
-
-    _take, _kind = staticmethod(_take_nothing), cast(Any, dict)
-    _listed = False
-
-    def __getitem__(self, key: Any) -> Any:
-        self._take(key, named=not self._listed)  # `f(**batch)` lists all keys, and then reads each by its name
-        return self._kind.__getitem__(self, key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._take(key, named=True)
-        return self._kind.get(self, key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        self._take(key, named=True)
-        return self._kind.pop(self, key, *default)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        self._take(key, named=True)
-        return self._kind.setdefault(self, key, default)
-
-    def popitem(self, *args: Any, **kwargs: Any) -> Any:
-        self._plain()
-        return self._kind.popitem(self, *args, **kwargs)
-
-    def __iter__(self) -> Any:
-        self._listed = True
-        return self._kind.__iter__(self)
-
-    def keys(self) -> Any:
-        return KeysView(cast(Any, self))
-
-    def _plain(self) -> Any:
-        for key in self._kind.__iter__(self):
-            self._take(key, named=False)
-        return self._kind(self._kind.items(self))
-
-    items, values, copy = _on_a_copy("items"), _on_a_copy("values"), _on_a_copy("copy")
-    __or__, __ror__ = _on_a_copy("__or__"), _on_a_copy("__ror__")
-    __eq__, __reduce_ex__ = _on_a_copy("__eq__"), _on_a_copy("__reduce_ex__")
-
-
-class _SequenceReads:
-    """What lists and tuples hand their elements out by."""
-
-    _take, _kind = staticmethod(_take_nothing), cast(Any, list)
-
-    def __getitem__(self, index: Any) -> Any:
-        taken = range(len(cast(Any, self)))[index]
-        for each in taken if isinstance(taken, range) else (taken,):
-            self._take(each, named=not isinstance(taken, range))
-        return self._kind.__getitem__(self, index)
-
-    def __iter__(self) -> Iterator[Any]:
-        for index, value in enumerate(self._kind.__iter__(self)):
-            self._take(index, named=False)
-            yield value
-
-    def pop(self, index: Any = -1) -> Any:
-        self[index]
-        return self._kind.pop(self, index)
-
-    def _plain(self) -> Any:
-        return self._kind(*self) if hasattr(self._kind, "_fields") else self._kind(iter(self))
-
-    __reversed__, __add__, copy = _on_a_copy("__reversed__"), _on_a_copy("__add__"), _on_a_copy("copy")
-    __eq__, __reduce_ex__ = _on_a_copy("__eq__"), _on_a_copy("__reduce_ex__")

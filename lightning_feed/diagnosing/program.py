@@ -1,29 +1,26 @@
 """What is diagnosed: the user's own program, run until its first ``Trainer.fit``, or what ``module.py:NAME`` gives."""
 
-import ast
 import importlib.util
 import inspect
 import os
 import runpy
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
-from typing import Any, Generic, TypeVar
+from types import ModuleType, TracebackType
+from typing import Any
 
 from lightning_feed import _host
 from lightning_feed._host.loops import PACKAGES, package_of
 from lightning_feed.autoload import PROGRAM
-from lightning_feed.diagnosing.failure import ProgramEnded, in_a_line, is_theirs
-from lightning_feed.diagnosing.trainer import quiet
-from lightning_feed.errors import SettingsError
+from lightning_feed.diagnosing.safety import ProgramEnded, in_a_line, is_theirs
+from lightning_feed.diagnosing.short_fits import plain_trainer, quiet
+from lightning_feed.errors import SettingsError, plural
 
-Result = TypeVar("Result")
 LOOPS = ("fit", "validate", "test", "predict")
 MOST_ENDS = 10
 """So often a program may catch what ends it, and call the Trainer again."""
@@ -63,7 +60,7 @@ class _Ended(SystemExit):
     """Ends the program after its fit was taken over. ``except Exception`` does not catch it, ``finally`` runs."""
 
 
-def run_until_fit(program: Program, take: Callable[[Fit], Result]) -> tuple[Result, Fit]:
+def run_until_fit(program: Program, take: Callable[[Fit], Any]) -> tuple[Any, Fit]:
     """Run a program, call ``take`` in the place of its first ``Trainer.fit``, and end the program there.
 
     The program runs in this process as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``, and with the fit of
@@ -104,14 +101,14 @@ def run_until_fit(program: Program, take: Callable[[Fit], Result]) -> tuple[Resu
     return taken.result(program)
 
 
-class _Takeover(Generic[Result]):
+class _Takeover:
     """The replaced ``fit``, and what came of it."""
 
-    def __init__(self, take: Callable[[Fit], Result]) -> None:
+    def __init__(self, take: Callable[[Fit], Any]) -> None:
         self.over = False
         """Whether the fit has been taken over."""
         self._take, self._taking, self._ends, self._pid = take, False, 0, os.getpid()
-        self._found: tuple[Result, Fit] | None = None
+        self._found: tuple[Any, Fit] | None = None
         self._failure: BaseException | None = None
 
     @contextmanager
@@ -123,7 +120,7 @@ class _Takeover(Generic[Result]):
                     undo.callback(_host.replace_in_class(package.Trainer, name, self._around))
             yield
 
-    def result(self, program: Program) -> tuple[Result, Fit]:
+    def result(self, program: Program) -> tuple[Any, Fit]:
         """What ``take`` gave, after the program has ended."""
         if self._failure is not None:
             raise self._failure
@@ -164,15 +161,9 @@ class _Takeover(Generic[Result]):
 
 def _installed() -> Iterator[Any]:
     """The packages with a Trainer that the program may use."""
-    for top, name in PACKAGES.items():
-        if importlib.util.find_spec(top) is None:
-            continue
-        with quiet():
-            try:
-                package = importlib.import_module(name)
-            except Exception:  # noqa: BLE001  # one that cannot be imported is not what the program trains with
-                continue
-        yield package
+    for name in PACKAGES.values():
+        with quiet(), suppress(Exception):  # one that cannot be imported is not what the program trains with
+            yield importlib.import_module(name)
 
 
 def _fit_of(trainer: Any, given: dict[str, Any]) -> Fit:
@@ -189,37 +180,20 @@ def _fit_of(trainer: Any, given: dict[str, Any]) -> Fit:
 
 
 def _went_on(trainer: Any, checkpoint: Any) -> str:
-    """What would come next."""
-    frames = [one.frame for one in inspect.stack(context=0) if is_theirs(one.filename)]
-    at = f" at {Path(frames[0].f_code.co_filename).name}:{frames[0].f_lineno}" if frames else ""
+    """Where the program was ended, and what would have come next."""
+    frame = next((one for one in inspect.stack(context=0) if is_theirs(one.filename)), None)
+    at = f" at {Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
     limits = [
-        f"{number} {word}{'' if number == 1 else 's'}"
+        plural(number, word)
         for number, word in ((trainer.max_epochs, "epoch"), (trainer.max_steps, "step"))
         if number not in (None, -1)
     ]
     how_long = f"for {' or '.join(limits)}" if limits else "without an end"
     resumed = f" from the checkpoint {checkpoint}, which was not loaded" if checkpoint is not None else ""
-    calls = [call for frame in frames for call in _calls_after(frame)]
-    then = f", then call {', '.join(calls)}" if calls else ""
     return (
-        f"ended where it calls fit{at}. It would now train {how_long}{resumed}{then}. Neither this nor anything else "
-        "that follows in it was run."
+        f"ended where it calls fit{at}. It would now train {how_long}{resumed}. Neither this nor anything else that "
+        "follows in it was run."
     )
-
-
-def _calls_after(frame: FrameType) -> list[str]:
-    """Calls of a Trainer's loops that stand behind the line where ``frame`` is now, in the same function."""
-    try:
-        lines, first = inspect.getsourcelines(frame)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError):
-        return []
-    above, name = max(first, 1) - 1, Path(frame.f_code.co_filename).name
-    calls = [
-        node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
-    later = [(above + call.lineno, ast.unparse(call)) for call in calls if call.attr in LOOPS]
-    return [f"{text} ({name}:{line})" for line, text in sorted(later) if line > frame.f_lineno]
 
 
 def _path_of(program: Program) -> Path | None:
@@ -275,13 +249,11 @@ def _theirs(trace: TracebackType | None) -> TracebackType | None:
 # --- a target -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def open_target(text: str, accelerator: str) -> Iterator[Fit]:
+def fit_of_target(text: str, accelerator: str) -> Fit:
     """Import what ``text`` names, call it where it can be called, and give what it returns, with a Trainer.
 
     NAME is a function or a class that needs no arguments, or an object: a data module, or a module and a data module.
-    Its folder (the current one for ``package.module``) is importable until the end, and found first; ``sys.path`` is as
-    before then.
+    Its folder (the current one for ``package.module``) is importable from then on, and found first.
 
     Args:
         text: ``module.py:NAME`` or ``package.module:NAME``.
@@ -295,20 +267,21 @@ def open_target(text: str, accelerator: str) -> Iterator[Fit]:
         raise SettingsError(
             f"TARGET {text!r} names no object in a file or module. Give module.py:NAME or package.module:NAME."
         )
-    before = sys.path[:]
+    module = _import(place)
     try:
-        module = _import(place)
-        try:
-            found = _call(attrgetter(name)(module))
-        except (Exception, SystemExit) as error:
-            said = (
-                f"TARGET {text!r} failed: {in_a_line(error)}. NAME is called without arguments where it can be called."
-            )
-            raise SettingsError(said) from error
-        model, datamodule = _pair(found, text)
-        yield Fit(trainer=_trainer(accelerator, datamodule, model), model=model, datamodule=datamodule)
-    finally:
-        sys.path[:] = before
+        found = attrgetter(name)(module)
+        if callable(found) and _kind(found) is None:
+            found = found()
+    except (Exception, SystemExit) as error:
+        said = f"TARGET {text!r} failed: {in_a_line(error)}. NAME is called without arguments where it can be called."
+        raise SettingsError(said) from error
+    model, datamodule = _pair(found, text)
+    package = package_of(*(one for one in (model, datamodule) if one is not None))
+    try:
+        trainer = plain_trainer(package, accelerator)
+    except Exception as error:
+        raise SettingsError(f"accelerator {accelerator!r} cannot be used here: {in_a_line(error)}.") from error
+    return Fit(trainer=trainer, model=model, datamodule=datamodule)
 
 
 def _import(place: str) -> ModuleType:
@@ -322,14 +295,9 @@ def _import(place: str) -> ModuleType:
     try:
         return load(name)
     except (Exception, SystemExit) as error:
-        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{name}.".startswith(f"{missing}."):
-            raise SettingsError(
-                f"There is no module {missing!r} to import. Name one that Python finds from here, or a file: "
-                "path/to/module.py:NAME."
-            ) from error
         raise SettingsError(
-            f"{place} could not be imported: {in_a_line(error)}. Import it yourself to see it."
+            f"{place} could not be imported: {in_a_line(error)}. Name a file, path/to/module.py:NAME, or a module that "
+            "Python finds from here, and import it yourself to see the error."
         ) from error
 
 
@@ -339,21 +307,13 @@ def _from_file(path: Path, name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError("it is no Python file")
     module = importlib.util.module_from_spec(spec)
-    shadowed = sys.modules.get(name)
     sys.modules[name] = module  # where spawned workers look for the dataset's class
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
-        if shadowed is not None:
-            sys.modules[name] = shadowed
         raise
     return module
-
-
-def _call(found: Any) -> Any:
-    """Call a function or class; anything else is taken as it is."""
-    return found() if callable(found) and _kind(found) is None else found
 
 
 def _pair(made: Any, text: str) -> tuple[Any, Any]:
@@ -373,12 +333,3 @@ def _kind(thing: Any) -> str | None:
         if base.__name__.startswith("Lightning") and base.__module__.partition(".")[0] in PACKAGES:
             return base.__name__
     return None
-
-
-def _trainer(accelerator: str, datamodule: Any, model: Any) -> Any:
-    package: Any = package_of(*(one for one in (model, datamodule) if one is not None))
-    try:
-        with quiet():
-            return package.Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
-    except Exception as error:
-        raise SettingsError(f"accelerator {accelerator!r} cannot be used here: {in_a_line(error)}.") from error

@@ -11,18 +11,16 @@ from tqdm.auto import tqdm
 
 from lightning_feed import _host
 from lightning_feed.data.backend_measurements import remember_diagnosis
-from lightning_feed.diagnosing.batches import Sample, own_loaders
-from lightning_feed.diagnosing.failure import (
+from lightning_feed.diagnosing.batches import FEWEST_CYCLES, Sample, own_loaders
+from lightning_feed.diagnosing.safety import (
     DiagnosisFailed,
     DiagnosisInterrupted,
     DiagnosisNotWritten,
+    ModelState,
     in_a_line,
     told,
 )
-from lightning_feed.diagnosing.restore import ModelState
-from lightning_feed.diagnosing.short_fits import AS_IT_IS, FEWEST_CYCLES, DiagnosisSession, open_session
-from lightning_feed.diagnosing.trainer import LATEST, Limits
-from lightning_feed.diagnosing.trainer import quiet as without_messages
+from lightning_feed.diagnosing.short_fits import AS_IT_IS, LATEST, DiagnosisSession, Limits, open_session, quiet
 from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.experiments.data_experiments import EXPERIMENTS as DATA_EXPERIMENTS
@@ -37,8 +35,8 @@ from lightning_feed.watch.stats import StarvationStats
 from lightning_feed.watch.verdict import decide as tree
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
 
-MODEL_EXPERIMENTS = ("model", "host-batch")
-"""The same batches again and again, on the device and from the host."""
+MODEL_EXPERIMENTS = {"model": "model_per_s", "host-batch": "host_batch_per_s"}
+"""The same batches again and again, on the device and from the host; and the rates that they give."""
 LOADER_EXPERIMENTS = {
     "loader": ("loader", "keys", "workers"),
     "cached-files": ("cached-files", "disk"),
@@ -127,16 +125,24 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         check_writable(Path(out))  # a minute of experiments is not to be lost in the end
     session = _open(trainer, model, datamodule, train_dataloaders, callbacks=callbacks)
     experiments = _Experiments(session, asked, limit_s, quick=quick)
-    stopped_by, failure = _run(experiments)
+    failure = _run(experiments)
     diagnosis = tree.diagnose(experiments.measurements())
-    written, problem = _write(diagnosis, out, earlier)
-    if stopped_by is not None:
-        raise DiagnosisInterrupted(diagnosis, written, stopped_by, str(problem or ""))
+    written: list[Path] = []
+    problem: ReportError | None = None
+    if out is not None:
+        try:
+            written = write_report(make_report(diagnosis, previous=earlier), out)
+        except ReportError as error:  # a full disk must not cost the verdict
+            problem = error
+    if session.stops.number is not None:
+        stop = DiagnosisInterrupted("diagnose() was interrupted", diagnosis, written)
+        stop.signal_number, stop.not_written = session.stops.number, str(problem or "")
+        raise stop
     if failure is not None:
         raise DiagnosisFailed(str(failure), diagnosis, written) from (failure.__cause__ or failure)
     remember_diagnosis(session.datamodule, session.device, diagnosis)
     if problem is not None:
-        raise DiagnosisNotWritten(str(problem), diagnosis) from problem
+        raise DiagnosisNotWritten(str(problem), diagnosis, written) from problem
     return diagnosis
 
 
@@ -170,39 +176,26 @@ def _open(trainer: Any, model: Any, datamodule: Any, loaders: Any, *, callbacks:
     return session
 
 
-def _run(experiments: "_Experiments") -> tuple[int | None, FeedError | None]:
-    """Make the experiments, and put back what they changed: (signal that ended them, failure that ended them).
+def _run(experiments: "_Experiments") -> FeedError | None:
+    """Make the experiments, and put back what they changed. The failure that ended them is given, a signal is noted.
 
     Raises:
         FeedError: a failure before anything was measured.
     """
-    session = experiments.session
-    interrupted, failure = False, None
+    stops = experiments.session.stops
     try:
         bar = tqdm(total=100, desc="diagnose", disable=None, leave=False, bar_format=BAR)
-        with bar, without_messages(), session.restoring() as state:
+        with bar, quiet(), experiments.session.restoring() as state:
             experiments.run(state, bar)
     except KeyboardInterrupt:
-        interrupted = True
+        stops.note(signal.SIGINT)
     except Exception as error:
         # Ctrl-C reaches the workers too, and the loader fails of it.
-        if session.stops.number is None:
+        if stops.number is None:
             if not isinstance(error, FeedError) or not experiments.anything():
                 raise
-            failure = error
-    return (signal.SIGINT if interrupted and session.stops.number is None else session.stops.number), failure
-
-
-def _write(
-    diagnosis: Diagnosis, folder: str | Path | None, earlier: Report | None
-) -> tuple[list[Path], ReportError | None]:
-    """The files, and why there are none: a full disk must not cost the verdict."""
-    if folder is None:
-        return [], None
-    try:
-        return write_report(make_report(diagnosis, previous=earlier), folder), None
-    except ReportError as error:
-        return [], error
+            return error
+    return None
 
 
 class _Experiments:
@@ -216,12 +209,15 @@ class _Experiments:
         self._bar: Any = None
         self._asked, self._budget_s, self._quick = asked, budget_s, quick
         self._results = ExperimentResults()
+        self._rates: dict[str, Any] = {}
+        """Of the replays, by field of the results."""
         self._left_out: dict[str, str] = {}
 
     def anything(self) -> bool:
         """Whether something was measured."""
         measured = self.session.measured
-        return self._results != ExperimentResults() or (measured is not None and measured.stats.step_ms is not None)
+        found = self._results != ExperimentResults() or any(self._rates.values())
+        return found or (measured is not None and measured.stats.step_ms is not None)
 
     def measurements(self) -> Measurements:
         """All of it, for the verdict."""
@@ -234,6 +230,7 @@ class _Experiments:
             keys = tuple(KeyUse(name=name, bytes_per_batch=size, used=None) for name, size in key_bytes(first).items())
         results = replace(
             results,
+            **self._rates,
             batch_size=results.batch_size or measured.facts.batch_size,
             keys=tuple(replace(key, used=session.uses.get(key.name)) for key in keys),
             left_out=tuple(sorted((*results.left_out, *self._left_out.items()))),
@@ -305,12 +302,9 @@ class _Experiments:
             session.stops.look()  # Ctrl-C reaches the workers too, and they fail of it
             self._left_out[name] = f"it failed: {in_a_line(error)}"
             return
+        self._rates[MODEL_EXPERIMENTS[name]] = per_s
         if per_s is None:
             self._left_out[name] = "too few steps in the time that there was: give it more, or leave --quick out"
-        elif on_device:
-            self._results = replace(self._results, model_per_s=per_s)
-        else:
-            self._results = replace(self._results, host_batch_per_s=per_s)
 
     def _batches_and_limits(self, sample: Sample) -> tuple[list[Any], Limits]:
         """As many batches of the run as can be replayed often enough in the time that there is."""
@@ -329,7 +323,7 @@ class _Experiments:
         return sample.take(1), Limits(least=least, most=most, seconds=seconds)
 
     def _measure_loader(self) -> None:
-        session, mine = self.session, self._results
+        session = self.session
         wanted = [name for name in LOADER_EXPERIMENTS if name in self._asked]
         if not wanted:
             return
@@ -350,7 +344,7 @@ class _Experiments:
                 only=frozenset(part for name in wanted for part in LOADER_EXPERIMENTS[name]),
                 on_progress=on_progress,
             ):
-                self._results = replace(results, model_per_s=mine.model_per_s, host_batch_per_s=mine.host_batch_per_s)
+                self._results = results
         except FeedError as error:
             if session.measured is None:
                 raise

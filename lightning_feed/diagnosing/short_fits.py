@@ -1,14 +1,15 @@
 """Short fits on the user's objects: the training as it is, and on the same batches again and again."""
 
+import copy
 import gc
-import itertools
+import io
+import logging
 import math
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections import deque
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,34 +20,38 @@ from typing import Any
 import torch
 
 from lightning_feed import _host
-from lightning_feed._host.loops import package_of
+from lightning_feed._host.loops import PACKAGES, package_of
 from lightning_feed.callbacks.loader_place import place_of
-from lightning_feed.diagnosing.batches import KeyWatch, Replay, Sample, copy_of, is_opaque, own_loaders
-from lightning_feed.diagnosing.failure import loading_failed, raised_by_loader
-from lightning_feed.diagnosing.restore import ModelState, StopSignals
-from lightning_feed.diagnosing.trainer import Limits, ShortFit, check_trainer, nothing, quiet, short_trainer
+from lightning_feed.callbacks.prefetch import PrefetchCallback
+from lightning_feed.diagnosing.batches import KeyWatch, Pace, Replay, Sample, copy_of, is_opaque, own_loaders
+from lightning_feed.diagnosing.safety import ModelState, StopSignals, loading_failed
 from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.watch.clocks import event_maker
 from lightning_feed.watch.experiments.session import parts_of
 from lightning_feed.watch.facts import batches_ahead
 from lightning_feed.watch.verdict.diagnosis import Measurements, Place
 from lightning_feed.watch.windows import WARM_UP_STEPS
 
-BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "device_transform")
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "device_transform")
 STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 OWN_HOOKS = ("[Callback]ShortFit.", "[Callback]GPUStarvationCallback.")
 """What a diagnosis adds to a fit is not of the user's run."""
 ENDS = ("on_fit_end", "on_train_end", "teardown", "on_exception", "on_save_checkpoint")
 """Hooks of the user's that are not called: they may upload what they take for the result of a training."""
 AS_IT_IS = "training as it is failed"
-WINDOWS = 5
-FEWEST_CYCLES = WINDOWS
-"""Optimizer steps behind the warm-up with which a rate is given."""
-FEWEST_PASSES = 2
-"""Times that several batches must have come behind the warm-up."""
-STEPS_AHEAD = 8
-"""Steps that the device may be behind the host: enough that it never runs out of work."""
+LATEST = 3
+"""A fit ends after so many times its seconds, however few its steps."""
+PRECISIONS_BY_NAME = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+"""Classes of precision plugins that ``Trainer(precision=...)`` makes anew from the name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a fit goes on: to ``most`` steps, or until ``seconds`` are over, then to ``least`` steps."""
+
+    least: int
+    most: int
+    seconds: float
 
 
 @dataclass
@@ -99,7 +104,7 @@ class DiagnosisSession:
         """A context that hears signals, and after which what the fits change is as before. Gives the module's state."""
         if self.device.type == "cuda":
             torch.cuda.init()  # type: ignore[no-untyped-call]  # its generators are kept too
-        with StopSignals() as self.stops, preserve_state(self.datamodule, self.loaders, self.callbacks):
+        with self.stops, preserve_state(self.datamodule, self.loaders, self.callbacks):
             state = ModelState(self.model)
             try:
                 yield state
@@ -144,12 +149,11 @@ class DiagnosisSession:
         """A fit with the user's loaders: the measurements, batches, which parts of them are read."""
         feed = import_module("lightning_feed" if self.package.__name__ == "lightning.pytorch" else "lightning_feed.pl")
         meter = feed.GPUStarvationCallback(nvml=False, report=False)
-        watch = _BatchWatch(self)
 
         def on_start(trainer: Any) -> None:
             queue = batches_ahead(_host.train_loaders(trainer))  # for so many steps a full queue hides a slow loader
             short_fit.limits = replace(limits, most=limits.most + queue + WARM_UP_STEPS)
-            watch.begin(trainer, queue + WARM_UP_STEPS)
+            short_fit.wraps += self._watch_batches(trainer, queue + WARM_UP_STEPS)
 
         def give(loaders: Any) -> Any:
             before.enter_context(preserve_state(loaders))
@@ -159,12 +163,15 @@ class DiagnosisSession:
         try:
             with ExitStack() as before:
                 self._fit(short_fit, [*self.callbacks, meter, short_fit], give)
+        except FeedError:
+            raise
         except Exception as error:
-            if isinstance(error, FeedError) or not raised_by_loader(error, self.model):
+            first_pass = short_fit.epochs <= 1
+            failed = loading_failed(AS_IT_IS, error, self.model, self.train_loaders, first_pass=first_pass)
+            if failed is None:
                 raise
-            raise loading_failed(AS_IT_IS, error, self.train_loaders, first_pass=short_fit.epochs <= 1) from error
+            raise failed from error
         finally:
-            watch.end()
             measured = meter.report().measurements
             theirs = tuple(hook for hook in measured.hooks if not hook.name.startswith(OWN_HOOKS))
             facts = replace(measured.facts, place=self.place() or measured.facts.place)
@@ -179,7 +186,7 @@ class DiagnosisSession:
             limits: how long.
             on_device: leave the transfer to the device out, with its hooks.
         """
-        pace = _Pace(self.device)
+        pace = Pace(self.device)
 
         def on_start(trainer: Any) -> None:
             if on_device:
@@ -192,7 +199,7 @@ class DiagnosisSession:
         return pace.per_s(self.trainer.accumulate_grad_batches, len(batches))
 
     def _short_fit(
-        self, limits: Limits, on_start: Callable[[Any], None], on_step: Callable[[], object] = nothing
+        self, limits: Limits, on_start: Callable[[Any], None], on_step: Callable[[], object] = lambda: None
     ) -> Any:
         """The callback that ends a fit. Lightning tells callbacks by their class."""
         return type("ShortFit", (ShortFit, self.package.Callback), {})(limits, self.stops, on_start, on_step)
@@ -229,14 +236,13 @@ class DiagnosisSession:
 
     def _wraps(self, given: Callable[[Any], Any], *, set_up: bool) -> list[_host.Wrap]:
         """The methods of the user's that are replaced for a fit."""
-        owner, callbacks = self.loader_owner, self.callbacks
+        owner, parts = self.loader_owner, [self.model, self.datamodule, *self.callbacks]
+        silenced = [(one, name) for one in parts for name in ENDS if _host.is_overridden(one, name)]
+        if owner is not None and owner is self.datamodule and not set_up:
+            silenced += [(owner, "prepare_data"), (owner, "setup")]
         wraps = [_host.Wrap(self.model, "configure_callbacks", lambda _: [])]
         wraps += [] if owner is None else [_host.Wrap(owner, "train_dataloader", given)]
-        if owner is self.datamodule and owner is not None and not set_up:
-            wraps += [_host.Wrap(owner, name, nothing) for name in ("prepare_data", "setup")]
-        owners = [one for one in (self.model, self.datamodule, *callbacks) if one is not None]
-        ends = [(one, name) for one in owners for name in ENDS if _host.is_overridden(one, name)]
-        return wraps + [_host.Wrap(one, name, nothing) for one, name in ends]
+        return wraps + [_host.Wrap(one, name, nothing) for one, name in silenced]
 
     def _run_fit(self, trainer: Any, short_fit: Any, data: dict[str, Any]) -> None:
         """``trainer.fit``, from which Ctrl-C and SIGTERM come as KeyboardInterrupt, other exits as they are."""
@@ -250,6 +256,41 @@ class DiagnosisSession:
                 raise
             raise KeyboardInterrupt from end
 
+    def _watch_batches(self, trainer: Any, warm_up: int) -> list[_host.Wrap]:
+        """Keep batches of a fit, before and after the transfer to the device, and watch the first step read its own."""
+        if _host.takes_iterator(self.model):
+            return []
+        self.host_batches, self.device_batches = Sample(warm_up), Sample(warm_up)
+
+        def on_host(original: Any, batch: Any) -> Any:
+            self.host_batches.offer(batch)
+            return original(batch)
+
+        def step(original: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+            self.device_batches.offer(batch)
+            if self.device_batches.came > 1 or self.compiled is not None or is_opaque(self.model):
+                return original(batch, *rest, **named)
+            try:
+                with KeyWatch(batch) as watch:
+                    output = original(watch.batch, *rest, **named)
+            except Exception:  # noqa: BLE001  # a step that minds the dicts minds nothing else: it gets its own batch
+                first = self.device_batches.first
+                return original(batch if first is None else copy_of(first), *rest, **named)
+            sure = not self._read_elsewhere()
+            self.uses = {name: used if sure else used or None for name, used in watch.uses().items()}
+            return output
+
+        return [
+            _host.Wrap(trainer.precision_plugin, "convert_input", on_host),
+            _host.Wrap(self.model, "training_step", step),
+        ]
+
+    def _read_elsewhere(self) -> bool:
+        """Whether hooks of the user's get the batch too, or change it before the step sees it."""
+        seers = [(one, hook) for one in (self.model, self.datamodule) for hook in TRANSFER_HOOKS]
+        seers += [(one, hook) for one in (self.model, *self.trainer.callbacks) for hook in STEP_HOOKS]
+        return any(_host.is_overridden(one, hook) for one, hook in seers)
+
 
 def open_session(trainer: Any, model: Any, datamodule: Any = None, loaders: Any = None) -> DiagnosisSession:
     """A session on what would be given to ``Trainer.fit``; without a Trainer on the device that Lightning chooses.
@@ -262,110 +303,140 @@ def open_session(trainer: Any, model: Any, datamodule: Any = None, loaders: Any 
     known = [one for one in (trainer, plain, datamodule) if one is not None]
     package = package_of(*known) if known else import_module("lightning.pytorch")
     if trainer is None:
-        with quiet():
-            trainer = package.Trainer(logger=False, enable_checkpointing=False, devices=1, enable_progress_bar=False)
-    else:
-        check_trainer(trainer)
+        trainer = plain_trainer(package)
+    elif _host.is_training(trainer):
+        raise SettingsError("This Trainer is running. Call diagnose() before or after fit(), not from within.")
+    elif _host.shards_the_model(trainer):
+        raise SettingsError(
+            f"{type(trainer.strategy).__name__} divides the model among devices, and diagnose() trains on one. "
+            "Diagnose the data module alone, diagnose(None, None, datamodule), and add GPUStarvationCallback() to "
+            "the run."
+        )
+    elif torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise SettingsError(
+            "This process is one of several ranks. Run diagnose() in a process of its own, on one device; "
+            "GPUStarvationCallback() measures what ranks cost each other in the run itself."
+        )
     return DiagnosisSession(package, trainer, plain, datamodule, loaders, model if plain is not model else None)
 
 
-class _BatchWatch:
-    """Keeps batches of a fit, before and after the transfer to the device, and watches the first step read its own."""
+# --- the Trainer of a short fit, and its end ----------------------------------------------------------------------
 
-    def __init__(self, session: DiagnosisSession) -> None:
-        self._session = session
-        self._wraps: list[_host.Wrap] = []
-        self._first = True
 
-    def begin(self, trainer: Any, warm_up: int) -> None:
-        """At the start of the training."""
-        session = self._session
-        if _host.takes_iterator(session.model):
-            return
-        session.host_batches, session.device_batches = Sample(warm_up), Sample(warm_up)
+def plain_trainer(package: Any, accelerator: str = "auto") -> Any:
+    """A Trainer on one device that writes nothing."""
+    with quiet():
+        return package.Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
 
-        def on_host(original: Any, batch: Any) -> Any:
-            session.host_batches.offer(batch)
-            return original(batch)
 
-        self._wraps = [
-            _host.Wrap(trainer.precision_plugin, "convert_input", on_host),
-            _host.Wrap(session.model, "training_step", self._step),
-        ]
+def short_trainer(package: Any, like: Any, callbacks: list[Any], folder: str, *, prefetch: bool) -> Any:
+    """A new Trainer on one device, with the settings of ``like`` that change what a step does.
 
-    def end(self) -> None:
-        """After the fit."""
-        for wrap in reversed(self._wraps):
-            wrap.undo()
+    Kept: accelerator, the first of the devices, precision, accumulation, clipping, ``max_epochs`` and ``max_steps`` (as
+    the optimizers are told of them), ``limit_train_batches``, ``log_every_n_steps``, anomaly detection, and
+    PrefetchCallback. A module that had a logger finds one, which drops everything.
+    Left out: loggers, checkpoints, validation, progress bar, profiler, all other callbacks.
+    """
+    device = like.strategy.root_device
+    kept = [callback for callback in like.callbacks if prefetch and isinstance(callback, PrefetchCallback)]
+    mine = [*copy.deepcopy(kept), *callbacks]
+    dummy = import_module(f"{package.__name__}.loggers.logger").DummyLogger  # on which everything can be called
+    same = ("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+    trainer = package.Trainer(
+        **{name: getattr(like, name) for name in same},
+        **_precision(like),
+        accelerator=device.type if device.type in ("cpu", "cuda", "mps") else like.accelerator,
+        devices=[device.index] if device.index is not None and device.type == "cuda" else 1,
+        logger=type("SilentLogger", (dummy,), {"log_dir": None})() if like.loggers else False,
+        callbacks=list(mine),
+        limit_train_batches=1.0 if like.fast_dev_run else like.limit_train_batches,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        log_every_n_steps=max(1, like.log_every_n_steps),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        detect_anomaly=_host.detects_anomalies(like),
+        default_root_dir=folder,
+    )
+    # Other packages may have added callbacks to every Trainer. None of ours is dropped by that.
+    trainer.callbacks = [callback for callback in trainer.callbacks if any(callback is one for one in mine)]
+    return trainer
 
-    def _step(self, original: Any, batch: Any, *rest: Any, **named: Any) -> Any:
-        session = self._session
-        session.device_batches.offer(batch)
-        if not self._first or session.compiled is not None or is_opaque(session.model):
-            return original(batch, *rest, **named)
-        self._first = False
+
+def _precision(like: Any) -> dict[str, Any]:
+    """The precision by its name; a plugin of the user's own as a copy, since a GradScaler in it has a state."""
+    kind = type(like.precision_plugin)
+    if kind.__name__ in PRECISIONS_BY_NAME and _host.defined_by_lightning(kind):
+        return {"precision": like.precision}
+    return {"plugins": [copy.deepcopy(like.precision_plugin)]}
+
+
+class ShortFit:
+    """Ends a fit in time, and tells each step to ``on_step``. Mixed into the Callback of either package."""
+
+    def __init__(
+        self, limits: Limits, stops: StopSignals, on_start: Callable[[Any], None], on_step: Callable[[], object]
+    ) -> None:
+        self.limits, self.stops, self.on_start, self.on_step = limits, stops, on_start, on_step
+        self.steps = self.epochs = 0
+        self.interrupted = False
+        self.wraps: list[_host.Wrap] = []
+        """To be undone after the fit."""
+        self._planned = math.inf
+        self._began = 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin the clock, and let the fit go on past the end of the training."""
+        self.stops.look()
+        planned = trainer.estimated_stepping_batches
+        self._planned = math.inf if planned == -1 else planned
+        _host.go_on_past_the_end(trainer)
+        _host.keep_plateaus(trainer)
+        self._began = time.perf_counter()
+        self.on_start(trainer)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count the passes through the loaders."""
+        self.epochs += 1
+        self.stops.look()  # the loader of the epoch before is gone, and with it, perhaps, a Ctrl-C
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        """End the fit when its time is over."""
+        self.stops.look()
+        self.steps += 1
+        self.on_step()
+        took = time.perf_counter() - self._began
+        late = took >= self.limits.seconds and self.steps >= self.limits.least
+        if self.steps >= self.limits.most or late or took >= LATEST * self.limits.seconds:
+            trainer.should_stop = True
+        if trainer.global_step + 1 >= self._planned:
+            # A schedule of fixed length raises when it is stepped past its end.
+            self._planned = math.inf
+            self.wraps += [_host.Wrap(one.scheduler, "step", nothing) for one in trainer.lr_scheduler_configs]
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Note a Ctrl-C, which Lightning makes an exit of."""
+        if isinstance(exception, KeyboardInterrupt):
+            self.interrupted = True
+            sys.stdin = io.StringIO()  # Lightning 2.4 calls exit(), which closes it
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """In the place of a method that is not to run."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context without warnings and without Lightning's messages, which speak of our short fits."""
+    names = (*PACKAGES, *PACKAGES.values(), "lightning.fabric", "lightning_fabric", "lightning_feed")
+    levels = {each: each.level for each in map(logging.getLogger, names)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
-            watch = KeyWatch(batch)
-            with watch:
-                output = original(watch.batch, *rest, **named)
-        except Exception:  # noqa: BLE001  # a step that minds the containers minds nothing else: it gets its own batch
-            first = session.device_batches.first
-            return original(batch if first is None else copy_of(first), *rest, **named)
-        uses = watch.uses()
-        session.uses = {name: used or None for name, used in uses.items()} if self._read_elsewhere() else uses
-        return output
-
-    def _read_elsewhere(self) -> bool:
-        """Whether hooks of the user's get the batch too, or change it before the step sees it."""
-        session = self._session
-        model, data, callbacks = session.model, session.datamodule, session.trainer.callbacks
-        seers = [(one, hook) for one in (model, data) for hook in BATCH_HOOKS]
-        seers += [(one, hook) for one in (model, *callbacks) for hook in STEP_HOOKS]
-        return any(_host.is_overridden(one, hook) for one, hook in seers)
-
-
-class _Pace:
-    """The times at which steps end; on a device they are those at which it has finished them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._make = event_maker(device)
-        self._wait = nothing if device.type == "cpu" else torch.get_device_module(device).synchronize
-        self._ahead: deque[Any] = deque()
-        self._stamps: list[float] = []
-
-    def stamp(self) -> None:
-        """A step has ended on the host.
-
-        It waits for an earlier one: a host that never waits (CUDA graphs) may queue all of its steps within the time of
-        the experiment, and they take many times as long.
-        """
-        if self._make is None:
-            self._wait()
-        else:
-            event = self._make()
-            event.record()
-            self._ahead.append(event)
-            if len(self._ahead) <= STEPS_AHEAD:
-                return
-            self._ahead.popleft().synchronize()
-        self._stamps.append(time.perf_counter())
-
-    def per_s(self, accumulate: int, batches: int = 1) -> float | None:
-        """Batches per second over whole optimizer steps of ``accumulate`` batches, the first quarter of them left out.
-
-        The rest is divided into windows, whose median rate counts: work that comes only every few steps is in each of
-        them, and another program that takes the CPUs for a while is in few. Of several ``batches`` that come again and
-        again, each window has all of them equally often.
-        """
-        self._wait()
-        period = math.lcm(accumulate, batches)
-        marks = self._stamps[::period]
-        settled = marks[max(1, len(marks) // 4) :]
-        if len(settled) <= (FEWEST_CYCLES if batches == 1 else FEWEST_PASSES):
-            return None
-        windows = min(WINDOWS, len(settled) - 1)
-        edges = [index * (len(settled) - 1) // windows for index in range(windows + 1)]
-        middle = statistics.median(
-            (settled[last] - settled[first]) / (last - first) for first, last in itertools.pairwise(edges)
-        )
-        return period / middle if middle > 0 else None
+            for each in levels:
+                each.setLevel(logging.ERROR)
+            yield
+        finally:
+            for each, level in levels.items():
+                each.setLevel(level)

@@ -10,6 +10,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from types import CodeType
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -221,3 +222,45 @@ class IterablePass:
             "base_state": self.base_state,
             **self.facts,
         }
+
+
+# --- what the code of a stream tells ----------------------------------------------------------------------------------
+
+_SHARDING_PACKAGES = ("litdata", "streaming")
+"""Whose streams divide themselves among workers."""
+
+
+def divides_among_workers(loader: Any) -> bool | None:
+    """Whether the stream of a loader was seen to divide itself among workers; None for a data set that is no stream.
+
+    Seen is: several workers serve it already, its code asks ``get_worker_info``, or its package is known for it.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, IterableDataset):
+        return None
+    return (getattr(loader, "num_workers", None) or 0) > 1 or _divides_itself(dataset)
+
+
+def _divides_itself(dataset: Any) -> bool:
+    package = type(dataset).__module__.partition(".")[0]
+    if package == "datasets":  # Hugging Face's: no more workers than shards get any
+        return int(getattr(dataset, "num_shards", getattr(dataset, "n_shards", 1))) > 1
+    if package in _SHARDING_PACKAGES:
+        return True
+    stages = getattr(dataset, "pipeline", None)  # WebDataset's
+    if isinstance(stages, list):
+        return any(getattr(stage, "__name__", "") == "split_by_worker" for stage in stages)
+    inside = [value for value in vars(dataset).values() if isinstance(value, IterableDataset)]
+    return any(_asks(code) for one in (dataset, *inside) for _, code in methods_of(one))
+
+
+def methods_of(dataset: Any) -> Iterator[tuple[str, CodeType]]:
+    """Every method by its name, without torch's own."""
+    for kind in type(dataset).__mro__:
+        if kind.__module__.partition(".")[0] not in ("torch", "typing", "builtins"):
+            yield from ((name, value.__code__) for name, value in vars(kind).items() if hasattr(value, "__code__"))
+
+
+def _asks(code: CodeType) -> bool:
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return "get_worker_info" in code.co_names or any(_asks(one) for one in inner)

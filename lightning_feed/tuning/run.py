@@ -1,6 +1,7 @@
 """``tune`` and its command: loader settings found by a few trials, everything left as it was."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,19 +11,21 @@ from tqdm.auto import tqdm
 
 from lightning_feed.data.backend_measurements import remember_tuning
 from lightning_feed.diagnosing.batches import own_loaders
-from lightning_feed.diagnosing.failure import told
 from lightning_feed.diagnosing.program import Fit
-from lightning_feed.diagnosing.short_fits import DiagnosisSession, open_session
-from lightning_feed.diagnosing.trainer import Limits, quiet
+from lightning_feed.diagnosing.safety import told
+from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits, open_session, quiet
 from lightning_feed.errors import LoaderError, SettingsError, plural
 from lightning_feed.load.cloning import Changes, clone_loader
+from lightning_feed.load.machine import read_machine
 from lightning_feed.load.random_state import preserve_state
+from lightning_feed.load.recommend import TORCH_PREFETCH
+from lightning_feed.load.settings import MOST
+from lightning_feed.load.throughput import RoundLimits
 from lightning_feed.load.trials.search import Goal, Tuned
-from lightning_feed.load.trials.store import Store
-from lightning_feed.load.trials.sweep import Sweep, check_grid, sweep_loader
-from lightning_feed.load.trials.trial import Trial
-from lightning_feed.load.trials.tune_loader import tune_loader
+from lightning_feed.load.trials.trial import Setting, Trial, feasible, run_trial
+from lightning_feed.load.trials.tune_loader import Store, tune_loader
 from lightning_feed.load.worker import end_pass
+from lightning_feed.tuning.output import Sweep
 from lightning_feed.watch.experiments.session import parts_of
 from lightning_feed.watch.verdict.diagnosis import Place
 
@@ -75,8 +78,8 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
     """
     goal = Goal(demand_per_s=demand_per_s, budget_s=budget_s, max_trials=max_trials)
     with open_target_session(target, model, trainer, loader) as (session, one):
-        goal = goal_for(session, goal, ranks=trainer is not None)
-        return find(session, one, goal, batch_size=batch_size, fresh=fresh)
+        ranks = 1 if trainer is None else trainer.num_devices
+        return find(session, one, replace(goal, local_ranks=ranks), batch_size=batch_size, fresh=fresh)
 
 
 def find(
@@ -87,10 +90,12 @@ def find(
     Args:
         session: with a module, whose demand is measured unless the goal has one.
         loader: the training loader.
-        goal: what for.
+        goal: what for; the Trainer says for which device, and whether workers may live on.
         batch_size: as for :func:`tune`.
         fresh: as for :func:`tune`.
     """
+    device, reloads = session.trainer.strategy.root_device, session.trainer.reload_dataloaders_every_n_epochs
+    goal = replace(goal, device_type=device.type, may_persist=not reloads)
     with tqdm(total=goal.max_trials, desc="tune", disable=None, leave=False) as bar:
         if session.model is not None and goal.demand_per_s is None:
             bar.set_description_str("tune: what the model can take")
@@ -102,19 +107,8 @@ def find(
 
         tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=on_trial)
     tuned = replace(tuned, batch_size=tuned.batch_size or batch_size or batch_size_of(loader))
-    remember_tuning(session.datamodule, session.trainer.strategy.root_device, tuned, ranks=goal.local_ranks)
+    remember_tuning(session.datamodule, device, tuned, ranks=goal.local_ranks)
     return tuned
-
-
-def goal_for(session: DiagnosisSession, goal: Goal, *, ranks: bool) -> Goal:
-    """``goal`` with what the Trainer says: the device, whether workers may live on, and with ``ranks`` how many."""
-    trainer = session.trainer
-    return replace(
-        goal,
-        local_ranks=trainer.num_devices if ranks else 1,
-        device_type=trainer.strategy.root_device.type,
-        may_persist=not trainer.reload_dataloaders_every_n_epochs,
-    )
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int | None:
@@ -148,8 +142,9 @@ def run_tune(  # the options of the command, by name
     Raises:
         FeedError: as for ``tune``; and for a demand in samples where nothing says how many a batch has.
     """
-    if grid is not None:
-        check_grid(grid)  # before seconds are spent on trials
+    wrong = [workers for workers in grid or () if not 0 <= workers <= MOST]
+    if wrong:  # before seconds are spent on trials
+        raise SettingsError(f"--sweep: {wrong[0]} is no number of workers. Give whole numbers from 0 to {MOST}.")
     data = next((one for one in (fit.datamodule, fit.train_dataloaders) if one is not None), fit.model)
     with open_target_session(data, fit.model, fit.trainer, loader) as (session, one):
         size = batch_size_of(one)
@@ -160,13 +155,51 @@ def run_tune(  # the options of the command, by name
                     "samples a batch has. Leave it out, or call tune(demand_per_s=...), in batches per second."
                 )
             goal = replace(goal, demand_per_s=samples_per_s / size)
-        tuned = find(session, one, goal_for(session, goal, ranks=False), batch_size=size, fresh=fresh)
+        tuned = find(session, one, goal, batch_size=size, fresh=fresh)
         place = session.place()
         if grid is None:
             return tuned, None, place
         with tqdm(total=len(grid), desc="sweep", disable=None, leave=False) as bar:
-            swept = sweep_loader(one, grid=grid, on_trial=bar.update)
+            swept = sweep_loader(one, grid, bar.update)
     return tuned, replace(swept, chosen=tuned.setting, demand_per_s=tuned.demand_per_s), place
+
+
+def sweep_loader(loader: DataLoader[Any], grid: Iterable[int], on_trial: Callable[[], object]) -> Sweep:
+    """Try a loader with each number of workers of a grid, all else as it is. It is left as before.
+
+    Args:
+        loader: any DataLoader.
+        grid: numbers of workers, in any order. What would break a limit of this machine is not run.
+        on_trial: called after each trial.
+
+    Raises:
+        DatasetError: the data set raised.
+        LoaderError: the loader is empty, or hangs without workers.
+
+    Returns:
+        The trials by the number of workers, without ``chosen`` and ``demand_per_s``.
+    """
+    machine, began = read_machine(), time.perf_counter()
+    limits, trials = feasible(loader, machine), list[Trial]()
+    for workers in sorted(set(grid)):
+        setting = _setting(loader, workers)
+        why = limits.broken(setting, trials)
+        trials.append(Trial(setting=setting, infeasible=why) if why else run_trial(loader, setting, RoundLimits()))
+        on_trial()
+    seconds = time.perf_counter() - began
+    return Sweep(trials=tuple(trials), cpus=machine.usable_cpus, batch_size=batch_size_of(loader), seconds=seconds)
+
+
+def _setting(loader: DataLoader[Any], workers: int) -> Setting:
+    if not workers:
+        return Setting(num_workers=0, prefetch_factor=None, pin_memory=loader.pin_memory)
+    return Setting(
+        num_workers=workers,
+        prefetch_factor=loader.prefetch_factor or TORCH_PREFETCH,
+        workers=getattr(loader, "workers", "process"),
+        pin_memory=loader.pin_memory,
+        in_order=loader.in_order or workers < 2,  # one worker has nobody to overtake it
+    )
 
 
 # --- what is tuned, and what its model can take -----------------------------------------------------------------------
@@ -189,15 +222,7 @@ def open_target_session(
             and for a Trainer that cannot be used.
         FeedError: the data module fails when it is set up.
     """
-    has_loaders = hasattr(target, "train_dataloader")
-    if not has_loaders:
-        try:
-            parts_of(target)
-        except LoaderError as error:
-            raise SettingsError(
-                f"A {type(target).__name__} cannot be tuned: {error}. Give a LightningDataModule, or torch DataLoaders."
-            ) from error
-    datamodule, loaders = (target, None) if has_loaders else (None, target)
+    datamodule, loaders = (target, None) if hasattr(target, "train_dataloader") else (None, target)
     session = open_session(trainer, model, None if target is model else datamodule, loaders)
     with quiet(), session.restoring():
         with told("the data module could not be set up"):
@@ -249,12 +274,12 @@ def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Any
     try:
         parts = {part.name: part.loader for part in parts_of(session.train_loaders)}
     except LoaderError as error:
-        raise SettingsError(f"The training loader cannot be tuned: {error}.") from error
-    if name is None and len(parts) == 1:
-        return next(iter(parts.values()))
-    if name in parts:
-        return parts[name]
+        raise SettingsError(
+            f"The training loader cannot be tuned: {error}. Give a LightningDataModule, or torch DataLoaders."
+        ) from error
     first = next(iter(parts))
+    if name in parts or (name is None and len(parts) == 1):
+        return parts[first if name is None else name]
     if len(parts) == 1:
         raise SettingsError(f"loader={name!r}: there is one training loader only. Leave the name out.")
     what = "Tune them one by one" if name is None else f"None is named {name!r}"

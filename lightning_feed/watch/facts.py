@@ -1,7 +1,7 @@
 """What loaders and batches tell of a run besides its times."""
 
 import dis
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import CodeType
 from typing import Any, Literal
@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch.utils.data import IterableDataset
 
 from lightning_feed.load.dali.readers import ReaderLoader
+from lightning_feed.load.iterable import methods_of
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.watch.verdict.diagnosis import LoopFacts
@@ -64,44 +65,7 @@ def _kind_of_workers(loader: Any) -> Literal["process", "thread"] | None:
     return "thread" if getattr(loader, "workers", None) == "thread" else "process"
 
 
-_SHARDING_PACKAGES = ("litdata", "streaming")
-"""Whose streams divide themselves among workers."""
 _DEEPEST = 4
-
-
-def divides_among_workers(loader: Any) -> bool | None:
-    """Whether the stream of a loader was seen to divide itself among workers; None for a data set that is no stream.
-
-    Seen is: several workers serve it already, its code asks ``get_worker_info``, or its package is known for it.
-    """
-    dataset = getattr(loader, "dataset", None)
-    if not isinstance(dataset, IterableDataset):
-        return None
-    return (getattr(loader, "num_workers", None) or 0) > 1 or _divides_itself(dataset)
-
-
-def _divides_itself(dataset: Any) -> bool:
-    package = type(dataset).__module__.partition(".")[0]
-    if package == "datasets":  # Hugging Face's: no more workers than shards get any
-        return int(getattr(dataset, "num_shards", getattr(dataset, "n_shards", 1))) > 1
-    if package in _SHARDING_PACKAGES:
-        return True
-    stages = getattr(dataset, "pipeline", None)  # WebDataset's
-    if isinstance(stages, list):
-        return any(getattr(stage, "__name__", "") == "split_by_worker" for stage in stages)
-    return any(_asks(code) for _, code in _codes(dataset))
-
-
-def _codes(dataset: Any) -> Iterator[tuple[str, CodeType]]:
-    """Every method by its name, without torch's own."""
-    for kind in type(dataset).__mro__:
-        if kind.__module__.partition(".")[0] not in ("torch", "typing", "builtins"):
-            yield from ((name, value.__code__) for name, value in vars(kind).items() if hasattr(value, "__code__"))
-
-
-def _asks(code: CodeType) -> bool:
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return "get_worker_info" in code.co_names or any(_asks(one) for one in inner)
 
 
 def may_leave_process(loader: Any) -> bool | None:
@@ -115,7 +79,7 @@ def may_leave_process(loader: Any) -> bool | None:
 
 
 def _keeps_nothing(stream: Any, deeper: int) -> bool:
-    codes = [code for name, code in _codes(stream) if name != "__init__"]
+    codes = [code for name, code in methods_of(stream) if name != "__init__"]
     if hasattr(stream, "state_dict") or any(_sets(code) for code in codes) or not deeper:
         return False
     inside = [value for value in vars(stream).values() if isinstance(value, IterableDataset)]

@@ -98,7 +98,7 @@ def test_a_training(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_data_module_has_a_road(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "QUICK_BUDGET_S", 3.0)
+    monkeypatch.setattr(run, "QUICK_BUDGET_S", 1.5)
     assert cli.main(["diagnose", f"{file}:Data", "--quick", "--only", "x3", "--out", "here"]) == 0
     printed = capsys.readouterr().out
     assert "no verdict" in printed
@@ -133,7 +133,7 @@ def test_ctrl_c_and_sigterm_in_the_middle(name: str, code: int, file: Path, caps
     printed = capsys.readouterr()
     said = printed.err.splitlines()[-2:]
     assert said == [
-        "lightning-feed: what was measured before it was stopped is in feed_diagnosis",
+        "lightning-feed: what was measured until then is in feed_diagnosis",
         "lightning-feed: stopped",
     ]
     assert "Traceback" not in printed.err
@@ -147,7 +147,7 @@ def test_a_failure_after_some_steps(file: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr()
     assert json.loads(printed.out)["step"]["steps"] >= 10
     said = printed.err.splitlines()[-2:]
-    assert said[0] == "lightning-feed: what was measured before the failure is in feed_diagnosis"
+    assert said[0] == "lightning-feed: what was measured until then is in feed_diagnosis"
     assert "(Fails) failed in sample 60: ValueError: bad photo." in said[1]
 
 

@@ -153,8 +153,8 @@ def test_a_program_is_diagnosed_and_not_run(
     assert printed.out.startswith("FEED  ")
     assert printed.err.splitlines()[-2:] == [
         "Written to feed_diagnosis.",
-        "lightning-feed: plain.py was ended where it calls fit at plain.py:12. It would now train for 10 epochs, then "
-        f"call trainer.test (plain.py:13). {END}",
+        "lightning-feed: plain.py was ended where it calls fit at plain.py:12. It would now train for 10 epochs. "
+        f"{END}",
     ]
     assert (project / "feed_diagnosis" / "feed_report.json").exists()
     assert not (project / "uploaded").exists()
@@ -168,8 +168,7 @@ def test_a_program_is_diagnosed_and_not_run(
     [
         (
             ("plain.py", "--", "--epochs", "10"),
-            "plain.py was ended where it calls fit at plain.py:12. It would now train for 10 epochs, then call "
-            "trainer.test (plain.py:13).",
+            "plain.py was ended where it calls fit at plain.py:12. It would now train for 10 epochs.",
             4,
         ),
         (
@@ -179,8 +178,7 @@ def test_a_program_is_diagnosed_and_not_run(
         ),
         (
             ("with_hydra.py", "--", "data.batch_size=2", "hydra.run.dir=out"),
-            "with_hydra.py was ended where it calls fit at with_hydra.py:8. It would now train for 3 epochs, then "
-            "call trainer.test (with_hydra.py:9).",
+            "with_hydra.py was ended where it calls fit at with_hydra.py:8. It would now train for 3 epochs.",
             2,
         ),
     ],

@@ -26,8 +26,7 @@ from diagnosing.small_runs import (
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_feed.diagnosing.failure import DiagnosisInterrupted
-from lightning_feed.diagnosing.restore import ModelState, StopSignals
+from lightning_feed.diagnosing.safety import DiagnosisInterrupted, ModelState, StopSignals
 from lightning_feed.diagnosing.short_fits import open_session
 from lightning_feed.errors import FeedError
 from lightning_feed.load.random_state import preserve_state

@@ -19,12 +19,11 @@ from watch.small_fits import CpuPrefetch
 from lightning_feed import GPUStarvationCallback, tune
 from lightning_feed._host.loops import package_of
 from lightning_feed._host.wraps import Wrap
-from lightning_feed.diagnosing import diagnose, run
+from lightning_feed.diagnosing import batches, diagnose, run
 from lightning_feed.diagnosing import short_fits as session
-from lightning_feed.diagnosing import trainer as diagnosing_trainer
-from lightning_feed.diagnosing.failure import DiagnosisInterrupted
-from lightning_feed.diagnosing.short_fits import DiagnosisSession, _Pace
-from lightning_feed.diagnosing.trainer import Limits
+from lightning_feed.diagnosing.batches import Pace
+from lightning_feed.diagnosing.safety import DiagnosisInterrupted
+from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits
 from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.watch.reports.document import read_document
 
@@ -410,7 +409,7 @@ def test_a_batch_that_raises_on_all_that_is_asked_of_it() -> None:
 
 def test_a_data_module_alone() -> None:
     data = Data()
-    found = diagnose(None, None, data, budget_s=4.0, only="model,loader")
+    found = diagnose(None, None, data, budget_s=2.0, only="model,loader")
     assert found.bottleneck == "unknown"
     assert found.measurements.experiments.loader_per_s > 0
     assert found.measurements.facts.num_workers == 0
@@ -520,7 +519,7 @@ def test_a_wrap_around_a_wrap_is_its_own() -> None:
 
 @pytest.mark.parametrize(("accumulate", "rate"), [(1, 100.0), (2, 100.0)])
 def test_the_pace_is_not_that_of_a_disturbance(accumulate: int, rate: float) -> None:
-    pace = _Pace(torch.device("cpu"))
+    pace = Pace(torch.device("cpu"))
     steps_ms = [500] * 20 + [5, 15] * 20 + [60] * 10 + [5, 15] * 25  # the start, then with ten slow ones in the middle
     now = 0.0
     for ms in steps_ms:
@@ -533,7 +532,7 @@ def test_the_pace_is_not_that_of_a_disturbance(accumulate: int, rate: float) -> 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_rate_of_several_batches_has_all_of_them_equally_often(accumulate: int) -> None:
-    pace, now = _Pace(torch.device("cpu")), 0.0
+    pace, now = Pace(torch.device("cpu")), 0.0
     for step in range(4 * 6):
         now += (0.1, 0.1, 0.1, 0.5)[step % 4]
         pace._stamps.append(now)
@@ -546,20 +545,20 @@ def test_the_rate_of_several_batches_has_all_of_them_equally_often(accumulate: i
 def late(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     """A device with events that is far behind the host; the fits' time limits go by the same clock."""
     fake = SimulatedDevice()
-    monkeypatch.setattr(session, "event_maker", lambda _: fake.event)
-    for module in (session, diagnosing_trainer):
+    monkeypatch.setattr(batches, "event_maker", lambda _: fake.event)
+    for module in (batches, session):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: fake.now * 1e-9))
     return fake
 
 
 def test_a_rate_is_that_of_the_device_however_far_the_host_is_ahead(late: SimulatedDevice) -> None:
-    pace = _Pace(torch.device("cpu"))
+    pace = Pace(torch.device("cpu"))
     began = late.now
     for step in range(100):
         late.launch(50)
         late.host(1)
         pace.stamp()
-        assert late.now - began >= (step - session.STEPS_AHEAD) * 50 * 1e6
+        assert late.now - began >= (step - batches.STEPS_AHEAD) * 50 * 1e6
         assert late.compute.free_at > late.now, "the device has run out of work"
     assert pace.per_s(1) == pytest.approx(20)
 
@@ -580,4 +579,4 @@ def test_a_replay_on_a_device_keeps_to_its_time(on_device: bool, late: Simulated
     limits = Limits(least=20, most=300, seconds=2)
     batch = next(iter(queued.loaders))
     assert queued.replay([batch], limits, on_device=on_device) == pytest.approx(20)
-    assert (late.compute.free_at - began) / 1e9 == pytest.approx(2, abs=0.05 * (session.STEPS_AHEAD + 2))
+    assert (late.compute.free_at - began) / 1e9 == pytest.approx(2, abs=0.05 * (batches.STEPS_AHEAD + 2))

@@ -18,7 +18,7 @@ from diagnosing.small_runs import (
 )
 
 from lightning_feed.diagnosing import diagnose, run
-from lightning_feed.diagnosing.failure import DiagnosisInterrupted
+from lightning_feed.diagnosing.safety import DiagnosisInterrupted
 from lightning_feed.errors import LoaderError
 from lightning_feed.watch.experiments.data_experiments import run_data_experiments
 from lightning_feed.watch.reports.document import read_document

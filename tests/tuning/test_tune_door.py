@@ -75,7 +75,6 @@ class Tunes:
             batch_size=loader.batch_size, batches_per_s=50.0, seconds=7.0,
             starved_pct=None if goal.demand_per_s is None else 37.5,
             rejected=((Setting(num_workers=64, prefetch_factor=2), "/dev/shm would be full"),),
-            options=("in_order=False: gains",),
         )  # fmt: skip
 
 
@@ -146,7 +145,7 @@ def test_a_real_tuning() -> None:
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        (Rows(), {}, "A Rows cannot be tuned"),
+        (Rows(), {}, "a Rows is no torch DataLoader, .* Give a LightningDataModule, or torch DataLoaders"),
         (Two(), {}, "2 training loaders: a, b. Tune them one by one: .*, loader='a' in a call"),
         (Two(), {"loader": "c"}, "2 training loaders: a, b. None is named 'c'"),
         (Data(), {"loader": "a"}, "there is one training loader only"),
@@ -184,7 +183,6 @@ def found(**changes: Any) -> Tuned:
         "setting": FOUND, "reason": "the fastest", "trials": TRIALS, "demand_per_s": 80.0, "batch_size": 4,
         "batches_per_s": 50.0, "starved_pct": 37.5, "seconds": 7.0,
         "rejected": ((Setting(num_workers=64, prefetch_factor=2), "/dev/shm would be full"),),
-        "options": ("in_order=False: gains",),
     }  # fmt: skip
     return Tuned(**{**values, **changes})
 
@@ -198,7 +196,6 @@ def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
     assert "could not run: a worker was killed" in rows[3]
     assert "not run: 64 workers, prefetch_factor=2: /dev/shm would be full" in text
     assert "predicted: 200 samples/s; the model can take 320 samples/s, so it starves 38 %" in text
-    assert "option: in_order=False: gains" in text
     arguments = "num_workers=2, prefetch_factor=4, persistent_workers=True, pin_memory=False"
     assert rows[-5:] == [
         "in the call that makes your training DataLoader:",
@@ -338,7 +335,7 @@ def test_the_command(target: str, tunes: Tunes, capsys: pytest.CaptureFixture[st
 
 
 def test_a_sweep(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def sweep_loader(loader: Any, *, grid: Any, on_trial: Any) -> Any:
+    def sweep_loader(loader: Any, grid: Any, on_trial: Any) -> Any:
         on_trial()
         return tuning.Sweep(trials=TRIALS[:2], cpus=2, batch_size=4)
 

@@ -13,11 +13,10 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.load.cloning import Changes, clone_loader
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.recommend import TORCH_PREFETCH
-from lightning_feed.load.throughput import RoundLimits, time_loader
+from lightning_feed.load.throughput import RoundLimits
+from lightning_feed.load.trials.trial import Setting, run_trial
 
 STARVED_PCT = 5.0
 """From here on more is loaded at a time: the threshold of TensorFlow's input-pipeline analyzer."""
@@ -284,15 +283,14 @@ def why_no_workers(loader: DataLoader[Any], *, most_s: float = 60.0) -> str:
         most_s: seconds until a batch must have come. Workers that are spawned import everything first.
     """
     limits = RoundLimits(min_s=0, min_rounds=1, warm_rounds=0, max_s=most_s)
-    with preserve_state(loader), warnings.catch_warnings():
+    with warnings.catch_warnings():
         # Python's, of a fork beside threads; the run will say it itself, should it fork.
         warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
-        tried = clone_loader(loader, Changes(num_workers=1, prefetch_factor=1, persistent_workers=False))
         try:
-            time_loader(lambda: iter(tried), burst=1, limits=limits)
+            failed = run_trial(loader, Setting(num_workers=1, prefetch_factor=1), limits).infeasible
         except Exception as error:  # noqa: BLE001  # whatever it is, it would end the training
-            return f"a worker process cannot load from the data set ({type(error).__name__}: {error})"
-    return ""
+            failed = f"{type(error).__name__}: {error}"
+    return f"a worker process cannot load from the data set ({failed})" if failed else ""
 
 
 def reconfigure(loader: DataLoader[Any], num_workers: int, prefetch_factor: int | None) -> Callable[[], None]:

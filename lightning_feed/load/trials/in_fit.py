@@ -14,17 +14,10 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.recommend import Recommendation
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.load.trials.search import Goal, Tuned
-from lightning_feed.load.trials.store import Store
 from lightning_feed.load.trials.trial import Trial
-from lightning_feed.load.trials.tune_loader import tune_loader
+from lightning_feed.load.trials.tune_loader import Store, tune_loader
 
 logger = logging.getLogger(__name__)
-
-WITHOUT_WORKERS: dict[str, Any] = {
-    "workers": "process", "prefetch_factor": "auto", "persistent_workers": "auto", "in_order": True, "timeout_s": 0,
-    "start_method": None,
-}  # fmt: skip
-"""Settings that are refused beside ``num_workers=0``, as they are when they are not given."""
 
 
 def why_not_now(trainer: Any, split: str) -> str:
@@ -115,15 +108,12 @@ def gather(trainer: Any, mine: Any) -> list[Any]:
     """
     if trainer.world_size == 1 or not connected():
         return [mine]
-    group: Any = None
-    if torch.distributed.get_backend() != "gloo":
-        group = torch.distributed.new_group(backend="gloo")
+    group: Any = torch.distributed.new_group(backend="gloo")
     every: list[Any] = [None] * torch.distributed.get_world_size()
     try:
         torch.distributed.all_gather_object(every, mine, group=group)
     finally:
-        if group is not None:
-            torch.distributed.destroy_process_group(group)
+        torch.distributed.destroy_process_group(group)
     return every
 
 
@@ -152,7 +142,7 @@ def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
     found = tuned.setting
     if not found.num_workers:
         pinned = settings.pin_memory if settings.pin_memory != "auto" else found.pin_memory
-        return replace(settings, num_workers=0, pin_memory=pinned, **WITHOUT_WORKERS)
+        return replace(without_workers(settings), pin_memory=pinned)
     changed: dict[str, Any] = {"num_workers": found.num_workers, "workers": found.workers}
     for name in ("prefetch_factor", "pin_memory", "persistent_workers"):
         if getattr(settings, name) == "auto":
@@ -162,6 +152,12 @@ def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
     if found.num_workers == 1:
         changed["in_order"] = True  # nobody is there to overtake
     return replace(settings, **changed)
+
+
+def without_workers(settings: LoaderSettings) -> LoaderSettings:
+    """``settings`` with no workers, and without what would be refused beside that."""
+    plain = LoaderSettings()
+    return replace(settings, num_workers=0, **{name: getattr(plain, name) for name in settings.asking_for_workers()})
 
 
 def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | None, why_not: str) -> Recommendation:

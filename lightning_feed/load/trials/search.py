@@ -6,8 +6,7 @@ the next trial has so many, and each further one more or fewer, where the rates 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from html import escape
+from dataclasses import asdict, dataclass
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.recommend import TORCH_PREFETCH
@@ -33,8 +32,6 @@ _CLOSE = 0.85
 """Share of the best rate, from which further trials of the other kind of workers are worth it."""
 _EVEN = 2.0
 """A slow batch that takes up to so many times as long as a usual one is covered by torch's prefetch factor."""
-_BLOCKED_PCT = 25.0
-"""From this head-of-line share on another order is worth a hint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +58,10 @@ class Goal:
     """Whether workers may live on from epoch to epoch; False where the Trainer makes loaders anew."""
 
     def __post_init__(self) -> None:
-        if self.demand_per_s is not None and not 0 < self.demand_per_s < math.inf:
-            raise SettingsError(
-                f"demand_per_s={self.demand_per_s!r} is not possible. Give batches per second, or None if unknown."
-            )
-        if not 0 < self.budget_s < math.inf:
-            raise SettingsError(f"budget_s={self.budget_s!r} is not possible. Give seconds above 0.")
-        for name, lowest in (("local_ranks", 1), ("max_trials", 1), ("most_workers", 0)):
+        for name in ("demand_per_s", "budget_s", "max_trials"):
             value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise SettingsError(f"{name}={value!r} is not possible. Give {lowest} or more.")
+            if value is not None and not 0 < value < math.inf:
+                raise SettingsError(f"{name}={value!r} is not possible. Give a number above 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +73,8 @@ class Offer:
     most_workers: int
     kinds: tuple[Kind, ...] = ("process",)
     pin_memory: bool = False
+    may_persist: bool = False
+    """Whether worker processes may live on from epoch to epoch, which saves starting them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,39 +96,23 @@ class Tuned:
     starved_pct: float | None = None
     """Predicted: 100 * (1 - rate / demand_per_s), 0 or more; None without a demand. The rate is ``batches_per_s``;
     without workers, where loading and training take turns, 1 / (1 / batches_per_s + 1 / demand_per_s)."""
-    options: tuple[str, ...] = ()
-    """What could be gained by more than tuning does by itself, one sentence each."""
     remembered: bool = False
     """Whether it was found by an earlier run, and only checked by this one."""
     seconds: float = 0.0
     """Duration of the whole tuning."""
 
     def __repr__(self) -> str:
-        return f"<Tuned: {self._line(self.setting, self.batches_per_s)}; {self.reason}>"
-
-    def _repr_html_(self) -> str:
-        """The form that a notebook shows."""
-        rows = [f"<tr><td>{self._line(one.setting, one.batches_per_s)}</td></tr>" for one in self.trials]
-        found = escape(self._line(self.setting, self.batches_per_s))
-        return f"<p><b>{found}</b><br>{escape(self.reason)}</p><table>{''.join(rows)}</table>"
-
-    def _line(self, setting: Setting, per_s: float | None) -> str:
         unit = "samples/s" if self.batch_size else "batches/s"
-        rate = "could not run" if per_s is None else f"{per_s * (self.batch_size or 1):,.0f} {unit}"
-        return f"{setting}: {rate}"
+        rate = "" if self.batches_per_s is None else f": {self.batches_per_s * (self.batch_size or 1):,.0f} {unit}"
+        return f"<Tuned: {self.setting}{rate}; {self.reason}>"
 
     @property
     def settings(self) -> LoaderSettings:
         """The same as settings of a FastDataModule."""
-        found = self.setting
-        return LoaderSettings(
-            num_workers=found.num_workers,
-            prefetch_factor=found.prefetch_factor if found.prefetch_factor is not None else "auto",
-            workers=found.workers,
-            persistent_workers=found.persistent_workers if found.num_workers else "auto",
-            pin_memory=found.pin_memory,
-            in_order=found.in_order,
-        )
+        values = asdict(self.setting)
+        if values["prefetch_factor"] is None:
+            values["prefetch_factor"] = "auto"
+        return LoaderSettings(**values)
 
 
 class Search:
@@ -196,7 +173,6 @@ class Search:
             demand_per_s=demand,
             batches_per_s=best.batches_per_s,
             starved_pct=None if demand is None else max(0.0, 100 * (1 - self._effective(best) / demand)),
-            options=self._options(best),
         )
 
     # --- what was measured --------------------------------------------------------------------------------------------
@@ -274,7 +250,11 @@ class Search:
             wanted = self._prefetch(kind, count)
             for prefetch in range(wanted, 0, -1):
                 setting = Setting(
-                    num_workers=count, prefetch_factor=prefetch, workers=kind, pin_memory=self._offer.pin_memory
+                    num_workers=count,
+                    prefetch_factor=prefetch,
+                    workers=kind,
+                    persistent_workers=self._offer.may_persist and kind == "process",
+                    pin_memory=self._offer.pin_memory,
                 )
                 why = self._broken(setting, self.trials)
                 if not why:
@@ -319,14 +299,6 @@ class Search:
         return uneven
 
     # --- what to say --------------------------------------------------------------------------------------------------
-
-    def _options(self, best: Trial) -> tuple[str, ...]:
-        if best.setting.num_workers < 2 or (best.head_of_line_pct or 0.0) < _BLOCKED_PCT or self._meets(best):
-            return ()
-        return (
-            f"in_order=False: {best.head_of_line_pct:.0f} % of the time a later batch was ready while the next one "
-            "was waited for. It lets that one be overtaken, and leaves the order of the batches to chance.",
-        )
 
     def _reason(self, best: Trial) -> str:
         demand, tried = self._goal.demand_per_s, len(self.trials)

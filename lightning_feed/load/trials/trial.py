@@ -4,8 +4,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,33 +22,26 @@ from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, M
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.recommend import TORCH_PREFETCH
 from lightning_feed.load.throughput import LoaderRate, RoundLimits, time_loader
-from lightning_feed.load.worker import ended_worker, torch_iterators, worker_processes
+from lightning_feed.load.worker import ended_worker, worker_processes
 
 try:
     import resource
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
+Kind = Literal["process", "thread"]
+
 WORKER_FILES = 4
 """Files that one worker process keeps open in this one: both ends of its index queue, its sentinel, and one to spare.
 Counted in /proc/self/fd with torch 2.15: 3."""
-SPARE_FILES = 64
-"""Left to training: checkpoints, logs, connections."""
+OTHER_FILES = 256
+"""Left to the program itself: its libraries, checkpoints, logs, connections."""
 
 
-def free_files() -> float:
-    """Files that this process may still open, apart from what training needs; infinite where there is no limit."""
-    if resource is None:
-        return math.inf
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        now = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    except OSError:
-        now = 0
-    return math.inf if most == resource.RLIM_INFINITY else most - now - SPARE_FILES
-
-
-Kind = Literal["process", "thread"]
+def open_files_limit() -> float:
+    """Files that this process may have open; infinite where there is no limit."""
+    most = -1 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if most < 0 else most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +81,6 @@ class Trial:
     """How many tensors and arrays a batch has."""
     gap_p99_s: float | None = None
     """99th percentile, over rounds of ``num_workers`` batches, of the longest time between two batches."""
-    head_of_line_pct: float | None = None
-    """Share of time in which the next batch was waited for while a later one was ready, 0 to 100."""
     seconds: float = 0.0
     """Duration of the trial."""
     infeasible: str | None = None
@@ -101,13 +92,13 @@ class Feasible:
     """The limits of the machine, for each of its local ranks."""
 
     machine: Machine
-    free_files: float = math.inf
-    """Files that this process may still open."""
+    open_files: float = math.inf
+    """That this process may have."""
     local_ranks: int = 1
     background: int = 0
     """Batches that the loader's own thread keeps ready."""
-    start_method: str | None = None
-    """How the loader's workers start; None for the machine's way."""
+    start_method: str = "fork"
+    """How the loader's workers start."""
 
     def broken(self, setting: Setting, trials: Sequence[Trial] = ()) -> str:
         """The limit that a setting would break, as a sentence; empty when all hold.
@@ -142,34 +133,38 @@ class Feasible:
             for trial in trials
             if trial.memory_bytes and trial.setting.num_workers and trial.setting.workers == "process"
         ]
-        return max(measured) if measured else WORKER_BYTES[self.start_method or self.machine.start_method]
+        return max(measured) if measured else WORKER_BYTES[self.start_method]
 
     def _too_many_files(self, workers: int, batches: int, trials: Sequence[Trial]) -> str:
         kept = multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
         tensors = max((trial.batch_tensors or 0 for trial in trials), default=0) if kept else 0
         needed = workers * WORKER_FILES + batches * tensors
-        if needed <= self.free_files:
+        if needed + OTHER_FILES <= self.open_files:
             return ""
         return (
             f"{plural(workers, 'worker')} and {plural(batches, 'batch', 'batches')} of {plural(tensors, 'tensor')} "
-            f"would keep up to {needed} files open in this process, which may open {self.free_files:.0f} more "
-            "(RLIMIT_NOFILE); `ulimit -n` raises that, and tensors keep none open with "
-            "torch.multiprocessing.set_sharing_strategy('file_system')"
+            f"would keep {needed} files open, and this process may have {self.open_files:.0f} (`ulimit -n`)"
         )
 
 
-Clock = Callable[[], float]
+def feasible(loader: DataLoader[Any], machine: Machine, local_ranks: int = 1) -> Feasible:
+    """The limits of this process for a loader."""
+    context: Any = loader.multiprocessing_context
+    return Feasible(
+        machine=machine,
+        open_files=open_files_limit(),
+        local_ranks=local_ranks,
+        background=getattr(loader, "background", 0),
+        start_method=context.get_start_method() if context is not None else machine.start_method,
+    )
+
 
 _READ_EVERY_S = 0.1
 """Between two readings of CPU times: each costs a file per worker."""
-
-
 _DEEPEST = 8
 
 
-def run_trial(
-    loader: DataLoader[Any], setting: Setting, limits: RoundLimits, *, copies: int = 1, clock: Clock = time.perf_counter
-) -> Trial:
+def run_trial(loader: DataLoader[Any], setting: Setting, limits: RoundLimits, *, copies: int = 1) -> Trial:
     """Run a loader with a setting. The loader, its samplers and generators, and all random state are left as before.
 
     A setting that cannot run gives a trial that says why. A data set that fails is an error: no setting would help.
@@ -179,13 +174,12 @@ def run_trial(
         setting: what to run it with.
         limits: how long.
         copies: loaders that run at once, as those of so many local ranks would. Only with workers.
-        clock: seconds.
 
     Raises:
         DatasetError: the data set raised; the message names worker and sample.
         LoaderError: the loader is empty, or hangs without workers.
     """
-    began = clock()
+    began = time.perf_counter()
     copies = copies if setting.num_workers else 1
     passes: list[_Pass] = []
     try:
@@ -193,39 +187,28 @@ def run_trial(
             # More workers than CPUs: on purpose. Pinning without a device: the user was told by their own loader.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
-            variants = [clone_loader(loader, _changes(loader, setting)) for _ in range(copies)]
+            own = asdict(replace(setting, persistent_workers=False))  # each trial ends its own
+            changes = Changes(**own, endless=not isinstance(loader.dataset, IterableDataset))
+            variants = [clone_loader(loader, changes) for _ in range(copies)]
             burst = burst_of(variants[0])
 
             def begin() -> _Pass:
-                passes.append(_Pass([iter(variant) for variant in variants], burst, clock))
+                passes.append(_Pass([iter(variant) for variant in variants], burst))
                 return passes[-1]
 
-            rate = time_loader(begin, burst=burst, limits=limits, clock=clock)
+            rate = time_loader(begin, burst=burst, limits=limits)
     except FeedError as error:
         if not setting.num_workers or isinstance(error, DatasetError):
             raise
-        return Trial(setting=setting, infeasible=str(error), seconds=clock() - began)
+        return Trial(setting=setting, infeasible=str(error), seconds=time.perf_counter() - began)
     except Exception as error:
         died = ended_worker(passes[-1], error) if passes else None
         if died is None:
             came = passes[-1].taken if len(passes) == 1 and copies == 1 else None
             part = SimpleNamespace(loader=loader, stream=isinstance(loader.dataset, IterableDataset))
             raise locate_failure([part], error, came) from error
-        return Trial(setting=setting, infeasible=died, seconds=clock() - began)
-    return _measured(setting, rate, passes, clock() - began)
-
-
-def _changes(loader: DataLoader[Any], setting: Setting) -> Changes:
-    none = setting.num_workers == 0
-    return Changes(
-        num_workers=setting.num_workers,
-        prefetch_factor=None if none else setting.prefetch_factor,
-        workers=setting.workers,
-        pin_memory=setting.pin_memory,
-        persistent_workers=False,  # each trial ends its own
-        in_order=True if none else setting.in_order,
-        endless=not isinstance(loader.dataset, IterableDataset),
-    )
+        return Trial(setting=setting, infeasible=died, seconds=time.perf_counter() - began)
+    return _measured(setting, rate, passes, time.perf_counter() - began)
 
 
 @dataclass
@@ -235,14 +218,12 @@ class _Pass(Iterator[Any]):
     iterators: list[Any]
     """Under this name their workers are found, and ended."""
     burst: int
-    clock: Clock
     stamps: list[float] = field(default_factory=list)
     cpu: list[tuple[int, float]] = field(default_factory=list)
     """(Batches so far, CPU seconds of this process and its workers), now and then."""
     memory: int | None = None
     batch_bytes: int = 0
     batch_tensors: int = 0
-    held_up_s: float | None = None
     _read_at: float = -math.inf
 
     def __post_init__(self) -> None:
@@ -253,21 +234,17 @@ class _Pass(Iterator[Any]):
         return len(self.stamps)
 
     def __next__(self) -> Any:
-        asked = self.clock()
         batches = [next(iterator) for iterator in self.iterators]
-        self.stamps.append(self.clock())
+        self.stamps.append(time.perf_counter())
         if self.taken <= 2:
             sizes = leaf_sizes(batches[0])
             self.batch_bytes = max(self.batch_bytes, sum(sizes))
             self.batch_tensors = max(self.batch_tensors, len(sizes))
         if self.taken > 1 + self.burst:
-            self._read_counters(asked, self.stamps[-1])
+            self._read_counters(self.stamps[-1])
         return batches
 
-    def _read_counters(self, asked: float, now: float) -> None:
-        waits = [_others_idle(iterator) for one in self.iterators for iterator in torch_iterators(one)]
-        if None not in waits:
-            self.held_up_s = (self.held_up_s or 0.0) + (now - asked if any(waits) else 0.0)
+    def _read_counters(self, now: float) -> None:
         if now - self._read_at < _READ_EVERY_S:
             return
         self._read_at = now
@@ -289,8 +266,6 @@ def _measured(setting: Setting, rate: LoaderRate, passes: list[_Pass], seconds: 
     spans = [(one.cpu[0], one.cpu[-1]) for one in passes if len(one.cpu) > 1]
     batches = sum(last[0] - first[0] for first, last in spans) * ranks
     gaps = sorted(gap for one in passes for gap in one.longest_gaps())
-    watched_s = sum(one.stamps[-1] - one.stamps[0] for one in passes if len(one.stamps) > 1)
-    held_up = [one.held_up_s for one in passes if one.held_up_s is not None]
     memory = [one.memory for one in passes if one.memory is not None]
     return Trial(
         setting=setting,
@@ -301,23 +276,8 @@ def _measured(setting: Setting, rate: LoaderRate, passes: list[_Pass], seconds: 
         batch_bytes=max(one.batch_bytes for one in passes),
         batch_tensors=max(one.batch_tensors for one in passes),
         gap_p99_s=gaps[int(0.99 * (len(gaps) - 1))] if gaps else None,
-        head_of_line_pct=min(100.0, 100 * sum(held_up) / watched_s) if held_up and watched_s else None,
         seconds=seconds,
     )
-
-
-def _others_idle(iterator: Any) -> bool | None:
-    """Whether, when a batch has come, some worker has done all it was asked for, and so waited for this one.
-
-    Torch keeps batches that come out of order as tuples of two (``_task_info``; private, read in torch 2.6 and 2.15).
-    None for an iterator without these parts, or without workers.
-    """
-    try:
-        kept = sum(len(info) == 2 for info in iterator._task_info.values())
-        others = int(iterator._num_workers) - 1
-        return others > 0 and kept > others * (int(iterator._prefetch_factor) - 1)
-    except (AttributeError, TypeError, RuntimeError):
-        return None
 
 
 # --- what a running loader takes --------------------------------------------------------------------------------------

@@ -1,25 +1,34 @@
 """The settings that fit a loader: remembered, or found by a few trials."""
 
+import hashlib
+import json
 import logging
+import math
+import platform
+import re
+import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from importlib import metadata
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data._utils import worker
 
+from lightning_feed.archive.files import cache_folder, read_private, write_private
+from lightning_feed.archive.memory import read_text
 from lightning_feed.errors import LoaderError
+from lightning_feed.extras import installed_version
 from lightning_feed.load.build import size_of
+from lightning_feed.load.iterable import divides_among_workers
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.recommend import PINNING_DEVICES
 from lightning_feed.load.throughput import RoundLimits, watchdog
 from lightning_feed.load.trials.search import Goal, Offer, Search, Tuned
-from lightning_feed.load.trials.store import Store, key_of
-from lightning_feed.load.trials.trial import Feasible, Kind, Setting, Trial, free_files, run_trial
+from lightning_feed.load.trials.trial import Kind, Setting, Trial, feasible, leaf_sizes, run_trial
 from lightning_feed.load.worker import why_not_sent
 
 logger = logging.getLogger(__name__)
@@ -32,9 +41,6 @@ _MEASURE_S = 2.0
 _CHECK_S = 1.0
 _SILENT_S = 60.0
 """A loader that gives no batch for as long hangs. Spawned workers may import for long."""
-_START_SHARE = 0.01
-"""Workers live on from epoch to epoch where starting them takes more of an epoch."""
-_FIRST_SAMPLE_S = 10.0
 IMPORT_S = 2.5
 """CPU time in which a process that is not forked imports torch: 2.2 to 2.9 s with torch 2.15 on an AMD EPYC."""
 
@@ -43,9 +49,9 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
     loader: DataLoader[Any],
     goal: Goal | None = None,
     *,
-    store: Store | None = None,
+    store: "Store | None" = None,
     fresh: bool = False,
-    on_trial: Callable[[Trial], object] | None = None,
+    on_trial: Callable[[Trial], object] = lambda _: None,
     machine: Machine | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Tuned:
@@ -64,31 +70,18 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
         clock: seconds.
 
     Raises:
-        LoaderError: it is no DataLoader, gives no batch, or hangs without workers.
+        LoaderError: it gives no batch, or hangs without workers.
         DatasetError: the data set raises; the message names the sample.
     """
-    if not isinstance(loader, DataLoader):
-        raise LoaderError(
-            f"A {type(loader).__name__} cannot be tuned. Give a torch DataLoader, or a loader of a class derived from "
-            "it."
-        )
     run = _Run(loader, goal or Goal(), machine or read_machine(), on_trial, clock)
     if store is None:
         return run.search()
-    key = key_of(loader, run.goal, run.machine, _version())
+    key = key_of(loader, run.goal, run.machine, installed_version("lightning-feed") or "")
     tuned = None if fresh else run.check(store.load(key))
     if tuned is None:
         tuned = run.search()
         store.save(key, tuned)
     return tuned
-
-
-def _version() -> str:
-    """The installed version of this package; empty where it is only on the path."""
-    try:
-        return metadata.version("lightning-feed")
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 class _Run:
@@ -99,22 +92,15 @@ class _Run:
         loader: DataLoader[Any],
         goal: Goal,
         machine: Machine,
-        on_trial: Callable[[Trial], object] | None,
+        on_trial: Callable[[Trial], object],
         clock: Callable[[], float],
     ) -> None:
         self.loader, self.goal, self.machine, self._on_trial, self._clock = loader, goal, machine, on_trial, clock
         self._began = clock()
         self._notes: list[str] = []
         self._cpus = (machine.cpu_time or machine.usable_cpus) / goal.local_ranks
-        context: Any = getattr(loader, "multiprocessing_context", None)
-        self._method = context.get_start_method() if context is not None else machine.start_method
-        self._feasible = Feasible(
-            machine=machine,
-            free_files=free_files(),
-            local_ranks=goal.local_ranks,
-            background=getattr(loader, "background", 0),
-            start_method=self._method,
-        )
+        self._feasible = feasible(loader, machine, goal.local_ranks)
+        self._method = self._feasible.start_method
 
     def check(self, kept: Tuned | None) -> Tuned | None:
         """A remembered result, if its setting is still possible and gives what it gave."""
@@ -145,20 +131,12 @@ class _Run:
         found = search.found()
         if found is None:
             raise LoaderError("No setting of the loader could be run: " + "; ".join(failures))
-        persistent, why = self._persistent(found)
-        reasons = [found.reason, *why, *self._notes, *(f"not taken: {failure}" for failure in failures[-1:])]
-        return replace(
-            found,
-            setting=replace(found.setting, persistent_workers=persistent),
-            reason="; ".join(reasons),
-            batch_size=self.loader.batch_size,
-            seconds=self._clock() - self._began,
-        )
+        reason = "; ".join([found.reason, *self._notes, *(f"not taken: {failure}" for failure in failures[-1:])])
+        return replace(found, reason=reason, batch_size=self.loader.batch_size, seconds=self._clock() - self._began)
 
     def _try(self, setting: Setting, limits: RoundLimits) -> Trial:
-        trial = run_trial(self.loader, setting, limits, copies=self.goal.local_ranks, clock=self._clock)
-        if self._on_trial is not None:
-            self._on_trial(trial)
+        trial = run_trial(self.loader, setting, limits, copies=self.goal.local_ranks)
+        self._on_trial(trial)
         return trial
 
     def _offer(self) -> Offer:
@@ -178,65 +156,164 @@ class _Run:
             kinds = kinds[1:]
         if self._cpus < 1:
             self._notes.append(f"there is {self._cpus:.2g} of a CPU for each rank ({self.machine.cpu_reason})")
-        if stream and most > 1 and self.loader.num_workers < 2 and not divides_itself(self.loader):
+        if stream and most > 1 and not divides_among_workers(self.loader):
             most = 1
             self._notes.append(
-                "at most one worker, since the iterable data set does not ask torch.utils.data.get_worker_info() which "
-                "part is its own: each worker would give all samples"
+                "at most one worker, since the code of the iterable data set does not ask get_worker_info() which part "
+                "is its own: each worker would give all samples"
             )
-        return Offer(
-            cpus=self._cpus, most_workers=most, kinds=kinds, pin_memory=self.goal.device_type in PINNING_DEVICES
-        )
-
-    def _persistent(self, found: Tuned) -> tuple[bool, list[str]]:
-        """Whether workers live on from epoch to epoch, and why."""
-        setting, rate = found.setting, found.batches_per_s
-        if not setting.num_workers or setting.workers == "thread" or not self.goal.may_persist:
-            return False, []
-        start_s = next(trial.start_s for trial in found.trials if trial.setting == setting)
-        batches = size_of(self.loader)
-        if not batches or not start_s or not rate:
-            return True, ["workers live on from epoch to epoch, since the length of one is not known"]
-        epoch_s = batches / min(rate, self.goal.demand_per_s or rate)
-        if start_s <= _START_SHARE * epoch_s:
-            return False, [f"workers start anew for each epoch, which takes {start_s:.2g} of {epoch_s:.3g} s"]
-        return True, [f"workers live on, since starting them takes {start_s:.2g} s, and an epoch {epoch_s:.3g} s"]
+        pin = self.goal.device_type in PINNING_DEVICES
+        return Offer(cpus=self._cpus, most_workers=most, kinds=kinds, pin_memory=pin, may_persist=self.goal.may_persist)
 
 
-class _ObservedInfo:
-    """A stand-in for torch's WorkerInfo, as the second of two, that notes whether it is asked."""
+# --- remembered between runs ------------------------------------------------------------------------------------------
 
-    asked = False
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset, self.seed = dataset, 1
-
-    def __getattr__(self, name: str) -> int:
-        number = {"id": 1, "num_workers": 2}.get(name)
-        if number is None:
-            raise AttributeError(name)
-        self.asked = True
-        return number
+_VERSION = 1
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_SAMPLE_S = 10.0
+_NESTED = 6
+_DEMAND_STEP = 1.25
+_MEMORY_STEP = 4.0
+"""Sizes within such a factor are of one class: free memory changes from minute to minute."""
 
 
-def divides_itself(loader: DataLoader[Any]) -> bool:
-    """Whether an iterable data set asks which worker it is in, by the time it gives its first sample.
+class Store:
+    """A folder of results. One that cannot be read or written is as good as none, and is no error.
 
-    False where it gives none, or raises. ``get_worker_info`` reads a private name (``_worker_info``; torch 2.6 and
-    2.15); where that is gone, nobody is seen to ask.
+    Args:
+        folder: None for ``tuning`` in the user's cache folder.
     """
-    observed, before = _ObservedInfo(loader.dataset), getattr(worker, "_worker_info", None)
-    with preserve_state(loader):
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder if folder is not None else cache_folder() / "tuning"
+
+    def load(self, key: dict[str, Any]) -> Tuned | None:
+        """What was saved under ``key``; None where there is nothing that fits."""
+        path = self._path(key)
         try:
-            worker._worker_info = observed  # type: ignore[assignment]
-            watchdog(
-                lambda _: next(iter(loader.dataset), None),
-                silent_s=_FIRST_SAMPLE_S,
-                unblock=lambda: False,
-                what=lambda _: "no sample came",
+            kept = json.loads(read_private(path))
+            if kept["version"] != _VERSION or kept["key"] != key:
+                raise ValueError("it is of another version")
+            return _tuned(kept["tuned"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:  # cut short, or of something else
+            logger.debug("The remembered result of tuning in %s cannot be read (%s): tuning begins anew.", path, error)
+            return None
+
+    def save(self, key: dict[str, Any], tuned: Tuned) -> None:
+        """Remember a result, in place of what was saved under ``key``."""
+        path = self._path(key)
+        text = json.dumps({"version": _VERSION, "key": key, "tuned": asdict(tuned)}, indent=1)
+        try:
+            write_private(path, text.encode())
+        except OSError as error:
+            logger.info("The result of tuning could not be remembered in %s: %s. The next run tunes anew.", path, error)
+
+    def _path(self, key: dict[str, Any]) -> Path:
+        text = json.dumps([_VERSION, key], sort_keys=True)
+        return self.folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
+
+
+def key_of(loader: DataLoader[Any], goal: Goal, machine: Machine, version: str) -> dict[str, Any]:
+    """What must be the same for a result to hold: machine, data set, batch size, versions, what was looked for.
+
+    One sample is made, unless that takes long or fails: then the key goes without its shape.
+
+    Args:
+        loader: what is tuned.
+        goal: what for.
+        machine: its limits.
+        version: of this package.
+    """
+    return {
+        "machine": {
+            "host": socket.gethostname(),
+            "cpu": _cpu_model(),
+            "cpus": machine.cpu_time or machine.usable_cpus,
+            "memory": _class_of(machine.available_memory_bytes, _MEMORY_STEP),
+            "shm": _class_of(machine.free_shm_bytes, _MEMORY_STEP),
+        },
+        "data": _data(loader),
+        "batch_size": loader.batch_size,
+        "batches": _described(loader.batch_sampler),
+        "collate": _described(loader.collate_fn),
+        "loader": [_name(loader), getattr(loader, "background", 0), _described(loader.multiprocessing_context)],
+        "versions": [version, str(torch.__version__), platform.python_version()],
+        "goal": [
+            _class_of(goal.demand_per_s, _DEMAND_STEP),
+            goal.local_ranks,
+            goal.device_type,
+            goal.most_workers,
+            False,  # in earlier versions batches could be given in another order
+            goal.may_persist,
+        ],
+    }
+
+
+def _tuned(kept: dict[str, Any]) -> Tuned:
+    for gone in [kept, *kept["trials"]]:  # told in earlier versions
+        gone.pop("options", None), gone.pop("head_of_line_pct", None)
+    kept["setting"] = Setting(**kept["setting"])
+    kept["trials"] = tuple(Trial(**{**one, "setting": Setting(**one["setting"])}) for one in kept["trials"])
+    kept["rejected"] = tuple((Setting(**setting), why) for setting, why in kept["rejected"])
+    tuned = Tuned(**kept)
+    if not tuned.batches_per_s or tuned.settings.num_workers == "auto":  # settings refuses impossible values
+        raise ValueError(f"{tuned} cannot be used")
+    return tuned
+
+
+def _data(loader: DataLoader[Any]) -> dict[str, Any]:
+    dataset, parts = loader.dataset, []
+    for _ in range(_NESTED):
+        transforms = {
+            name: _described(getattr(dataset, name))
+            for name in ("transform", "transforms", "target_transform")
+            if getattr(dataset, name, None) is not None
+        }
+        parts.append([_name(dataset), size_of(dataset), transforms])
+        inner = getattr(dataset, "dataset", None)
+        if inner is None:
+            break
+        dataset = inner
+    return {"parts": parts, "sample": _sample(loader)}
+
+
+def _sample(loader: DataLoader[Any]) -> list[Any] | None:
+    """Sizes of the tensors of the first sample; None where there is none to be had."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        with preserve_state(loader):
+            sample = watchdog(
+                lambda _: loader.dataset[0], silent_s=_SAMPLE_S, unblock=lambda: False, what=lambda _: "no sample came"
             )
-        except Exception:  # noqa: BLE001  # whatever a data set raises, the trials will name it
-            return False
-        finally:
-            worker._worker_info = before
-    return observed.asked
+    except Exception as error:  # noqa: BLE001  # whatever a data set raises, the trials will name it
+        logger.debug("The first sample could not be made for the key of the result: %s", error)
+        return None
+    return leaf_sizes(sample)
+
+
+def _name(thing: Any) -> str:
+    kind = thing if isinstance(thing, type) else type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _described(thing: Any) -> str:
+    """Its name or repr, without what differs from run to run."""
+    if thing is None:
+        return ""
+    named = getattr(thing, "__qualname__", None)
+    return f"{getattr(thing, '__module__', '')}.{named}" if named else _ADDRESS.sub("", repr(thing))[:2000]
+
+
+def _class_of(size: float | None, step: float) -> int | None:
+    """A number that stays the same while ``size`` changes little."""
+    return None if size is None or size <= 0 else math.floor(math.log(size, step))
+
+
+def _cpu_model() -> str:
+    for line in read_text(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

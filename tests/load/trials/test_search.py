@@ -170,13 +170,6 @@ def test_a_slow_model_gives_the_queue_time_to_fill() -> None:
     assert found.setting.prefetch_factor == 2
 
 
-def test_another_order_is_an_option_where_batches_wait_for_one() -> None:
-    rates: dict[int, float | None] = {workers: 10.0 + workers for workers in range(5)}
-    offer = Offer(cpus=4, most_workers=4)
-    assert by_hand(rates, offer, head_of_line_pct=60.0)[1].options[0].startswith("in_order=False: 60 % of the time")
-    assert by_hand(rates, offer, head_of_line_pct=10.0)[1].options == ()
-
-
 def test_threads_are_tried_where_processes_do_not_do() -> None:
     loader = SimulatedLoader(cpu_s=0.05, gil_share=0.02, receive_s=0.03, noise=0)
     both = Offer(cpus=4, most_workers=8, kinds=("process", "thread"))

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_feed.archive import files
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.trials.search import Goal, Tuned
-from lightning_feed.load.trials.store import Store, key_of
 from lightning_feed.load.trials.trial import Setting, Trial
+from lightning_feed.load.trials.tune_loader import Store, key_of
 
 MACHINE = Machine(usable_cpus=8, cpu_reason="", available_memory_bytes=2**35, free_shm_bytes=2**33, start_method="fork")
 SETTING = Setting(num_workers=4, prefetch_factor=2, persistent_workers=True)
@@ -26,7 +26,6 @@ TUNED = Tuned(
     rejected=((replace(SETTING, num_workers=9), "too large"),),
     demand_per_s=10.0,
     batches_per_s=12.5,
-    options=("in_order=False",),
 )
 KEY: dict[str, Any] = {"what": "ever"}
 

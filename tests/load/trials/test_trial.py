@@ -19,7 +19,6 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.throughput import RoundLimits
 from lightning_feed.load.trials import trial as trials
 from lightning_feed.load.trials.trial import Setting, cpu_seconds, leaf_sizes, run_trial, worker_memory
-from lightning_feed.load.trials.tune_loader import divides_itself
 
 # torchdata 0.11 calls a function that torch 2.15 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -67,11 +66,6 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         yield from range(40) if info is None else range(info.id, 40, info.num_workers)
-
-
-class Whole(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from range(40)
 
 
 LOADERS = {
@@ -136,7 +130,6 @@ def test_what_is_measured_of_batches_and_workers() -> None:
     assert trial.cpu_s_per_batch is not None
     assert 0 < trial.cpu_s_per_batch < 1
     assert (trial.gap_p99_s or 0) > 0
-    assert trial.head_of_line_pct is not None
     assert trial.seconds >= 0.3
 
 
@@ -203,24 +196,6 @@ def test_pinning_without_a_device_warns_nobody() -> None:
         warnings.simplefilter("error")
         pinned = Setting(num_workers=0, prefetch_factor=None, pin_memory=True)
         assert run_trial(DataLoader(Numbers(), batch_size=4), pinned, QUICK).batches_per_s
-
-
-def test_streams_that_divide_themselves_are_told_from_those_that_do_not() -> None:
-    assert divides_itself(DataLoader(Stream()))
-    assert not divides_itself(DataLoader(Whole()))
-    assert get_worker_info() is None
-
-
-class Fails(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        assert info is not None
-        raise OSError(f"no shard {info.id}")
-
-
-def test_a_stream_that_raises_is_not_divided() -> None:
-    assert not divides_itself(DataLoader(Fails()))
-    assert get_worker_info() is None
 
 
 def test_meters_read_proc(tmp_path: Path) -> None:

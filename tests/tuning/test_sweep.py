@@ -12,12 +12,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_feed.archive import files
-from lightning_feed.errors import MissingExtraError, SettingsError
+from lightning_feed.errors import MissingExtraError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.throughput import RoundLimits
-from lightning_feed.load.trials import sweep as sweep_file
-from lightning_feed.load.trials.sweep import DEFAULT_GRID, Sweep, sweep_loader, write_plot
 from lightning_feed.load.trials.trial import Setting, Trial
+from lightning_feed.tuning import run as sweep_file
+from lightning_feed.tuning.output import Sweep, write_plot
+from lightning_feed.tuning.run import sweep_loader
 
 
 def trial(setting: Setting) -> Trial:
@@ -50,29 +51,27 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
 LOADER: DataLoader[Any] = DataLoader(range(64), batch_size=4)  # type: ignore[arg-type]
 
 
-def test_the_default_grid_is_that_of_the_usual_script(ran: list[Setting]) -> None:
-    found = sweep_loader(LOADER)
-    assert [one.num_workers for one in ran] == list(DEFAULT_GRID) == [0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50]
-    assert [one.prefetch_factor for one in ran] == [None, *[2] * 10]
-    assert [one.setting for one in found.trials] == ran
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = RoundLimits(min_s=0, min_rounds=1, warm_rounds=0)
+    monkeypatch.setattr(sweep_file, "RoundLimits", lambda: limits)
 
 
-def test_any_list_is_tried_in_order_each_once(ran: list[Setting]) -> None:
+def nothing() -> None:
+    """In the place of a progress bar."""
+
+
+def test_a_grid_is_tried_in_order_each_once(ran: list[Setting]) -> None:
     done: list[bool] = []
-    found = sweep_loader(LOADER, grid=[8, 3, 0, 3], on_trial=lambda: done.append(True))
+    found = sweep_loader(LOADER, [8, 3, 0, 3], lambda: done.append(True))
     assert [one.setting.num_workers for one in found.trials] == [0, 3, 8]
+    assert [one.setting.prefetch_factor for one in found.trials] == [None, 2, 2]
     assert [one.infeasible for one in found.trials] == [None, "a worker died", None]  # it does not end the sweep
     assert len(done) == 3
 
 
-@pytest.mark.parametrize("grid", [[], [-1], [2.0], [True], ["4"], [100_000]])
-def test_what_is_no_grid_is_refused(grid: list[Any]) -> None:
-    with pytest.raises(SettingsError, match="cannot be tried"):
-        sweep_loader(LOADER, grid=grid)
-
-
 def test_the_rest_of_the_settings_is_kept(ran: list[Setting]) -> None:
-    sweep_loader(DataLoader(range(8), num_workers=2, prefetch_factor=4, in_order=False), grid=(0, 1, 2))  # type: ignore[arg-type]
+    sweep_loader(DataLoader(range(8), num_workers=2, prefetch_factor=4, in_order=False), (0, 1, 2), nothing)  # type: ignore[arg-type]
     one = Setting(num_workers=1, prefetch_factor=4)  # it has nobody to overtake it
     assert ran == [Setting(num_workers=0, prefetch_factor=None), one, replace(one, num_workers=2, in_order=False)]
 
@@ -118,11 +117,12 @@ def test_unknown_figures_are_left_out() -> None:
     assert bare.cpu_pct(bare.trials[0]) is None
 
 
+@pytest.mark.usefixtures("briefly")
 def test_a_real_loader_is_swept_and_left_as_it_was() -> None:
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state()
     loader = DataLoader(range(64), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
-    found = sweep_loader(loader, grid=(1, 0), limits=RoundLimits(min_s=0, min_rounds=1, warm_rounds=0))
+    found = sweep_loader(loader, (1, 0), nothing)
     assert [one.setting.num_workers for one in found.trials] == [0, 1]
     assert all(one.batches_per_s for one in found.trials)
     assert found.batch_size == 4
@@ -131,11 +131,12 @@ def test_a_real_loader_is_swept_and_left_as_it_was() -> None:
     assert loader.num_workers == 0
 
 
+@pytest.mark.usefixtures("briefly")
 def test_a_machine_without_room_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = replace(read_machine(), available_memory_bytes=2**20)
     monkeypatch.setattr(sweep_file, "read_machine", lambda: machine)
     loader = DataLoader(range(64), batch_size=4)  # type: ignore[arg-type]
-    found = sweep_loader(loader, grid=(0, 50), limits=RoundLimits(min_s=0, min_rounds=1, warm_rounds=0))
+    found = sweep_loader(loader, (0, 50), nothing)
     assert found.trials[0].batches_per_s
     assert "50" in (found.trials[1].infeasible or "")
 
@@ -164,12 +165,9 @@ def test_it_is_a_picture_and_shows_the_choice(plotted: Callable[[Sweep], bytes])
 
 
 def test_trials_without_figures_can_be_drawn(plotted: Callable[[Sweep], bytes]) -> None:
-    nothing = Trial(setting=Setting(num_workers=2, prefetch_factor=2), infeasible="a worker died")
-    marked = plotted(Sweep(trials=(trial(Setting(num_workers=1, prefetch_factor=2)), nothing), cpus=4))
-    assert marked.startswith(b"\x89PNG")
-    silent = replace(nothing, infeasible=None)
-    assert plotted(Sweep(trials=(trial(Setting(num_workers=1, prefetch_factor=2)), silent), cpus=4)) != marked
-    assert plotted(Sweep(trials=(nothing,), cpus=4))
+    died = Trial(setting=Setting(num_workers=2, prefetch_factor=2), infeasible="a worker died")
+    assert plotted(Sweep(trials=(trial(Setting(num_workers=1, prefetch_factor=2)), died), cpus=4))
+    assert plotted(Sweep(trials=(died,), cpus=4))
 
 
 def test_a_picture_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
