@@ -108,6 +108,10 @@ class ReadThrough:
         """Whether a file is there."""
         return os.path.exists(self._path(key))  # noqa: PTH110 - often
 
+    def is_coming(self, key: str) -> bool:
+        """Whether a process fetches it now, or was killed while it did."""
+        return os.path.exists(self._path(key) + _PART)  # noqa: PTH110 - often
+
     def keep(self, key: str) -> bool:
         """Have a file stay, if it is there: it will be read soon."""
         try:

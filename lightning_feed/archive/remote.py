@@ -364,7 +364,9 @@ class RemoteReads(ABC):
             self._expected.clear()
         cache = self.place.cache
         for number in numbers:
-            if number not in self._expected and not (cache is not None and cache.holds(self._key(number))):
+            key = "" if cache is None else self._key(number)
+            # Not what is fetched already: to wait for many files at once is to look for all of them again and again.
+            if number not in self._expected and (cache is None or not (cache.holds(key) or cache.is_coming(key))):
                 self._expected[number] = self._begin(number)
 
     def read_bytes(self, number: int) -> bytes:
