@@ -50,7 +50,7 @@ class ReadAhead:
         assert cache is not None
         self._source, self._picked = source, picked
         # What is fetched must not push out what was fetched just before.
-        self._limit_bytes = min(limit_bytes, cache.limit_bytes // 4)
+        self._limit_bytes = max(1, min(limit_bytes, cache.limit_bytes // 4))
         self._child: tuple[int, subprocess.Popen[bytes]] | None = None
 
     def through(self, order: Iterable[Any], then: Callable[[], Iterable[Any]] = tuple) -> Iterator[Any]:

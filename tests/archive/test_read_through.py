@@ -244,6 +244,18 @@ def test_behind_the_end_of_an_epoch_the_next_one_is_fetched(store: ObjectStore, 
     assert [number for numbers in sent[before:] for number in numbers][: len(behind)] == behind
 
 
+def test_an_order_is_complete_however_little_is_read_ahead(store: ObjectStore, tmp_path: Path) -> None:
+    for limit in (1, _MIB):
+        source = source_of(store, ReadThrough(tmp_path / str(limit), limit))
+        for ahead in (1, 5000, 1 << 40):
+            assert list(ReadAhead(source, (), ahead).through([[0, 1], [2], [3, 4, 5], "?"])) == [
+                [0, 1],
+                [2],
+                [3, 4, 5],
+                "?",
+            ]
+
+
 def test_only_remote_sets_with_a_cache_are_read_ahead(store: ObjectStore, tmp_path: Path) -> None:
     def ahead(**given: Any) -> Any:
         made = ImageFolderDataModule("s3://photos", 4, storage_options=store.options, val_fraction=0.5, **given)
