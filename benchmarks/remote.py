@@ -180,7 +180,7 @@ def one_row(job: dict[str, Any]) -> None:
         began, seen = time.perf_counter(), 0
         for images, _labels in loader:
             seen += len(images)
-            if time.perf_counter() - began > _LONGEST_S:
+            if time.perf_counter() - began > _LONGEST_S and job["row"] != "mosaicml":  # which would not begin again
                 break
         rates.append(f"{seen / (time.perf_counter() - began):.0f}{'' if seen >= job['count'] else '*'}")
     print(json.dumps(rates))
