@@ -38,9 +38,9 @@ from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.archive import PackedDataset, pack, stage
-from lightning_feed.archive.files import cache_folder
 from lightning_feed.archive.folder import FolderSource, index_of, scan_classes
 from lightning_feed.archive.shared_cache import SampleCache
+from lightning_feed.archive.system import cache_folder
 from lightning_feed.errors import FeedError
 
 FORMATS = ("lmdb", "hdf5", "litdata")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, diagnose, tune
-from lightning_feed.archive import files
+from lightning_feed.archive import system
 from lightning_feed.data.backend_measurements import (
     BackendMeasurement,
     BackendMeasurements,
@@ -154,7 +154,7 @@ def test_a_folder_that_cannot_be_written_keeps_what_it_had(
     def refuse(*args: Any, **options: Any) -> Any:  # what mkstemp does in a read-only folder, for root too
         raise PermissionError(13, "Permission denied", str(store.folder))
 
-    monkeypatch.setattr(files.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(system.tempfile, "mkstemp", refuse)
     with caplog.at_level(logging.INFO):
         store.save(_key(tmp_path), replace(FOUND, samples_per_s=1.0))
     assert "Permission denied" in caplog.text

@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 
 import lightning_feed.pl
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.archive.memory import read_text
+from lightning_feed.archive.system import read_text
 from lightning_feed.data.base import PassEnds
 from lightning_feed.data.image_backends import BackendChoice
 from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError

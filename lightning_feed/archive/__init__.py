@@ -4,13 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_feed.archive.pack_formats import is_pack
+    from lightning_feed.archive.folder import is_pack
     from lightning_feed.archive.packed_dataset import PackedDataset
     from lightning_feed.archive.packing import PackReport, pack, verify_pack
-    from lightning_feed.archive.stage_background import stage_in_background
     from lightning_feed.archive.stage_path import StagedPath
-    from lightning_feed.archive.stage_room import mount_command
-    from lightning_feed.archive.staging import Staged, stage, unstage
+    from lightning_feed.archive.staging import Staged, stage, stage_in_background, unstage
+    from lightning_feed.archive.system import mount_command
 
 __all__ = [
     "PackReport",
@@ -31,11 +30,11 @@ _HOMES = {
     "PackedDataset": "packed_dataset",
     "Staged": "staging",
     "StagedPath": "stage_path",
-    "is_pack": "pack_formats",
-    "mount_command": "stage_room",
+    "is_pack": "folder",
+    "mount_command": "system",
     "pack": "packing",
     "stage": "staging",
-    "stage_in_background": "stage_background",
+    "stage_in_background": "staging",
     "unstage": "staging",
     "verify_pack": "packing",
 }

@@ -1,8 +1,6 @@
-"""Folders of class folders as data: the index of their files, remembered between runs, and the source that reads them.
+"""Folders of class folders: listed, remembered between runs, and read; the protocol of all sources of samples."""
 
-Also the protocol of all sources of samples: a folder, a pack, or a staged copy of either.
-"""
-
+import errno
 import hashlib
 import io
 import json
@@ -18,10 +16,8 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from lightning_feed.archive.files import cache_folder, read_private, write_private
-from lightning_feed.archive.pack_formats import is_pack
-from lightning_feed.archive.stage_room import find_mount
-from lightning_feed.errors import DatasetError, printable
+from lightning_feed.archive.system import cache_folder, find_mount, read_private, write_private
+from lightning_feed.errors import DatasetError, FeedError, printable
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +25,8 @@ Encoded: TypeAlias = "bytes | memoryview | npt.NDArray[np.uint8]"
 """The bytes of one sample: a whole file as it was, or decoded uint8 pixels, (H, W, 3)."""
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Those of torchvision's ImageFolder; upper or lower case."""
+MANIFEST = "pack.json"
+"""What makes a folder a pack."""
 _VERSION = 2
 _DIGEST_BYTES = 16
 _SETTLED_NS = 2_000_000_000
@@ -67,6 +65,11 @@ class Place(Protocol):
 
     def current(self) -> Path:
         """The folder to read from."""
+
+
+def located(place: Path | Place) -> Path:
+    """Where a folder lies now."""
+    return place if isinstance(place, Path) else place.current()
 
 
 class FolderStamp(NamedTuple):
@@ -143,13 +146,10 @@ class FolderSource:
         """
         path = self.name(index)
         try:
-            # A Path would cost as much as the read.
-            with open(path, "rb", buffering=0, opener=_open_without_waiting) as file:
-                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    return file.readall()
+            with open_file(path) as file:
+                return file.readall()
         except OSError as error:
             raise DatasetError(f"{path} (sample {index}) cannot be read: {error.strerror}.") from error
-        raise DatasetError(f"{path} (sample {index}) is not a file, so reading it might never end. Move it away.")
 
     def name(self, index: int) -> str:
         """The path of file ``index``."""
@@ -171,11 +171,63 @@ class FolderSource:
 
     def folder(self) -> Path:
         """Where the root lies now."""
-        return self.root if isinstance(self.root, Path) else self.root.current()
+        return located(self.root)
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO would be waited for without it
+# --- files and folders on a file system -------------------------------------------------------------------------------
+
+
+def open_file(path: str) -> io.FileIO:
+    """Open a file to read.
+
+    Raises:
+        OSError: also for what is no file, such as a FIFO: reading it might never end.
+    """
+    # A Path would cost as much as the read; without O_NONBLOCK, a FIFO would be waited for.
+    file = io.FileIO(path, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a file, so reading it might never end")
+    return file
+
+
+def walk(
+    root: str | Path, top: str = "", *, follow: bool = True, error: type[FeedError] = DatasetError
+) -> Iterator[tuple[str, os.stat_result, list["os.DirEntry[str]"]]]:
+    """Each folder from ``top`` down, before the folders in it: its path below ``root``, its status, what lies in it.
+
+    Args:
+        root: a folder.
+        top: the path of a folder below it.
+        follow: whether links to folders are followed.
+        error: raised when a folder cannot be read, and when links go round in a circle.
+    """
+    # A stack, not recursion: folders may be deeper than Python's stack. Each entry carries the folders above it.
+    waiting = [(top, frozenset[tuple[int, int]]())]
+    while waiting:
+        name, above = waiting.pop()
+        path = below(str(root), name)
+        try:
+            status = os.stat(path, follow_symlinks=follow)  # noqa: PTH116 - a million times, a Path costs too much
+            with os.scandir(path) as listed:
+                entries = list(listed)
+            inside = [entry for entry in entries if entry.is_dir(follow_symlinks=follow)]
+        except OSError as problem:
+            if name != top and not os.path.lexists(path):
+                continue  # gone in the meantime
+            raise error(f"{path} cannot be read: {problem.strerror}. Make it readable, or move it away.") from problem
+        identity = (status.st_dev, status.st_ino)
+        if identity in above:
+            raise error(
+                f"{path} is a symbolic link to a folder above it, so there is no end to the files. Remove the link."
+            )
+        yield name, status, entries
+        waiting += [(below(name, entry.name), above | {identity}) for entry in inside]
+
+
+def below(root: str, name: str) -> str:
+    """The path of ``name`` below ``root``; either may be ``""``."""
+    return f"{root}/{name}" if root and name else root or name
 
 
 # --- listing ----------------------------------------------------------------------------------------------------------
@@ -201,7 +253,7 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
     names = bytearray()
     folders: list[tuple[str, FolderStamp]] = [(".", FolderStamp.of(root.stat()))]
     for label, name in enumerate(classes or found):
-        for folder, stamp, images in sorted(_walk(root, name)) if name in found else ():
+        for folder, stamp, images in sorted(_images(root, name)) if name in found else ():
             folders.append((folder, stamp))
             for path in (os.fsencode(f"{folder}/{image}") for image in images):
                 names += path
@@ -226,10 +278,7 @@ def check_classes(found: list[str], classes: tuple[str, ...] | None, root: objec
         )
     strange = sorted(set(found) - set(classes or found))
     if strange:
-        raise DatasetError(
-            f"{root} has class folders that the training data does not have: {_some(strange)}. Their labels would "
-            "have no meaning to the model. Move them away, or add them to the training data."
-        )
+        raise DatasetError(f"{root} has classes that training does not have: {_some(strange)}. Move them away.")
 
 
 def check_images(found: list[str], labels: list[int], root: object, *, every: bool) -> None:
@@ -238,10 +287,12 @@ def check_images(found: list[str], labels: list[int], root: object, *, every: bo
     empty = [name for label, name in enumerate(found) if label not in present] if every else []
     if empty or not labels:
         which = f"{'s' if len(empty) > 1 else ''} {_some(empty)}" if empty else "s"
-        raise DatasetError(
-            f"No images in the class folder{which} of {root}. Images end in {', '.join(IMAGE_SUFFIXES)}. Add some, or "
-            "remove the folder."
-        )
+        raise DatasetError(f"No images in the class folder{which} of {root}: add some ({', '.join(IMAGE_SUFFIXES)}).")
+
+
+def is_pack(path: str | Path) -> bool:
+    """Whether ``path`` is a pack. Looks for one file."""
+    return os.path.isfile(os.path.join(path, MANIFEST))  # noqa: PTH113, PTH118 - False, too, where it cannot be looked for
 
 
 def _class_folders(root: Path) -> list[str]:
@@ -254,40 +305,21 @@ def _class_folders(root: Path) -> list[str]:
                 if entry.is_dir() and not entry.name.startswith(".") and not is_pack(entry.path)
             )
     except OSError as error:
-        raise DatasetError(
-            f"{root} cannot be read: {error.strerror}. Give a folder that has one folder of images for each class."
-        ) from error
+        raise DatasetError(f"{root} cannot be read: {error.strerror}. Give a folder of class folders.") from error
     return found
 
 
-def _walk(root: Path, top: str) -> Iterator[tuple[str, FolderStamp, list[str]]]:
+def _images(root: Path, top: str) -> Iterator[tuple[str, FolderStamp, list[str]]]:
     """Each folder from ``top`` down: its path below ``root``, its stamp, and the names of its images."""
-    # A stack, not recursion: folders may be deeper than Python's stack. Each entry carries the folders above it.
-    waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [(top, ())]
-    while waiting:
-        name, above = waiting.pop()
-        path = f"{root}/{name}"
-        images: list[str] = []
-        try:
-            status = os.stat(path)  # noqa: PTH116
-            identity = (status.st_dev, status.st_ino)
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    if entry.is_dir():
-                        waiting.append((f"{name}/{entry.name}", (*above, identity)))
-                    elif entry.name.lower().endswith(IMAGE_SUFFIXES) and _is_file(entry):
-                        images.append(entry.name)
-        except OSError as error:
-            raise DatasetError(f"{path} cannot be read: {error.strerror}.") from error
-        if identity in above:
-            raise DatasetError(
-                f"{path} is a symbolic link to a folder above it, so there is no end to the files. Remove the link."
-            )
+    for name, status, entries in walk(root, top):
+        images = [entry.name for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES) and _is_file(entry)]
         yield name, FolderStamp.of(status), sorted(images)
 
 
 def _is_file(entry: "os.DirEntry[str]") -> bool:
     """Whether it is a file, or a link to nowhere, which is an error with its name when it is read."""
+    if entry.is_dir():
+        return False
     if entry.is_file() or not os.path.exists(entry.path):  # noqa: PTH110
         return True
     logger.warning("%s is neither a file nor a folder, and is no sample. Move it away.", printable(entry.path))

@@ -13,30 +13,21 @@ import logging
 import os
 import shutil
 import stat
-import sys
 import tempfile
-import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
-from lightning_feed.archive.folder import FolderSource
-from lightning_feed.archive.pack_formats import (
-    Format,
-    PartIndex,
-    is_pack,
-    lmdb_key,
-    open_lmdb,
-    write_hdf5,
-    write_litdata,
-)
+from lightning_feed.archive.folder import FolderSource, is_pack
+from lightning_feed.archive.pack_formats import Format, PartIndex, lmdb_key, open_lmdb
 from lightning_feed.archive.pack_samples import Payload, Payloads
+from lightning_feed.archive.system import progress_bar
 from lightning_feed.errors import ArchiveError
 from lightning_feed.extras import require
 
@@ -46,12 +37,8 @@ _PLAN = "plan.json"
 _LOCK = "lock"
 _REPLACED = "replaced"
 """A pack that was replaced, until it is removed."""
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_COMMIT_BYTES = 64 << 20
-_COMMIT_S = 5.0
-"""Payloads that were waiting for a transaction for longer, or are more bytes, are committed: a kill loses no more."""
+_CHUNK_BYTES = 64 << 20
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 
 @contextmanager
@@ -62,40 +49,28 @@ def alone_in(partial: Path) -> Iterator[None]:
         ArchiveError: when another process holds it, when another user could change what is packed, or in place of any
             error that says that the disk is full.
     """
-    with _report_full_disk(partial):
-        lock = FileLock(partial / _LOCK, fallback_to_soft=False)
-        try:
-            _make_private(partial)
-            lock.acquire(timeout=0)
-        except (Timeout, FileNotFoundError) as error:  # not found: renamed by the other process, which is done
-            raise ArchiveError(
-                f"Another process is packing to {partial}. Wait for it to end, or give another DEST."
-            ) from error
-        try:
-            yield
-        finally:
-            if partial.is_dir() and [entry.name for entry in partial.iterdir()] == [_LOCK]:
-                shutil.rmtree(partial)
-            lock.release()
-
-
-@contextmanager
-def _report_full_disk(partial: Path) -> Iterator[None]:
-    """Say what to do when the disk is full."""
+    lock = FileLock(partial / _LOCK, fallback_to_soft=False)
+    try:
+        _make_private(partial)
+        lock.acquire(timeout=0)
+    except (Timeout, FileNotFoundError) as error:  # not found: renamed by the other process, which is done
+        raise ArchiveError(f"Another process is packing to {partial}. Wait for it, or give another DEST.") from error
     try:
         yield
-    except ArchiveError:
-        raise
     except Exception as error:
-        number, text = getattr(error, "errno", None), str(error)
+        text = str(error)
         # LMDB calls it an input/output error when a write fitted in part.
-        cut_short = text.startswith("mdb_") and "Input/output error" in text
-        if number not in _FULL and "No space left" not in text and not cut_short:
+        full = "No space left" in text or (text.startswith("mdb_") and "Input/output error" in text)
+        if not full and getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ArchiveError(
             f"The disk of {partial.parent} is full. What is packed so far is kept in {partial}: free some space there "
             f"and pack to {partial.with_suffix('')} again, which resumes it. To give up, remove that folder."
         ) from error
+    finally:
+        if partial.is_dir() and [entry.name for entry in partial.iterdir()] == [_LOCK]:
+            shutil.rmtree(partial)
+        lock.release()
 
 
 def _make_private(partial: Path) -> None:
@@ -105,31 +80,18 @@ def _make_private(partial: Path) -> None:
     """
     try:
         partial.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            with tempfile.TemporaryFile(dir=partial) as probe:
-                mine = os.fstat(probe.fileno()).st_uid  # root is another user on some network file systems
-            found = os.fstat(folder)
-            if found.st_uid == mine:
-                with suppress(OSError):  # a file system without modes
-                    os.fchmod(folder, found.st_mode & stat.S_ISGID | 0o700)  # the pack is of the folder's group
-        finally:
-            os.close(folder)
+        with tempfile.TemporaryFile(dir=partial) as probe:
+            mine = os.fstat(probe.fileno()).st_uid  # root is another user on some network file systems
     except OSError as error:
-        if error.errno in _FULL:
-            raise
-        raise ArchiveError(
-            f"{partial} cannot be made or written to: {error.strerror}. A pack is made there, so remove it, or give "
-            "another DEST."
-        ) from error
-    for path in (partial, *partial.rglob("*")):
+        raise ArchiveError(f"{partial} cannot be made or written to: {error.strerror}. Give another DEST.") from error
+    for path in chain((partial,), partial.rglob("*")):
         status = path.lstat()
         single = stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)
         if status.st_uid != mine or not single:
-            raise ArchiveError(
-                f"{path} is a link, or belongs to another user, who could change what is packed. A pack is made there, "
-                f"so look at it and remove {partial}, or give another DEST."
-            )
+            raise ArchiveError(f"{path} is a link, or another user's. Remove it, or give another DEST.")
+        if path == partial and status.st_mode & 0o077:
+            with suppress(OSError):  # a file system without modes
+                partial.chmod(status.st_mode & 0o7700)
 
 
 def begin_or_resume(partial: Path, plan: str) -> None:
@@ -141,10 +103,7 @@ def begin_or_resume(partial: Path, plan: str) -> None:
     written = partial / _PLAN
     others = [entry for entry in partial.iterdir() if entry.name not in (_LOCK, _PLAN)]
     if others and not written.exists():
-        raise ArchiveError(
-            f"{partial} holds {others[0].name!r}, which is not of a pack in the making. A pack is made there, so move "
-            "that away, or give another DEST."
-        )
+        raise ArchiveError(f"{partial} holds {others[0].name!r}, which is of no pack. Move it, or give another DEST.")
     if others and written.read_bytes() == plan.encode():
         return
     if others:
@@ -171,9 +130,6 @@ def plan_of(parts: dict[str, Payloads], format: Format) -> str:
     return plan.hexdigest()
 
 
-# --- the pack in its place --------------------------------------------------------------------------------------------
-
-
 def finish(partial: Path, target: Path) -> None:
     """Put a pack that is whole in its place; what lay at ``target`` is removed after that.
 
@@ -182,24 +138,17 @@ def finish(partial: Path, target: Path) -> None:
     """
     one_part = next(entry for entry in partial.iterdir() if entry.is_dir())
     partial.chmod(stat.S_IMODE(one_part.stat().st_mode))  # it was made for this user alone; its parts were not
-    if not is_pack(target):
-        partial.rename(target)
-    elif _exchanged(partial, target):
+    if is_pack(target) and _exchanged(partial, target):
         (partial / _PLAN).touch()  # the old pack: if this call is killed, the next one removes the rest
         shutil.rmtree(partial)
     else:
-        target.rename(partial / _REPLACED)
+        if is_pack(target):
+            target.rename(partial / _REPLACED)
         partial.rename(target)
     for folder in (target / _REPLACED, *target.glob("*/store")):
         shutil.rmtree(folder, ignore_errors=True)
     for file in (*target.glob("*/journal"), target / _PLAN, target / _LOCK):
         file.unlink(missing_ok=True)
-
-
-def put_back(partial: Path, target: Path) -> None:
-    """Put back the pack that a process was about to replace when it was killed between two renames."""
-    if (partial / _REPLACED).is_dir() and not os.path.lexists(target):
-        (partial / _REPLACED).rename(target)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
@@ -211,10 +160,10 @@ def _exchanged(one: Path, other: Path) -> bool:
     return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
-def progress_bar(**options: Any) -> "tqdm[Any]":
-    """A progress bar on a terminal. Without standard error, as in some services, there is none."""
-    closed = sys.stderr is None or getattr(sys.stderr, "closed", False)
-    return tqdm(disable=True if closed else None, leave=False, **options)
+def put_back(partial: Path, target: Path) -> None:
+    """Put back the pack that a process was about to replace when it was killed between two renames."""
+    if (partial / _REPLACED).is_dir() and not os.path.lexists(target):
+        (partial / _REPLACED).rename(target)
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
@@ -234,7 +183,7 @@ class Store:
     """The payloads of one part in the making, in LMDB, and the journal of the samples that they were made of.
 
     As a context it is open for writing, and holds what an earlier call had done, up to the first sample that is damaged
-    there, or has changed in its source since. Whatever ends the context, what was appended is committed.
+    there, or has changed in its source since.
 
     Attributes:
         lines: the journal.
@@ -245,13 +194,8 @@ class Store:
 
     def __init__(self, folder: Path, part: Payloads, format: Format) -> None:
         self.part, self.name, self.format = part, folder.name, format
-        self._index = folder / "index.npz"
-        self._journal = folder / "journal"
-        self._data = folder / "data"
+        self._index, self._journal, self._data = folder / "index.npz", folder / "journal", folder / "data"
         self._payloads = self._data if format == "lmdb" else folder / "store"
-        self._pending: list[Payload] = []
-        self._pending_bytes = 0
-        self._committed_at = time.monotonic()
 
     @property
     def total_bytes(self) -> int:
@@ -268,21 +212,22 @@ class Store:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._commit()
-        finally:
-            self._environment.close()
+        self._environment.close()
 
-    def append(self, payload: Payload) -> None:
-        """Add the next sample of the source."""
-        self._pending.append(payload)
-        self._pending_bytes += len(payload.data or b"")
-        if self._pending_bytes >= _COMMIT_BYTES or time.monotonic() - self._committed_at >= _COMMIT_S:
-            self._commit()
+    def append(self, payloads: list[Payload]) -> None:
+        """Bring the next samples of the source to the disk: payloads first, then the lines that speak of them."""
+        kept = [payload.data for payload in payloads if payload.data is not None]
+        with self._writing(kept) as transaction:
+            for number, data in enumerate(kept, self.samples):
+                transaction.put(lmdb_key(number), data, append=True)
+        lines = [_Line(-1 if each.data is None else len(each.data), *each[1:]) for each in payloads]
+        with self._journal.open("ab") as journal:
+            journal.writelines(json.dumps(line).encode() + b"\n" for line in lines)
+        self.lines += lines
+        self.samples += len(kept)
 
     def write(self) -> None:
         """Write the index of the part, and its data where they are of another format than LMDB."""
-        self._commit()
         kept = [row for row, line in enumerate(self.lines) if line.size >= 0]
         names = [self.part.name(row).encode("utf-8", "surrogateescape") for row in kept]
         index = PartIndex(
@@ -297,9 +242,9 @@ class Store:
             return
         shutil.rmtree(self._data, ignore_errors=True)  # of a call that was broken off while it wrote it
         self._data.mkdir()
-        write = write_hdf5 if self.format == "hdf5" else write_litdata
+        write = _write_hdf5 if self.format == "hdf5" else _write_litdata
         with (
-            progress_bar(total=self.total_bytes, desc=f"Writing {self.format}", unit="B", unit_scale=True) as bar,
+            progress_bar(f"Writing {self.format}", self.total_bytes) as bar,
             self._environment.begin() as transaction,
         ):
             write(self._data, (payload for _, payload in transaction.cursor()), index, bar.update)
@@ -316,25 +261,27 @@ class Store:
         for row, line in enumerate(self.lines):
             if self.part.changed_ns(row) != line.changed_ns:
                 raise ArchiveError(
-                    f"{self.part.source.name(row)} (sample {row}) changed while it was packed, so the pack may hold a "
-                    "part of it. Pack again when nothing writes there: what comes before that file is kept."
+                    f"{self.part.source.name(row)} (sample {row}) changed while it was packed. Pack again when nothing "
+                    "writes there: what comes before that file is kept."
                 )
 
     def _resume(self) -> None:
         """Take over what an earlier call had done, as far as it is undamaged, and drop the rest."""
         self.lines: list[_Line] = []
-        self.samples, end = 0, 0
+        self.samples = 0
         self._environment = open_lmdb(self._payloads, write=True)
         try:
-            with self._environment.begin() as transaction, self._journal.open("a+b") as journal:
+            with self._environment.begin() as transaction, self._journal.open("a+", errors="replace") as journal:
                 journal.seek(0)
                 for text in journal:
                     line = _parsed(text)
-                    if line is None or not self._is_sound(line, transaction):
+                    payload = b"" if line.size < 0 else transaction.get(lmdb_key(self.samples))
+                    sound = payload is not None and zlib.crc32(payload) == line.checksum
+                    if not sound or self.part.changed_ns(len(self.lines)) != line.changed_ns:
                         break
-                    self._add(line)
-                    end += len(text)
-                journal.truncate(end)
+                    self.lines.append(line)
+                    self.samples += line.size >= 0
+            self._journal.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
             with self._writing([]) as transaction:
                 cursor = transaction.cursor()
                 while cursor.set_range(lmdb_key(self.samples)):
@@ -344,30 +291,6 @@ class Store:
             raise
         self.resumed_at = len(self.lines)
 
-    def _is_sound(self, line: _Line, transaction: Any) -> bool:
-        """Whether the next sample is as it was packed, and as it is in the source."""
-        payload = b"" if line.size < 0 else transaction.get(lmdb_key(self.samples))
-        sound = payload is not None and zlib.crc32(payload) == line.checksum
-        return sound and self.part.changed_ns(len(self.lines)) == line.changed_ns
-
-    def _add(self, line: _Line) -> None:
-        self.lines.append(line)
-        self.samples += line.size >= 0
-
-    def _commit(self) -> None:
-        """Bring what was appended to the disk: payloads first, then the lines that speak of them."""
-        pending, self._pending, self._pending_bytes = self._pending, [], 0
-        kept = [payload.data for payload in pending if payload.data is not None]
-        with self._writing(kept) as transaction:
-            for number, data in enumerate(kept, self.samples):
-                transaction.put(lmdb_key(number), data, append=True)
-        lines = [_Line(-1 if each.data is None else len(each.data), *each[1:]) for each in pending]
-        with self._journal.open("ab") as journal:
-            journal.writelines(json.dumps(line).encode() + b"\n" for line in lines)
-        for line in lines:
-            self._add(line)
-        self._committed_at = time.monotonic()
-
     def _writing(self, payloads: list[bytes]) -> Any:
         """A transaction with room for these payloads."""
         page = self._environment.stat()["psize"]
@@ -376,10 +299,42 @@ class Store:
         return self._environment.begin(write=True)
 
 
-def _parsed(text: bytes) -> _Line | None:
-    """A line of the journal; None where a kill or a crash of the machine left something else."""
-    try:
-        line = _Line(*json.loads(text))
-    except (ValueError, TypeError):
-        return None
-    return line if text.endswith(b"\n") else None
+def _parsed(text: str) -> _Line:
+    """A line of the journal; one that no sample fits where a kill or a crash of the machine left something else."""
+    with suppress(ValueError, TypeError):
+        if text.endswith("\n"):
+            return _Line(*json.loads(text))
+    return _Line(0, -1, "", 0)
+
+
+# --- other formats ----------------------------------------------------------------------------------------------------
+
+
+def _write_hdf5(folder: Path, payloads: Iterator[bytes], index: PartIndex, report: Callable[[int], object]) -> None:
+    """``data.h5``: ``bytes``, uint8 of all payloads one after the other, and ``ends``, int64, where each ends."""
+    h5py = require("h5py", extra="hdf5", why="A pack of the format hdf5")
+    with h5py.File(folder / "data.h5", "w") as file:
+        file.create_dataset("ends", data=np.cumsum(index.sizes))
+        # Contiguous and not compressed: bytes are written to and read from a place in the file, without the library.
+        data = file.create_dataset("bytes", shape=(max(1, int(index.sizes.sum())),), dtype="u1")
+        data[-1] = 0  # which gives it its place
+        offset = data.id.get_offset()
+    with (folder / "data.h5").open("r+b") as plain:
+        plain.seek(offset)
+        for payload in payloads:
+            plain.write(payload)
+            report(len(payload))
+
+
+def _write_litdata(folder: Path, payloads: Iterator[bytes], index: PartIndex, report: Callable[[int], object]) -> None:
+    """Chunks as ``litdata.StreamingDataset`` reads them, from object stores too.
+
+    A sample is ``{"data": bytes, "label": int}``: such a reader has no index to look the label up in.
+    """
+    litdata = require("litdata", extra="litdata", why="A pack of the format litdata")
+    cache = litdata.streaming.Cache(str(folder), chunk_bytes=_CHUNK_BYTES)
+    for number, payload in enumerate(payloads):
+        cache[number] = {"data": payload, "label": int(index.labels[number])}
+        report(len(payload))
+    cache.done()
+    cache.merge()

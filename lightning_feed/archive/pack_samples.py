@@ -9,7 +9,7 @@ import json
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 
 from lightning_feed.archive.folder import FolderSource
-from lightning_feed.archive.pack_formats import Kind
 from lightning_feed.errors import ArchiveError, DatasetError, DecodeError
 
 _SHAPE_BYTES = 8
@@ -71,7 +70,7 @@ class Payloads(Dataset[Payload]):
 
     def __init__(self, source: Any, shrink: Shrink) -> None:
         self.source, self.shrink = source, shrink
-        self.kind: Kind = "samples"
+        self.kind: Literal["files", "decoded", "samples"] = "samples"
         self.labels: npt.NDArray[np.int64] = np.zeros(len(source), dtype=np.int64)
         if isinstance(source, FolderSource):
             self.kind, self.labels = "decoded" if shrink.decoded else "files", source.labels
@@ -113,9 +112,7 @@ class Payloads(Dataset[Payload]):
         except _CORRUPT as error:
             # Pillow would show the object that it read from.
             why = "it is of no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
-            raise DecodeError(
-                f"{self.source.name(index)} (sample {index}) is not an image that can be read: {why}."
-            ) from error
+            raise DecodeError(f"{self.source.name(index)} (sample {index}) is no readable image: {why}.") from error
 
     def _decoded(self, image: Image.Image) -> bytes:
         pixels = np.asarray(_resized(image.convert("RGB"), self.shrink.short_side))
@@ -200,10 +197,7 @@ def _describe(value: Any, arrays: list[np.ndarray[Any, Any]], place: str) -> Any
     if type(value) in (list, tuple):
         inner = [_describe(one, arrays, f"{place}[{number}]") for number, one in enumerate(value)]
         return {type(value).__name__: inner}
-    raise DatasetError(
-        f"{place} is a {type(value).__name__}, which cannot be packed. Give dicts with text keys, lists and tuples of "
-        "tensors, arrays, numbers, strings, bytes and None."
-    )
+    raise DatasetError(f"{place} is a {type(value).__name__}, which cannot be packed. Make it a tensor or a number.")
 
 
 class _Reader:

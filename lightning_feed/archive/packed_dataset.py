@@ -10,21 +10,17 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from lightning_feed.archive import files
-from lightning_feed.archive.folder import Encoded, Place
-from lightning_feed.archive.pack_formats import ALL, READERS, Manifest, PartIndex, Reader, check_files, read_manifest
+from lightning_feed.archive import system
+from lightning_feed.archive.folder import Encoded, Place, located
+from lightning_feed.archive.pack_formats import ALL, READERS, Manifest, PartIndex, Read, damaged, read_manifest
 from lightning_feed.archive.pack_samples import from_bytes, pixels_of
-from lightning_feed.archive.remote import RemotePlace, RemoteReads, RemoteSamples, place_of
+from lightning_feed.archive.remote import RemotePlace, RemoteSamples, place_of
 from lightning_feed.archive.remote_pack import RemotePackReader, copy_index
-from lightning_feed.errors import ArchiveError, DatasetError, SettingsError
+from lightning_feed.errors import ArchiveError, DatasetError, FeedError, SettingsError
 
 
 class DamagedSampleError(ArchiveError, DatasetError):
     """A sample that is not what was packed. As a DatasetError it is a bad sample, which ``on_error`` may leave out."""
-
-
-def _now(place: Path | Place) -> Path:
-    return place if isinstance(place, Path) else place.current()
 
 
 class PackedDataset(Dataset[Any]):
@@ -60,28 +56,24 @@ class PackedDataset(Dataset[Any]):
     ) -> None:
         place = place_of(path, storage_options) if isinstance(path, (str, Path)) else path
         self.place: Path | Place | RemotePlace = place
-        self.path = copy_index(place) if isinstance(place, RemotePlace) else _now(place)
+        self.path = copy_index(place) if isinstance(place, RemotePlace) else located(place)
         self.manifest = read_manifest(self.path)
         parts = self.manifest.parts
         self.part = next(iter(parts)) if part is None and len(parts) == 1 else str(part)
         if self.part not in parts:
-            raise SettingsError(
-                f"{self.path} has the parts {', '.join(map(repr, parts))}, and no part {part!r}. Say which."
-            )
+            raise SettingsError(f"{self.path} has no part {part!r}. Give one of {', '.join(map(repr, parts))}.")
         self.index = PartIndex.load(self.path / self.part / "index.npz", self.manifest.indexes.get(self.part))
         self.classes = self.manifest.classes
         self.labels: npt.NDArray[Any] = self.index.labels
         known = self.manifest.kind == "samples" or np.isin(self.labels, np.arange(len(self.classes))).all()
         if len(self) != parts[self.part] or not known:
-            raise ArchiveError(
-                f"{self.path} should have {parts[self.part]} samples of {len(self.classes)} classes in {self.part!r}, "
-                "and its index does not fit that. Copy or pack it again."
-            )
+            raise ArchiveError(f"{self.path / self.part} does not fit its index. Copy or pack it again.")
         if not isinstance(place, RemotePlace):
-            check_files(self.path, self.manifest, self.part)
+            self._check_files(self.path)
         self._identity = self.manifest.identity
         self._checked = np.zeros(len(self), bool)
-        self._opened: tuple[int, Path, Reader] | None = None
+        self._opened: tuple[int, Path, Read] | None = None
+        self._remote: RemotePackReader | None = None
 
     @staticmethod
     def manifest_of(path: str | Path | RemotePlace) -> Manifest:
@@ -111,9 +103,7 @@ class PackedDataset(Dataset[Any]):
         try:
             return pixels_of(payload)
         except ValueError as error:
-            raise DamagedSampleError(
-                f"{self.name(index)} does not hold pixels: {error}. Pack the source again."
-            ) from error
+            raise DamagedSampleError(f"{self.name(index)} does not hold pixels: {error}. Pack it again.") from error
 
     def payload(self, index: int) -> bytes:
         """What lies in the pack for sample ``index``, as it lies there.
@@ -121,22 +111,26 @@ class PackedDataset(Dataset[Any]):
         Raises:
             ArchiveError: when it cannot be read, is not what was packed, or another pack has taken the place of this.
         """
-        payload = self._reader().read(index)
+        read = self._reader()
+        try:
+            payload = read(index)
+        except FeedError:
+            raise
+        except Exception as error:
+            raise damaged(self.path, error, index) from error
         # LitData opens its chunks by name at any time, as requests do, and they may be those of another pack by now.
         by_name = self.manifest.format == "litdata" or isinstance(self.place, RemotePlace)
         if by_name or not self._checked[index]:
             if zlib.crc32(payload) != self.index.checksums[index]:
-                raise DamagedSampleError(
-                    f"{self.path}: sample {index} of {self.part!r} ({self.name(index)}) is not what was packed. The "
-                    "disk or a copy has damaged it, or another pack has taken its place: copy or pack it again."
-                )
+                raise DamagedSampleError(f"{self.name(index)} is not what was packed. Copy or pack it again.")
             self._checked[index] = True
         return payload
 
     def remote_reads(self) -> RemoteSamples | None:
         """The samples as they are read from a remote place; None for a pack on this machine."""
-        reader = self._reader() if isinstance(self.place, RemotePlace) else None
-        return reader.remote_reads() if isinstance(reader, RemoteReads) else None
+        if isinstance(self.place, RemotePlace):
+            self._reader()
+        return self._remote.remote_reads() if self._remote is not None else None
 
     def expect(self, indices: Iterable[int]) -> None:
         """Begin to read samples that will be asked for next, where they are at a remote place."""
@@ -149,30 +143,39 @@ class PackedDataset(Dataset[Any]):
         where = self.place if isinstance(self.place, RemotePlace) else self.path
         return f"{where}/{self.part if self.part != ALL else ''}:{self.index.name(index)}"
 
-    def _reader(self) -> Reader:
-        here = (os.getpid(), self.path if isinstance(self.place, RemotePlace) else _now(self.place))
+    def _reader(self) -> Read:
+        here = (os.getpid(), self.path if isinstance(self.place, RemotePlace) else located(self.place))
         opened = self._opened
-        if opened is not None and opened[:2] == here:
-            return opened[2]
-        with files.process_lock:  # one that a fork renews
-            opened = self._opened
-            if opened is None or opened[:2] != here:
-                self._opened = opened = (*here, self._open(here[1]))
-            return opened[2]
+        if opened is None or opened[:2] != here:
+            with system.process_lock:  # one that a fork renews
+                opened = self._opened
+                if opened is None or opened[:2] != here:
+                    self._opened = opened = (*here, self._open(here[1]))
+        return opened[2]
 
-    def _open(self, path: Path) -> Reader:
+    def _open(self, path: Path) -> Read:
         if isinstance(self.place, RemotePlace):
-            return RemotePackReader(self.place, path, self.manifest, self.part, self.index.sizes)
-        reader = READERS[self.manifest.format](path / self.part / "data")
+            self._remote = RemotePackReader(self.place, path, self.manifest, self.part, self.index.sizes)
+            return self._remote.read
+        try:
+            read = READERS[self.manifest.format](path / self.part / "data", self.index)
+        except FeedError:
+            raise
+        except Exception as error:
+            raise damaged(path / self.part / "data", error) from error
         # After the data were opened: a pack that takes this one's place before that has its manifest there by now.
         if read_manifest(path).identity != self._identity:
-            raise ArchiveError(
-                f"{path} is another pack than the one that this run began with: its labels would not fit the samples. "
-                "It was replaced in the meantime. Start the run again, and pack to another DEST while a run reads one."
-            )
-        check_files(path, self.manifest, self.part)
+            raise ArchiveError(f"{path} is another pack than the one that this run began with. Start it again.")
+        self._check_files(path)
         self._checked[:] = False
-        return reader
+        return read
+
+    def _check_files(self, path: Path) -> None:
+        """See whether the data files are there and as long as they were."""
+        for name, size in self.manifest.files.items():
+            file = path / name
+            if name.startswith(f"{self.part}/") and not (file.is_file() and file.stat().st_size == size):
+                raise ArchiveError(f"{file} is missing, cut short or damaged. Copy or pack it again.")
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.place, "part": self.part, "identity": self._identity}

@@ -1,9 +1,7 @@
 """Packing many small files, or any map-style dataset, into a few large files: resumable, checked, atomic at the end."""
 
-import multiprocessing
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,22 +10,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_feed.archive.folder import FolderSource, index_of
-from lightning_feed.archive.pack_formats import ALL, FORMATS, Format, Manifest, is_pack
-from lightning_feed.archive.pack_partial import (
-    Store,
-    alone_in,
-    begin_or_resume,
-    finish,
-    plan_of,
-    progress_bar,
-    put_back,
-)
+from lightning_feed.archive.folder import FolderSource, index_of, is_pack
+from lightning_feed.archive.pack_formats import ALL, FORMATS, Format, Manifest
+from lightning_feed.archive.pack_partial import Store, alone_in, begin_or_resume, finish, plan_of, put_back
 from lightning_feed.archive.pack_samples import Payload, Payloads, Shrink
 from lightning_feed.archive.packed_dataset import PackedDataset
 from lightning_feed.archive.remote import RemotePlace, place_of
 from lightning_feed.archive.remote_folder import RemoteSource, list_files
 from lightning_feed.archive.splits import SPLITS, split_folder
+from lightning_feed.archive.system import end_with_parent, progress_bar
 from lightning_feed.errors import ArchiveError, SettingsError
 
 _AT_ONCE = 16
@@ -36,6 +27,9 @@ _HANDED_OVER_BYTES = 16 << 20
 """About as much as a worker hands over at once: two such lots wait for each worker."""
 _LOOKED_AT = 256
 """Samples from which the size of the pack is estimated."""
+_COMMIT_BYTES = 64 << 20
+_COMMIT_S = 5.0
+"""Payloads that wait for a transaction for longer, or are more bytes, are committed: a kill loses no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +143,7 @@ def verify_pack(path: str | Path) -> int:
     manifest = PackedDataset.manifest_of(path)
     for name, count in manifest.parts.items():
         part = PackedDataset(path, name)
-        with progress_bar(total=count, desc=f"Verifying {name}", unit=" samples") as bar:
+        with progress_bar(f"Verifying {name}", count, " samples") as bar:
             for index in range(count):
                 part.payload(index)  # which compares it
                 bar.update()
@@ -160,23 +154,21 @@ def verify_pack(path: str | Path) -> int:
 
 
 def _check(format: str, shrink: Shrink, workers: int | None, on_error: str) -> None:
-    if format not in FORMATS:
-        raise SettingsError(f"format={format!r} is not a choice. Give one of {', '.join(map(repr, FORMATS))}.")
-    if on_error not in ("raise", "skip"):
-        raise SettingsError(f"on_error={on_error!r} is not a choice. Give 'raise' or 'skip'.")
-    for name, value, least, advice in (
-        ("short_side", shrink.short_side, 1, "pixels, 1 or more"),
-        ("quality", shrink.quality, 1, "1 to 100"),
-        ("workers", workers, 0, "processes, 0 for none but this one, or None"),
+    for name, value, possible, advice in (
+        ("format", format, format in FORMATS, f"one of {', '.join(map(repr, FORMATS))}"),
+        ("on_error", on_error, on_error in ("raise", "skip"), "'raise' or 'skip'"),
+        ("short_side", shrink.short_side, _is_from(1, shrink.short_side), "pixels, 1 or more"),
+        ("quality", shrink.quality, _is_from(1, shrink.quality) and (shrink.quality or 1) <= 100, "1 to 100"),
+        ("workers", workers, _is_from(0, workers), "processes, 0 for none but this one, or None"),
     ):
-        possible = value is None or (type(value) is int and value >= least and (name != "quality" or value <= 100))
         if not possible:
             raise SettingsError(f"{name}={value!r} is not possible. Give {advice}.")
     if shrink.quality is not None and shrink.decoded:
-        raise SettingsError(
-            f"quality={shrink.quality} is of images that are written anew as JPEG, so it would have no effect on "
-            "decoded pixels. Leave it or decoded out."
-        )
+        raise SettingsError(f"quality={shrink.quality} would have no effect on decoded pixels. Leave one out.")
+
+
+def _is_from(least: int, value: int | None) -> bool:
+    return value is None or (type(value) is int and value >= least)
 
 
 def _check_target(target: Path, *, force: bool) -> None:
@@ -190,15 +182,10 @@ def _check_target(target: Path, *, force: bool) -> None:
 
 def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
     """Refuse a pack inside what is packed. By device and inode: a path may lead there by a link or another mount."""
-    for part in parts.values():
-        if not isinstance(part.source, FolderSource) or isinstance(part.source, RemoteSource):
-            continue
-        root = part.source.folder()
+    sources = [part.source for part in parts.values() if isinstance(part.source, FolderSource)]
+    for root in [source.folder() for source in sources if not isinstance(source, RemoteSource)]:
         if any(folder.exists() and folder.samefile(root) for folder in target.absolute().resolve().parents):
-            raise ArchiveError(
-                f"{target} lies in {root}, which is to be packed: it would be taken for a part of the data. Give a "
-                "DEST outside of it."
-            )
+            raise ArchiveError(f"{target} lies in {root}, which is to be packed. Give a DEST outside of it.")
 
 
 def _parts_of(
@@ -209,23 +196,20 @@ def _parts_of(
         if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
             raise SettingsError(f"A {type(source).__name__} cannot be packed. Give a folder, or a map-style dataset.")
         if shrink != Shrink():
-            raise SettingsError(
-                "short_side, quality and decoded are for folders of images. Leave them out for a dataset."
-            )
+            raise SettingsError("short_side, quality and decoded are for folders of images. Leave them out.")
         return {ALL: Payloads(source, shrink)}, ()
-    root = place_of(source, storage_options)
+    root, classes = place_of(source, storage_options), None
     if isinstance(root, RemotePlace):
         return _remote_parts(root, shrink)
-    if not (root / "train").is_dir():
-        whole = FolderSource(root, index_of(root))
-        return {ALL: Payloads(whole, shrink)}, whole.classes
-    train = FolderSource(root / "train", index_of(root / "train"))
-    parts = {"train": Payloads(train, shrink)}
-    for split in SPLITS[1:]:
-        name = split_folder(root, split)
-        if name is not None:
-            parts[split] = Payloads(FolderSource(root / name, index_of(root / name, train.classes)), shrink)
-    return parts, train.classes
+    folders = {ALL: root}
+    if (root / "train").is_dir():
+        named = {split: split_folder(root, split) for split in SPLITS}
+        folders = {split: root / name for split, name in named.items() if name is not None}
+    parts = {}
+    for split, folder in folders.items():  # train comes first
+        found = FolderSource(folder, index_of(folder, classes))
+        parts[split], classes = Payloads(found, shrink), found.classes
+    return parts, classes or ()
 
 
 def _remote_parts(place: RemotePlace, shrink: Shrink) -> tuple[dict[str, Payloads], tuple[str, ...]]:
@@ -263,17 +247,22 @@ def _estimated_bytes(part: Payloads) -> int:
 
 
 def _fill(store: Store, workers: int | None, on_error: str) -> None:
-    """Bring a store up to the end of its part."""
-    part, first = store.part, store.resumed_at
-    with progress_bar(total=len(part), initial=first, desc=f"Packing {store.name}", unit=" samples") as bar:
-        for payload in _payloads(part, first, workers):
-            if payload.data is None and on_error == "raise":
-                raise ArchiveError(
-                    f"{payload.problem} What is packed so far is kept: mend or remove it and pack again, or leave such "
-                    "samples out with --on-error skip."
-                )
-            store.append(payload)
-            bar.update()
+    """Bring a store up to the end of its part. Whatever ends this, what was read is kept."""
+    waiting, waiting_bytes, since = list[Payload](), 0, time.monotonic()
+    total, first = len(store.part), store.resumed_at
+    with progress_bar(f"Packing {store.name}", total, " samples", done=first) as bar:
+        try:
+            for payload in _payloads(store.part, first, workers):
+                if payload.data is None and on_error == "raise":
+                    raise ArchiveError(f"{payload.problem} Mend it, or leave it out (--on-error skip), and pack again.")
+                waiting.append(payload)
+                waiting_bytes += len(payload.data or b"")
+                bar.update()
+                if waiting_bytes >= _COMMIT_BYTES or time.monotonic() - since >= _COMMIT_S:
+                    lot, waiting, waiting_bytes, since = waiting, [], 0, time.monotonic()
+                    store.append(lot)
+        finally:
+            store.append(waiting)
 
 
 def _payloads(part: Payloads, first: int, workers: int | None) -> Iterator[Payload]:
@@ -285,19 +274,7 @@ def _payloads(part: Payloads, first: int, workers: int | None) -> Iterator[Paylo
     if workers:  # fewer samples are handed over together where they are large
         at_once = max(1, min(_AT_ONCE, _HANDED_OVER_BYTES // max(1, len(part[first].data or b""))))
     loader = DataLoader(
-        part, batch_size=at_once, sampler=left, num_workers=workers, collate_fn=list, worker_init_fn=_end_with_parent
+        part, batch_size=at_once, sampler=left, num_workers=workers, collate_fn=list, worker_init_fn=end_with_parent
     )
     for batch in loader:
         yield from batch
-
-
-def _end_with_parent(_worker: int) -> None:
-    """End this worker when its parent is killed: it would wait for ever to hand over what nobody takes."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # it is a worker process
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True, name="end-with-parent").start()

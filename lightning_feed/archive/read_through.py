@@ -29,9 +29,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_feed.archive import files
-from lightning_feed.archive.memory import memory_limits
-from lightning_feed.archive.stage_room import find_mount, size_text
+from lightning_feed.archive import system
+from lightning_feed.archive.system import find_mount, memory_limits, size_text
 from lightning_feed.errors import ArchiveError
 
 logger = logging.getLogger(__name__)
@@ -278,7 +277,7 @@ class ReadThrough:
         """The descriptor of the count; one for each process, for locks of POSIX go with the first that is closed."""
         if self._opened is None or self._opened[0] != os.getpid():
             path = self.folder / "used_bytes"
-            with files.process_lock:
+            with system.process_lock:
                 key = (os.getpid(), str(path))
                 if key not in _counters:
                     _counters[key] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from fsspec.asyn import get_loop
 
-from lightning_feed.archive import files
+from lightning_feed.archive import system
 from lightning_feed.archive.read_through import ReadThrough
 from lightning_feed.errors import ArchiveError, DatasetError, MissingExtraError, SettingsError, printable
 
@@ -155,7 +155,7 @@ class RemotePlace:
         """
         key = (os.getpid(), self.key)
         if key not in _connections:
-            with files.process_lock:
+            with system.process_lock:
                 if key not in _connections:
                     _connections[key] = Connection(self)
         return _connections[key]

@@ -18,10 +18,16 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
-from lightning_feed.archive.files import cache_folder, read_private, write_private
-from lightning_feed.archive.folder import IMAGE_SUFFIXES, FolderIndex, FolderSource, check_classes, check_images
-from lightning_feed.archive.pack_formats import NAME
+from lightning_feed.archive.folder import (
+    IMAGE_SUFFIXES,
+    MANIFEST,
+    FolderIndex,
+    FolderSource,
+    check_classes,
+    check_images,
+)
 from lightning_feed.archive.remote import GoneError, RemotePlace, RemoteReads, Request
+from lightning_feed.archive.system import cache_folder, read_private, write_private
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +261,7 @@ def class_files(
         inner = folder.removeprefix(prefix)
         name = inner.partition("/")[0]
         # A pack in the folder that it was made of is no class.
-        if folder.startswith(prefix) and name and name[0] != "." and listing.find(f"{prefix}{name}/{NAME}") is None:
+        if folder.startswith(prefix) and name and name[0] != "." and listing.find(f"{prefix}{name}/{MANIFEST}") is None:
             by_class.setdefault(name, []).append(place)
     check_classes(sorted(by_class), classes, where)
     names, lengths, labels, numbers = bytearray(), list[int](), list[int](), list[int]()

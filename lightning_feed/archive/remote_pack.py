@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
-from lightning_feed.archive.files import cache_folder, read_private, write_private
-from lightning_feed.archive.pack_formats import NAME, Manifest
+from lightning_feed.archive.folder import MANIFEST
+from lightning_feed.archive.pack_formats import Manifest
 from lightning_feed.archive.remote import GoneError, RemotePlace, RemoteReads, Request
 from lightning_feed.archive.remote_folder import Listing, list_files
+from lightning_feed.archive.system import cache_folder, read_private, write_private
 from lightning_feed.errors import ArchiveError
 from lightning_feed.extras import require
 
@@ -38,16 +39,16 @@ def copy_index(place: RemotePlace) -> Path:
         ArchiveError: when there is no pack, or it cannot be read.
     """
     listing = list_files(place, fresh=True)
-    number = listing.find(NAME)
+    number = listing.find(MANIFEST)
     if number is None:
-        raise ArchiveError(f"{place} is no pack: it has no {NAME}. To make one: lightning-feed pack SRC DEST")
+        raise ArchiveError(f"{place} is no pack: it has no {MANIFEST}. To make one: lightning-feed pack SRC DEST")
     version = hashlib.blake2b(f"{place.key} {listing.stamps[number]}".encode(), digest_size=12).hexdigest()
     folder = cache_folder() / "packs" / version
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     connection = place.connection()
-    wanted = [name for name, _ in listing.files() if name == NAME or name.endswith("/index.npz")]
+    wanted = [name for name, _ in listing.files() if name == MANIFEST or name.endswith("/index.npz")]
     with FileLock(folder / "lock", fallback_to_soft=False):
-        for name in sorted(wanted, key=NAME.__eq__):  # the manifest last, as in a pack
+        for name in sorted(wanted, key=MANIFEST.__eq__):  # the manifest last, as in a pack
             if not (folder / name).is_file():
                 size = int(listing.sizes[listing.find(name) or 0])
                 content = connection.submit(connection.fetch(name, size=size if size >= 0 else None, whole=True))

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from lightning_feed.archive import files
+from lightning_feed.archive import system
 from lightning_feed.errors import ArchiveError, SettingsError
 
 Kind = Literal["bytes", "decoded"]
@@ -35,7 +35,7 @@ PREFIX = "lightning-feed-cache-"
 _MemoryLeft: TypeAlias = Callable[[], int | None]
 
 # Words of the header; the identity takes up to 7.
-_MAGIC, _IDENTITY, _LIMIT, _NEXT, _ENTRIES, _STORED, _REFUSED, _PROCESSES = 0, 1, 8, 9, 16, 17, 18, 19
+_MAGIC, _IDENTITY, _LIMIT, _NEXT, _ENTRIES, _STORED, _REFUSED = 0, 1, 8, 9, 16, 17, 18
 _VERSION = 0x3143_4546_4D  # another layout is another number
 _PAGE = 4096
 _STEP_BYTES = 16 << 20
@@ -72,16 +72,10 @@ def parse_limit(limit: int | str, available: int | None) -> int:
         size = int(float(found[1]) * _UNITS[(found[3] or "").lower()])
     elif found is not None and float(found[1]) <= 100:
         if available is None:
-            raise SettingsError(
-                f"A limit of {limit!r} is a share of the memory that can be taken, which is not known on this machine. "
-                "Give bytes, or a size such as '8GiB'."
-            )
+            raise SettingsError(f"A limit of {limit!r}: memory is not known on this machine. Give a size: '8GiB'.")
         size = int(float(found[1]) / 100 * available)
     if size < 1:
-        raise SettingsError(
-            f"A limit of {limit!r} is not possible. Give bytes, a size such as '8GiB', or a share of memory such as "
-            "'50%'."
-        )
+        raise SettingsError(f"A limit of {limit!r} is not possible. Give a size ('8GiB') or a share ('50%').")
     return size
 
 
@@ -157,7 +151,6 @@ class SampleCache:
         self._slots = self._file.buffer[_PAGE : _PAGE + slot_bytes].cast("q")
         self._index = self._file.buffer[_PAGE + slot_bytes : _PAGE + slot_bytes + 8 * size].cast("q")
         self.path = self._file.path
-        self._slot = (-1, 0)  # a process, and where its counters are
 
     @property
     def growth_bytes(self) -> int:
@@ -192,10 +185,7 @@ class SampleCache:
         """
         dtype = array.dtype.str.encode()
         if array.dtype.hasobject or array.dtype.names is not None or len(dtype) > 12:
-            raise ArchiveError(
-                f"Sample {index} is an array of dtype {array.dtype}, which a shared cache cannot hold. Give numbers, "
-                "booleans or strings of fixed length."
-            )
+            raise ArchiveError(f"Sample {index} is of dtype {array.dtype}, which a cache cannot hold. Give numbers.")
         head = bytearray(_head_bytes(array.ndim))
         space = -(-(len(head) + array.nbytes) // _ALIGN) * _ALIGN
         words = self._file.words
@@ -268,14 +258,9 @@ class SampleCache:
         return False
 
     def _count(self, what: int) -> None:
-        with files.process_lock:  # between the threads of this process; the counters are its own
-            if self._slot[0] != os.getpid():
-                with self._file.locked():
-                    number = self._file.words[_PROCESSES]
-                    self._file.words[_PROCESSES] += 1
-                # Beyond so many processes they begin again with the counters of the first, which are counted on.
-                self._slot = (os.getpid(), number % _SLOTS * _SLOT_WORDS)
-            self._slots[self._slot[1] + what] += 1
+        # Processes of one run have numbers that lie near each other, so each has counters of its own.
+        with system.process_lock:
+            self._slots[os.getpid() % _SLOTS * _SLOT_WORDS + what] += 1
 
 
 def _head_bytes(ndim: int) -> int:
@@ -310,7 +295,7 @@ class _CacheFile:
         self.path = path
         self.data_start = -(-(_PAGE + table_bytes) // _PAGE) * _PAGE
         self._memory_left = memory_left
-        self.file = files.open_refcounted(path)
+        self.file = system.open_refcounted(path)
         self._fd = self.file.fd
         try:
             with self.locked():
@@ -328,7 +313,7 @@ class _CacheFile:
 
     def close(self) -> None:
         """Give up the file; its last user removes it. Whoever still has this object can use it on alone."""
-        with files.process_lock:
+        with system.process_lock:
             if _open_files.get(str(self.path)) is self:
                 del _open_files[str(self.path)]
             self._finalizer()
@@ -340,7 +325,7 @@ class _CacheFile:
         The system call orders memory as well: what was written before it is seen by whoever sees what is written after
         it, on processors that would otherwise reorder two stores.
         """
-        with files.process_lock:
+        with system.process_lock:
             fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, 0)
             try:
                 yield
@@ -389,8 +374,8 @@ class _CacheFile:
         theirs = (words[_MAGIC], *words[_IDENTITY : _IDENTITY + len(identity)])
         if theirs != (_VERSION, *identity):
             raise ArchiveError(
-                f"The cache {self.path} is in use for other data, or by another version of lightning_feed (version, "
-                f"kind and size are {theirs} and should be {(_VERSION, *identity)}). Give this cache another name."
+                f"The cache {self.path} is in use for other data, or by another version of this package: version, kind "
+                f"and size are {theirs} and should be {(_VERSION, *identity)}. Give it another name."
             )
 
     def _prepare(self, identity: tuple[int, ...], limit_bytes: int) -> None:
@@ -407,8 +392,7 @@ class _CacheFile:
             if error.errno not in _NO_ROOM:
                 raise
             raise ArchiveError(
-                f"{self.path.parent} is full: there is no room for the index of the cache ({self.data_start} bytes). "
-                f"{_ENLARGE}"
+                f"{self.path.parent} has no room for the index of the cache ({self.data_start} bytes). {_ENLARGE}"
             ) from error
         limit = self._possible(limit_bytes)
         os.ftruncate(self._fd, self.data_start + limit)
@@ -422,19 +406,13 @@ class _CacheFile:
         """The limit that memory and the file system allow."""
         found = os.statvfs(self.path.parent)
         room = found.f_bavail * found.f_frsize
-        lack, advice = f"{self.path.parent} has {room >> 20} MiB free", f" {_ENLARGE}"
+        lack = f"{self.path.parent} has {room >> 20} MiB free. {_ENLARGE}"
         left = self._memory_left() if self._memory_left is not None else None
         if left is not None and left - _SPARE_BYTES < room:
-            room = max(0, left - _SPARE_BYTES)
-            lack, advice = f"{max(left, 0) >> 20} MiB of memory can still be taken", ""
+            room, lack = max(0, left - _SPARE_BYTES), f"{max(left, 0) >> 20} MiB of memory can still be taken"
         if limit_bytes > room:
-            logger.warning(
-                "The cache is limited to %d MiB instead of %d MiB, since %s. What does not fit is read each time.%s",
-                room >> 20,
-                limit_bytes >> 20,
-                lack,
-                advice,
-            )
+            say = "The cache is limited to %d MiB instead of %d MiB, and the rest is read each time, since %s"
+            logger.warning(say, room >> 20, limit_bytes >> 20, lack)
         return min(limit_bytes, room)
 
 
@@ -450,11 +428,11 @@ def _open_cache_file(path: Path, identity: tuple[int, ...], *given: Any) -> _Cac
     Raises:
         ArchiveError: when the file is another user's, of other data, or has no room for its table.
     """
-    with files.process_lock:
+    with system.process_lock:
         known = _open_files.get(str(path))
         if known is not None and known.file.is_linked():
             known.check_identity(identity, known.words)
             return known
-        files.remove_leftovers(path.parent, f"{PREFIX}{os.getuid()}-*", keep={str(path), *_open_files})
+        system.remove_leftovers(path.parent, f"{PREFIX}{os.getuid()}-*", keep={str(path), *_open_files})
         _open_files[str(path)] = made = _CacheFile(path, identity, *given)
         return made

@@ -8,8 +8,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lightning_feed.archive.folder import Encoded, FolderSource, Place, SampleSource, index_of
-from lightning_feed.archive.pack_formats import ALL, NAME, is_pack
+from lightning_feed.archive.folder import (
+    MANIFEST,
+    Encoded,
+    FolderSource,
+    Place,
+    SampleSource,
+    index_of,
+    is_pack,
+    located,
+)
+from lightning_feed.archive.pack_formats import ALL
 from lightning_feed.archive.packed_dataset import PackedDataset
 from lightning_feed.archive.remote import RemotePlace, RemoteSamples
 from lightning_feed.archive.remote_folder import RemoteSource, list_files
@@ -36,9 +45,7 @@ def split_folder(root: Path | RemotePlace, split: str, has: Callable[[str], bool
     has = has or (lambda name: os.path.isdir(f"{root}/{name}"))  # noqa: PTH112
     names = [name for name in _FOLDERS[split] if has(name)]
     if len(names) > 1:
-        raise DatasetError(
-            f"{root} has {' and '.join(names)}, which all mean the split {split!r}. Rename or move all but one."
-        )
+        raise DatasetError(f"{root} has {' and '.join(names)}, which all mean the split {split!r}. Rename all but one.")
     return names[0] if names else None
 
 
@@ -73,7 +80,7 @@ class Splits:
             return None
         if isinstance(place, RemotePlace):
             return self._remote(place, split)
-        root = place if isinstance(place, Path) else place.current()
+        root = located(place)
         if is_pack(root):
             return self._packed(place, root, split)
         if not (root / "train").is_dir():
@@ -92,7 +99,7 @@ class Splits:
 
     def _remote(self, place: RemotePlace, split: str) -> SampleSource | None:
         listing = list_files(place)
-        if listing.find(NAME) is not None:
+        if listing.find(MANIFEST) is not None:
             return self._packed(place, place, split)
         if not listing.has_folder("train"):
             return self._share(RemoteSource.of(place, listing), split)
@@ -105,9 +112,7 @@ class Splits:
     def _packed(self, place: Path | Place | RemotePlace, root: Path | RemotePlace, split: str) -> SampleSource | None:
         manifest = PackedDataset.manifest_of(root)
         if manifest.kind == "samples":
-            raise DatasetError(
-                f"{root} is a pack of samples, not of images. Read it with PackedDataset({str(root)!r})."
-            )
+            raise DatasetError(f"{root} is a pack of samples, not of images. Read it with PackedDataset.")
         if ALL in manifest.parts:
             return self._share(PackedDataset(place), split)
         return PackedDataset(place, split) if split in manifest.parts else None

@@ -8,19 +8,27 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lightning_feed.archive.files import RefcountedFile, open_refcounted, read_private, write_private
-from lightning_feed.errors import ArchiveError, printable
+from lightning_feed.archive.remote import is_url
+from lightning_feed.archive.system import (
+    RefcountedFile,
+    open_refcounted,
+    owner_of,
+    read_private,
+    read_text,
+    write_private,
+)
+from lightning_feed.errors import ArchiveError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+_VERSION = 1
 _SAY_AFTER_S = 1.0
 """A wait that is over sooner, for a process that finds the copy up to date, is not worth a line."""
 _LOOK_EVERY_S = 1.0
@@ -44,17 +52,18 @@ class StageRecord:
     """When the copy was seen to equal the source, on the clock of :func:`now_s`; None while it is being made."""
     hashed: bool = False
     """Contents were compared then, not only sizes and times."""
-    version: int = VERSION
+    version: int = _VERSION
 
-    def is_current(self, source: str) -> bool:
-        """Whether the copy is complete, of that source, and made in this run of the machine."""
-        return self.checked_s is not None and self.source == source and self.boot_id == read_boot_id()
+    def is_current(self, source: str, since_s: float = 0.0) -> bool:
+        """Whether the copy is complete, of that source, and was seen to equal it since then, in this run."""
+        ours = self.source == source and self.boot_id == _boot_id()
+        return ours and self.checked_s is not None and self.checked_s >= since_s
 
 
 def start_record(source: str, *, remove_at_exit: bool) -> StageRecord:
     """The record of a copy that this process begins to make now."""
     who = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    return StageRecord(source=source, boot_id=read_boot_id(), remove_at_exit=remove_at_exit, copied_by=who)
+    return StageRecord(source=source, boot_id=_boot_id(), remove_at_exit=remove_at_exit, copied_by=who)
 
 
 class StagePlace:
@@ -78,30 +87,19 @@ class StagePlace:
             found = StageRecord(**json.loads(read_private(self.record)))
         except (OSError, ValueError, TypeError):
             return None
-        return found if found.version == VERSION else None
+        return found if found.version == _VERSION else None
 
     def write(self, record: StageRecord) -> None:
         """Replace the record atomically."""
         write_private(self.record, json.dumps(asdict(record)).encode())
 
 
-def shown(path: str | os.PathLike[str]) -> str:
-    """A path as text that can be printed everywhere."""
-    return printable(os.fspath(path))
-
-
-def owner_of(path: str | os.PathLike[str]) -> int | None:
-    """The user who made what lies there; None where there is nothing."""
-    with suppress(OSError):
-        return os.lstat(path).st_uid
-    return None
-
-
-def read_boot_id() -> str:
-    """What tells this run of the machine from the one before the last reboot; "" where the kernel does not say."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
+def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> tuple[str, StagePlace]:
+    """The absolute path, or the URL, of what is copied, and where the copy goes."""
+    path = os.fspath(source)
+    # Not resolved: the copy has the name that was given.
+    origin = path.rstrip("/") if is_url(path) else os.path.abspath(path)  # noqa: PTH100
+    return origin, StagePlace(Path(os.path.realpath(dest), os.path.basename(origin)))  # noqa: PTH119
 
 
 def now_s() -> float:
@@ -109,13 +107,20 @@ def now_s() -> float:
     return time.monotonic()
 
 
-# --- one process copies, the others wait --------------------------------------------------------------------------
+def _boot_id() -> str:
+    """What tells this run of the machine from the one before the last reboot; "" where the kernel does not say."""
+    return read_text(Path("/proc/sys/kernel/random/boot_id"))
 
 
-def claim(place: StagePlace, *, wait_s: float | None = None) -> FileLock:
-    """Wait until no other process copies to this place, then keep them all out until the lock is released.
+# --- one process copies, the others wait ------------------------------------------------------------------------------
 
-    The kernel drops the lock when its process ends, however it ends: there are no stale locks.
+
+@contextmanager
+def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]:
+    """Wait until no other process copies to this place, and keep them all out meanwhile.
+
+    The kernel drops the lock when its process ends, however it ends. A place without a record after the block is
+    removed, but for the copy itself.
 
     Args:
         place: where the copy goes; the folder beside it is made when it is not there.
@@ -124,38 +129,28 @@ def claim(place: StagePlace, *, wait_s: float | None = None) -> FileLock:
     Raises:
         ArchiveError: when another process still copies after ``wait_s``, or when the folder cannot be written.
     """
-    # A soft lock would outlive a process that is killed.
-    lock, began, said = FileLock(place.lock, fallback_to_soft=False), time.monotonic(), False
-    while True:
+    lock = FileLock(place.lock, fallback_to_soft=False)  # a soft lock would outlive a process that is killed
+    said, ends_s = False, float("inf") if wait_s is None else now_s() + wait_s
+    while not lock.is_locked:
         _make_private(place.folder)
-        left_s = _SAY_AFTER_S if wait_s is None else wait_s - (time.monotonic() - began)
+        left_s = max(0.0, ends_s - now_s())
         try:
-            lock.acquire(timeout=min(_SAY_AFTER_S, max(0.0, left_s)))
-            return lock
+            lock.acquire(timeout=min(_SAY_AFTER_S, left_s))
+        except FileNotFoundError:
+            continue  # removed just now, with the copy: make it again
         except Timeout:
             record = place.read()
             who = record.copied_by if record and record.checked_s is None else "another process"
-            if left_s <= _SAY_AFTER_S and wait_s is not None:
+            if left_s <= _SAY_AFTER_S:
                 raise ArchiveError(
-                    f"{shown(place.target)} is being copied by {who}, and is not complete after the {wait_s:g} s that "
-                    "were given to wait. Wait longer, or stop that process: what it has copied is kept."
+                    f"{place.target} is being copied by {who}, and is not complete after {wait_s:g} s. Wait longer, or "
+                    "stop that process: what it has copied is kept."
                 ) from None
             if not said:
-                logger.warning("Waiting for the copy at %s, which is being made by %s.", shown(place.target), who)
+                logger.warning("Waiting for the copy at %s, which is being made by %s.", place.target, who)
                 said = True
-        except FileNotFoundError:
-            continue  # removed just now, with the copy: make it again
         except OSError as error:
-            raise ArchiveError(
-                f"{shown(place.lock)} cannot be opened or locked: {error.strerror}. Give a folder of your own on a "
-                "tmpfs or a local disk as DEST."
-            ) from error
-
-
-@contextmanager
-def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]:
-    """:func:`claim` for a block; a place without a record after it is removed, but for the copy itself."""
-    lock = claim(place, wait_s=wait_s)
+            raise ArchiveError(f"{place.lock} cannot be locked: {error.strerror}. Give another DEST.") from error
     try:
         yield
     finally:
@@ -169,9 +164,9 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         todo = "Give SRC a shorter name" if error.errno == errno.ENAMETOOLONG else "Give a folder of your own as DEST"
-        raise ArchiveError(f"{shown(folder)} cannot be made: {error.strerror}. {todo}.") from error
+        raise ArchiveError(f"{folder} cannot be made: {error.strerror}. {todo}.") from error
     if owner_of(folder) not in (None, os.geteuid()):
-        raise ArchiveError(f"{shown(folder)} belongs to another user. Give a folder of your own as DEST.")
+        raise ArchiveError(f"{folder} belongs to another user. Give a folder of your own as DEST.")
 
 
 _uses: dict[tuple[int, str], RefcountedFile] = {}
@@ -227,7 +222,7 @@ class StagedPath:
     ) -> None:
         self.source = Path(os.path.abspath(source))  # noqa: PTH100 - as it stands in the record, links not resolved
         self.staged = Path(os.path.abspath(staged))  # noqa: PTH100
-        self._since_s, self._clock = since_s, clock
+        self._since_s, self._clock = since_s or 0.0, clock
         self._look_at_s = float("-inf")
         self._found = False
 
@@ -241,13 +236,9 @@ class StagedPath:
         if not self._found and self._clock() >= self._look_at_s:
             self._look_at_s = self._clock() + _LOOK_EVERY_S
             record = StagePlace(self.staged).read()
-            self._found = (
-                record is not None
-                and record.is_current(str(self.source))
-                and (record.checked_s or 0.0) >= (self._since_s or 0.0)
-                and owner_of(self.staged) == os.geteuid()
-            )
+            current = record is not None and record.is_current(str(self.source), self._since_s)
+            self._found = current and owner_of(self.staged) == os.geteuid()
         return self._found
 
     def __repr__(self) -> str:
-        return f"StagedPath({shown(self.source)!r}, {shown(self.staged)!r})"
+        return f"StagedPath({str(self.source)!r}, {str(self.staged)!r})"

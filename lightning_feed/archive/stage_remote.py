@@ -6,12 +6,36 @@ from pathlib import Path
 
 from lightning_feed.archive.remote import Connection, GoneError, RemotePlace
 from lightning_feed.archive.remote_folder import list_files, stamp_of
-from lightning_feed.archive.stage_copy import FileStamp, Tree
-from lightning_feed.errors import ArchiveError
+from lightning_feed.archive.stage_copy import Advance, FileStamp, Mirror, Tree
+from lightning_feed.errors import ArchiveError, DatasetError
 
 _PART_BYTES = 16 << 20
 _PARTS = 4
 """Of one file at the same time."""
+
+
+class RemoteMirror(Mirror):
+    """A copy that is to equal a remote place."""
+
+    threads = 32
+    """Each waits for the network most of the time."""
+
+    def __init__(self, place: RemotePlace, target: str, parts: Path) -> None:
+        super().__init__(place.url, target, parts)
+        self._place = place
+
+    def scan(self) -> Tree:
+        """List the place."""
+        return scan_remote(self._place)
+
+    def fetch(self, name: str, part: Path, advance: Advance) -> bool:
+        """Bring a file to ``part``."""
+        stamp = self.source.files[name]
+        try:
+            fetch_file(self._place, name, stamp, part)
+        except DatasetError:
+            return False  # gone, or another by now
+        return advance(stamp.size)
 
 
 def scan_remote(place: RemotePlace) -> Tree:
@@ -21,6 +45,7 @@ def scan_remote(place: RemotePlace) -> Tree:
         ArchiveError: when it cannot be listed, or the server does not tell sizes.
     """
     listing, connection, tree = list_files(place, fresh=True), place.connection(), Tree(place.url)
+    folders: dict[str, None] = {}
     unknown = {name: number for name, number in listing.files() if listing.sizes[number] < 0}
     asked = {name: connection.submit(connection.call("info", name)) for name in unknown}
     for name, number in listing.files():
@@ -28,9 +53,9 @@ def scan_remote(place: RemotePlace) -> Tree:
         if size is None:
             raise ArchiveError(f"{place.url_of(name)} has no size that its server tells, so no copy can be checked.")
         tree.files[name] = FileStamp(size, int(listing.stamps[number]))
-        folders = [name[:at] for at, letter in enumerate(name) if letter == "/"]
-        for folder in ("", *folders) if name else ():
-            tree.folders.setdefault(folder, (0o700, 0))
+        if name:
+            folders |= dict.fromkeys(["", *(name[:at] for at, letter in enumerate(name) if letter == "/")])
+    tree.folders = list(folders)
     return tree
 
 
@@ -51,7 +76,6 @@ def fetch_file(place: RemotePlace, name: str, stamp: FileStamp, part: Path) -> N
             now = connection.submit(connection.call("info", name)).result()
             if stamp.mtime_ns not in (stamp_of(now), 0) or now.get("size") != stamp.size:
                 raise GoneError(f"{place.url_of(name)} was replaced while it was copied. Stage it again.")
-    os.utime(part, ns=(stamp.mtime_ns, stamp.mtime_ns))
 
 
 async def _fetch_parts(connection: Connection, name: str, size: int, target: int) -> None:

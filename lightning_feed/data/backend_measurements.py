@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_feed.archive.files import cache_folder, read_private, write_private
 from lightning_feed.archive.remote import is_url
+from lightning_feed.archive.system import cache_folder, read_private, write_private
 from lightning_feed.data.base import DataModuleBase
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.trials.search import Tuned

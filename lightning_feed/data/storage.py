@@ -12,8 +12,7 @@ from lightning_feed.archive.folder import Place
 from lightning_feed.archive.read_through import ReadThrough
 from lightning_feed.archive.remote import RemotePlace, is_url, place_of
 from lightning_feed.archive.shared_cache import CacheStats, SampleCache, parse_limit
-from lightning_feed.archive.stage_background import BackgroundStage, stage_in_background
-from lightning_feed.archive.staging import stage
+from lightning_feed.archive.staging import BackgroundStage, stage, stage_in_background
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import name_datasets
 from lightning_feed.load.cacheable import open_caches
@@ -57,19 +56,13 @@ class Storage:
             raise SettingsError(f"cache={self.cache!r} is not a choice. Give 'bytes', 'decoded', 'device' or None.")
         parse_limit(self.cache_limit, 1 << 40)
         if self.cache_shard and self.cache != "device":
-            raise SettingsError(
-                f"cache_shard=True divides a cache on the devices among the ranks, and cache={self.cache!r} is shared "
-                "by them. Set cache='device', or leave cache_shard out."
-            )
+            raise SettingsError(f"cache_shard=True has no effect with cache={self.cache!r}. Set cache='device'.")
         if self.stage_to is not None and self.data_dir is None:
-            raise SettingsError(
-                f"stage_to={str(self.stage_to)!r} needs to know what to copy. Give data_dir, the folder of the data, "
-                "and read from self.staged_dir in make_dataset."
-            )
+            raise SettingsError(f"stage_to={str(self.stage_to)!r} does not say what to copy. Give data_dir.")
         self._check_remote()
         if self.stage_to is None and (not self.stage_wait or self.stage_remove):
-            name, value = ("stage_remove", True) if self.stage_wait else ("stage_wait", False)
-            raise SettingsError(f"{name}={value} is about staging. Give stage_to, or leave {name} out.")
+            given = "stage_remove=True" if self.stage_wait else "stage_wait=False"
+            raise SettingsError(f"{given} is about staging. Give stage_to, or leave it out.")
 
     def _check_remote(self) -> None:
         remote = is_url(self.data_dir)
@@ -102,16 +95,8 @@ class Storage:
             raise SettingsError("This data module was made without data_dir, so there is no folder to read from.")
         if self.place is None:
             source = place_of(self.data_dir, self.storage_options)
-            if isinstance(source, RemotePlace) and (self.stage_to is None or self.stage_limit is not None):
-                if self.stage_to is not None and self.stage_limit is not None:
-                    source.cache = ReadThrough(self.stage_to, parse_limit(self.stage_limit, None))
-                    source.readahead_bytes = parse_limit(self.readahead, None)
-                self.place = source
-            elif isinstance(source, RemotePlace):
-                assert self.stage_to is not None
-                options = self.storage_options
-                copied = stage(source.url, self.stage_to, remove_at_exit=self.stage_remove, storage_options=options)
-                self.place = copied.path
+            if isinstance(source, RemotePlace):
+                self.place = self._find_remote(source)
             elif self.stage_to is None:
                 self.place = source
             elif self.stage_wait:
@@ -120,6 +105,16 @@ class Storage:
                 self.copying = stage_in_background(source, self.stage_to, remove_at_exit=self.stage_remove)
                 self.place = self.copying.path
         return self.place
+
+    def _find_remote(self, source: RemotePlace) -> Path | RemotePlace:
+        if self.stage_to is None:
+            return source
+        if self.stage_limit is None:
+            options = self.storage_options
+            return stage(source.url, self.stage_to, remove_at_exit=self.stage_remove, storage_options=options).path
+        source.cache = ReadThrough(self.stage_to, parse_limit(self.stage_limit, None))
+        source.readahead_bytes = parse_limit(self.readahead, None)
+        return source
 
     def open_caches(self, trainer: Any, made: Sequence[tuple[str, Any]]) -> None:
         """Put caches in host memory into the datasets of some splits, given with the names of their splits."""
@@ -130,16 +125,14 @@ class Storage:
             if trainer is not None and trainer.world_size > 1:
                 self.run = trainer.strategy.broadcast(self.run)
         self.makings += 1
-        taken = sum(cache.stats().limit_bytes for cache in self.caches)
-        if self.total_bytes is not None and taken >= self.total_bytes:
-            logger.info("cache_limit is used up by earlier splits: %s is read each time.", ", ".join(dict(made)))
-            return
-        opened = open_caches(
-            [named for split, dataset in made for named in name_datasets(dataset, split)],
-            kind=self.cache,
-            limit=self.cache_limit if self.total_bytes is None else self.total_bytes - taken,
-            run=f"{self.run}/{self.makings}",
-        )
+        limit = self.cache_limit
+        if self.total_bytes is not None:
+            limit = self.total_bytes - sum(cache.stats().limit_bytes for cache in self.caches)
+            if limit <= 0:
+                logger.info("cache_limit is used up by earlier splits: %s is read each time.", ", ".join(dict(made)))
+                return
+        named = [found for split, dataset in made for found in name_datasets(dataset, split)]
+        opened = open_caches(named, kind=self.cache, limit=limit, run=f"{self.run}/{self.makings}")
         self.caches.update(opened)
         if self.total_bytes is None:
             self.total_bytes = sum(cache.stats().limit_bytes for cache in opened)
@@ -150,24 +143,16 @@ class Storage:
 
     def stats(self) -> CacheStats | None:
         """What the caches hold and have done, all of them together; None without one."""
-        found = [cache.stats() for cache in self.caches]
-        if not found:
-            return None
-        return CacheStats(
-            hits=sum(stats.hits for stats in found),
-            misses=sum(stats.misses for stats in found),
-            entries=sum(stats.entries for stats in found),
-            stored_bytes=sum(stats.stored_bytes for stats in found),
-            limit_bytes=sum(stats.limit_bytes for stats in found),
-            full=any(stats.full for stats in found),
-        )
+        found = [vars(cache.stats()) for cache in self.caches]
+        sums = {name: sum(stats[name] for stats in found) for name in found[0]} if found else {}
+        return CacheStats(**{**sums, "full": bool(sums["full"])}) if found else None
 
     def copy(self) -> "Storage":
         """For a copy of the data module: the same settings and place, caches of its own."""
         return replace(self, copying=None, caches=WeakSet(), total_bytes=None, run=None, makings=0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "caches": None, "copying": None, "total_bytes": None, "run": None, "makings": 0}
+        return {**vars(self.copy()), "caches": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, caches=WeakSet())
+        vars(self).update(state, caches=WeakSet())

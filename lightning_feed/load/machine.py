@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_feed.archive.memory import cgroup_folders, memory_limits, read_text
+from lightning_feed.archive.system import cgroup_folders, memory_limits, read_text
 from lightning_feed.errors import plural
 
 MIB = 2**20

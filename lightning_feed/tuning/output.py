@@ -7,7 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_feed.archive.files import atomic_write
+from lightning_feed.archive.system import atomic_write
 from lightning_feed.errors import plural
 from lightning_feed.extras import require
 from lightning_feed.load.trials.search import Tuned

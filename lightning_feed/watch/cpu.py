@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_feed.archive.memory import cgroup_folders, read_text
+from lightning_feed.archive.system import cgroup_folders, read_text
 from lightning_feed.watch.worker_time import read_small
 
 T = TypeVar("T")

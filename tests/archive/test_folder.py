@@ -203,7 +203,7 @@ def test_split_folders_are_used_and_share_the_labels_of_training(tmp_path: Path)
 
 def test_a_class_that_training_does_not_have_is_refused(tmp_path: Path) -> None:
     root = put(tmp_path, "train/a/1.jpg", "val/z/3.jpg")
-    with pytest.raises(DatasetError, match="that the training data does not have: 'z'"):
+    with pytest.raises(DatasetError, match="that training does not have: 'z'"):
         Splits().source(root, "val")
 
 

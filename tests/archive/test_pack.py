@@ -88,9 +88,9 @@ def test_splits_become_parts(photos: Path, tmp_path: Path) -> None:
         pack(root, tmp_path / format, format=format, workers=0)  # type: ignore[arg-type]
         assert contents(PackedDataset(tmp_path / format, "train")) == contents(folder(root / "train"))
         assert PackedDataset(tmp_path / format, "val").labels.tolist() == [1]  # as in training, not 0
-    with pytest.raises(SettingsError, match="has the parts 'train', 'val', and no part None"):
+    with pytest.raises(SettingsError, match="has no part None"):
         PackedDataset(tmp_path / "lmdb")
-    with pytest.raises(SettingsError, match="and no part 'test'"):
+    with pytest.raises(SettingsError, match="has no part 'test'"):
         PackedDataset(tmp_path / "lmdb", "test")
 
 
@@ -347,7 +347,7 @@ def test_broken_images_are_left_out_when_asked(photos: Path, tmp_path: Path) -> 
 
 def test_a_file_that_is_no_image_is_named_plainly(photos: Path, tmp_path: Path) -> None:
     (photos / "würger" / "9.jpg").write_bytes(b"no image")
-    with pytest.raises(ArchiveError, match=r"9\.jpg .* it is of no format that Pillow knows\. What is packed"):
+    with pytest.raises(ArchiveError, match=r"9\.jpg .* it is of no format that Pillow knows\. Mend it"):
         pack(photos, tmp_path / "packed", short_side=20, workers=0)
 
 
@@ -356,7 +356,7 @@ def test_two_folders_of_one_split_are_refused(photos: Path, tmp_path: Path) -> N
         shutil.copytree(photos / "würger", tmp_path / "root" / name / "würger")
     with pytest.raises(DatasetError, match="has val and valid, which all mean the split 'val'"):
         pack(tmp_path / "root", tmp_path / "packed", workers=0)
-    with pytest.raises(DatasetError, match="Rename or move all but one"):
+    with pytest.raises(DatasetError, match="Rename all but one"):
         Splits().source(tmp_path / "root", "val")
 
 
@@ -374,8 +374,8 @@ def test_what_is_a_pack(made: Path) -> None:
         ({"quality": 101}, "quality=101"),
         ({"on_error": "ignore"}, "on_error='ignore'"),
         ({"workers": -1}, "workers=-1"),
-        ({"quality": 80, "decoded": True}, "quality=80 .* would have no effect"),
-        ({"quality": 80, "short_side": 20, "decoded": True}, "quality=80 .* would have no effect"),
+        ({"quality": 80, "decoded": True}, "quality=80 would have no effect"),
+        ({"quality": 80, "short_side": 20, "decoded": True}, "quality=80 would have no effect"),
     ],
 )
 def test_what_is_impossible_is_refused(given: dict[str, Any], words: str, made: Path, tmp_path: Path) -> None:

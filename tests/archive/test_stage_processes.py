@@ -10,22 +10,23 @@ from pathlib import Path
 import pytest
 
 from lightning_feed.archive import StagedPath, stage, stage_in_background
-from lightning_feed.archive.stage_path import StagePlace, claim, now_s, release
+from lightning_feed.archive.stage_path import StagePlace, claimed, now_s, release
 from lightning_feed.errors import ArchiveError
 
 # A process that says so when its first file is in place, then stands still until it is told to go on, or is killed.
 PAUSED = """
 import sys
 from lightning_feed.archive import stage, stage_copy
-real, told = stage_copy.FileWork._copy_file, []
-def copy_file(self, name):
+real, told = stage_copy.Mirror._copy_file, []
+def copy_file(self, name, advance):
     if told:
         sys.stdin.readline()
-    real(self, name)
+    done = real(self, name, advance)
     if not told:
         told.append(name)
         print("copied one", flush=True)
-stage_copy.FileWork._copy_file, stage_copy.THREADS = copy_file, 1
+    return done
+stage_copy.Mirror._copy_file, stage_copy.Mirror.threads = copy_file, 1
 done = stage(sys.argv[1], sys.argv[2])
 print(done.copied_files, flush=True)
 sys.stdin.readline()
@@ -78,7 +79,7 @@ def test_one_copies_and_the_others_wait_for_the_same_copy(source: Path, dest: Pa
     first = start(PAUSED, source, dest)
     assert line(first) == "copied one"
     others = [start(STAGE, source, dest) for _ in range(2)]
-    with pytest.raises(ArchiveError, match=rf"being copied by process {first.pid} on .*after the 0 s"):
+    with pytest.raises(ArchiveError, match=rf"being copied by process {first.pid} on .*after 0 s"):
         stage(source, dest, wait_s=0)
     assert first.stdin is not None
     first.stdin.write("\n" * 6)
@@ -125,8 +126,9 @@ def test_a_copy_that_was_there_before_stays(source: Path, dest: Path) -> None:
 
 FORKED = """
 import os, sys, time
-from lightning_feed.archive.stage_path import StagePlace, claim
-lock = claim(StagePlace(sys.argv[1]))
+from lightning_feed.archive.stage_path import StagePlace, claimed
+claim = claimed(StagePlace(sys.argv[1]))
+claim.__enter__()
 child = os.fork()
 if child == 0:
     time.sleep(60)
@@ -142,12 +144,13 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_killed_process(dest: Path) -
     first = start(FORKED, place.target)
     child = int(line(first))
     try:
-        with pytest.raises(ArchiveError, match="being copied by another process"):
-            claim(place, wait_s=0)
+        with pytest.raises(ArchiveError, match="being copied by another process"), claimed(place, wait_s=0):
+            pass
         first.kill()
         first.wait()
         os.kill(child, 0)  # it lives
-        claim(place, wait_s=10).release()
+        with claimed(place, wait_s=10):
+            pass
     finally:
         os.kill(child, signal.SIGKILL)
         first.communicate()

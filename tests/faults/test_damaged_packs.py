@@ -91,7 +91,7 @@ def test_a_flipped_bit_of_a_sample_is_told_when_it_is_read(
         as_earlier_versions_wrote_it(path)
     found = PackedDataset(path)
     assert [found.read(index) for index in range(7)] == samples[:7]
-    with pytest.raises(ArchiveError, match=r"sample 7 of 'all' \(.*dog/1\.jpg\) is not what was packed") as told:
+    with pytest.raises(ArchiveError, match=r"dog/1\.jpg is not what was packed") as told:
         found[7]
     assert isinstance(told.value, DatasetError)  # a bad sample, which on_error="skip" leaves out
     with pytest.raises(ArchiveError, match="is not what was packed"):
@@ -120,7 +120,7 @@ def test_no_flipped_bit_in_an_index_goes_unseen_or_raises_anything_else(packed: 
         assert (found.checksums == expected.checksums).all()
 
 
-def test_flipped_bits_in_the_places_of_hdf5_are_told(packs: Path, packed: Callable[[str], Path]) -> None:
+def test_flipped_bits_in_the_places_of_hdf5_change_nothing(packs: Path, packed: Callable[[str], Path]) -> None:
     h5py = pytest.importorskip("h5py")
     path, samples = packed("hdf5"), contents(packs / "files")
     file = path / "all" / "data" / "data.h5"
@@ -129,9 +129,7 @@ def test_flipped_bits_in_the_places_of_hdf5_are_told(packs: Path, packed: Callab
         ends = opened["ends"].id.get_offset()
     for at in range(ends, ends + 8 * 12):
         flipped(file, at, at % 8)
-        found = PackedDataset(path)
-        with pytest.raises(ArchiveError):
-            assert [found.read(index) for index in range(12)] == samples
+        assert [PackedDataset(path).read(index) for index in range(12)] == samples  # the index tells where they lie
         file.write_bytes(whole)
 
 
@@ -188,7 +186,7 @@ def test_a_manifest_or_index_that_is_cut_short_or_gone_is_told(file: str, packed
 def test_another_version_is_told(packed: Callable[[str], Path]) -> None:
     manifest = packed("lmdb") / "pack.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 9'))
-    with pytest.raises(ArchiveError, match="a pack of version 9, and this lightning_feed reads version 1"):
+    with pytest.raises(ArchiveError, match="a pack of version 9, and only 1 can be read"):
         PackedDataset(manifest.parent)
 
 
@@ -213,7 +211,6 @@ def test_another_version_is_told(packed: Callable[[str], Path]) -> None:
         {"kind": []},
         {"format": ["lmdb"]},
         {"format": {}},
-        {"options": 1},
         {"total_bytes": "much"},
     ],
     ids=str,
@@ -221,7 +218,7 @@ def test_another_version_is_told(packed: Callable[[str], Path]) -> None:
 def test_a_hostile_manifest_is_refused(change: dict[str, Any], packed: Callable[[str], Path]) -> None:
     path = packed("lmdb")
     as_earlier_versions_wrote_it(path, **change)
-    with pytest.raises(ArchiveError, match=r"is not the manifest of a pack|its index does not fit that"):
+    with pytest.raises(ArchiveError, match=r"pack\.json cannot be read|does not fit its index"):
         PackedDataset(path)
 
 
@@ -252,9 +249,7 @@ def test_a_litdata_pack_executes_nothing(
     index.write_text(json.dumps(content))
     sizes = {f"all/data/{file.name}": file.stat().st_size for file in index.parent.iterdir()}
     as_earlier_versions_wrote_it(path, files=sizes)
-    with pytest.raises(
-        ArchiveError, match=r"index\.json is not that of a pack of ours, so it is not read: its samples"
-    ):
+    with pytest.raises(ArchiveError, match=r"cannot be read: its samples are not of the types that are packed"):
         PackedDataset(path).read(11)
     assert not (packs / "executed").exists()
 

@@ -17,7 +17,7 @@ import pytest
 
 from lightning_feed.archive import PackedDataset, pack, pack_partial, packing
 from lightning_feed.archive.folder import FolderSource, scan_classes
-from lightning_feed.archive.pack_samples import Payloads
+from lightning_feed.archive.pack_samples import Payload, Payloads
 from lightning_feed.archive.splits import Splits
 from lightning_feed.errors import ArchiveError
 
@@ -78,15 +78,15 @@ def kill(*_: Any, **__: Any) -> None:
 
 KILLED = """
 import os, signal, sys
-from lightning_feed.archive import pack, pack_partial
-pack_partial._COMMIT_BYTES = 16 * 20_000
-append = pack_partial.Store.append
-def killing(self, payload):
-    append(self, payload)
-    if len(self.lines) == 16 and len(self._pending) == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-pack_partial.Store.append = killing
-pack(sys.argv[1], sys.argv[2], format=sys.argv[3], workers=2)
+from lightning_feed.archive import packing
+from lightning_feed.archive.pack_partial import Store
+packing._COMMIT_BYTES = 16 * 20_000
+append = Store.append
+def killing(self, payloads):
+    append(self, payloads)
+    os.kill(os.getpid(), signal.SIGKILL)
+Store.append = killing
+packing.pack(sys.argv[1], sys.argv[2], format=sys.argv[3], workers=2)
 """
 
 
@@ -114,10 +114,16 @@ def test_a_killed_pack_is_resumed_and_its_workers_end(
 
 def test_what_waited_for_a_while_is_committed(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow sources lose no more than seconds of work to a kill."""
-    now = iter(range(0, 10_000, 2))
-    monkeypatch.setattr(pack_partial.time, "monotonic", lambda: float(next(now)))
+    now, append = iter(range(0, 10_000, 2)), pack_partial.Store.append
+    monkeypatch.setattr(packing.time, "monotonic", lambda: float(next(now)))
+
+    def kill_after(store: pack_partial.Store, payloads: list[Payload]) -> None:
+        append(store, payloads)
+        if len(store.lines) > 30:
+            kill()
+
     with monkeypatch.context() as patch:
-        patch.setattr(pack_partial.Store, "write", kill)
+        patch.setattr(pack_partial.Store, "append", kill_after)
         killed(lambda: pack(files, tmp_path / "x.pack", workers=0))
     assert 30 < pack(files, tmp_path / "x.pack", workers=0).resumed_at < 40
 
@@ -180,7 +186,7 @@ def test_a_link_of_another_user_in_dest_partial_overwrites_nothing(files: Path, 
     (partial / "plan.json").symlink_to(victim)
     for path in (partial, partial / "plan.json"):
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
-    with pytest.raises(ArchiveError, match=r"x\.pack\.partial is a link, or belongs to another user"):
+    with pytest.raises(ArchiveError, match=r"x\.pack\.partial is a link, or another user's"):
         pack(files, tmp_path / "x.pack", workers=0)
     assert victim.read_text() == "years of work"
     assert [path.name for path in partial.iterdir()] == ["plan.json"]
@@ -194,7 +200,7 @@ def test_links_in_ones_own_dest_partial_are_not_followed(link: str, name: str, f
     planted = tmp_path / "x.pack.partial" / name
     planted.parent.mkdir(parents=True)
     getattr(planted, link)(victim)
-    with pytest.raises(ArchiveError, match="is a link, or belongs to another user"):
+    with pytest.raises(ArchiveError, match="is a link, or another user's"):
         pack(files, tmp_path / "x.pack", workers=0)
     assert victim.read_text() == "years of work"
 
@@ -202,7 +208,7 @@ def test_links_in_ones_own_dest_partial_are_not_followed(link: str, name: str, f
 def test_a_dest_partial_that_is_a_link_is_not_followed(files: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "x.pack.partial").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ArchiveError, match=r"x\.pack\.partial cannot be made or written to"):
+    with pytest.raises(ArchiveError, match=r"x\.pack\.partial is a link"):
         pack(files, tmp_path / "x.pack", workers=0)
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -232,7 +238,7 @@ def test_a_pack_in_a_folder_of_a_group_is_of_that_group(files: Path, tmp_path: P
 @pytest.mark.parametrize("dest", ["a file/x.pack", "x" * 300, "/proc/x.pack"])
 def test_a_dest_that_cannot_be_written_is_told(dest: str, files: Path, tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
-    with pytest.raises(ArchiveError, match=r"\.partial cannot be made or written to: .* give another DEST"):
+    with pytest.raises(ArchiveError, match=r"\.partial cannot be made or written to: .* Give another DEST"):
         pack(files, tmp_path / dest, workers=0)
 
 
@@ -289,7 +295,7 @@ def test_a_pack_that_does_not_verify_is_mended_by_the_next_call(
 
     with monkeypatch.context() as patch:
         patch.setattr(pack_partial.Store, "check_source", flip)
-        with pytest.raises(ArchiveError, match=r"sample 18 .* is not what was packed"):
+        with pytest.raises(ArchiveError, match=r"cat/18\.jpg is not what was packed"):
             pack(files, tmp_path / "x.pack", workers=0, verify=True)
     (tmp_path / "x.pack.partial" / "all" / "index.npz").write_bytes(b"cut")
     assert pack(files, tmp_path / "x.pack", workers=0, verify=True).resumed_at == 18
@@ -383,7 +389,7 @@ def test_a_disk_that_fills_up_is_told_and_the_pack_resumed(
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes((4 << 20) - free))
     monkeypatch.setattr(packing, "_check_room", lambda *others: None)  # the room went after it was looked at
-    monkeypatch.setattr(pack_partial, "_COMMIT_BYTES", 150_000)
+    monkeypatch.setattr(packing, "_COMMIT_BYTES", 150_000)
     with pytest.raises(ArchiveError) as told:
         pack(files, small_disk / "x.pack", format=format, workers=0)
     assert f"The disk of {small_disk} is full. What is packed so far is kept in" in str(told.value)
@@ -497,7 +503,7 @@ def test_two_do_not_pack_to_one_place(files: Path, tmp_path: Path, monkeypatch: 
 def test_a_folder_of_someone_elses_is_not_emptied(files: Path, tmp_path: Path) -> None:
     (tmp_path / "x.pack.partial").mkdir()
     (tmp_path / "x.pack.partial" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ArchiveError, match=r"holds 'thesis\.txt', which is not of a pack in the making"):
+    with pytest.raises(ArchiveError, match=r"holds 'thesis\.txt', which is of no pack"):
         pack(files, tmp_path / "x.pack", workers=0)
     assert (tmp_path / "x.pack.partial" / "thesis.txt").read_text() == "years of work"
 

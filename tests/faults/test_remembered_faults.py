@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from lightning_feed.archive import folder as folders
-from lightning_feed.archive import stage_room
-from lightning_feed.archive.files import cache_folder, read_private, write_private
+from lightning_feed.archive import system
 from lightning_feed.archive.folder import index_of
+from lightning_feed.archive.system import cache_folder, read_private, write_private
 
 STRANGER = 65534
 root_only = pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
@@ -68,7 +68,7 @@ def test_another_folder_in_its_place_is_found(photos: Path, tmp_path: Path) -> N
 def test_on_fuse_nothing_is_remembered(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """s3fs and its like show the same times whatever is in a folder."""
     mounts = f"30 24 0:30 / {photos} rw - fuse.s3fs s3fs rw\n"
-    monkeypatch.setattr(stage_room, "read_text", lambda path: mounts)
+    monkeypatch.setattr(system, "read_text", lambda path: mounts)
     index_of(photos, now_ns=lambda: 10**19)
     assert not cache_folder().exists()
 
@@ -143,7 +143,7 @@ def test_a_user_without_a_home_can_train() -> None:
     """As containers run: a number for a user, no HOME, no line in /etc/passwd."""
     code = (
         "import os, sys, zipfile; from pathlib import Path; from lightning_feed.archive.folder import index_of;"
-        "from lightning_feed.archive.files import cache_folder; os.setuid(54321);"
+        "from lightning_feed.archive.system import cache_folder; os.setuid(54321);"
         "index_of(Path(sys.argv[1]), now_ns=lambda: 10**19);"
         "print(cache_folder(), oct(cache_folder().stat().st_mode), len(list(cache_folder().glob('index/*'))))"
     )

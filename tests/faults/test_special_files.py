@@ -51,7 +51,7 @@ def test_a_file_that_became_something_else_is_told(root: Path, special: str) -> 
     (root / "cats/1.jpg").unlink()
     (root / "cats/1.jpg").symlink_to((root / special).resolve())
     descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    with pytest.raises(DatasetError, match=r"cats/1\.jpg \(sample 0\) is not a file"):
+    with pytest.raises(DatasetError, match=r"cats/1\.jpg \(sample 0\) cannot be read: it is not a file"):
         source.read(0)
     assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.archive import StagedPath, stage, stage_copy, stage_path, staging, unstage
-from lightning_feed.archive.stage_path import StagePlace, claim, release
-from lightning_feed.archive.stage_room import find_caveats
+from lightning_feed.archive import StagedPath, stage, stage_copy, stage_path, unstage
+from lightning_feed.archive.stage_path import StagePlace, claimed, release
+from lightning_feed.archive.system import find_caveats
 from lightning_feed.cli import main
 from lightning_feed.errors import ArchiveError
 
@@ -136,7 +136,8 @@ source, dest = map(Path, sys.argv[1:])
 place = StagePlace(stage(source, dest, remove_at_exit=True).path)
 release(place)
 subprocess.run(["mount", "--bind", source, place.target], check=True)
-print(leave(place))
+leave(place)
+print(place.target.exists())
 try:
     unstage(source, dest)
 except ArchiveError as error:
@@ -150,7 +151,7 @@ def test_a_copy_whose_place_the_source_has_taken_is_not_removed(source: Path, de
         pytest.skip("mounting is not permitted here")
     before = contents(source)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[0] == "False"
+    assert done.stdout.splitlines()[0] == "True"
     assert "birds itself by now" in done.stdout.splitlines()[1]
     assert contents(source) == before
 
@@ -187,7 +188,7 @@ def test_a_folder_that_another_user_makes_after_the_check_is_not_written_to(
     def check_room(*need: object) -> None:
         plant(dest / "birds")
 
-    monkeypatch.setattr(staging, "check_room", check_room)
+    monkeypatch.setattr(stage_copy, "check_room", check_room)
     with pytest.raises(ArchiveError, match=r"birds belongs to another user\. Give .*/dev/shm/<user>\.$"):
         stage(source, dest)
     assert contents(dest / "birds") == {}
@@ -250,7 +251,7 @@ def test_the_copying_process_imports_nothing_from_the_working_folder(source: Pat
     for name in ("json", "tqdm", "lightning_feed"):
         (planted / f"{name}.py").write_text("import pathlib; pathlib.Path('ran').touch()")
     # "" on the path of a parent that imported all it needs before: an interactive one, for example.
-    script.write_text(f"import sys, tqdm, lightning_feed.archive.stage_background; sys.path.insert(0, '')\n{PLANTED}")
+    script.write_text(f"import sys, tqdm, lightning_feed.archive.staging; sys.path.insert(0, '')\n{PLANTED}")
     done = subprocess.run(
         [sys.executable, str(script), str(source), str(dest)], cwd=planted, capture_output=True, text=True, check=False
     )
@@ -267,26 +268,24 @@ def test_a_wait_is_said_once_when_it_lasts(
 ) -> None:
     dest.mkdir()
     place = StagePlace(dest / "birds")
-    held = claim(place)
-    with pytest.raises(ArchiveError, match=r"not complete after the 0\.05 s"):
-        claim(place, wait_s=0.05)
-    assert not caplog.records
-    monkeypatch.setattr(stage_path, "_SAY_AFTER_S", 0.02)
-    with pytest.raises(ArchiveError, match=r"is being copied by another process, .*after the 0\.2 s"):
-        claim(place, wait_s=0.2)
-    held.release()
+    with claimed(place):
+        with pytest.raises(ArchiveError, match=r"not complete after 0\.05 s"), claimed(place, wait_s=0.05):
+            pass
+        assert not caplog.records
+        monkeypatch.setattr(stage_path, "_SAY_AFTER_S", 0.02)
+        with pytest.raises(ArchiveError, match=r"by another process, .*after 0\.2 s"), claimed(place, wait_s=0.2):
+            pass
     assert caplog.text.count("Waiting for the copy at") == 1
     assert caplog.records[0].levelname == "WARNING"  # which is seen where nobody has set up logging
 
 
 def test_the_command_says_what_it_waits_for(source: Path, dest: Path) -> None:
     dest.mkdir()
-    held = claim(StagePlace(dest / "birds"))
     command = [sys.executable, "-m", "lightning_feed", "stage", str(source), str(dest)]
-    waiting = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert waiting.stderr is not None
-    assert "Waiting for the copy at" in waiting.stderr.readline()
-    held.release()
+    with claimed(StagePlace(dest / "birds")):
+        waiting = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert waiting.stderr is not None
+        assert "Waiting for the copy at" in waiting.stderr.readline()
     assert "2 copied" in waiting.communicate()[0]
     assert waiting.returncode == 0
 
@@ -337,7 +336,7 @@ def test_removing_from_a_folder_that_another_user_has_closed_is_told(source: Pat
     assert (done.returncode, done.stdout) == (1, "There is no copy.\n")
     assert done.stderr.startswith("lightning-feed: ")
     assert done.stderr.count("\n") == 1
-    assert "cannot be removed: Permission denied. Give the DEST" in done.stderr
+    assert "cannot be removed: Permission denied. Give a DEST" in done.stderr
     assert contents(dest / "birds") == contents(source)
 
 
@@ -345,15 +344,15 @@ def test_removing_from_a_folder_that_another_user_has_closed_is_told(source: Pat
 
 
 def test_a_file_that_became_a_fifo_is_not_waited_for(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = stage_copy.FileWork.copy
+    real = stage_copy.Mirror.apply
 
-    def copy(*args: object) -> list[str]:
+    def apply(mirror: stage_copy.Mirror) -> None:
         (source / "1.jpg").unlink()
         os.mkfifo(source / "1.jpg")
-        return real(*args)  # type: ignore[arg-type]
+        real(mirror)
 
-    monkeypatch.setattr(stage_copy.FileWork, "copy", copy)
-    with pytest.raises(ArchiveError, match=r"1\.jpg is neither a file nor a folder"):
+    monkeypatch.setattr(stage_copy.Mirror, "apply", apply)
+    with pytest.raises(ArchiveError, match=r"1\.jpg could not be copied .*: it is not a file"):
         stage(source, dest)
     assert not (dest / "birds/1.jpg").exists()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_feed.archive import files
+from lightning_feed.archive import system
 from lightning_feed.errors import MissingExtraError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.throughput import RoundLimits
@@ -177,7 +177,7 @@ def test_a_picture_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkey
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(files.os, "fdopen", fail)
+    monkeypatch.setattr(system.os, "fdopen", fail)
     with pytest.raises(OSError, match="disk full"):
         write_plot(tried(), path)
     assert path.read_bytes() == b"the one before"

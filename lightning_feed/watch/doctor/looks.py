@@ -14,8 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from lightning_feed.archive.memory import memory_limits, read_text
-from lightning_feed.archive.stage_room import size_text
+from lightning_feed.archive.system import memory_limits, read_text, size_text
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.doctor import NOT_KNOWN, Finding, Level, Sources

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from lightning_feed.archive.memory import read_text
-from lightning_feed.archive.stage_room import find_mount
+from lightning_feed.archive.system import find_mount, read_text
 from lightning_feed.load.cloning import Changes, burst_of
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.random_state import preserve_state

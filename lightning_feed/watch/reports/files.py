@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_feed.archive.files import atomic_write
+from lightning_feed.archive.system import atomic_write
 from lightning_feed.errors import ReportError, printable, printable_lines
 from lightning_feed.watch.reports import sections
 from lightning_feed.watch.reports.document import NAME, as_json

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_feed.archive import files
+from lightning_feed.archive import system
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.trials.search import Goal, Tuned
 from lightning_feed.load.trials.trial import Setting, Trial
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise OSError(code, "refused")
 
-    monkeypatch.setattr(files.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(system.tempfile, "mkstemp", refuse)
     with caplog.at_level(logging.INFO, "lightning_feed"):
         Store(tmp_path).save(KEY, TUNED)
     assert [record.levelname for record in caplog.records] == ["INFO"]

@@ -1,0 +1,445 @@
+"""The operating system: atomic, private and refcounted files; limits on memory; mounts, and room on them."""
+
+import fcntl
+import logging
+import os
+import re
+import shlex
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from tqdm import tqdm
+
+from lightning_feed.errors import ArchiveError, printable
+
+logger = logging.getLogger(__name__)
+
+NO_LIMIT_BYTES = 1 << 60
+"""cgroup v1 writes "no limit" as a number just under 2**63, rounded down to a page; nothing real is this large."""
+RAM_SHARE = 0.9
+"""How much of the free memory, and of the free space of a file system in memory, a copy may take. A loader's workers
+hand over their batches through /dev/shm and are killed when it is full; so is whoever asks next when memory is."""
+
+
+# --- atomic writes ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def atomic_write(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of ``path`` when the block ends without an error.
+
+    Args:
+        path: the file.
+        mode: who may read it; by default everybody.
+
+    Raises:
+        OSError: when it cannot be written. ``path`` is then as it was.
+    """
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            os.fchmod(handle, mode)  # made for its owner alone; by name, it could be another file by now
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+# --- private files ----------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """The folder of results kept between runs: ``$XDG_CACHE_HOME/lightning_feed`` or ``~/.cache/lightning_feed``."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    if given:
+        return Path(given) / "lightning_feed"
+    try:
+        return Path.home() / ".cache" / "lightning_feed"
+    except RuntimeError:  # as in containers: $HOME is not set, and the user is not in /etc/passwd
+        return Path(os.environ.get("TMPDIR") or "/tmp") / f"lightning_feed-{os.getuid()}"
+
+
+def owner_of(path: str | os.PathLike[str]) -> int | None:
+    """The user who made what lies there; None where there is nothing."""
+    with suppress(OSError):
+        return os.lstat(path).st_uid
+    return None
+
+
+def read_private(path: Path) -> bytes:
+    """The content of a file that only this user can have written.
+
+    Raises:
+        OSError: when there is none (``FileNotFoundError``), or it cannot be read or trusted.
+    """
+    # Opening must not wait for ever for whoever writes into a FIFO, nor follow another user's link.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
+        found = os.fstat(file.fileno())
+        others_may_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or others_may_write:
+            raise PermissionError(f"it is not a file of user {os.getuid()} alone")
+        return file.read()
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file atomically that only this user can read, in a folder that only this user can enter.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    for folder in (path.parent.parent, path.parent):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with atomic_write(path, mode=0o600) as file:
+        file.write(content)
+
+
+# --- refcounted files -------------------------------------------------------------------------------------------------
+
+process_lock = threading.RLock()
+"""A lock between the threads of this process. Read it from this module: a forked child has a new one."""
+
+
+def _renew_lock() -> None:
+    global process_lock  # another thread of the parent may have held the old one
+    process_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+class RefcountedFile:
+    """An open file that its last user removes, however the processes end.
+
+    A shared ``flock`` says that it is in use. The lock belongs to the open file, so forked workers hold it with their
+    parent, and the kernel drops it with the last descriptor. A file on which nobody holds it is a leftover.
+
+    Attributes:
+        fd: open until nobody holds this object, so that the number cannot become another file's before.
+    """
+
+    def __init__(self, path: Path, flags: int = 0) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            with process_lock:  # closing drops the POSIX locks of this process on the file
+                os.close(self.fd)
+
+    def is_linked(self) -> bool:
+        """Whether it is the file that lies under its path now."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), self.path.lstat())
+        except OSError:
+            return False
+
+    def give_up(self) -> bool:
+        """Drop the lock, and remove the file where nobody else holds one. Returns whether it was removed."""
+        with process_lock:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = self.is_linked()
+            except BlockingIOError:
+                alone = False
+            if alone:
+                self.path.unlink()
+            # Not left to close(): a mapping that is still looked at keeps the open file, and its lock, alive.
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
+            return alone
+
+
+def open_refcounted(path: Path) -> RefcountedFile:
+    """The file at ``path``, made if there is none, in use until :meth:`RefcountedFile.give_up`.
+
+    Raises:
+        ArchiveError: when it cannot be opened, or is another user's.
+    """
+    while True:
+        try:
+            found = RefcountedFile(path, os.O_CREAT)
+        except OSError as error:
+            raise ArchiveError(f"{path} cannot be opened: {error.strerror}. Give another directory.") from error
+        fcntl.flock(found.fd, fcntl.LOCK_SH)
+        if os.fstat(found.fd).st_uid != os.getuid():
+            raise ArchiveError(f"The cache {path} belongs to another user. Give another name or directory.")
+        if found.is_linked():  # else its last user removed it between the two calls
+            return found
+
+
+def remove_leftovers(directory: Path, pattern: str, *, keep: Collection[str] = ()) -> None:
+    """Remove the files of a pattern that no process has open.
+
+    Another user can give a file, a FIFO or a folder such a name in a folder that all may write to: these stay.
+    """
+    with process_lock:
+        for path in directory.glob(pattern):
+            if str(path) in keep:
+                continue
+            try:
+                found = RefcountedFile(path, os.O_NONBLOCK)
+            except OSError:
+                continue  # gone in the meantime, or not ours to open
+            status = os.fstat(found.fd)
+            if status.st_uid == os.getuid() and stat.S_ISREG(status.st_mode) and found.give_up():
+                logger.info("Removed %s, which a run that has ended left behind.", path)
+
+
+# --- memory that this process may still take --------------------------------------------------------------------------
+
+
+class MemoryLimit(NamedTuple):
+    """One limit on the memory that can still be taken."""
+
+    left_bytes: int
+    """What it leaves, without swapping. May be negative for a cgroup that is over its limit."""
+    reason: str
+    """What sets it."""
+
+
+def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
+    """Every limit that binds this process. A file that is missing or unreadable sets none.
+
+    Args:
+        root: the file system to read ``proc`` and ``sys`` from.
+    """
+    for line in read_text(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            yield MemoryLimit(int(value.split()[0]) * 1024, "MemAvailable of the machine")
+    yield from cgroup_memory_limits(root)
+
+
+def cgroup_memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
+    """The limits of the container alone, as in :func:`memory_limits`."""
+    for folder in cgroup_folders(root, ""):
+        yield from _left_in_cgroup(root, folder / "memory.max", "memory.current", "")
+    for folder in cgroup_folders(root, "memory"):
+        yield from _left_in_cgroup(root, folder / "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def _left_in_cgroup(root: Path, limit_file: Path, usage_name: str, prefix: str) -> Iterator[MemoryLimit]:
+    limit, usage = read_text(limit_file), read_text(limit_file.parent / usage_name)
+    if not limit.isdigit() or not usage.isdigit() or int(limit) >= NO_LIMIT_BYTES:
+        return
+    # Usage counts the page cache, which the kernel gives back under pressure, as it does in MemAvailable. A job that
+    # reads files fills its limit with it; taken as used it would leave no memory for a single worker.
+    cache = 0
+    for line in read_text(limit_file.parent / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name in (f"{prefix}active_file", f"{prefix}inactive_file") and value.isdigit():
+            cache += int(value)
+    left = int(limit) - max(0, int(usage) - cache)
+    yield MemoryLimit(left, f"memory limit of the cgroup (/{limit_file.relative_to(root)})")
+
+
+def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of the process' own cgroup and of those around it: each may set a limit.
+
+    Args:
+        root: as in :func:`memory_limits`.
+        controller: ``""`` for cgroup v2, the name of a controller for v1.
+    """
+    own = None
+    for line in read_text(root / "proc/self/cgroup").splitlines():  # "0::/path" (v2) or "4:cpu,cpuacct:/path" (v1)
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controller in controllers.split(","):
+            own = path
+            break
+    if own is None:
+        return
+    mounts = ("", "unified") if controller == "" else (controller, "cpu,cpuacct" if controller == "cpu" else controller)
+    # In a container the path may be the host's, of which only the mounted end exists: then the walk ends at the mount,
+    # which is the container's own cgroup. A path out of the namespace ("/..") ends there too.
+    parts = [part for part in own.split("/") if part not in ("", "..")]
+    for mount in dict.fromkeys(mounts):
+        base = root / "sys/fs/cgroup" / mount
+        for depth in range(len(parts), -1, -1):
+            yield base.joinpath(*parts[:depth])
+
+
+def read_text(path: Path) -> str:
+    """The text of a small file of ``proc`` or ``sys``, or "" when it is not there or not ours to read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+# --- mounts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """One line of ``/proc/self/mountinfo``."""
+
+    point: str
+    """Where it is mounted."""
+    kind: str
+    """``"tmpfs"``, ``"ext4"`` ..."""
+    device: str
+    """Its number, as in ``/sys/dev/block``: ``8:1``."""
+    source: str
+    """``/dev/sda1``, ``server:/data``."""
+    options: frozenset[str]
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether what is written there takes memory."""
+        return self.kind in ("tmpfs", "ramfs")
+
+
+def find_mount(path: str | Path, root: Path = Path("/")) -> Mount | None:
+    """The mount that ``path`` lies on; None where the system does not say.
+
+    Args:
+        path: a file or a folder.
+        root: the file system to read ``proc`` from.
+    """
+    resolved, found = Path(path).resolve(), None
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
+        # 25 24 0:23 / /dev/shm rw,relatime [fields of any number] - tmpfs tmpfs rw,size=24684084k
+        left, _, right = line.partition(" - ")
+        words, tail = left.split(" "), right.split(" ")
+        if len(words) < 6 or len(tail) < 3:
+            continue
+        point = _unescaped(words[4])
+        # Of two mounts on one point the later hides the other.
+        if resolved.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
+            options = frozenset([*words[5].split(","), *tail[2].split(",")])
+            found = Mount(point=point, kind=tail[0], device=words[2], source=_unescaped(tail[1]), options=options)
+    return found
+
+
+def _unescaped(word: str) -> str:
+    """The kernel writes blanks and backslashes in paths as ``\\040`` and the like."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
+
+
+# --- room for a copy --------------------------------------------------------------------------------------------------
+
+
+def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/")) -> None:
+    """Refuse a copy that does not fit.
+
+    Args:
+        new_bytes: what it takes, in whole blocks of the file system.
+        new_files: files and folders.
+        folder: where it goes; exists.
+        root: the file system to read ``proc`` and ``sys`` from.
+
+    Raises:
+        ArchiveError: with what is needed, what is there, and what to do.
+    """
+    mount, status = find_mount(folder, root), os.statvfs(folder)
+    in_memory = mount is not None and mount.in_memory
+    place = f"{mount.point} ({mount.kind})" if mount else folder
+    limits = [MemoryLimit(status.f_bavail * status.f_frsize, place), *(memory_limits(root) if in_memory else ())]
+    least, share = min(limits), RAM_SHARE if in_memory else 1
+    if new_bytes > least.left_bytes * share:
+        kept = f", of which {1 - share:.0%} are kept free" if in_memory else ""
+        raise ArchiveError(
+            f"{size_text(new_bytes)} are to be copied to {folder}, and the {least.reason} leaves "
+            f"{size_text(max(0, least.left_bytes))}{kept}. Nothing was written. Make room, pack images smaller first "
+            "(lightning-feed pack --short-side), stage to a local disk, or mount a tmpfs of the right size and give "
+            f"that:\n  {mount_command(folder, new_bytes, root)}"
+        )
+    if status.f_files > 0 and new_files > status.f_favail:  # a file system without inodes of its own says 0
+        raise ArchiveError(
+            f"{new_files} files are to be copied to {folder}, and {place} has room for {status.f_favail} more, "
+            "whatever their size. Nothing was written. Pack them into one first (lightning-feed pack)."
+        )
+
+
+def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
+    """What to know of a copy in ``folder``: one sentence for each thing that holds there.
+
+    Args:
+        folder: where the copies go; exists.
+        root: as in :func:`check_room`.
+    """
+    mount, status, found = find_mount(folder, root), os.stat(folder), []  # noqa: PTH116
+    sticky = status.st_mode & stat.S_ISVTX  # then what lies there can be moved by its owner alone
+    if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o002 and not sticky):
+        found.append(
+            f"Other users may put other data in the place of a copy in {folder}. Give a DEST of your own, for example "
+            "/dev/shm/<user>."
+        )
+    if mount is None or not mount.in_memory:
+        return tuple(found)
+    found.append(f"{mount.point} is memory: the copy is gone after a reboot.")
+    if mount.kind == "tmpfs" and "noswap" not in mount.options and _has_swap(root):
+        found.append(
+            f"{mount.point} may be moved out to swap when memory is short. Mounted with noswap (Linux 6.4) it is not."
+        )
+    limit = min(cgroup_memory_limits(root), default=None)
+    if limit is not None:
+        left = size_text(max(0, limit.left_bytes))
+        found.append(f"The copy counts against the {limit.reason}, which leaves {left} to training now.")
+    return tuple(found)
+
+
+def mount_command(path: str | os.PathLike[str], total_bytes: int, root: Path = Path("/")) -> str:
+    """The command that mounts a tmpfs for a copy of ``total_bytes``, owned by the user who asks.
+
+    Args:
+        path: where to mount it.
+        total_bytes: the size of what is to be staged. 5 % and 64 MiB are added for the rounding of each file to pages.
+        root: as in :func:`check_room`.
+    """
+    # The free part that check_room keeps comes on top, so that a copy fits into what this mounts.
+    mib = int(total_bytes * 1.05 / RAM_SHARE / 2**20) + 64
+    options = f"size={mib}M,mode=0700,uid={os.getuid()},gid={os.getgid()}"
+    if _has_swap(root) and _kernel(root) >= (6, 4):
+        options += ",noswap"
+    where = shlex.quote(printable(os.fspath(path)))
+    return f"sudo mkdir -p {where} && sudo mount -t tmpfs -o {options} tmpfs {where}"
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: ``"12.3 GiB"``."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _has_swap(root: Path) -> bool:
+    return len(read_text(root / "proc/swaps").splitlines()) > 1  # the first line is the heading
+
+
+def _kernel(root: Path) -> tuple[int, ...]:
+    release = re.match(r"(\d+)\.(\d+)", read_text(root / "proc/sys/kernel/osrelease"))
+    return tuple(map(int, release.groups())) if release else (0, 0)
+
+
+# --- long work --------------------------------------------------------------------------------------------------------
+
+
+def end_with_parent(*_: object) -> None:
+    """From now on, end this process when its parent has ended, however that ends."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
+
+
+def progress_bar(text: str, total: int, unit: str = "B", *, done: int = 0) -> "tqdm[Any]":
+    """A progress bar on a terminal. Without standard error, as in some services, there is none."""
+    closed = sys.stderr is None or getattr(sys.stderr, "closed", False)
+    no_bar = True if closed else None
+    return tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "B", initial=done, leave=False, disable=no_bar)
