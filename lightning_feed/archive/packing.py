@@ -1,5 +1,6 @@
 """Packing many small files, or any map-style dataset, into a few large files: resumable, checked, atomic at the end."""
 
+import multiprocessing
 import os
 import shutil
 import time
@@ -18,7 +19,7 @@ from lightning_feed.archive.packed_dataset import PackedDataset
 from lightning_feed.archive.remote import RemotePlace, place_of
 from lightning_feed.archive.remote_folder import RemoteSource, list_files
 from lightning_feed.archive.splits import SPLITS, split_folder
-from lightning_feed.archive.system import end_with_parent, progress_bar
+from lightning_feed.archive.system import end_after, progress_bar
 from lightning_feed.errors import ArchiveError, SettingsError
 
 _AT_ONCE = 16
@@ -274,7 +275,14 @@ def _payloads(part: Payloads, first: int, workers: int | None) -> Iterator[Paylo
     if workers:  # fewer samples are handed over together where they are large
         at_once = max(1, min(_AT_ONCE, _HANDED_OVER_BYTES // max(1, len(part[first].data or b""))))
     loader = DataLoader(
-        part, batch_size=at_once, sampler=left, num_workers=workers, collate_fn=list, worker_init_fn=end_with_parent
+        part, batch_size=at_once, sampler=left, num_workers=workers, collate_fn=list, worker_init_fn=_end_with_parent
     )
     for batch in loader:
         yield from batch
+
+
+def _end_with_parent(_worker: int) -> None:
+    """End this worker when its parent is killed: it would wait for ever to hand over what nobody takes."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # it is a worker process
+    end_after(parent.join)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from lightning_feed.archive.stage_path import (
     start_record,
 )
 from lightning_feed.archive.stage_remote import RemoteMirror
-from lightning_feed.archive.system import end_with_parent, find_caveats, find_mount, owner_of
+from lightning_feed.archive.system import end_after, find_caveats, find_mount, owner_of
 from lightning_feed.errors import ArchiveError, FeedError
 
 logger = logging.getLogger(__name__)
@@ -317,6 +318,7 @@ class BackgroundStage:
         self._work, self._stopped = work, False
         request = {
             "sys_path": [*filter(None, sys.path), str(Path(__file__).parents[2])],
+            "parent": os.getpid(),
             "source": work.origin,
             "dest": str(work.place.target.parent),
             "hash": work.hash,
@@ -399,9 +401,9 @@ def stage_in_background(
     return BackgroundStage(StageWork(source, dest, hash=hash, remove_at_exit=remove_at_exit))
 
 
-def copy_in_child(**request: Any) -> None:
+def copy_in_child(*, parent: int, **request: Any) -> None:
     """Copy in the process made for it, and print why there is no copy."""
-    end_with_parent()
+    end_after(lambda: _wait_for_end_of(parent))
     os.nice(10)
     code = 0
     try:
@@ -411,3 +413,8 @@ def copy_in_child(**request: Any) -> None:
         code = 1
     sys.stdout.flush()
     os._exit(code)  # a copy that is to go with its last user stays: the parent uses it now
+
+
+def _wait_for_end_of(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)

@@ -9,8 +9,7 @@ import stat
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -426,16 +425,14 @@ def _kernel(root: Path) -> tuple[int, ...]:
 # --- long work --------------------------------------------------------------------------------------------------------
 
 
-def end_with_parent(*_: object) -> None:
-    """From now on, end this process when its parent has ended, however that ends."""
-    parent = os.getppid()
+def end_after(wait: Callable[[], object]) -> None:
+    """End this process at once when ``wait`` returns, which a thread calls."""
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
+        wait()
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
+    threading.Thread(target=watch, daemon=True, name="end-after").start()
 
 
 def progress_bar(text: str, total: int, unit: str = "B", *, done: int = 0) -> "tqdm[Any]":
