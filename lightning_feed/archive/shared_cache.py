@@ -72,7 +72,9 @@ def parse_limit(limit: int | str, available: int | None) -> int:
         size = int(float(found[1]) * _UNITS[(found[3] or "").lower()])
     elif found is not None and float(found[1]) <= 100:
         if available is None:
-            raise SettingsError(f"A limit of {limit!r}: memory is not known on this machine. Give a size: '8GiB'.")
+            raise SettingsError(
+                f"A limit of {limit!r} is a share of the memory, not known on this machine. Give '8GiB'."
+            )
         size = int(float(found[1]) / 100 * available)
     if size < 1:
         raise SettingsError(f"A limit of {limit!r} is not possible. Give a size ('8GiB') or a share ('50%').")
