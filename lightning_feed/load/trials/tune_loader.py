@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.archive.system import cache_folder, read_private, write_private
-from lightning_feed.archive.system import read_text
+from lightning_feed.archive.system import cache_folder, read_private, read_text, write_private
 from lightning_feed.errors import LoaderError
 from lightning_feed.extras import installed_version
 from lightning_feed.load.build import size_of
