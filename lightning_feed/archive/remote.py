@@ -124,7 +124,7 @@ class RemotePlace:
         self.options, self.cache, self.timeout_s = dict(options or {}), cache, timeout_s
         self.readahead_bytes = 0
         """How much of what an order needs next is fetched into the cache."""
-        about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0]), timeout_s))
+        about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0])))
         self.key = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
         """Tells this place, with its options, from others; says nothing of the options."""
 
@@ -153,7 +153,7 @@ class RemotePlace:
             SettingsError: for a protocol that is not known, or options that its file system refuses.
             MissingExtraError: when its library is not installed.
         """
-        key = (os.getpid(), self.key)
+        key = (os.getpid(), self.key, self.timeout_s)
         if key not in _connections:
             with system.process_lock:
                 if key not in _connections:
@@ -161,7 +161,7 @@ class RemotePlace:
         return _connections[key]
 
 
-_connections: "dict[tuple[int, str], Connection]" = {}
+_connections: "dict[tuple[int, str, float], Connection]" = {}
 """By process and place. Those inherited by a fork are never used, and never dropped: closing them needs their loop."""
 
 
@@ -229,6 +229,8 @@ class Connection:
             GoneError: when it is not there, or of another size.
             ArchiveError: when it cannot be read.
         """
+        if size == 0:
+            return b""  # of an empty object S3 gives no range
         if size is None and not begin:
             return bytes(await self.call("cat_file", name))
         # One byte more than there should be, so that a longer object in its place is seen. With both ends given, s3fs

@@ -236,9 +236,10 @@ def test_staging_copies_what_is_new(store: ObjectStore, tmp_path: Path, monkeypa
     copied = {str(path.relative_to(done.path)): path.read_bytes() for path in done.path.rglob("*.jpg")}
     assert copied == birds()
     assert stage("s3://photos", tmp_path, storage_options=store.options).copied_files == 0
-    store.put("photos", {"train/crow/1.jpg": picture(99)})
+    store.put("photos", {"train/crow/1.jpg": picture(99), "train/crow/empty.txt": b""})
     again = stage("s3://photos", tmp_path, storage_options=store.options)
-    assert (again.copied_files, again.source) == (1, "s3://photos")
+    assert (again.copied_files, again.source) == (2, "s3://photos")
+    store.client.delete_object(Bucket="photos", Key="train/crow/empty.txt")
     assert (done.path / "train/crow/1.jpg").read_bytes() == picture(99)
     with pytest.raises(ArchiveError, match="is a URL: to compare contents"):
         stage("s3://photos", tmp_path, hash=True, storage_options=store.options)
