@@ -31,8 +31,8 @@ from PIL import Image
 from torchvision import transforms
 
 from lightning_feed.decode.choose import DECODER_NAMES, make_decoder, psnr_db
-from lightning_feed.decode.decoders import Decoder, PillowDecoder, Pixels, Region, RegionDecoder, resize
-from lightning_feed.decode.turbo_region import scale_for, snap
+from lightning_feed.decode.decoders import Decoder, PillowDecoder, Pixels, Region, resize
+from lightning_feed.decode.turbo_region import scale_for, scaled_box
 from lightning_feed.errors import MissingExtraError
 
 Box = Callable[[Region, tuple[int, int]], Region]
@@ -87,6 +87,14 @@ def _decoders() -> dict[str, Decoder]:
     return found
 
 
+def snap(region: Region, size: tuple[int, int], eighths: int) -> Region:
+    """The box of full-size pixels that a region really gets at a scale."""
+    step = 8 // eighths
+    top, left, height, width = scaled_box(region, size, eighths)
+    bottom, right = min((top + height) * step, size[0]), min((left + width) * step, size[1])
+    return Region(top * step, left * step, bottom - top * step, right - left * step)
+
+
 def _snapped(sample: Sample, cover: tuple[int, int]) -> Region:
     size = sample.pixels.shape[:2]
     return snap(sample.box, size, scale_for(sample.box, size, cover))
@@ -99,7 +107,7 @@ def _pillow_resize(pixels: Pixels, size: int) -> Pixels:
 def decoding(decoders: dict[str, Decoder], size: int) -> dict[str, Row]:
     rows = {name: Row(lambda s, one=one: one.decode(s.data), lambda s: s.pixels) for name, one in decoders.items()}
     for name, one in decoders.items():
-        if isinstance(one, RegionDecoder):
+        if one.decodes_regions:
             rows[f"{name}, box"] = Row(lambda s, one=one: one.decode_region(s.data, s.box), lambda s: s.cut)
             for times in (2, 1):
                 cover = (times * size, times * size)
@@ -135,7 +143,7 @@ def both(decoders: dict[str, Decoder], size: int) -> dict[str, Row]:
     for name, one in decoders.items():
         rows[f"{name} + exact"] = Row(lambda s, one=one: resize(_cut(one.decode(s.data), s.box), out), reference)
     for name, one in decoders.items():
-        if not isinstance(one, RegionDecoder):
+        if not one.decodes_regions:
             continue
         rows[f"{name}, box + exact"] = Row(lambda s, one=one: resize(one.decode_region(s.data, s.box), out), reference)
         rows[f"{name}, box + linear"] = Row(

@@ -20,7 +20,7 @@ def ours(
 ) -> Feed:
     """``floats`` runs ``device_transform`` on the CPU, too: what the reference gives, where there is no device."""
     from lightning_feed import ImageFolderDataModule, LoaderSettings
-    from lightning_feed.load.crop import DecodedImage, EncodedImage
+    from lightning_feed.load.crop import SourceImage
 
     if cache == "decoded":
         _check_room(job)
@@ -44,7 +44,7 @@ def ours(
         for path in paths:
             data = path.read_bytes()
             decoded = cache == "decoded"
-            picture = DecodedImage(choice.decoder.decode(data)) if decoded else EncodedImage(data, choice.decoder)
+            picture = SourceImage(choice.decoder.decode(data)) if decoded else SourceImage(data, choice.decoder)
             yield recipe(picture).permute(1, 2, 0).numpy()
 
     return Feed(epoch, pixels, note=f"decoder {choice.name}")
@@ -60,7 +60,7 @@ def on_device(job: Job, *, augmented: bool) -> Feed:
 
     from lightning_feed import ImageFolderDataModule, LoaderSettings
     from lightning_feed.decode.choose import make_decoder
-    from lightning_feed.load.crop import DecodedImage, SquareRecipe
+    from lightning_feed.load.crop import SourceImage, SquareRecipe
     from lightning_feed.transfer.device_augment import crop_and_flip
 
     made = ImageFolderDataModule(
@@ -89,7 +89,7 @@ def on_device(job: Job, *, augmented: bool) -> Feed:
             height, width = decoded.shape[:2]
             box = np.divide(middle(height, width), (height, width, height, width))
             boxes = torch.tensor(box[None], dtype=torch.float32)
-            images = crop_and_flip(kept(DecodedImage(decoded))[None], boxes, torch.tensor([False]), job.size)
+            images = crop_and_flip(kept(SourceImage(decoded))[None], boxes, torch.tensor([False]), job.size)
             yield images[0].round().permute(1, 2, 0).numpy()
 
     return Feed(epoch, pixels if augmented else None, note="on CUDA" if on_cuda else "the CPU does the device's work")

@@ -228,12 +228,12 @@ class Plain:
 
 def sample_of(data: bytes, label: int) -> tuple[Any, int]:
     from lightning_feed.decode.choose import make_decoder
-    from lightning_feed.load.crop import EncodedImage, TrainRecipe
+    from lightning_feed.load.crop import SourceImage, TrainRecipe
 
     global _decoder, _recipe
     if _decoder is None:
         _decoder, _recipe = make_decoder("turbo").decoder, TrainRecipe(size=224)
-    return _recipe(EncodedImage(data, _decoder)), label
+    return _recipe(SourceImage(data, _decoder)), label
 
 
 _decoder: Any = None

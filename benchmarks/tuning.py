@@ -38,9 +38,8 @@ from torch import nn
 from tuning_workloads import WORKLOADS, Workload
 
 from lightning_feed.errors import FeedError
-from lightning_feed.load.cloning import burst_of
+from lightning_feed.load.cloning import RoundLimits, burst_of, time_loader
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.throughput import RoundLimits, time_loader
 from lightning_feed.load.trials.search import Goal, Tuned
 from lightning_feed.load.trials.trial import Setting
 from lightning_feed.load.trials.tune_loader import tune_loader

@@ -13,8 +13,7 @@ from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, read_machine
-from lightning_feed.load.recommend import TORCH_PREFETCH
-from lightning_feed.load.settings import MOST
+from lightning_feed.load.settings import MOST, TORCH_PREFETCH
 from lightning_feed.load.trials.epoch_controller import (
     FEWEST_STEPS,
     ControllerState,

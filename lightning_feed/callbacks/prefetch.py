@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_feed import _host
 from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.drop_keys import check_drop_keys
+from lightning_feed.load.collate import check_drop_keys
 from lightning_feed.load.trace import traced
 from lightning_feed.transfer.batch_tree import off_host
 from lightning_feed.transfer.prefetcher import Prefetcher, SideStream, Staged, open_stream

@@ -15,12 +15,11 @@ from lightning_feed import _host
 from lightning_feed.archive.shared_cache import parse_limit
 from lightning_feed.data.base import ignore_warning
 from lightning_feed.data.storage import Storage
-from lightning_feed.load.build import Job, Part, build_loader, even_batch_size, size_of
+from lightning_feed.load.build import Part, build_loader, even_batch_size, size_of
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.recommend import Recommendation
-from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.settings import Job, LoaderSettings, Recommendation
 from lightning_feed.load.trials.in_fit import explained, for_trials, settled, tune_for_fit, why_not_now
 from lightning_feed.load.trials.search import Tuned
 from lightning_feed.load.worker import WorkerInit

@@ -20,11 +20,10 @@ from lightning_feed.data.storage import Cache, Storage
 from lightning_feed.data.wrapping import wrap
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import Part, like, name_datasets
-from lightning_feed.load.drop_keys import DroppingCollate, check_drop_keys
+from lightning_feed.load.collate import DroppingCollate, check_drop_keys
 from lightning_feed.load.loader import BatchDecoder
 from lightning_feed.load.order import EpochOrder, mix_seed
-from lightning_feed.load.recommend import Recommendation
-from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.settings import LoaderSettings, Recommendation
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from lightning_feed.data.image_backends import DALI_BACKENDS, Backend, BackendCh
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, FeedError, SettingsError
 from lightning_feed.extras import require
-from lightning_feed.load.bad_samples import BadSamples, OnError
-from lightning_feed.load.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe
+from lightning_feed.load.collate import BadSamples, OnError
+from lightning_feed.load.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe, UserTransform
 from lightning_feed.load.dali.binding import DaliOptions, decode_threads, require_dali
 from lightning_feed.load.dali.images import DaliImageDecoder, PipelineSpec
 from lightning_feed.load.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
@@ -29,7 +29,6 @@ from lightning_feed.load.loader import BatchDecoder
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.user_transform import UserTransform
 from lightning_feed.transfer.device_augment import crop_and_flip, draw_boxes
 from lightning_feed.transfer.gpu_decode import decode_batch
 

@@ -17,11 +17,10 @@ from lightning_feed.data.base import SPLITS
 from lightning_feed.data.build_loaders import ChosenSettings, job_of
 from lightning_feed.data.dali import FeedDali
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.build import Job, size_of
+from lightning_feed.load.build import size_of
 from lightning_feed.load.dali.readers import ReaderLoader
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.recommend import Recommendation, Workload, recommend
-from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend
 from lightning_feed.load.trials.in_fit import without_workers
 from lightning_feed.load.worker import why_not_sent
 
@@ -212,9 +211,7 @@ def _recommended(
             batches=None if batches is None else -(-batches // ranks),
             loaders=together,
             iterable=stream,
-            device_type=job.device_type,
-            local_ranks=job.local_ranks,
-            reload_every_n_epochs=job.reload_every_n_epochs,
+            **vars(job),
         ),
     )
     return replace(found, reasons={**found.reasons, "num_workers": kept}) if kept else found

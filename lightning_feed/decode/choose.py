@@ -6,12 +6,11 @@ Behind each stands Pillow, for the images that it refuses; those are counted and
 import logging
 import math
 import os
-import random
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -23,9 +22,9 @@ from lightning_feed.decode.decoders import (
     PillowDecoder,
     Pixels,
     Region,
-    RegionDecoder,
     TorchvisionDecoder,
     TurboDecoder,
+    draw_region,
 )
 from lightning_feed.decode.header import JPEG, KINDS, Encoded, jpeg_header, kind_of
 from lightning_feed.decode.turbo_region import TurboRegionDecoder
@@ -44,7 +43,7 @@ TIE: Final = 1.05
 """Within this factor of the fastest, a decoder of regions is taken."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
     """What one decoder did on the samples."""
 
@@ -52,8 +51,6 @@ class Measured:
     """Time per image, median of the rounds; what it refused was decoded by Pillow in that time."""
     psnr_db: float = math.nan
     """Of the sample that is furthest from Pillow's pixels; infinite when all are the same."""
-    refused: int = 0
-    """Samples that it left to Pillow."""
     out: str = ""
     """Why it could not be taken; empty when it could."""
 
@@ -130,27 +127,28 @@ def _choose(samples: Sequence[Encoded], *, regions: bool, clock: Callable[[], fl
     for name, make in _MAKERS.items():
         try:
             decoders[name] = make()
+            table[name] = _fidelity(decoders[name], kept)
         except MissingExtraError as error:
             table[name] = Measured(out=str(error))
-            continue
-        table[name] = _fidelity(decoders[name], kept)
     racing = [name for name in decoders if not table[name].out]
-    rounds: dict[str, list[float]] = {name: [] for name in racing}
-    for _ in range(ROUNDS):
-        for name in racing:  # in turns: a machine that gets slower does so for all
-            began = clock()
-            for sample in kept:
-                _decode(decoders[name], sample, regions=regions)
-            rounds[name].append((clock() - began) * 1e3 / len(kept))
-    for name in racing:
-        table[name] = replace(table[name], ms=statistics.median(rounds[name]))
+    # In turns: a machine that gets slower does so for all.
+    rounds = [[_ms(decoders[name], kept, clock, regions=regions) for name in racing] for _ in range(ROUNDS)]
+    for name, times in zip(racing, zip(*rounds, strict=True), strict=True):
+        table[name].ms = statistics.median(times)
     taken = _fastest({name: table[name].ms for name in racing}, decoders)
     return Choice(with_fallback(decoders[taken]), taken, _sentence(taken, table, len(kept), regions=regions), table)
 
 
+def _ms(decoder: Decoder, samples: list[_Sample], clock: Callable[[], float], *, regions: bool) -> float:
+    began = clock()
+    for sample in samples:
+        _decode(decoder, sample, regions=regions)
+    return (clock() - began) * 1e3 / len(samples)
+
+
 def _decodable(samples: Sequence[Encoded]) -> list[_Sample]:
     """Samples that the reference can decode, with its pixels and a random box."""
-    draw, pillow = random.Random(0), PillowDecoder()
+    generator, pillow = torch.Generator().manual_seed(0), PillowDecoder()
     kept: list[_Sample] = []
     failure: DecodeError | None = None
     pixels = 0
@@ -160,8 +158,10 @@ def _decodable(samples: Sequence[Encoded]) -> list[_Sample]:
         except DecodeError as error:
             failure = error
             continue
-        kept.append(_Sample(data, reference, _random_box(draw, *reference.shape[:2])))
-        pixels += reference.shape[0] * reference.shape[1]
+        height, width = reference.shape[:2]
+        box = draw_region(height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), generator=generator)
+        kept.append(_Sample(data, reference, box))
+        pixels += height * width
         if pixels >= MAX_PIXELS and len(kept) >= MIN_SAMPLES:
             break
     if not kept:
@@ -169,48 +169,34 @@ def _decodable(samples: Sequence[Encoded]) -> list[_Sample]:
     return kept
 
 
-def _random_box(draw: random.Random, height: int, width: int) -> Region:
-    """A box as RandomResizedCrop draws it: 8 to 100 % of the area, sides 3:4 to 4:3, drawn anew until it fits."""
-    for _ in range(10):
-        area = height * width * draw.uniform(0.08, 1.0)
-        ratio = math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3)))
-        rows, columns = max(round(math.sqrt(area / ratio)), 1), max(round(math.sqrt(area * ratio)), 1)
-        if rows <= height and columns <= width:
-            return Region(draw.randint(0, height - rows), draw.randint(0, width - columns), rows, columns)
-    return Region(0, 0, height, width)
-
-
 def _decode(decoder: Decoder, sample: _Sample, *, regions: bool) -> Pixels | None:
     """None when the decoder refused it, and Pillow decoded it in its place."""
     try:
-        if regions and isinstance(decoder, RegionDecoder):
-            return decoder.decode_region(sample.data, sample.box)
-        return decoder.decode(sample.data)
+        return decoder.decode_region(sample.data, sample.box) if regions else decoder.decode(sample.data)
     except DecodeError:
         PillowDecoder().decode(sample.data)
         return None
 
 
 def _fidelity(decoder: Decoder, samples: list[_Sample]) -> Measured:
-    worst, refused = math.inf, 0
+    worst, decoded = math.inf, 0
     for sample in samples:
         pixels = _decode(decoder, sample, regions=False)
         if pixels is None:
-            refused += 1
-        elif pixels.shape != sample.reference.shape:
+            continue
+        if pixels.shape != sample.reference.shape:
             return Measured(out=f"gives {pixels.shape} where Pillow gives {sample.reference.shape}")
-        else:
-            worst = min(worst, psnr_db(pixels, sample.reference))
-    if refused == len(samples):
-        return Measured(refused=refused, out="decodes none of the samples")
+        worst, decoded = min(worst, psnr_db(pixels, sample.reference)), decoded + 1
+    if not decoded:
+        return Measured(out="decodes none of the samples")
     out = f"{worst:.1f} dB to Pillow, less than {MIN_PSNR_DB:.0f}" if worst < MIN_PSNR_DB else ""
-    return Measured(psnr_db=worst, refused=refused, out=out)
+    return Measured(psnr_db=worst, out=out)
 
 
 def _fastest(ms: dict[str, float], decoders: dict[str, Decoder]) -> str:
     limit = min(ms.values()) * TIE
     close = sorted((name for name in ms if ms[name] <= limit), key=lambda name: ms[name])
-    return next((name for name in close if isinstance(decoders[name], RegionDecoder)), close[0])
+    return next((name for name in close if decoders[name].decodes_regions), close[0])
 
 
 def _sentence(taken: str, table: dict[str, Measured], samples: int, *, regions: bool) -> str:
@@ -249,109 +235,88 @@ _CMYK: Final = "CMYK JPEG"
 REASONS: Final = (*KINDS, _CMYK)
 """What is counted: the kinds of image, and CMYK apart from other JPEGs (those are corrupt, but not for Pillow)."""
 _ROWS: Final = 512
-_tally_lock = threading.Lock()
-os.register_at_fork(before=_tally_lock.acquire, after_in_parent=_tally_lock.release, after_in_child=_tally_lock.release)
+_count_lock = threading.Lock()
+os.register_at_fork(before=_count_lock.acquire, after_in_parent=_count_lock.release, after_in_child=_count_lock.release)
 
 
-class FallbackTally:
-    """Counts per reason, in memory that workers share with the process that reads them.
+class SharedCounts:
+    """Counts by name, in memory that workers share with the process that reads them.
 
     Each process counts in a row of its own, chosen by its process id, since adding to shared memory is not atomic.
     Pickled to a worker process, it stays the same memory.
     """
 
-    def __init__(self) -> None:
-        self._counts = torch.zeros((_ROWS, len(REASONS)), dtype=torch.int64, device="cpu")
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._counts = torch.zeros((_ROWS, len(names)), dtype=torch.int64, device="cpu")
         self._counts.share_memory_()  # type: ignore[no-untyped-call]
 
-    def add(self, reason: str) -> bool:
-        """Count one image. True for the first with this reason, of all workers (two may be first at once)."""
-        column = REASONS.index(reason)
-        with _tally_lock:
+    def add(self, name: str) -> bool:
+        """Count one. True for the first of this name, of all workers (two may be first at once)."""
+        column = self._names.index(name)
+        with _count_lock:
             first = not self._counts[:, column].any()
             self._counts[os.getpid() % _ROWS, column] += 1
         return first
 
     def as_dict(self) -> dict[str, int]:
-        """Images per reason, those that occurred."""
+        """How many of each name, those that occurred."""
         totals = self._counts.sum(0).tolist()
-        return {reason: total for reason, total in zip(REASONS, totals, strict=True) if total}
+        return {name: total for name, total in zip(self._names, totals, strict=True) if total}
 
 
-class FallbackDecoder:
-    """A fast decoder, and the reference for what it refuses: the images that Pillow reads are all read."""
+class FallbackDecoder(Decoder):
+    """A fast decoder, and Pillow for what it refuses: the images that Pillow reads are all read.
 
-    def __init__(self, primary: Decoder, reference: Decoder | None = None) -> None:
-        self.primary = primary
-        self.reference = reference or PillowDecoder()
-        self.name = primary.name
-        self.tally = FallbackTally()
-        """What went to the reference, counted by reason; shared with the workers."""
-        self._kinds: frozenset[str] = getattr(primary, "kinds", frozenset(KINDS))
+    Attributes:
+        primary: the fast one.
+        tally: what went to Pillow, counted by reason; shared with the workers.
+    """
+
+    def __init__(self, primary: Decoder) -> None:
+        self.primary, self._pillow = primary, PillowDecoder()
+        self.name, self.decodes_regions = primary.name, primary.decodes_regions
+        self.tally = SharedCounts(*REASONS)
 
     def decode(self, data: Encoded) -> Pixels:
-        """Decode the whole image.
+        """Decode the whole image, see :class:`~lightning_feed.decode.decoders.Decoder`."""
+        return self._decode(data, lambda decoder: decoder.decode(data))
 
-        Raises:
-            DecodeError: when the reference cannot decode it either.
-        """
-        pixels, _ = self._decode(data, self.primary.decode)
-        return pixels
+    def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
+        """Decode a region: of the whole image and cut out of it, where the primary refuses it."""
+        return self._decode(data, lambda decoder: decoder.decode_region(data, region, cover=cover))
 
     def size(self, data: Encoded) -> tuple[int, int]:
         """(height, width) from the header; never counted."""
-        if kind_of(data) in self._kinds:
+        if kind_of(data) in self.primary.kinds:
             try:
                 return self.primary.size(data)
             except DecodeError:  # decode() will count it
                 pass
-        return self.reference.size(data)
+        return self._pillow.size(data)
 
-    def _decode(self, data: Encoded, primary: Callable[[Encoded], Pixels]) -> tuple[Pixels, bool]:
-        """What the primary gives; else the whole image by the reference, and True."""
-        why: object = f"{self.name!r} decodes only {' and '.join(sorted(self._kinds))}"
-        if kind_of(data) in self._kinds:
+    def _decode(self, data: Encoded, decode: Callable[[Decoder], Pixels]) -> Pixels:
+        kinds = self.primary.kinds
+        why: object = f"{self.name!r} decodes only {' and '.join(sorted(kinds))}"
+        if kind_of(data) in kinds:
             try:
-                return primary(data), False
+                return decode(self.primary)
             except DecodeError as error:
                 why = error
-        pixels, reason = self.reference.decode(data), _reason(data)
+        pixels, reason = decode(self._pillow), _reason(data)
         if self.tally.add(reason):
             log.warning(
-                "decoder=%r leaves images of the kind %s to %s: %s. Further ones are only counted.",
+                "decoder=%r leaves images of the kind %s to pillow: %s. Further ones are only counted.",
                 self.name,
                 reason,
-                self.reference.name,
                 why,
             )
-        return pixels, True
-
-
-class RegionFallbackDecoder(FallbackDecoder):
-    """The same around a decoder of regions."""
-
-    primary: RegionDecoder
-
-    def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        """Decode the pixels of a region: of the whole image and cut out of it, where the primary refuses it.
-
-        Raises:
-            DecodeError: when the reference cannot decode it either.
-        """
-        pixels, whole = self._decode(data, lambda data: self.primary.decode_region(data, region, cover=cover))
-        if not whole:
-            return pixels
-        region.check_inside(*pixels.shape[:2])
-        top, left, height, width = region
-        crop: Pixels = pixels[top : top + height, left : left + width]
-        return crop
+        return pixels
 
 
 def with_fallback(primary: Decoder) -> Decoder:
-    """The decoder with Pillow behind it, if it is not Pillow; it decodes regions if the decoder does."""
-    if isinstance(primary, PillowDecoder):
-        return primary
-    return RegionFallbackDecoder(primary) if isinstance(primary, RegionDecoder) else FallbackDecoder(primary)
+    """The decoder with Pillow behind it, if it is not Pillow."""
+    return primary if isinstance(primary, PillowDecoder) else FallbackDecoder(primary)
 
 
 def _reason(data: Encoded) -> str:

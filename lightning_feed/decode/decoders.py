@@ -1,10 +1,11 @@
-"""Decoders: encoded images in, RGB pixels out; Pillow, which is the reference, OpenCV, torchvision and simplejpeg."""
+"""Decoders: encoded images in, RGB pixels out, by Pillow (the reference), OpenCV, torchvision and simplejpeg."""
 
 import functools
 import io
+import math
 import struct
-from collections.abc import Callable
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_feed.decode.header import (
-    JPEG,
-    PNG,
-    WEBP,
-    Encoded,
-    as_array,
-    jpeg_header,
-    kind_of,
-    png_bit_depth,
-    png_size,
-)
+from lightning_feed.decode.header import JPEG, KINDS, PNG, WEBP, Encoded, as_array, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.errors import DecodeError, MissingExtraError
 from lightning_feed.extras import require
 
@@ -52,9 +43,13 @@ class Region(NamedTuple):
         if self.top < 0 or self.left < 0 or self.height < 1 or self.width < 1 or bottom > height or right > width:
             raise ValueError(f"{self} is not inside an image of {height} x {width} pixels: cut the box to the image.")
 
+    def cut(self, pixels: Pixels) -> Pixels:
+        """The pixels inside, not copied."""
+        part: Pixels = pixels[self.top : self.top + self.height, self.left : self.left + self.width]
+        return part
 
-@runtime_checkable
-class Decoder(Protocol):
+
+class Decoder:
     """Decodes one image at a time. Safe to call from several threads, and to be pickled to workers.
 
     All decoders follow torchvision's ``ImageFolder``: palettes, greyscale and CMYK become RGB as in Pillow's
@@ -62,6 +57,10 @@ class Decoder(Protocol):
     """
 
     name: str
+    kinds = frozenset(KINDS)
+    """What it is asked for."""
+    decodes_regions = False
+    """Whether it can leave out what a crop does not need."""
 
     def decode(self, data: Encoded) -> Pixels:
         """Decode the whole image.
@@ -69,6 +68,7 @@ class Decoder(Protocol):
         Raises:
             DecodeError: when the bytes are not an image, are cut short, or are of a kind that this decoder cannot do.
         """
+        raise NotImplementedError
 
     def size(self, data: Encoded) -> tuple[int, int]:
         """(height, width), read from the header alone.
@@ -76,14 +76,10 @@ class Decoder(Protocol):
         Raises:
             DecodeError: as in :meth:`decode`.
         """
-
-
-@runtime_checkable
-class RegionDecoder(Decoder, Protocol):
-    """A decoder that can leave out what a crop does not need."""
+        return jpeg_header(data)[:2] if kind_of(data) == JPEG else PillowDecoder().size(data)
 
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        """Decode the pixels of ``region``.
+        """Decode the pixels of ``region``; the whole image, where :attr:`decodes_regions` is False.
 
         Args:
             data: the encoded image.
@@ -102,6 +98,9 @@ class RegionDecoder(Decoder, Protocol):
             DecodeError: as in :meth:`decode`, as far as the data is read.
             ValueError: when the region is not inside the image.
         """
+        pixels = self.decode(data)
+        region.check_inside(*pixels.shape[:2])
+        return region.cut(pixels)
 
 
 # --- Pillow -----------------------------------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ class RegionDecoder(Decoder, Protocol):
 _CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
 
 
-class PillowDecoder:
+class PillowDecoder(Decoder):
     """``Image.open(...).convert("RGB")``: all decoders are held to these pixels."""
 
     name = "pillow"
@@ -163,10 +162,9 @@ def refuse_bomb(height: int, width: int) -> None:
 # --- OpenCV and torchvision ---------------------------------------------------------------------------------------
 
 
-class _LibraryDecoder:
+class _LibraryDecoder(Decoder):
     """A reader of JPEG, PNG and WebP. It refuses what it would give other pixels for than Pillow, or none."""
 
-    name: str
     kinds = frozenset({JPEG, PNG, WEBP})
 
     def decode(self, data: Encoded) -> Pixels:
@@ -175,18 +173,13 @@ class _LibraryDecoder:
         if kind not in self.kinds or (kind == PNG and png_bit_depth(data) == 16):
             what = "PNGs of 16 bits" if kind == PNG else f"images of the kind {kind}"
             raise DecodeError(f"decoder={self.name!r} is not used for {what}: they go to Pillow.")
-        if kind != WEBP:  # at most 16383 x 16383 pixels
-            refuse_bomb(*(jpeg_header(data)[:2] if kind == JPEG else png_size(data)))
+        refuse_bomb(*self.size(data))
         try:
             pixels = self._read(data)
         except (RuntimeError, ValueError) as error:  # no others: memory that ran out, say, is no fault of the image
             reason = str(error).partition("\n")[0]
             raise DecodeError(f"{self.name} cannot decode this {kind} of {len(data)} bytes: {reason}") from error
         return np.ascontiguousarray(pixels)
-
-    def size(self, data: Encoded) -> tuple[int, int]:
-        """(height, width) from the header."""
-        return jpeg_header(data)[:2] if kind_of(data) == JPEG else PillowDecoder().size(data)
 
     def _read(self, data: Encoded) -> Pixels:
         raise NotImplementedError
@@ -273,7 +266,7 @@ def _torchvision_reader() -> Callable[[torch.Tensor], torch.Tensor]:
 # --- simplejpeg ---------------------------------------------------------------------------------------------------
 
 
-class TurboDecoder:
+class TurboDecoder(Decoder):
     """libjpeg-turbo through simplejpeg: the fastest way to a whole JPEG, and JPEGs only.
 
     A warning of libjpeg-turbo (cut short, corrupt data) is an error.
@@ -288,19 +281,11 @@ class TurboDecoder:
     def decode(self, data: Encoded) -> Pixels:
         """Decode the whole image, see :class:`Decoder`."""
         refuse_bomb(*self.size(data))
-        pixels: Pixels = self._call("decode_jpeg", data, colorspace="RGB")
-        return pixels
-
-    def size(self, data: Encoded) -> tuple[int, int]:
-        """(height, width) from the header."""
-        height, width, *_ = self._call("decode_jpeg_header", data)
-        return height, width
-
-    def _call(self, function: str, data: Encoded, **options: str) -> Any:
         try:
-            return getattr(_simplejpeg(), function)(data, strict=True, **options)
+            pixels: Pixels = _simplejpeg().decode_jpeg(data, colorspace="RGB", strict=True)
         except (ValueError, RuntimeError) as error:
             raise DecodeError(f"libjpeg-turbo cannot decode these {len(data)} bytes as a JPEG: {error}") from error
+        return pixels
 
 
 @functools.cache
@@ -335,3 +320,49 @@ def resize(pixels: Pixels, size: tuple[int, int], *, fidelity: Literal["exact", 
     # As a batch in channels last: torch's AVX2 code for uint8 then takes and gives pixels as they lie. With any other
     # strides, also of the one image in the batch, it unpacks planes, gives planes, and takes half as long again.
     return interpolate(batch, size=list(size), mode="bilinear", antialias=True, align_corners=False)[0]
+
+
+# --- random crops ---------------------------------------------------------------------------------------------------
+
+_TRIES: Final = 10
+
+
+def draw_region(
+    height: int,
+    width: int,
+    scale: Sequence[float],
+    ratio: Sequence[float],
+    generator: torch.Generator | None = None,
+) -> Region:
+    """The box of a RandomResizedCrop, by the draws of torchvision's (area uniform, aspect log-uniform, ten tries, then
+    the middle; Szegedy et al., arXiv 1409.4842).
+
+    Args:
+        height: of the image, in pixels.
+        width: of the image, in pixels.
+        scale: least and largest share of the area.
+        ratio: least and largest width / height.
+        generator: None for torch's default.
+    """
+    shortest, longest = _logarithms(*ratio)
+    # Not of the default dtype, which precision="bf16-true" changes while a step runs, beside threads that draw.
+    drawn = torch.empty(1, dtype=torch.float32, device="cpu")
+    for _ in range(_TRIES):
+        area = height * width * drawn.uniform_(scale[0], scale[1], generator=generator).item()
+        aspect = drawn.uniform_(shortest, longest, generator=generator).exp().item()
+        rows, columns = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+        if 0 < columns <= width and 0 < rows <= height:
+            top = int(torch.randint(height - rows + 1, (1,), generator=generator, device="cpu").item())
+            left = int(torch.randint(width - columns + 1, (1,), generator=generator, device="cpu").item())
+            return Region(top, left, rows, columns)
+    rows, columns = height, width
+    if width / height < min(ratio):
+        rows = round(width / min(ratio))
+    elif width / height > max(ratio):
+        columns = round(height * max(ratio))
+    return Region((height - rows) // 2, (width - columns) // 2, rows, columns)
+
+
+@functools.lru_cache
+def _logarithms(*values: float) -> tuple[float, ...]:
+    return tuple(torch.log(torch.tensor(values, dtype=torch.float32, device="cpu")).tolist())  # as torchvision has it

@@ -96,12 +96,6 @@ def ends_like_jpeg(data: Encoded) -> bool:
     return bytes(data[-16:]).rstrip(b"\x00\n\r").endswith(b"\xff\xd9")
 
 
-def png_size(data: Encoded) -> tuple[int, int]:
-    """(height, width) of a PNG, (0, 0) when the header is cut short."""
-    width, height = (int.from_bytes(bytes(data[at : at + 4]), "big") for at in (16, 20))
-    return height, width
-
-
 def png_bit_depth(data: Encoded) -> int:
     """Bits per channel of a PNG, 0 when the header is cut short."""
     return int(data[24]) if len(data) > 24 else 0

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from lightning_feed.decode.decoders import Pixels, Region, refuse_bomb
+from lightning_feed.decode.decoders import Decoder, Pixels, Region, refuse_bomb
 from lightning_feed.decode.header import JPEG, Encoded, as_array, ends_like_jpeg
 from lightning_feed.errors import DecodeError, MissingExtraError
 
@@ -21,7 +21,7 @@ MARGIN = 2
 """Pixels around a box that upsampling of the colours looks at: one sample of chroma beside, at half the resolution."""
 
 
-class TurboRegionDecoder:
+class TurboRegionDecoder(Decoder):
     """JPEGs only. A warning of libjpeg-turbo (cut short, corrupt data) is an error.
 
     A region costs the entropy decoding of all rows down to its lower edge, and the rest of the work for itself alone.
@@ -30,6 +30,7 @@ class TurboRegionDecoder:
 
     name = "turbo-region"
     kinds = frozenset({JPEG})
+    decodes_regions = True
 
     def __init__(self) -> None:
         library_path()  # missing: say so now, not in a worker
@@ -39,15 +40,12 @@ class TurboRegionDecoder:
         library, shape = _open(data)
         return library.decompress(data, shape[:2])
 
-    def size(self, data: Encoded) -> tuple[int, int]:
-        """(height, width) from the header."""
-        _, shape = _open(data)
-        return shape.height, shape.width
-
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        """Decode the pixels of a region, see :class:`~lightning_feed.decode.decoders.RegionDecoder`.
+        """Decode the pixels of a region, see :class:`~lightning_feed.decode.decoders.Decoder`.
 
-        With ``cover``, the result is that of ``snap(region, ...)``: the box moved to the nearest pixels of the scale.
+        With ``cover``, the box is moved to the nearest pixels of the scale. Moving it by less than one of these before
+        anything is decoded changes which crop is drawn, and no pixel of it. Rounding it later would shift the image
+        under its labels and cost 10 dB.
         """
         library, shape = _open(data)
         region.check_inside(shape.height, shape.width)
@@ -61,7 +59,7 @@ class TurboRegionDecoder:
             outer = _with_margin((top, left, height, width), shape, eighths)
             pixels = library.decompress(data, outer[2:], corner=outer[:2], eighths=eighths)
             top, left = top - outer[0], left - outer[1]
-        return pixels[top : top + height, left : left + width]
+        return Region(top, left, height, width).cut(pixels)
 
 
 def _open(data: Encoded) -> "tuple[TurboJpeg, JpegShape]":
@@ -95,18 +93,6 @@ def scaled_box(region: Region, size: tuple[int, int], eighths: int) -> tuple[int
         _edges(start, length, full, step) for start, length, full in zip(region[:2], region[2:], size, strict=True)
     )
     return top, left, bottom - top, right - left
-
-
-def snap(region: Region, size: tuple[int, int], eighths: int) -> Region:
-    """The box of full-size pixels that a region really gets at a scale.
-
-    Moving the box by less than a pixel of the scale before anything is decoded changes which crop is drawn, and no
-    pixel of it. Rounding it later would shift the image under its labels and cost 10 dB.
-    """
-    step = 8 // eighths
-    top, left, height, width = scaled_box(region, size, eighths)
-    bottom, right = min((top + height) * step, size[0]), min((left + width) * step, size[1])
-    return Region(top * step, left * step, bottom - top * step, right - left * step)
 
 
 def _edges(start: int, length: int, full: int, step: int) -> tuple[int, int]:

@@ -108,16 +108,15 @@ class BackgroundIterator(Iterator[Any]):
         while True:
             alive = self.thread.is_alive()  # asked first: what a dead thread has put is all there by then
             try:
-                _, item = self.thread.queue.get(timeout=_ALIVE_CHECK_S if alive else 0)
+                _, drawn = self.thread.queue.get(timeout=_ALIVE_CHECK_S if alive else 0)
             except queue.Empty:
-                item = None
-            if isinstance(item, _Drawn):
-                return item
-            if item is not None or not alive:
-                raise LoaderError(
-                    "The background thread ended without saying that the data was at its end. Batches are missing: "
-                    "this is not the end of the epoch. Use LoaderSettings(background=0) to load without the thread."
-                )
+                if not alive:
+                    raise LoaderError(
+                        "The background thread is gone, as in a forked copy of its process. Batches are missing: this "
+                        "is not the end of the epoch. Begin a new pass."
+                    ) from None
+            else:
+                return drawn  # type: ignore[no-any-return]
 
 
 class _Leave:
@@ -145,18 +144,17 @@ class _Leave:
 def _draws(source: Iterator[Any], leave: _Leave, set_device: Callable[[], None]) -> Iterator[_Drawn]:
     """The source as the thread sees it: never raises, and ends when told to."""
     try:
-        set_device()
-        while leave.wait():
-            drawn = _draw(source)
+        drawn = _Drawn()
+        while drawn.error is None and leave.wait():
+            drawn = _draw(source, set_device)
             yield drawn
-            if drawn.error is not None:
-                return
     finally:
         del source  # here, so that worker processes and the source's own `finally` blocks end in this thread
 
 
-def _draw(source: Iterator[Any]) -> _Drawn:
+def _draw(source: Iterator[Any], set_device: Callable[[], None]) -> _Drawn:
     try:
+        set_device()
         with traced("background_load"):
             return _Drawn(next(source))
     except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer
@@ -180,7 +178,7 @@ class LateBatch:
     """A watchdog for the batches of one pass: one warning that says where loading hangs, if none comes for long.
 
     One thread for each pass, which sleeps nearly always. The loop sets a time stamp before it waits for a batch and
-    takes it away afterwards; samples cost nothing. The thread ends with the pass, and when this object is garbage.
+    takes it away afterwards; samples cost nothing. The thread ends with the pass.
 
     Args:
         batches: the pass, a ``LoaderPass``. Not kept alive.
@@ -194,16 +192,14 @@ class LateBatch:
         self._quiet_until = clock()
         self._consumer = 0
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put() may be called from a finalizer
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._wake.put, None).atexit = False
+        self._thread = threading.Thread(target=self._look_often, name="late-batch", daemon=True)
+        weakref.finalize(batches, self._wake.put, None).atexit = False
 
     def begin(self) -> None:
         """The loop begins to wait for a batch."""
         self._since = self._clock()
-        if self._thread is None:
+        if not self._consumer:
             self._consumer = threading.get_ident()
-            arguments = (weakref.ref(self), self._wake, self._watch.after_s / _LOOKS)
-            self._thread = threading.Thread(target=_look_often, args=arguments, name="late-batch", daemon=True)
             self._thread.start()
 
     def came(self) -> None:
@@ -214,6 +210,13 @@ class LateBatch:
         """End the thread."""
         self._since = None
         self._wake.put(None)
+
+    def _look_often(self) -> None:
+        while True:
+            try:
+                return self._wake.get(timeout=self._watch.after_s / _LOOKS)
+            except queue.Empty:
+                self.look()
 
     def look(self) -> None:
         """Warn, if it is time to."""
@@ -235,18 +238,6 @@ class LateBatch:
             )
 
 
-def _look_often(watch: "weakref.ref[LateBatch]", wake: "queue.SimpleQueue[None]", every_s: float) -> None:
-    while True:
-        try:
-            return wake.get(timeout=every_s)
-        except queue.Empty:
-            watching = watch()
-            if watching is None:
-                return None
-            watching.look()
-            del watching
-
-
 def _where(batches: Any, consumer: int) -> str:
     """Who is at which samples, and the stack."""
     source, position = batches.source, batches.position
@@ -259,7 +250,7 @@ def _where(batches: Any, consumer: int) -> str:
     if getattr(source, "_workers", None):
         return _in_processes(source, position)
     loading = batches.background.thread.ident if batches.background is not None else consumer
-    newest = position.newest() if hasattr(position, "newest") else None
+    newest = position.newest()
     at = "" if newest is None else f", at {shortened(newest)}"
     return f"The training process loads it itself{at}. Its stack:\n{_stack_here(loading)}"
 
@@ -274,7 +265,7 @@ def _in_processes(iterator: Any, position: Any) -> str:
         return "The worker processes have nothing to do: what comes after them hangs, as decoding or pinning memory."
     worker = min(first, key=lambda one: first[one])
     pid = iterator._workers[worker].pid
-    index = position.index_of(first[worker]) if hasattr(position, "index_of") else None
+    index = position.index_of(first[worker])
     at = f"task {first[worker]} of this pass" if index is None else f"the samples {shortened(index)}"
     others = f" {len(first) - 1} other workers have work, too." if len(first) > 1 else ""
     return f"Worker {worker} (process {pid}) is at {at}.{others} Its stack:\n{stack_of(pid)}"

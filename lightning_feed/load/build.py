@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,33 +11,13 @@ from torch.utils.data import IterableDataset, RandomSampler
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.background import Watch
 from lightning_feed.load.loader import BatchDecoder, FeedLoader
-from lightning_feed.load.machine import Machine, read_machine
+from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.recommend import Recommendation, Workload, recommend
-from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
 
 _SAMPLES = (tuple, list, dict, str, bytes, torch.Tensor)
 """Types that have ``__getitem__`` and ``__len__`` and are no dataset, but what a dataset may give."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What the loaders have to know of the run. The defaults are those of a loader that is used by itself."""
-
-    device_type: str = "cpu"
-    """The type of the device that the batches go to."""
-    local_ranks: int = 1
-    """Training processes on this machine."""
-    sharing_ranks: int = 1
-    """Training processes that the samples of a map-style dataset are divided among."""
-    reserved_bytes: int = 0
-    """Memory, and room in /dev/shm, that caches have still to fill: workers must leave it alone."""
-    reload_every_n_epochs: int = 0
-    overfit: bool = False
-    """Whether a few batches are trained again and again, for which the order must stay."""
-    worker_init: WorkerInit = field(default_factory=WorkerInit)
-    """What workers do first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +48,7 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
     """
     training, stream = part.split == "train", isinstance(dataset, IterableDataset)
     drop_last = training and settings.drop_last
-    machine = _without(read_machine(), job.reserved_bytes)
+    machine = read_machine()
     found = recommend(
         machine,
         settings,
@@ -78,9 +58,7 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
             batches=_batches(dataset, part, job, drop_last=drop_last),
             loaders=part.together,
             iterable=stream,
-            device_type=job.device_type,
-            local_ranks=job.local_ranks,
-            reload_every_n_epochs=job.reload_every_n_epochs,
+            **vars(job),
         ),
     )
     sampler = None if stream else part.sampler(dataset)
@@ -97,7 +75,7 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
         pin_memory=found.pin_memory,
         drop_last=drop_last,
         timeout=settings.timeout_s if workers else 0,
-        worker_init_fn=job.worker_init if processes else None,
+        worker_init_fn=(job.worker_init or WorkerInit()) if processes else None,
         multiprocessing_context=settings.start_method if processes else None,
         prefetch_factor=found.prefetch_factor,
         persistent_workers=found.persistent_workers,
@@ -112,14 +90,6 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
         # Not left to torch: Lightning covers an error at the start of a loader with one of its own.
         refuse_unsendable(loader, part.name, settings.start_method or machine.start_method)
     return loader, found
-
-
-def _without(machine: Machine, reserved_bytes: int) -> Machine:
-    memory, shm = (
-        None if free is None else max(0, free - reserved_bytes)
-        for free in (machine.available_memory_bytes, machine.free_shm_bytes)
-    )
-    return replace(machine, available_memory_bytes=memory, free_shm_bytes=shm)
 
 
 def _batches(dataset: Any, part: Part, job: Job, *, drop_last: bool) -> int | None:

@@ -27,10 +27,6 @@ _WAY_OUT = (
     "at the end of an epoch (ModelCheckpoint(save_on_train_epoch_end=True)): there it may change."
 )
 _SIDE_BY_SIDE = "Several loaders are trained side by side, whose places cannot be carried over one by one"
-_OTHER_RANKS = (
-    "The checkpoint was saved by {ranks} ranks and this run has {now}. An iterable dataset is divided among the ranks, "
-    "so their places cannot be carried over. Resume with {ranks} ranks."
-)
 
 
 def is_feed_state(state: Mapping[str, Any]) -> bool:
@@ -56,11 +52,9 @@ def state_of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
     if "ranks" not in state:
         return dict(state)
     ranks: list[dict[str, Any]] = state["ranks"]
-    world = ranks_of_run()
-    if len(ranks) != world and ranks[0]["kind"] == "iterable":
-        raise ResumeError(_OTHER_RANKS.format(ranks=len(ranks), now=world))
-    mine = ranks[rank_of_run()] if len(ranks) == world else ranks[0]  # a sampler stands at the same place on all ranks
-    return {**mine, "beside": state.get("beside", 0), **({"world": len(ranks)} if "world" in mine else {})}
+    # A sampler stands at the same place on all ranks; for a stream, another number of them is refused below.
+    mine = ranks[rank_of_run()] if len(ranks) == ranks_of_run() else ranks[0]
+    return {**mine, "beside": state.get("beside", 0), "world": len(ranks)}
 
 
 def check_kind(state: Mapping[str, Any], kind: str, dataset: Any) -> None:
@@ -109,7 +103,10 @@ def _fitted_stream(state: dict[str, Any], loader: DataLoader[Any]) -> dict[str, 
         )
     ranks, now = state.get("world"), ranks_of_run()
     if ranks not in (None, now):
-        raise ResumeError(_OTHER_RANKS.format(ranks=ranks, now=now))
+        raise ResumeError(
+            f"The checkpoint was saved by {ranks} ranks and this run has {now}. An iterable dataset is divided among "
+            f"the ranks, so their places cannot be carried over. Resume with {ranks} ranks."
+        )
     before, size = state.get("batch_size", loader.batch_size), loader.batch_size
     if before == size:
         return state
@@ -182,22 +179,50 @@ def _fitted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Mappin
         return {**state, **new, "pass_start": kept, "batches": 0, "since": 0, "done": []}
     changed = _changes(old, new)
     if not same_samplers and not changed and "rest" not in state:
-        changed = [_other_sampler(state["pass_start"], samplers)]
+        were, are = (", ".join(n.removesuffix("#0") for n in names) for names in (state["pass_start"], samplers))
+        changed = [f"the sampler {are} in place of {were}" if were != are else f"other settings of the sampler {are}"]
     if not changed and state["since"] == 0 and not state["done"]:
         return state
+    dealt = all(one["order"] is not None and one["world"] in (1, one["shares"]) for one in (old, new))
     own = same_samplers and old["world"] == new["world"] and all(shares == new["shares"] for shares, _ in parts)
-    _refuse(state, (old, new), loader, " and ".join(changed) or "the changes that it was resumed with before", own=own)
-    state = {**state, **new, "order": old["order"], "done": parts, "rest": "own" if own else "dealt"}
+    why = _why_refused(state, loader, other_length=old["samples"] != new["samples"], carried=dealt or own)
+    what = " and ".join(changed) or "the changes that it was resumed with before"
+    if why:
+        raise ResumeError(
+            f"The checkpoint was saved in the middle of an epoch, and this run has {what}. {why}, so some samples "
+            f"would be repeated and others missed. {_WAY_OUT}"
+        )
+    state = {**state, **new, "order": old["order"], "done": parts, "rest": "dealt" if dealt else "own"}
     left, base, twice = _left(state, loader)
     if changed:
         logger.warning(
             "The checkpoint was saved in the middle of an epoch, and this run has %s. The epoch goes on after the "
             "samples that were trained%s%s.",
-            " and ".join(changed),
+            what,
             "" if left is None else f": {left} are left for each rank",
             f"; {twice} are trained twice, since all ranks need as many" if twice else "",
         )
     return {**state, "batches": base, "since": base}
+
+
+def _why_refused(state: Mapping[str, Any], loader: DataLoader[Any], *, other_length: bool, carried: bool) -> str:
+    """Why the rest of the epoch cannot be trained with this loader; empty where it can."""
+    if other_length:
+        return "The order of the epoch was drawn for the dataset as it was, and is another one for this length"
+    if state.get("beside"):
+        return _SIDE_BY_SIDE
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        return f"Which samples {type(loader.batch_sampler).__name__} would put into its batches now cannot be told"
+    if getattr(loader.dataset, "shard", None) is not None:
+        return (
+            "Each rank keeps its share of the samples on its device (cache_shard=True), and has trained of that alone"
+        )
+    if not carried:
+        return (
+            "The order of the samples is then known for torch's own samplers only, and where a DistributedSampler "
+            f"divides them among all ranks; this loader's is {type(_batching(loader)[0]).__name__}"
+        )
+    return ""
 
 
 def rest_of(state: Mapping[str, Any], loader: DataLoader[Any]) -> Callable[[], Iterator[Any]] | None:
@@ -232,57 +257,13 @@ def _samples_of_all(state: Mapping[str, Any]) -> int:
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What is not as it was, in words."""
-    changed = []
-    if _other_length(old, new):
-        changed.append(f"a dataset of {new['samples']} samples in place of {old['samples']}")
-    before, now = max(old["world"], old["shares"]), max(new["world"], new["shares"])
-    if before != now:
-        changed.append(f"{now} ranks in place of {before}")
-    elif old["shares"] != new["shares"]:
-        changed.append(f"a sampler that deals out {new['shares']} shares in place of {old['shares']}")
-    if old["batch_size"] != new["batch_size"]:
-        changed.append(f"batch_size={new['batch_size']} in place of {old['batch_size']}")
-    return changed
-
-
-def _other_length(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    return None not in (old["samples"], new["samples"]) and old["samples"] != new["samples"]
-
-
-def _other_sampler(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    were, are = (", ".join(name.removesuffix("#0") for name in names) or "none" for names in (old, new))
-    return f"the sampler {are} in place of {were}" if were != are else f"other settings of the sampler {are}"
-
-
-def _refuse(
-    state: Mapping[str, Any],
-    facts: tuple[Mapping[str, Any], Mapping[str, Any]],
-    loader: DataLoader[Any],
-    what: str,
-    *,
-    own: bool,
-) -> None:
-    """Raise a ResumeError for what cannot be carried over; ``own``: the loader's samplers go on where they were."""
-    known = all(one["order"] is not None and one["world"] in (1, one["shares"]) for one in facts)
-    why = ""
-    if _other_length(*facts):
-        why = "The order of the epoch was drawn for the dataset as it was, and is another one for this length"
-    elif state.get("beside"):
-        why = _SIDE_BY_SIDE
-    elif loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        why = f"Which samples {type(loader.batch_sampler).__name__} would put into its batches now cannot be told"
-    elif getattr(loader.dataset, "shard", None) is not None:
-        why = "Each rank keeps its share of the samples on its device (cache_shard=True), and has trained of that alone"
-    elif not own and not known:
-        why = (
-            "The order of the samples is then known for torch's own samplers only, and where a DistributedSampler "
-            f"divides them among all ranks; this loader's is {type(_batching(loader)[0]).__name__}"
-        )
-    if why:
-        raise ResumeError(
-            f"The checkpoint was saved in the middle of an epoch, and this run has {what}. {why}, so some samples "
-            f"would be repeated and others missed. {_WAY_OUT}"
-        )
+    words = {
+        "samples": "a dataset of {} samples in place of {}",
+        "ranks": "{} ranks in place of {}",
+        "batch_size": "batch_size={} in place of {}",
+    }
+    before, now = ({**one, "ranks": max(one["world"], one["shares"])} for one in (old, new))
+    return [text.format(now[name], before[name]) for name, text in words.items() if now[name] != before[name]]
 
 
 def _order(state: Mapping[str, Any]) -> list[int]:

@@ -1,18 +1,19 @@
-"""Crops: images decoded as far as is asked for, boxes drawn before that, and the standard recipes.
+"""Images: decoded as far as is asked for, boxes drawn before that; the standard recipes, and the user's own transforms.
 
 Crops are drawn before an image is decoded, so that any backend can decode, and all take the same. Everything is uint8.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from importlib import import_module
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, cast
 
+import numpy as np
 import torch
+from PIL import Image
 
-from lightning_feed.decode.decoders import Decoder, Pixels, Region, resize
-from lightning_feed.decode.header import Encoded
+from lightning_feed.decode.decoders import Decoder, Pixels, Region, draw_region, resize
+from lightning_feed.errors import SettingsError
 from lightning_feed.load.random_state import sample_generator
 from lightning_feed.load.trace import traced
 
@@ -21,60 +22,36 @@ QUALITIES: tuple[Quality, ...] = ("exact", "near", "fast")
 """``"exact"``: the pixels of torchvision's antialiased uint8 resize. ``"near"``: decoded at a smaller scale that
 still has twice the pixels each way, then the same resize. ``"fast"``: at the smallest that has as many, and resized
 without antialiasing. How far each is from the first is measured in docs/reference/decoders.md."""
-_TRIES = 10
 
 
 @dataclass(frozen=True, eq=False)
-class EncodedImage:
-    """An image that is still encoded."""
+class SourceImage:
+    """An image that is still encoded, or whose pixels are there: from a cache, or from a pack of pixels."""
 
-    data: Encoded
-    decoder: Decoder
+    data: Any
+    """Encoded, or the pixels. Not written to."""
+    decoder: Decoder | None = None
+    """None for pixels."""
 
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels."""
-        return self.decoder.size(self.data)
+        height, width = self.data.shape[:2] if self.decoder is None else self.decoder.size(self.data)
+        return height, width
 
     def whole(self) -> Pixels:
         """All pixels."""
+        if self.decoder is None:
+            return cast("Pixels", self.data)
         with traced("decode"):
             return self.decoder.decode(self.data)
 
     def region(self, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        """The pixels of ``region``; at a smaller scale that is at least ``cover`` (height, width), if that is given."""
-        decode_region = getattr(self.decoder, "decode_region", None)  # isinstance with a protocol takes 15 us
-        if decode_region is None:
-            return _part(self.whole(), region)
+        """The pixels of ``region``; if they are encoded, at a smaller scale that is at least ``cover`` (height, width),
+        where that is given."""
+        if self.decoder is None:
+            return region.cut(self.data)
         with traced("decode"):
-            found: Pixels = decode_region(self.data, region, cover=cover)
-        return found
-
-
-@dataclass(frozen=True, eq=False)
-class DecodedImage:
-    """An image whose pixels are there: from a cache, or from a pack of pixels. They are not written to."""
-
-    pixels: Pixels
-
-    def size(self) -> tuple[int, int]:
-        """(height, width) in pixels."""
-        return self.pixels.shape[0], self.pixels.shape[1]
-
-    def whole(self) -> Pixels:
-        """All pixels."""
-        return self.pixels
-
-    def region(self, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        """The pixels of ``region``, at full size: there is nothing to save with a smaller scale."""
-        return _part(self.pixels, region)
-
-
-def _part(pixels: Pixels, region: Region) -> Pixels:
-    part: Pixels = pixels[region.top : region.top + region.height, region.left : region.left + region.width]
-    return part
-
-
-AnyImage: TypeAlias = EncodedImage | DecodedImage
+            return self.decoder.decode_region(self.data, region, cover=cover)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +68,7 @@ class CropSpec:
     """Whether left and right change places."""
 
 
-def crop_image(image: AnyImage, crop: CropSpec, quality: Quality) -> torch.Tensor:
+def crop_image(image: SourceImage, crop: CropSpec, quality: Quality) -> torch.Tensor:
     """The pixels of a crop: uint8, shape (3, height, width) of its window, channels last in memory."""
     cover = {
         "exact": None,
@@ -112,7 +89,7 @@ class Recipe(Protocol):
     def crops(self) -> bool:
         """Whether only a part of each image is asked for."""
 
-    def __call__(self, image: AnyImage) -> Any:
+    def __call__(self, image: SourceImage) -> Any:
         """Make the image part of a sample."""
 
 
@@ -140,7 +117,7 @@ class TrainRecipe:
             region=region, resized=(self.size, self.size), window=whole, flipped=drawn < self.flip_probability
         )
 
-    def __call__(self, image: AnyImage) -> torch.Tensor:
+    def __call__(self, image: SourceImage) -> torch.Tensor:
         """Crop, resize, and flip or not."""
         return crop_image(image, self.spec(*image.size()), self.quality)
 
@@ -171,7 +148,7 @@ class EvalRecipe:
             flipped=False,
         )
 
-    def __call__(self, image: AnyImage) -> torch.Tensor:
+    def __call__(self, image: SourceImage) -> torch.Tensor:
         """Resize, and crop the middle."""
         return crop_image(image, self.spec(*image.size()), self.quality)
 
@@ -186,47 +163,75 @@ class SquareRecipe:
     size: int = 256
     crops: ClassVar[bool] = False
 
-    def __call__(self, image: AnyImage) -> torch.Tensor:
+    def __call__(self, image: SourceImage) -> torch.Tensor:
         """Resize to the square."""
         return resize(image.whole(), (self.size, self.size))
 
 
-def draw_region(
-    height: int,
-    width: int,
-    scale: Sequence[float],
-    ratio: Sequence[float],
-    generator: torch.Generator | None = None,
-) -> Region:
-    """The box of a RandomResizedCrop, by the draws of torchvision's (area uniform, aspect log-uniform, ten tries, then
-    the middle; Szegedy et al., arXiv 1409.4842).
+class UserTransform:
+    """The user's transform, of torchvision v1 or v2 or any callable, for one image.
+
+    It gets what it was written for: a PIL image when a step of it takes no tensors (``ToTensor``, ``PILToTensor``) or
+    is not of torchvision, else a uint8 tensor (3, H, W). A ``RandomResizedCrop`` that comes first draws its box before
+    the image is decoded, so that only that box has to be.
 
     Args:
-        height: of the image, in pixels.
-        width: of the image, in pixels.
-        scale: least and largest share of the area.
-        ratio: least and largest width / height.
-        generator: None for torch's default.
+        transform: called with one image.
+        kind: what it takes; ``"auto"`` looks at its steps.
     """
-    shortest, longest = _logarithms(*ratio)
-    # Not of the default dtype, which precision="bf16-true" changes while a step runs, beside threads that draw.
-    drawn = torch.empty(1, dtype=torch.float32, device="cpu")
-    for _ in range(_TRIES):
-        area = height * width * drawn.uniform_(scale[0], scale[1], generator=generator).item()
-        aspect = drawn.uniform_(shortest, longest, generator=generator).exp().item()
-        rows, columns = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
-        if 0 < columns <= width and 0 < rows <= height:
-            top = int(torch.randint(height - rows + 1, (1,), generator=generator, device="cpu").item())
-            left = int(torch.randint(width - columns + 1, (1,), generator=generator, device="cpu").item())
-            return Region(top, left, rows, columns)
-    rows, columns = height, width
-    if width / height < min(ratio):
-        rows = round(width / min(ratio))
-    elif width / height > max(ratio):
-        columns = round(height * max(ratio))
-    return Region((height - rows) // 2, (width - columns) // 2, rows, columns)
+
+    def __init__(self, transform: Callable[[Any], Any], kind: Literal["auto", "tensor", "pil"] = "auto") -> None:
+        if not callable(transform):
+            raise SettingsError(
+                f"transform={transform!r} cannot be called. Give a torchvision transform, or a function."
+            )
+        if kind not in ("auto", "tensor", "pil"):
+            raise SettingsError(f"transform_input={kind!r} is not a choice. Give 'auto', 'tensor' or 'pil'.")
+        self.transform = transform
+        self.takes_pil = kind == "pil" or (kind == "auto" and not _takes_tensors(transform))
+        steps = _steps(transform)
+        self.crops = bool(steps) and _of_torchvision(steps[0], "RandomResizedCrop")
+        self._steps = steps if self.crops else []
+        if self.crops:
+            version = ".v2" if ".v2." in type(steps[0]).__module__ else ""  # they round differently
+            self._resize = import_module(f"torchvision.transforms{version}.functional").resize
+
+    def __call__(self, image: SourceImage) -> Any:
+        """Apply the transform."""
+        if not self.crops:
+            return self.transform(self._image(image.whole()))
+        crop, *rest = self._steps
+        region = draw_region(*image.size(), crop.scale, crop.ratio, sample_generator())
+        pixels, size = self._image(image.region(region)), list(crop.size)
+        made: Any = self._resize(pixels, size, interpolation=crop.interpolation, antialias=crop.antialias)
+        for step in rest:
+            made = step(made)
+        return made
+
+    def _image(self, pixels: Pixels) -> Any:
+        if self.takes_pil:
+            return Image.fromarray(pixels)
+        # Without gaps: v2's resize would fall into a slow path. Writable: torch warns of memory that is not.
+        return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
 
 
-@lru_cache
-def _logarithms(*values: float) -> tuple[float, ...]:
-    return tuple(torch.log(torch.tensor(values, dtype=torch.float32, device="cpu")).tolist())  # as torchvision has it
+def _of_torchvision(thing: Any, *names: str) -> bool:
+    """Whether it is one of torchvision's transforms: by name, since importing them takes a spawned worker 2 s."""
+    return type(thing).__module__.startswith("torchvision.") and (not names or type(thing).__name__ in names)
+
+
+def _takes_tensors(transform: Any) -> bool:
+    if _of_torchvision(transform, "ToTensor", "PILToTensor", "Lambda"):  # what a Lambda takes cannot be seen
+        return False
+    if type(transform) is not torch.nn.Sequential and not _of_torchvision(transform):
+        return False
+    inner = getattr(transform, "transforms", None)
+    if inner is None and isinstance(transform, torch.nn.Module):
+        inner = transform.children()
+    return all(map(_takes_tensors, inner or ()))
+
+
+def _steps(transform: Any) -> list[Any]:
+    if _of_torchvision(transform, "Compose"):
+        return list(transform.transforms)
+    return list(transform) if type(transform) is torch.nn.Sequential else [transform]

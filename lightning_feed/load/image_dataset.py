@@ -3,7 +3,8 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -18,9 +19,9 @@ from lightning_feed.archive.remote import RemoteSamples
 from lightning_feed.decode.decoders import Decoder, Pixels, Region
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError, printable
-from lightning_feed.load.bad_samples import BadSamples, Skipped, fill_skipped
 from lightning_feed.load.cacheable import CacheableDataset
-from lightning_feed.load.crop import CropSpec, DecodedImage, EncodedImage, EvalRecipe, Recipe, TrainRecipe, crop_image
+from lightning_feed.load.collate import BadSamples, Skipped, fill_skipped
+from lightning_feed.load.crop import CropSpec, EvalRecipe, Recipe, SourceImage, TrainRecipe, crop_image
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.trace import traced
 
@@ -140,40 +141,36 @@ class ImageDataset(CacheableDataset):
         """All pixels: uint8, shape (H, W, 3), RGB."""
         if holds_pixels(data):
             return data
-        try:
-            with traced("decode"):
-                return self.decoder.decode(data)
-        except DecodeError as error:
-            raise self._named(index, error) from error
+        with self._naming(index), traced("decode"):
+            return self.decoder.decode(data)
 
     def augment(self, decoded: Pixels, index: int) -> Any:
         """The sample, made from all pixels."""
         with traced("augment"):
-            return self.recipe(DecodedImage(decoded)), int(self.source.labels[index])
+            return self.recipe(SourceImage(decoded)), int(self.source.labels[index])
 
     def plain(self, decoded: Pixels, index: int) -> Any:
         """The sample to keep on a device."""
         if self.kept is None:
             return self.augment(decoded, index)
         height, width = decoded.shape[:2]
-        return self.kept(DecodedImage(decoded)), int(self.source.labels[index]), np.float32(width / height)
+        return self.kept(SourceImage(decoded)), int(self.source.labels[index]), np.float32(width / height)
 
     def _sample(self, index: int) -> Any:
         if self.cache is not None and self.cache.kind == "decoded":
             return self.augment(self.cached_decoded(index), index)
         data = self.cached_bytes(index)
-        if holds_pixels(data):
-            return self.augment(data, index)
-        try:
-            # Not decode() and augment(): the recipe may need a part of the image only.
-            with traced("augment"):
-                image = self.recipe(EncodedImage(data, self.decoder))
-        except DecodeError as error:
-            raise self._named(index, error) from error
-        return image, int(self.source.labels[index])
+        decoder = None if holds_pixels(data) else self.decoder
+        # Not decode() and augment(): the recipe may need a part of the image only.
+        with self._naming(index), traced("augment"):
+            return self.recipe(SourceImage(data, decoder)), int(self.source.labels[index])
 
-    def _named(self, index: int, error: DecodeError) -> DecodeError:
-        return DecodeError(f"{self.source.name(index)} (sample {index}): {error}")
+    @contextmanager
+    def _naming(self, index: int) -> Iterator[None]:
+        try:
+            yield
+        except DecodeError as error:
+            raise DecodeError(f"{self.source.name(index)} (sample {index}): {error}") from error
 
     # --- samples that are decoded later -------------------------------------------------------------------------------
 
@@ -190,10 +187,8 @@ class ImageDataset(CacheableDataset):
                 f"{self.source.name(index)} (sample {index}) holds pixels: there is nothing to decode. "
                 'Use backend="torch" for a pack of pixels.'
             )
-        try:
+        with self._naming(index):
             size = self.decoder.size(data)
-        except DecodeError as error:
-            raise self._named(index, error) from error
         crop = self.crop_recipe.spec(*size, generator)
         return EncodedSample(data, size, crop, int(self.source.labels[index]), index)
 
@@ -216,12 +211,9 @@ class ImageDataset(CacheableDataset):
             return cast("tuple[Tensor, int] | Skipped", found)
 
     def _decoded(self, sample: "EncodedSample") -> tuple[Tensor, int]:
-        image = EncodedImage(sample.data, self.decoder)
-        try:
-            with traced("augment"):
-                return crop_image(image, sample.crop, self.crop_recipe.quality), sample.label
-        except DecodeError as error:
-            raise self._named(sample.index, error) from error
+        image = SourceImage(sample.data, self.decoder)
+        with self._naming(sample.index), traced("augment"):
+            return crop_image(image, sample.crop, self.crop_recipe.quality), sample.label
 
     @property
     def crop_recipe(self) -> TrainRecipe | EvalRecipe:

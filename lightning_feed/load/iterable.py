@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from lightning_feed.load.order import EpochOrder, Pass
+
 
 class Stamped(NamedTuple):
     """A batch and where its worker stood after it.
@@ -162,30 +164,24 @@ class StampingCollate:
         return stamp._replace(batch=self.collate(samples))
 
 
-class IterablePass:
+class IterablePass(Pass):
     """One pass over an iterable dataset: batches handed out, and the place of each worker after its last one.
 
     Args:
+        order: see :class:`Pass`.
         num_workers: of the loader.
-        epoch: of this pass; None without an order.
-        cycle: how many passes of the same epoch came before this one.
-        resume: the state to go on from, None for a pass from its beginning.
+        **begun: see :class:`Pass`.
     """
 
-    def __init__(self, num_workers: int, *, epoch: int | None, cycle: int, resume: Mapping[str, Any] | None) -> None:
-        self.epoch, self.cycle, self.origin = epoch, cycle, resume
+    def __init__(self, order: EpochOrder | None, *, num_workers: int, **begun: Any) -> None:
+        super().__init__(order, **begun)
         self.num_workers = num_workers
         self.base_state: Any = None
         """State of the user's ``DataLoader(generator=...)`` at the start: it decides the workers' seeds."""
-        begun: Mapping[str, Any] = resume or {"batches": 0, "next_worker": 0, "workers": {}}
-        self.batches: int = begun["batches"]
-        self.next_worker: int = begun["next_worker"]
-        self._saved: dict[int, Mapping[str, Any]] = dict(begun["workers"])
+        start: Mapping[str, Any] = self.origin or {"next_worker": 0, "workers": {}}
+        self.next_worker: int = start["next_worker"]
+        self._saved: dict[int, Mapping[str, Any]] = dict(start["workers"])
         self._stamps: dict[int, Stamped] = {}
-        self.exact = True
-        self.facts: dict[str, Any] = {}
-        """The ranks and the batch size that its state holds."""
-        self.ended = False  # set when the pass has come to the end of its data
 
     def dataset(self, dataset: Any, batch_size: int | None) -> ResumableDataset:
         """The user's dataset as the workers get it."""

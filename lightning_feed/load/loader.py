@@ -175,7 +175,7 @@ class FeedLoader(DataLoader[Any]):
             "kind": self._kind,
             "seed": self.order.seed if self.order is not None else None,
             "begun": now is not None,
-            "exact": (self.in_order or self.num_workers < 2) and getattr(now, "exact", True),
+            "exact": (self.in_order or self.num_workers < 2) and (now is None or now.exact),
         }
         if now is None:
             return state
@@ -242,12 +242,12 @@ class FeedLoader(DataLoader[Any]):
             epoch, cycle, last = self.order.epoch() if self.order is not None else None, 0, self._position
             if epoch is not None and last is not None and last.epoch == epoch:
                 cycle = last.cycle + (1 if last.batches else 0)
+        begun: dict[str, Any] = {"epoch": epoch, "cycle": cycle, "resume": resume}
         if self._kind == "iterable":
-            stream = IterablePass(self.num_workers, epoch=epoch, cycle=cycle, resume=resume)
+            stream = IterablePass(self.order, num_workers=self.num_workers, **begun)
             stream.facts = {"world": ranks_of_run(), "batch_size": self.batch_size}
             return stream
-        ahead = self.num_workers * (self.prefetch_factor or 1)
-        position = MapPass(self.order, epoch=epoch, cycle=cycle, resume=resume, ahead=ahead)
+        position = MapPass(self.order, ahead=self.num_workers * (self.prefetch_factor or 1), **begun)
         position.rest = None if resume is None else rest_of(resume, self)
         return position
 
@@ -279,12 +279,10 @@ class FeedLoader(DataLoader[Any]):
         # Drawn where DataLoader draws the seed of its workers, from what it draws it from.
         with drawing_device(self.generator):
             base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-        if self.order is not None and position.epoch is not None:
-            self._sample_seed, seed = None, mix_seed(self.order.seed, position.epoch, position.cycle, "samples")
-        else:
-            saved = position.origin.get("sample_seed") if position.origin is not None else None
-            seed = saved if saved is not None else mix_seed(base_seed, 1, 0, "samples")
-            self._sample_seed = seed
+        self._sample_seed, seed = None, position.seed_for("samples")
+        if seed is None:
+            saved = (position.origin or {}).get("sample_seed")
+            self._sample_seed = seed = mix_seed(base_seed, 1, 0, "samples") if saved is None else saved
         probe, self._probed = not self._probed, True
         return ThreadPass(self, iter(self._index), first=position.batches, seed=seed, probe=probe)
 
@@ -310,11 +308,8 @@ class FeedLoader(DataLoader[Any]):
                 self.generator.set_state(saved)
             position.base_state = self.generator.get_state()
             return self.generator  # type: ignore[no-any-return]
-        if self.order is None or position.epoch is None:
-            return None
-        generator = PassGenerator()
-        generator.manual_seed(mix_seed(self.order.seed, position.epoch, position.cycle, "workers"))
-        return generator
+        seed = position.seed_for("workers")
+        return None if seed is None else PassGenerator().manual_seed(seed)
 
 
 class LoaderPass(Iterator[Any]):
@@ -338,10 +333,7 @@ class LoaderPass(Iterator[Any]):
         decode: BatchDecoder | None = None,
         watch: Watch | None = None,
     ) -> None:
-        self._end = LoaderError(
-            "This pass over the loader was closed before its end: by close(), by a loaded state, or because a new pass "
-            "began. Begin a new pass with iter(loader)."
-        )
+        self._end = "was closed before its end: by close(), by a loaded state, or because a new pass began"
         self.source: Iterator[Any] | None = source
         self.position = position
         self.taken = 0
@@ -354,7 +346,9 @@ class LoaderPass(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._upstream is None:
-            raise StopIteration if self.position.ended else self._end
+            if self.position.ended:
+                raise StopIteration
+            raise LoaderError(f"This pass over the loader {self._end}. Begin a new pass with iter(loader).")
         late = self._late
         try:
             if late is not None:
@@ -363,13 +357,8 @@ class LoaderPass(Iterator[Any]):
                 item = next(self._upstream)
                 while isinstance(item, Stamped) and item.skip:
                     item = next(self._upstream)
-        except StopIteration as end:
-            early = self._ended(end)
-            if early is None:
-                raise
-            raise early from end
         except BaseException as error:
-            plainer = self._failed(error)
+            plainer = self._ended(error) if isinstance(error, StopIteration) else self._failed(error)
             if plainer is None:
                 raise
             raise plainer from error
@@ -389,12 +378,12 @@ class LoaderPass(Iterator[Any]):
         told = str(end).strip()
         # Else others were asked for since.
         at = f", at {position.newest()!r:.200}" if self.taken + 1 == position.given else ""
-        self._end = LoaderError(
+        self._end = "ended early, with StopIteration"
+        return LoaderError(
             f"The dataset, or collate_fn, raised StopIteration for batch {position.batches} of the epoch{at}. A loop "
             "takes that for the end of the epoch, and the rest of it would never be trained. Mend the dataset, or "
             f"raise another error there.{f' The worker said: {told}' if told else ''}"
         )
-        return self._end
 
     def _failed(self, error: BaseException) -> LoaderError | None:
         """End the pass and its workers; the error to raise in place of one that says less."""
@@ -409,10 +398,7 @@ class LoaderPass(Iterator[Any]):
         else:
             self.close()
             _end_workers(source, all_of_them=ended is not None)
-        self._end = LoaderError(
-            f"This pass over the loader ended with {type(error).__name__}: {error}. "
-            "It has no further batches; begin a new pass with iter(loader)."
-        )
+        self._end = f"ended with {type(error).__name__}: {error}"
         return None if ended is None or isinstance(error, RuntimeError) else LoaderError(ended)
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """The limits of this process: CPUs, memory, shared memory, start method, and what workers may take of them."""
 
+import math
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -75,26 +76,32 @@ class Footprint:
     """Whether the workers are threads, which hand over what they have made as it is."""
     sharers: int = 1
     """Loaders like this one on the machine, itself included."""
+    reserved_bytes: int = 0
+    """What others have still to take, of memory and /dev/shm each."""
 
 
 def exceeded_limit(machine: Machine, taken: Footprint) -> str:
     """The limit that a loader would exceed, as a sentence; empty when all hold."""
     batches_bytes = taken.batches * taken.batch_bytes
     for_all = f" for each of {taken.sharers} loaders on this machine" if taken.sharers > 1 else ""
-    shm = None if taken.threads else machine.free_shm_bytes
-    if shm is not None and batches_bytes > SHM_SHARE * shm / taken.sharers:
+    shm = _left(None if taken.threads else machine.free_shm_bytes, taken)
+    if batches_bytes > SHM_SHARE * shm / taken.sharers:
         return (
             f"{taken.size} need {mib(batches_bytes)}{for_all}, more than {SHM_SHARE:.0%} of the {mib(shm)} free in "
             "/dev/shm; a container gets more by `docker run --shm-size`"
         )
-    memory = machine.available_memory_bytes
+    memory = _left(machine.available_memory_bytes, taken)
     total = batches_bytes + taken.workers * taken.worker_bytes
-    if memory is not None and total > MEMORY_SHARE * memory / taken.sharers:
+    if total > MEMORY_SHARE * memory / taken.sharers:
         return (
             f"{plural(taken.workers, 'worker')} at {mib(taken.worker_bytes)} and {taken.size} need {mib(total)}"
             f"{for_all}, more than {MEMORY_SHARE:.0%} of the {mib(memory)} of free memory"
         )
     return ""
+
+
+def _left(free: int | None, taken: Footprint) -> float:
+    return math.inf if free is None else max(0, free - taken.reserved_bytes)
 
 
 def mib(size: float) -> str:

@@ -100,33 +100,52 @@ def find_samplers(*roots: object) -> dict[str, Any]:
     return named
 
 
-class MapPass:
-    """One pass over a map-style dataset: where it stands, and what its order was made from.
+class Pass:
+    """One pass over a loader: where it stands.
 
     Args:
         order: what decides the order; None leaves every decision to torch's global generator, as DataLoader does.
         epoch: of this pass; None without an order.
         cycle: how many passes of the same epoch came before this one.
         resume: the state to go on from, None for a pass from its beginning.
-        ahead: batches whose indices are remembered, for :meth:`index_of`.
     """
 
     def __init__(
-        self,
-        order: EpochOrder | None,
-        *,
-        epoch: int | None,
-        cycle: int,
-        resume: Mapping[str, Any] | None,
-        ahead: int = 1,
+        self, order: EpochOrder | None, *, epoch: int | None, cycle: int, resume: Mapping[str, Any] | None
     ) -> None:
         self.order, self.epoch, self.cycle, self.origin = order, epoch, cycle, resume
-        self.ended = False  # set when the pass has come to the end of its data
         self.batches: int = resume["batches"] if resume is not None else 0
+        self.ended = False  # set when the pass has come to the end of its data
+        self.exact = True
+        self.facts: dict[str, Any] = {}
+        """The configuration of the loader, as far as its state holds it."""
+
+    def seed_for(self, stream: str) -> int | None:
+        """A seed for one user of randomness in this pass; None without an order."""
+        if self.order is None or self.epoch is None:
+            return None
+        return mix_seed(self.order.seed, self.epoch, self.cycle, stream)
+
+    def index_of(self, number: int) -> Any:
+        """The index that was asked for as the ``number``-th of this pass, from 0; None where it is not known."""
+
+    def newest(self) -> Any:
+        """The index that was asked for last; None where it is not known."""
+
+
+class MapPass(Pass):
+    """One pass over a map-style dataset: where it stands, and what its order was made from.
+
+    Args:
+        order: see :class:`Pass`.
+        ahead: batches whose indices are remembered, for :meth:`index_of`.
+        **begun: see :class:`Pass`.
+    """
+
+    def __init__(self, order: EpochOrder | None, *, ahead: int = 1, **begun: Any) -> None:
+        super().__init__(order, **begun)
         self.skip = self.batches
         self.pass_start: dict[str, dict[str, Any]] = {}
-        self.facts: dict[str, Any] = {}
-        """The configuration of the loader, as :func:`facts_of` gives it."""
         self.rest: Callable[[], Iterator[Any]] | None = None
         """Gives the indices of a pass that goes on in another configuration than that of the state."""
         self.given = 0
@@ -145,12 +164,12 @@ class MapPass:
         self._recent.append(index)
 
     def index_of(self, number: int) -> Any:
-        """The index that was asked for as the ``number``-th of this pass, from 0; None where it is forgotten."""
+        """See :meth:`Pass.index_of`."""
         back = self.given - number
         return self._recent[-back] if 0 < back <= len(self._recent) else None
 
     def newest(self) -> Any:
-        """The index that was asked for last; None before the first."""
+        """See :meth:`Pass.newest`."""
         return self.index_of(self.given - 1)
 
     def state(self) -> dict[str, Any]:
@@ -199,22 +218,17 @@ class MapPass:
                 generator.set_state(saved["generator"])
             start["generator"] = generator.get_state()
         elif isinstance(sampler, Sampler) and hasattr(sampler, "generator"):
-            seed = saved["seed"] if "seed" in saved else self._seed_for(name, sampler)
+            seed = saved["seed"] if "seed" in saved else self.seed_for(name)
+            if seed is None and isinstance(sampler, RandomSampler):
+                # What RandomSampler.__iter__ does itself without a generator, so the order is the one of a plain
+                # DataLoader; done here, the seed can be recorded.
+                seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
             if seed is not None:
                 # A new object, not the old one reseeded: an older pass may still be drawing from its own.
                 sampler.generator = PassGenerator()
                 sampler.generator.manual_seed(seed)
                 start["seed"] = seed
         return start
-
-    def _seed_for(self, name: str, sampler: object) -> int | None:
-        if self.order is not None and self.epoch is not None:
-            return mix_seed(self.order.seed, self.epoch, self.cycle, name)
-        if isinstance(sampler, RandomSampler):
-            # What RandomSampler.__iter__ does itself without a generator, so the order is the one of a plain
-            # DataLoader; done here, the seed can be recorded.
-            return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        return None
 
 
 def _order_after(now: MapPass, samplers: Mapping[str, Any]) -> Iterator[int]:

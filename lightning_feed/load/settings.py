@@ -1,32 +1,35 @@
-"""LoaderSettings: how loaders are to be built, one frozen value that is checked when it is made."""
+"""LoaderSettings, how loaders are to be built, and what is chosen for what they leave open, with reasons."""
 
 import math
 import multiprocessing
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 
 MOST = 1024
 """More workers, or more batches ahead, than any machine serves: a typing error."""
 SEEDS = 2**32
 """Seeds go up to here, as in NumPy and in Lightning."""
-_NUMBERS: dict[str, tuple[int, int, tuple[str | None, ...]]] = {
-    "num_workers": (0, MOST, ("auto", "tune")),
-    "prefetch_factor": (1, MOST, ("auto",)),
-    "background": (0, MOST, ()),
-    "seed": (0, SEEDS - 1, (None,)),
-    "sample_bytes": (1, 2**50, (None,)),
+_NONE = range(0)
+_ALLOWED: dict[str, tuple[range, tuple[object, ...]]] = {
+    "num_workers": (range(MOST + 1), ("auto", "tune")),
+    "workers": (_NONE, ("process", "thread")),
+    "prefetch_factor": (range(1, MOST + 1), ("auto",)),
+    "pin_memory": (_NONE, (True, False, "auto")),
+    "persistent_workers": (_NONE, (True, False, "auto")),
+    "background": (range(MOST + 1), ()),
+    "in_order": (_NONE, (True, False)),
+    "drop_last": (_NONE, (True, False)),
+    "shuffle": (_NONE, (True, False)),
+    "start_method": (_NONE, (*multiprocessing.get_all_start_methods(), None)),
+    "seed": (range(SEEDS), (None,)),
+    "sample_bytes": (range(1, 2**50 + 1), (None,)),
 }
-"""Lowest and highest value, and what may be given in place of a number."""
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "workers": ("process", "thread"),
-    "pin_memory": (True, False, "auto"),
-    "persistent_workers": (True, False, "auto"),
-    "in_order": (True, False),
-    "drop_last": (True, False),
-    "shuffle": (True, False),
-}
+"""Whole numbers, and other values, that may be given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,19 +77,12 @@ class LoaderSettings:
     """Bytes of one sample as the dataset gives it, if known: the bound on shared memory is then exact."""
 
     def __post_init__(self) -> None:
-        for name, (lowest, highest, words) in _NUMBERS.items():
+        for name, (numbers, others) in _ALLOWED.items():
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
-            if not whole and not _is_one_of(value, words):
-                others = f" or {words[0]!r}" if words else ""
-                raise SettingsError(
-                    f"{name}={value!r} is not possible. Give a whole number from {lowest} to {highest}{others}."
-                )
-        methods = (*multiprocessing.get_all_start_methods(), None)
-        for name, choices in {**_CHOICES, "start_method": methods}.items():
-            value = getattr(self, name)
-            if not _is_one_of(value, choices):
-                raise SettingsError(f"{name}={value!r} is not a choice. Give one of {', '.join(map(repr, choices))}.")
+            if not _is_one_of(value, others) and not (type(value) is int and value in numbers):
+                allowed = [f"a whole number from {numbers[0]} to {numbers[-1]}"] if numbers else []
+                allowed += [repr(other) for other in others]
+                raise SettingsError(f"{name}={value!r} is not possible. Give {' or '.join(allowed)}.")
         for name, zero in (("timeout_s", "to wait for ever"), ("warn_after_s", "to say nothing")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
@@ -128,3 +124,211 @@ class LoaderSettings:
 def _is_one_of(value: object, choices: tuple[object, ...]) -> bool:
     """Whether it is one of them by type, too: 1 is not True."""
     return any(type(value) is type(choice) and value == choice for choice in choices)
+
+
+ASSUMED_SAMPLE_BYTES = 3 * 224 * 224 * 4
+"""A float32 image of 3 x 224 x 224, where the size of a sample is not known: most samples are no larger."""
+TORCH_PREFETCH = 2
+PINNING_DEVICES = ("cuda", "xpu")
+"""Device types to which a copy from page-locked memory can overlap with computing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the loaders have to know of the run. The defaults are those of a loader that is used by itself."""
+
+    device_type: str = "cpu"
+    """The type of the device that the batches go to, as in ``torch.device.type``."""
+    local_ranks: int = 1
+    """Training processes on this machine, this one included."""
+    sharing_ranks: int = 1
+    """Training processes that the samples of a map-style dataset are divided among."""
+    reserved_bytes: int = 0
+    """Memory, and room in /dev/shm, that caches have still to fill: workers must leave it alone."""
+    reload_every_n_epochs: int = 0
+    """The Trainer's ``reload_dataloaders_every_n_epochs``."""
+    overfit: bool = False
+    """Whether a few batches are trained again and again, for which the order must stay."""
+    worker_init: Callable[[int], None] | None = None
+    """What workers do first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(Job):
+    """What one loader has to serve."""
+
+    split: str
+    """``"train"``, ``"val"``, ``"test"`` or ``"predict"``."""
+    batch_size: int
+    batches: int | None
+    """Batches of an epoch on one rank; None where the dataset has no length."""
+    loaders: int = 1
+    """Loaders that run at the same time, this one included."""
+    iterable: bool = False
+    """Whether the dataset is a stream, from which workers cannot pick samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The values to build a loader with, and why."""
+
+    num_workers: int
+    prefetch_factor: int | None
+    """Batches that each worker loads ahead; None without workers."""
+    pin_memory: bool
+    persistent_workers: bool
+    reasons: dict[str, str]
+    """A reason for each of the values, by its name; for ``workers`` where it is not the default."""
+    workers: Literal["process", "thread"] = "process"
+    """What the workers are."""
+    warnings: tuple[str, ...] = ()
+    """What may go wrong with values that were given, or that nothing could be done about."""
+
+    def describe(self) -> str:
+        """One line for each value: what it is and why."""
+        return "\n".join(f"{name}={getattr(self, name)}: {reason}" for name, reason in self.reasons.items())
+
+
+def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) -> Recommendation:
+    """Choose what ``settings`` leaves to ``"auto"``. Given values are kept, with a warning where they may hurt.
+
+    Raises:
+        SettingsError: for persistent workers with loaders that are made anew every few epochs.
+    """
+    workers, why_workers = _workers(machine, settings, workload)
+    prefetch, why_prefetch = TORCH_PREFETCH, "torch's default; more helps only where samples differ much in cost"
+    if settings.prefetch_factor != "auto":
+        prefetch, why_prefetch = settings.prefetch_factor, "as given"
+    exceeded = partial(_exceeded_limit, machine, settings, workload)
+    wanted = workers, prefetch
+    while exceeded(workers, prefetch) and (fewer := _fewer(settings, workers, prefetch)):
+        workers, prefetch = fewer
+    warnings: tuple[str, ...] = ()
+    still_exceeded = exceeded(workers, prefetch)
+    if still_exceeded:
+        warnings = (f"num_workers={workers}, prefetch_factor={prefetch}: {still_exceeded}",)
+        why_workers += f"; WARNING: {still_exceeded}"
+        why_prefetch += f"; WARNING: {still_exceeded}"
+    if workers < wanted[0]:
+        why_workers += f"; {wanted[0]} would be too many: {exceeded(wanted[0], prefetch)}"
+        if workers == 0:
+            warnings += (f"num_workers=0: {why_workers}",)
+    if workers == 0:
+        why_prefetch = "there are no workers to load ahead"
+    elif prefetch < wanted[1]:
+        why_prefetch += f"; {wanted[1]} would be too many: {exceeded(*wanted)}"
+    pin, why_pin = _pin(settings, workload)
+    persistent, why_persistent = _persistent(settings, workload, workers)
+    return Recommendation(
+        num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
+        pin_memory=pin,
+        persistent_workers=persistent,
+        workers=settings.workers,
+        reasons={
+            **({"workers": "as given"} if settings.workers == "thread" else {}),
+            "num_workers": why_workers,
+            "prefetch_factor": why_prefetch,
+            "pin_memory": why_pin,
+            "persistent_workers": why_persistent,
+        },
+        warnings=warnings,
+    )
+
+
+def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> tuple[int, str]:
+    if isinstance(settings.num_workers, int):  # "tune", where there is no trial, is as "auto"
+        return settings.num_workers, "as given"
+    needed = ", ".join(settings.asking_for_workers())
+    if workload.batches is not None and workload.batches <= 1 and not needed:
+        return 0, "a single batch leaves nothing to load beside it"
+    if workload.iterable:
+        return 1, (
+            "each worker of an IterableDataset goes through the whole stream, unless the dataset divides it by "
+            "torch.utils.data.get_worker_info(); if yours does, set num_workers"
+        )
+    workers = machine.usable_cpus // workload.local_ranks
+    why = f"{machine.usable_cpus} {machine.cpu_reason}"
+    if workload.local_ranks > 1:
+        why += f" for {workload.local_ranks} ranks"
+    if workers >= 4:
+        workers -= 1
+        why += ", less one for the training process"
+    if workload.loaders > 1:
+        workers //= workload.loaders
+        why += f", shared by {workload.loaders} loaders"
+    if settings.workers == "thread":
+        why += "; threads work on a batch together, side by side where the GIL is released, as by decoders in C"
+    elif workload.batches is not None and workers > workload.batches:
+        workers = workload.batches
+        why += f", and no more than the {workload.batches} batches"
+    if workers < 1:
+        why += f"; at least one{f', since {needed} asks for workers' if needed else ''}"
+    return max(1, workers), why
+
+
+def _fewer(settings: LoaderSettings, workers: int, prefetch: int) -> tuple[int, int] | None:
+    """A batch less to look ahead, or a worker less; None where neither is left to us."""
+    if settings.prefetch_factor == "auto" and prefetch > 1:
+        return workers, prefetch - 1
+    fewest = 1 if settings.asking_for_workers() else 0
+    may_be_fewer = not isinstance(settings.num_workers, int) and workers > fewest
+    return (workers - 1, prefetch) if may_be_fewer else None
+
+
+def _exceeded_limit(machine: Machine, settings: LoaderSettings, workload: Workload, workers: int, prefetch: int) -> str:
+    """The limit that so many workers would exceed, as a sentence; empty when all hold."""
+    if workers == 0:
+        return ""
+    # What the workers have loaded, what the background thread keeps, and the batch that is being trained.
+    batches = workers * prefetch + settings.background + 1
+    size = f"{batches} batches of {workload.batch_size} samples"
+    if settings.sample_bytes is None:
+        size += (
+            f" (taken as float32 images of 3 x 224 x 224, {ASSUMED_SAMPLE_BYTES} bytes each; tell the true size by "
+            "LoaderSettings(sample_bytes=...))"
+        )
+    threads = settings.workers == "thread"
+    footprint = Footprint(
+        workers=workers,
+        batches=batches,
+        batch_bytes=workload.batch_size * (settings.sample_bytes or ASSUMED_SAMPLE_BYTES),
+        size=size,
+        worker_bytes=THREAD_BYTES if threads else WORKER_BYTES[settings.start_method or machine.start_method],
+        threads=threads,
+        sharers=workload.local_ranks * workload.loaders,
+        reserved_bytes=workload.reserved_bytes,
+    )
+    return exceeded_limit(machine, footprint)
+
+
+def _pin(settings: LoaderSettings, workload: Workload) -> tuple[bool, str]:
+    helps = workload.device_type in PINNING_DEVICES
+    if settings.pin_memory == "auto":
+        why = "a copy from page-locked memory overlaps with computing" if helps else "nothing is copied to a device"
+        return helps, f"device '{workload.device_type}': {why}"
+    if settings.pin_memory and not helps:
+        return False, f"given as True, and left off: it serves no device of type '{workload.device_type}'"
+    return settings.pin_memory, "as given"
+
+
+def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> tuple[bool, str]:
+    repeated = workload.split in ("train", "val")
+    reloaded = workload.reload_every_n_epochs > 0 and repeated
+    if settings.persistent_workers is True and reloaded:
+        raise SettingsError(
+            f"persistent_workers=True with Trainer(reload_dataloaders_every_n_epochs={workload.reload_every_n_epochs}) "
+            "would keep the workers of loaders that are thrown away. Leave one of the two out."
+        )
+    if settings.workers == "thread" and workers:
+        given = "given as True, and left off: " if settings.persistent_workers is True else ""
+        return False, f"{given}threads start in less than a millisecond"
+    if settings.persistent_workers != "auto":
+        return settings.persistent_workers, "as given"
+    if workers == 0:
+        return False, "there are no workers"
+    if reloaded:
+        return False, f"the Trainer makes the loaders anew every {workload.reload_every_n_epochs} epochs"
+    if not repeated:
+        return False, f"'{workload.split}' is gone through once"
+    return True, "workers that live on need not be started again each epoch"

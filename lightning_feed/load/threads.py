@@ -38,8 +38,8 @@ PATIENCE_S = 10.0
 """How long ending threads waits for the samples that they are at. They can only be waited for, not stopped."""
 _SHORT_PATIENCE_S = 0.2
 """The same where one of them is known to hang: enough for the others."""
-_ALIVE_CHECK_S = 1.0
-"""How often a waiting consumer looks whether the threads still live."""
+_LOOK_S = 1.0
+"""How often a waiting consumer looks at the clock, and lets Ctrl-C through on Windows."""
 _COLLATING = -1
 """The place of collating among the places of a batch's samples."""
 _END = object()
@@ -176,13 +176,10 @@ class _Job:
         where = f"in thread worker {thread}, {self.describe(place)}"
         if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch
             raise LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.") from error
-        wrapper: Any = ExceptionWrapper((type(error), error, error.__traceback__), where=where)  # type: ignore[no-untyped-call]
         try:
-            wrapper.reraise()
-        except Exception as told:
-            raise told from error
+            return ExceptionWrapper((type(error), error, error.__traceback__), where=where).reraise()  # type: ignore[no-untyped-call]
         finally:
-            del error, wrapper  # their tracebacks hold this frame
+            del error  # its traceback holds this frame
 
     def describe(self, place: int) -> str:
         """What is done at ``place``, in words."""
@@ -338,10 +335,9 @@ class ThreadPass(Iterator[Any]):
         changed = before.restore()
         if changed:
             logger.warning(
-                "A sample of %s draws from %s. Worker threads share that with each other and with the training "
-                "process, so its random augmentations are not reproducible, and training that draws from it is "
-                "changed. Use workers='process', or give each draw a generator of the sample's own. The crops and "
-                "flips of ImageFolderDataModule have one.",
+                "A sample of %s draws from %s. Worker threads share that with each other and with the training, so "
+                "random augmentations are not reproducible, and training that draws from it is changed. Use "
+                "workers='process', or give each draw a generator of the sample's own, as ImageFolderDataModule does.",
                 type(self._plan.dataset).__name__,
                 " and ".join(changed),
             )
@@ -357,11 +353,11 @@ class ThreadPass(Iterator[Any]):
                 del self._ready[number]
                 return number
             idle, since = self._idle_share() if self._ready else 0.0, time.perf_counter_ns()
-            patience_s = _ALIVE_CHECK_S if until is None else max(0.0, min(_ALIVE_CHECK_S, until - time.monotonic()))
+            patience_s = _LOOK_S if until is None else max(0.0, min(_LOOK_S, until - time.monotonic()))
             try:
                 done = self._plan.done.get(timeout=patience_s)
             except Empty:
-                self._check(until)
+                self._give_up_after(until)
                 continue
             finally:
                 self.head_of_line_ns += idle * (time.perf_counter_ns() - since)
@@ -375,21 +371,17 @@ class ThreadPass(Iterator[Any]):
         left = sum(max(1, job.left) for number, job in self._jobs.items() if number not in self._ready)
         return max(0.0, 1 - left / len(self.threads))
 
-    def _check(self, until: float | None) -> None:
-        """Raise for a batch that is overdue, and for threads that are gone."""
-        if until is not None and time.monotonic() >= until:
-            at = "; ".join(f"thread worker {thread} is {doing}" for thread, doing in self.at_work())
-            self.close(_SHORT_PATIENCE_S)
-            raise LoaderError(
-                f"No batch came within timeout={self._timeout_s:g} s: {at or 'the threads are busy for another pass'}. "
-                "A sample that hangs cannot be stopped in a thread, so that thread is left behind. Give what it waits "
-                "for a timeout of its own, or allow more time by LoaderSettings(timeout_s=...)."
-            )
-        if not any(thread.is_alive() for thread in self.threads):
-            raise LoaderError(
-                "All worker threads have ended without a word. Batches are missing: this is not the end of the epoch. "
-                "Use workers='process'."
-            )
+    def _give_up_after(self, until: float | None) -> None:
+        """Raise for a batch that is overdue."""
+        if until is None or time.monotonic() < until:
+            return
+        at = "; ".join(f"thread worker {thread} is {doing}" for thread, doing in self.at_work())
+        self.close(_SHORT_PATIENCE_S)
+        raise LoaderError(
+            f"No batch came within timeout={self._timeout_s:g} s: {at or 'the threads are busy for another pass'}. "
+            "A sample that hangs cannot be stopped in a thread, so that thread is left behind. Give what it waits "
+            "for a timeout of its own, or allow more time by LoaderSettings(timeout_s=...)."
+        )
 
 
 def _start(threads: list[threading.Thread], count: int, plan: _Plan) -> None:

@@ -12,7 +12,7 @@ from torchvision.io import ImageReadMode
 from lightning_feed.decode.decoders import Region, refuse_bomb
 from lightning_feed.decode.header import FRAME_HEADERS, JPEG, Encoded, as_array, ends_like_jpeg, jpeg_segments, kind_of
 from lightning_feed.errors import DecodeError, LoaderError, MissingExtraError
-from lightning_feed.load.bad_samples import Skipped, fill_skipped
+from lightning_feed.load.collate import Skipped, fill_skipped
 from lightning_feed.load.crop import CropSpec, Quality
 from lightning_feed.load.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_on_cpu
 from lightning_feed.load.trace import traced

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_feed.load.drop_keys import drop, missing_keys
+from lightning_feed.load.collate import drop, missing_keys
 from lightning_feed.load.trace import traced
 from lightning_feed.transfer.batch_tree import hold, map_tensors, release
 from lightning_feed.transfer.prefetcher import SideStream
@@ -190,7 +190,7 @@ class LeanTransfer:
     """Drops keys, holds keys back, and packs small tensors, around whatever copies a batch.
 
     Args:
-        drop_keys: left out; see :func:`lightning_feed.load.drop_keys.drop`.
+        drop_keys: left out; see :func:`lightning_feed.load.collate.drop`.
         host_keys: kept from the copy.
         pack_small: pack small tensors always, never, or where that was measured to be cheaper.
         warn: takes what the user should know of, at most once each.

@@ -15,12 +15,10 @@ from lightning_feed.diagnosing.program import Fit
 from lightning_feed.diagnosing.safety import told
 from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits, open_session, quiet
 from lightning_feed.errors import LoaderError, SettingsError, plural
-from lightning_feed.load.cloning import Changes, clone_loader
+from lightning_feed.load.cloning import Changes, RoundLimits, clone_loader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.recommend import TORCH_PREFETCH
-from lightning_feed.load.settings import MOST
-from lightning_feed.load.throughput import RoundLimits
+from lightning_feed.load.settings import MOST, TORCH_PREFETCH
 from lightning_feed.load.trials.search import Goal, Tuned
 from lightning_feed.load.trials.trial import Setting, Trial, feasible, run_trial
 from lightning_feed.load.trials.tune_loader import Store, tune_loader

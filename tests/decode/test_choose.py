@@ -24,13 +24,12 @@ from lightning_feed.decode.choose import (
     DECODER_NAMES,
     Choice,
     FallbackDecoder,
-    FallbackTally,
-    RegionFallbackDecoder,
+    SharedCounts,
     make_decoder,
     psnr_db,
     with_fallback,
 )
-from lightning_feed.decode.decoders import Decoder, PillowDecoder, Pixels, Region, RegionDecoder, TurboDecoder
+from lightning_feed.decode.decoders import Decoder, PillowDecoder, Pixels, Region, TurboDecoder
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
 
@@ -47,7 +46,7 @@ class Clock:
         return self.now
 
 
-class Timed:
+class Timed(Decoder):
     """Pillow's pixels, changed by ``noise`` grey levels, for ``seconds`` on the clock."""
 
     def __init__(self, clock: Clock, seconds: float, *, noise: int = 0, refuses: tuple[bytes, ...] = ()) -> None:
@@ -66,6 +65,8 @@ class Timed:
 
 class TimedRegions(Timed):
     """Regions take half of the time."""
+
+    decodes_regions = True
 
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
         self.clock.now += self.seconds / 2
@@ -176,7 +177,6 @@ def test_what_it_refuses_costs_it_the_time_of_pillow(clock: Clock, racing: Racin
     racing(some=Timed(clock, 0.001, refuses=(SAMPLES[0],)), none=Timed(clock, 0.001, refuses=tuple(SAMPLES)))
     choice = _auto(clock)
     assert choice.table["some"].ms == pytest.approx((3 + 1 + 1) / 3)
-    assert choice.table["some"].refused == 1
     assert choice.table["none"].out == "decodes none of the samples"
     assert choice.name == "some"
 
@@ -234,7 +234,7 @@ def test_by_name_nothing_is_measured() -> None:
 # --- Pillow behind the others -----------------------------------------------------------------------------------------
 
 
-class Fussy:
+class Fussy(Decoder):
     """Decodes JPEGs to black, and refuses those that are longer than a limit."""
 
     name = "fussy"
@@ -257,6 +257,8 @@ class Fussy:
 
 class FussyRegions(Fussy):
     """The same for regions."""
+
+    decodes_regions = True
 
     def decode_region(self, data: Encoded, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
         return self.decode(data)[: region.height, : region.width]
@@ -332,8 +334,7 @@ def test_said_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_regions_of_what_it_refuses_are_cut_out() -> None:
     decoder = with_fallback(FussyRegions(limit=0))
-    assert isinstance(decoder, RegionFallbackDecoder)
-    assert isinstance(decoder, RegionDecoder)
+    assert decoder.decodes_regions
     region = Region(10, 5, 20, 30)
     for image in ("colour", "RGB PNG"):
         pixels = decoder.decode_region(WHOLE[image], region)
@@ -341,14 +342,14 @@ def test_regions_of_what_it_refuses_are_cut_out() -> None:
         assert pixels.flags.writeable
     assert decoder.tally.as_dict() == {"JPEG": 1, "PNG": 1}
     assert with_fallback(FussyRegions()).decode_region(WHOLE["colour"], region).shape == (20, 30, 3)
-    assert not isinstance(with_fallback(Fussy()), RegionDecoder)
+    assert not with_fallback(Fussy()).decodes_regions
 
 
 # --- the tally, across threads and processes ------------------------------------------------------------------------
 
 
 def test_threads_lose_no_count() -> None:
-    tally = FallbackTally()
+    tally = SharedCounts(*choose.REASONS)
     with ThreadPoolExecutor(8) as pool:
         firsts = list(pool.map(tally.add, ["PNG"] * 2000))
     assert tally.as_dict() == {"PNG": 2000}
@@ -377,7 +378,7 @@ def test_workers_count_where_the_main_process_reads(method: str, fork_warning_ig
 
 
 def test_a_lock_held_at_a_fork_does_not_stop_the_child(fork_warning_ignored: None) -> None:
-    tally, over = FallbackTally(), threading.Event()
+    tally, over = SharedCounts(*choose.REASONS), threading.Event()
 
     def count() -> None:
         while not over.is_set():
@@ -397,7 +398,7 @@ def test_a_lock_held_at_a_fork_does_not_stop_the_child(fork_warning_ignored: Non
 
 
 def test_plain_pickle_copies_the_counts() -> None:
-    tally = FallbackTally()
+    tally = SharedCounts(*choose.REASONS)
     tally.add("GIF")
     copy = pickle.loads(pickle.dumps(tally))
     copy.add("GIF")
@@ -406,7 +407,7 @@ def test_plain_pickle_copies_the_counts() -> None:
 
 
 def test_each_process_counts_in_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    tally = FallbackTally()
+    tally = SharedCounts(*choose.REASONS)
     here = os.getpid()
     for pid in (here, here + 1, here + 1):
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)

@@ -15,10 +15,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.background import LateBatch, Watch
-from lightning_feed.load.build import Job, Part, build_loader
+from lightning_feed.load.build import Part, build_loader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.settings import Job, LoaderSettings
 from lightning_feed.load.worker import WorkerInit, stack_of
 
 

@@ -242,12 +242,6 @@ def test_a_thread_that_dies_is_not_the_end_of_the_epoch(monkeypatch: pytest.Monk
         next(ahead)
 
 
-def test_an_end_that_is_not_ours_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BackgroundGenerator, "run", lambda self: self.queue.put((False, StopIteration)))
-    with pytest.raises(LoaderError, match="this is not the end of the epoch"):
-        next(BackgroundIterator(Source(5), 1))
-
-
 def test_a_source_that_is_stuck_is_left_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -293,7 +287,7 @@ def test_the_thread_works_on_the_consumers_device(monkeypatch: pytest.MonkeyPatc
         torch.cuda, "set_device", lambda device: asked.append((device, type(threading.current_thread()).__name__))
     )
     assert list(BackgroundIterator(Source(2), 1)) == [0, 1]
-    assert asked == [(3, "BackgroundGenerator")]
+    assert set(asked) == {(3, "BackgroundGenerator")}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.load.bad_samples import BadSamples, Skipped, fill_skipped
+from lightning_feed.load.collate import BadSamples, Skipped, fill_skipped
 
 
 class Breakable(Dataset[Any]):

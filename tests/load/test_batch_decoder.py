@@ -167,7 +167,7 @@ def test_a_decoder_that_cannot_be_closed_leaves_no_thread_behind(monkeypatch: py
     with pytest.raises(ValueError, match="already executing"):
         batches.close()
     assert background is not None
-    assert not background._thread.is_alive()
+    assert not background.thread.is_alive()
 
 
 def test_a_new_pass_ends_the_one_before_it() -> None:

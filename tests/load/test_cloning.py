@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.errors import LoaderError
 from lightning_feed.load.cloning import Changes, burst_of, clone_loader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
@@ -267,12 +267,6 @@ def test_what_cannot_be_tried_is_said() -> None:
     used_up = DataLoader(Numbers(), batch_sampler=iter([[1], [2]]))  # type: ignore[arg-type]
     with pytest.raises(LoaderError, match="iterator, which can be gone through only once"):
         clone_loader(used_up)
-    with pytest.raises(SettingsError, match="iterable dataset"):
-        clone_loader(DataLoader(Stream()), Changes(batches=[[1]]))
-    with pytest.raises(SettingsError, match="nothing to prefetch"):
-        Changes(num_workers=0, prefetch_factor=2)
-    with pytest.raises(SettingsError, match="empty"):
-        Changes(batches=[])
 
 
 class Infinite(DataLoader[int]):

@@ -15,27 +15,24 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from lightning_feed.decode.choose import psnr_db
-from lightning_feed.decode.decoders import PillowDecoder, Pixels, Region
+from lightning_feed.decode.decoders import PillowDecoder, Pixels, Region, _logarithms, draw_region
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.crop import (
     CropSpec,
-    DecodedImage,
-    EncodedImage,
     EvalRecipe,
     Recipe,
+    SourceImage,
     TrainRecipe,
-    _logarithms,
+    UserTransform,
     crop_image,
-    draw_region,
 )
-from lightning_feed.load.user_transform import UserTransform
 
 PIXELS = np.array(photo())
 CUT = CropSpec(region=Region(10, 20, 40, 50), resized=(24, 30), window=Region(2, 3, 16, 20), flipped=False)
 
 
-class Asked(DecodedImage):
+class Asked(SourceImage):
     """Notes what is asked of it."""
 
     def region(self, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
@@ -49,13 +46,13 @@ seen: list[Any] = []
 def test_a_cut_is_the_box_resized_and_the_window_of_that() -> None:
     box = torch.from_numpy(PIXELS).permute(2, 0, 1)[:, 10:50, 20:70]
     resized = v2.functional.resize(box, [24, 30], antialias=True)
-    found = crop_image(DecodedImage(PIXELS), CUT, "exact")
+    found = crop_image(SourceImage(PIXELS), CUT, "exact")
     assert found.dtype == torch.uint8
     # Torch 2.6 resizes planes and channels last within a grey level of each other.
     assert (found.int() - resized[:, 2:18, 3:23].int()).abs().max() <= 1
     assert found.stride(0) == 1  # channels last
     flipped = CropSpec(region=CUT.region, resized=CUT.resized, window=CUT.window, flipped=True)
-    assert torch.equal(crop_image(DecodedImage(PIXELS), flipped, "exact"), found.flip(-1))
+    assert torch.equal(crop_image(SourceImage(PIXELS), flipped, "exact"), found.flip(-1))
 
 
 @pytest.mark.parametrize(("quality", "cover"), [("exact", None), ("near", (48, 60)), ("fast", (24, 30))])
@@ -67,7 +64,7 @@ def test_the_quality_says_how_small_the_picture_may_be_decoded(quality: Any, cov
 
 @given(seed=st.integers(0, 1000), height=st.integers(40, 90), width=st.integers(40, 90))
 def test_the_recipe_is_its_cut(seed: int, height: int, width: int) -> None:
-    picture = DecodedImage(np.array(photo(height, width)))
+    picture = SourceImage(np.array(photo(height, width)))
     for recipe in (TrainRecipe(size=16), EvalRecipe(size=16, short_side=19)):
         torch.manual_seed(seed)
         expected = recipe(picture)
@@ -155,14 +152,14 @@ class RegionByCutting(PillowDecoder):
         return super().decode(data)[top : top + height, left : left + width].copy()
 
 
-def encoded(decoder: PillowDecoder | None = None) -> EncodedImage:
-    return EncodedImage(DATA, decoder or PillowDecoder())
+def encoded(decoder: PillowDecoder | None = None) -> SourceImage:
+    return SourceImage(DATA, decoder or PillowDecoder())
 
 
-def decoded() -> DecodedImage:
+def decoded() -> SourceImage:
     pixels = np.array(PIL)
     pixels.flags.writeable = False  # as a cache gives them
-    return DecodedImage(pixels)
+    return SourceImage(pixels)
 
 
 IMAGES: dict[str, Callable[[], Any]] = {
@@ -202,7 +199,7 @@ def test_evaluation_gives_the_pixels_of_torchvision(name: str, shape: tuple[int,
     data = jpeg(smooth(*shape))
     image = Image.open(io.BytesIO(data)).convert("RGB")
     theirs = v2.Compose([v2.PILToTensor(), v2.Resize(73, antialias=True), v2.CenterCrop(64)])
-    picture = DecodedImage(np.array(image)) if name == "decoded" else EncodedImage(data, PillowDecoder())
+    picture = SourceImage(np.array(image)) if name == "decoded" else SourceImage(data, PillowDecoder())
     found = EvalRecipe(size=64, short_side=73)(picture)
     assert found.shape == (3, 64, 64)
     assert (found.int() - theirs(image).int()).abs().max() <= 1

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.drop_keys import DroppingCollate, check_drop_keys, drop, missing_keys
+from lightning_feed.load.collate import DroppingCollate, check_drop_keys, drop, missing_keys
 
 Pair = namedtuple("Pair", ["x", "meta"])
 META = frozenset({"meta"})

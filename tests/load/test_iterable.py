@@ -110,7 +110,7 @@ def fetch_all(now: IterablePass, dataset, *, batch_size, drop_last=False, collat
 
 
 def start(resume=None, num_workers=0):
-    return IterablePass(num_workers, epoch=0, cycle=0, resume=resume)
+    return IterablePass(None, num_workers=num_workers, epoch=0, cycle=0, resume=resume)
 
 
 @given(

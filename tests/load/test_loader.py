@@ -197,7 +197,7 @@ def test_map_style_resumes_after_any_batch(kind, workers):
     ],
 )
 def test_map_style_resumes_with_workers(kind, workers):
-    check_resume(lambda order: MAP_KINDS[kind](order, **WORKERS[workers]), at=[1, 3, 5])
+    check_resume(lambda order: MAP_KINDS[kind](order, **WORKERS[workers]), at=[1, 5])
 
 
 @pytest.mark.parametrize("kind", ITERABLE_KINDS)
@@ -216,19 +216,17 @@ def test_iterable_resumes_after_any_batch(kind, workers):
     ],
 )
 def test_iterable_resumes_with_workers(kind, workers):
-    check_resume(lambda order: ITERABLE_KINDS[kind](order, **WORKERS[workers]), at=[0, 2, 3, 5])
+    check_resume(lambda order: ITERABLE_KINDS[kind](order, **WORKERS[workers]), at=[2, 5])
 
 
 # torch counts the CPUs of the machine that the tests run on
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 def test_three_uneven_workers_keep_their_turns():
-    check_resume(
-        lambda order: FeedLoader(ShardedSeeking(16), batch_size=2, num_workers=3, order=order), at=range(0, 16, 2)
-    )
+    check_resume(lambda order: FeedLoader(ShardedSeeking(16), batch_size=2, num_workers=3, order=order), at=[3, 7, 12])
 
 
 def test_a_stateless_dataset_that_shuffles_by_its_workers_seed_resumes():
-    check_resume(lambda order: FeedLoader(Shuffling(), batch_size=2, num_workers=2, order=order), at=[1, 4, 7])
+    check_resume(lambda order: FeedLoader(Shuffling(), batch_size=2, num_workers=2, order=order), at=[1, 7])
 
 
 @settings(max_examples=40, deadline=None)
@@ -529,7 +527,7 @@ def test_an_error_reaches_the_consumer_with_its_traceback(options):
         next(batches)
     assert "__getitem__" in "".join(traceback.format_exception(caught.value))
     del caught  # it and this frame would hold each other, and with them the workers
-    with pytest.raises(LoaderError, match=r"(?s)ended with KeyError.*begin a new pass"):
+    with pytest.raises(LoaderError, match=r"(?s)ended with KeyError.*Begin a new pass"):
         next(batches)
     assert batches.source is None
     assert batches.background is None

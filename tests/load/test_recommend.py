@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, Machine
-from lightning_feed.load.recommend import ASSUMED_SAMPLE_BYTES, Recommendation, Workload, recommend
-from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.settings import ASSUMED_SAMPLE_BYTES, LoaderSettings, Recommendation, Workload, recommend
 
 GIB = 2**30
 MACHINE = Machine(
@@ -69,6 +68,11 @@ def test_a_stream_gets_one_worker_since_more_might_double_its_samples() -> None:
     assert "get_worker_info" in reason
     assert "set num_workers" in reason
     assert recommend(MACHINE, LoaderSettings(num_workers=4), replace(WORK, iterable=True)).num_workers == 4
+
+
+def test_what_caches_have_still_to_take_is_left_to_them() -> None:
+    for reserved, workers in ((0, 7), (MACHINE.free_shm_bytes, 0), (MACHINE.available_memory_bytes, 0)):
+        assert recommend(MACHINE, AUTO, replace(WORK, reserved_bytes=reserved)).num_workers == workers
 
 
 def test_settings_that_need_a_worker_get_one() -> None:
@@ -188,11 +192,6 @@ def test_threads_need_no_shared_memory_and_little_of_the_other() -> None:
     tiny = recommend(replace(MACHINE, available_memory_bytes=64 * 2**20), THREADS, WORK)
     assert chosen(tiny)[:2] == (1, 1)
     assert "1 worker at 8 MiB" in tiny.warnings[0]
-
-
-def test_threads_are_refused_for_a_stream() -> None:
-    with pytest.raises(SettingsError, match=r"dataset of 'val', an IterableDataset.*workers='process'"):
-        recommend(MACHINE, THREADS, replace(WORK, split="val", iterable=True))
 
 
 maybe_bytes = st.none() | st.integers(0, 2**40)

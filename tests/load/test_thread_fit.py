@@ -92,8 +92,8 @@ def test_the_report_says_that_they_are_threads() -> None:
     assert "persistent_workers=False: threads start in" in data.loader_report()
 
 
-def test_a_stream_is_refused_with_the_name_of_its_split() -> None:
-    with pytest.raises(SettingsError, match=r"dataset of 'train', an IterableDataset.*background=2"):
+def test_a_stream_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"cannot serve Stream, an IterableDataset.*background=2"):
         Data("stream", workers="thread").train_dataloader()
 
 

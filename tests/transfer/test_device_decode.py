@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_feed.decode.choose import psnr_db
 from lightning_feed.decode.decoders import Region
 from lightning_feed.errors import DatasetError, DecodeError, LoaderError
+from lightning_feed.load.collate import BadSamples
 from lightning_feed.load.crop import QUALITIES, CropSpec, EvalRecipe, TrainRecipe
 from lightning_feed.load.image_dataset import decode_on_cpu
 from lightning_feed.transfer import gpu_decode as device_decode
@@ -327,7 +328,7 @@ def test_a_corrupt_image_is_dealt_with_as_on_error_says(on_error: str, broken: b
     batch, made = broken_batch(on_error, [good[0], broken, good[1], broken, good[2], good[3]])
     expected = decode_on_cpu(batch, made)
     failures = made.bad_samples.failures
-    made.bad_samples._slots.zero_()
+    made.bad_samples = BadSamples(made.bad_samples.on_error, made.bad_samples.max_failures)
     images, labels = decode_batch(batch, made, Decoder(refused=BAD_INSIDE))
     assert torch.equal(labels, expected[1])
     assert labels.tolist()[::2] == [0, 20, 40]

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_feed.decode.decoders import Region
 from lightning_feed.decode.header import JPEG, PNG, WEBP, Encoded, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.errors import DatasetError, DecodeError, LoaderError
-from lightning_feed.load.bad_samples import Skipped, fill_skipped
+from lightning_feed.load.collate import Skipped, fill_skipped
 from lightning_feed.load.crop import CropSpec
 from lightning_feed.load.dali import binding
 from lightning_feed.load.dali.binding import FAILURES, DaliOptions

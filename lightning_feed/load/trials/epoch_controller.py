@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_feed.load.cloning import RoundLimits
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.recommend import TORCH_PREFETCH
-from lightning_feed.load.throughput import RoundLimits
+from lightning_feed.load.settings import TORCH_PREFETCH
 from lightning_feed.load.trials.trial import Setting, run_trial
 
 STARVED_PCT = 5.0

@@ -11,8 +11,7 @@ from tqdm.auto import tqdm
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.recommend import Recommendation
-from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.settings import LoaderSettings, Recommendation
 from lightning_feed.load.trials.search import Goal, Tuned
 from lightning_feed.load.trials.trial import Trial
 from lightning_feed.load.trials.tune_loader import Store, tune_loader

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.recommend import TORCH_PREFETCH
-from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.load.settings import TORCH_PREFETCH, LoaderSettings
 from lightning_feed.load.trials.trial import Kind, Setting, Trial
 
 SPARE = 1.1

@@ -17,11 +17,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, FeedError, plural
-from lightning_feed.load.cloning import Changes, burst_of, clone_loader, locate_failure
+from lightning_feed.load.cloning import (
+    Changes,
+    LoaderRate,
+    RoundLimits,
+    burst_of,
+    clone_loader,
+    locate_failure,
+    time_loader,
+)
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.recommend import TORCH_PREFETCH
-from lightning_feed.load.throughput import LoaderRate, RoundLimits, time_loader
+from lightning_feed.load.settings import TORCH_PREFETCH
 from lightning_feed.load.worker import ended_worker, worker_processes
 
 try:

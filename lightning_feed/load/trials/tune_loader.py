@@ -20,12 +20,12 @@ from lightning_feed.archive.system import cache_folder, read_private, read_text,
 from lightning_feed.errors import LoaderError
 from lightning_feed.extras import installed_version
 from lightning_feed.load.build import size_of
+from lightning_feed.load.cloning import RoundLimits, watchdog
 from lightning_feed.load.iterable import divides_among_workers
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.recommend import PINNING_DEVICES
-from lightning_feed.load.throughput import RoundLimits, watchdog
+from lightning_feed.load.settings import PINNING_DEVICES
 from lightning_feed.load.trials.search import Goal, Offer, Search, Tuned
 from lightning_feed.load.trials.trial import Kind, Setting, Trial, feasible, leaf_sizes, run_trial
 from lightning_feed.load.worker import why_not_sent

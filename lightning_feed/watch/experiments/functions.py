@@ -18,8 +18,8 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader
 
 from lightning_feed.errors import FeedError, LoaderError
+from lightning_feed.load.cloning import Heartbeat
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.throughput import Heartbeat
 from lightning_feed.watch.experiments.results import FunctionCost
 from lightning_feed.watch.experiments.session import LoaderPart, Session, not_hanging
 from lightning_feed.watch.experiments.storage import is_users

@@ -16,11 +16,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, FeedError, LoaderError
-from lightning_feed.load.cloning import Changes, burst_of, clone_loader, locate_failure
+from lightning_feed.load.cloning import (
+    Changes,
+    Heartbeat,
+    LoaderRate,
+    RoundLimits,
+    burst_of,
+    clone_loader,
+    locate_failure,
+    time_loader,
+    watchdog,
+)
 from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, Machine, mib, read_machine
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.recommend import TORCH_PREFETCH
-from lightning_feed.load.throughput import Heartbeat, LoaderRate, RoundLimits, time_loader, watchdog
+from lightning_feed.load.settings import TORCH_PREFETCH
 from lightning_feed.load.worker import end_pass
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.watch.experiments.results import ExperimentResults

@@ -18,10 +18,10 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from lightning_feed.load.cacheable import CacheableDataset
+from lightning_feed.load.cloning import Heartbeat
+from lightning_feed.load.crop import UserTransform
 from lightning_feed.load.image_dataset import ImageDataset
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.throughput import Heartbeat
-from lightning_feed.load.user_transform import UserTransform
 from lightning_feed.watch.experiments.results import NamedCost
 from lightning_feed.watch.experiments.session import LoaderPart, Session, fresh, make_sample, naming, not_hanging
 from lightning_feed.watch.experiments.storage import innermost

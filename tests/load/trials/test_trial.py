@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.load.cloning import RoundLimits
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.throughput import RoundLimits
 from lightning_feed.load.trials import trial as trials
 from lightning_feed.load.trials.trial import Setting, cpu_seconds, leaf_sizes, run_trial, worker_memory
 

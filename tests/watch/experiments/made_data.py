@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_feed.load.cloning import LoaderRate
 from lightning_feed.load.machine import Machine
-from lightning_feed.load.throughput import LoaderRate
 from lightning_feed.watch.experiments.session import LoaderPart, Session
 
 

@@ -21,9 +21,8 @@ from lightning_feed.archive.folder import FolderSource, scan_classes
 from lightning_feed.decode.decoders import PillowDecoder
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.cacheable import CacheableDataset
-from lightning_feed.load.crop import Recipe, TrainRecipe
+from lightning_feed.load.crop import Recipe, TrainRecipe, UserTransform
 from lightning_feed.load.image_dataset import ImageDataset
-from lightning_feed.load.user_transform import UserTransform
 from lightning_feed.watch.experiments import transforms
 from lightning_feed.watch.experiments.results import NamedCost
 from lightning_feed.watch.experiments.session import LoaderPart

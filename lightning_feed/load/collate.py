@@ -1,0 +1,236 @@
+"""What a batch does without: samples that cannot be read, and parts that nobody reads."""
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch.utils.data import default_collate, get_worker_info
+
+from lightning_feed.decode.choose import SharedCounts
+from lightning_feed.errors import DatasetError, SettingsError
+
+logger = logging.getLogger(__name__)
+
+OnError: TypeAlias = Literal["raise", "skip", "substitute"]
+_STEP = 7919
+"""How far away a substitute is looked for: files beside a broken one are often broken too. A prime, so that the steps
+go through all samples, unless there are a multiple of it."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Stands for a sample that was left out, until its batch is put together."""
+
+    index: int
+
+
+class BadSamples:
+    """What to do about a sample that cannot be read, and how many there have been.
+
+    Args:
+        on_error: ``"raise"`` ends the run at the first. ``"skip"`` gives the place in the batch to another sample of
+            the same batch; ``"substitute"`` gives it to another sample of the dataset. Both keep the batch size.
+        max_failures: with ``"skip"`` and ``"substitute"``, how many are too many, over all workers and epochs of this
+            rank.
+
+    Raises:
+        SettingsError: for values that are no choice.
+    """
+
+    def __init__(self, on_error: OnError = "raise", max_failures: int = 100) -> None:
+        if on_error not in ("raise", "skip", "substitute"):
+            raise SettingsError(f"on_error={on_error!r} is not a choice. Give 'raise', 'skip' or 'substitute'.")
+        if isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 0:
+            raise SettingsError(f"max_failures={max_failures!r} is not possible. Give a whole number, 0 or more.")
+        self.on_error, self.max_failures = on_error, max_failures
+        self._counts = SharedCounts("failed")
+
+    @property
+    def failures(self) -> int:
+        """Samples that could not be read so far; one that fails in two epochs counts twice."""
+        return self._counts.as_dict().get("failed", 0)
+
+    def instead(self, index: int, error: DatasetError, size: int, read: Callable[[int], Any]) -> Any:
+        """What takes the place of sample ``index``, or the error.
+
+        Args:
+            index: of the sample that failed.
+            error: why.
+            size: samples in the dataset.
+            read: reads one sample, or raises a DatasetError.
+
+        Raises:
+            DatasetError: ``error`` itself, or that there have been too many.
+        """
+        if self.on_error == "raise":
+            raise error
+        self._count(error)
+        if self.on_error == "skip":
+            return Skipped(index)
+        for step in range(1, size):
+            other = (index + step * _STEP) % size
+            if other == index:
+                break
+            try:
+                return read(other)
+            except DatasetError as next_error:
+                self._count(next_error)
+        raise error
+
+    def _count(self, error: DatasetError) -> None:
+        self._counts.add("failed")
+        failures = self.failures
+        logger.warning("%s on_error=%r: the run goes on. (%d so far)", error, self.on_error, failures)
+        if failures > self.max_failures:
+            raise DatasetError(
+                f"{failures} samples could not be read, and max_failures={self.max_failures}. The last one: {error} "
+                "Mend the data, or raise max_failures."
+            ) from error
+
+
+def fill_skipped(samples: list[Any]) -> list[Any]:
+    """The samples of a batch, with those that were skipped replaced by others of the same batch, in turn.
+
+    Raises:
+        DatasetError: when all of them were skipped.
+    """
+    good = [sample for sample in samples if not isinstance(sample, Skipped)]
+    if len(good) == len(samples):
+        return samples
+    if not good:
+        skipped = ", ".join(str(sample.index) for sample in samples[:10]) + (", ..." if len(samples) > 10 else "")
+        raise DatasetError(
+            f"No sample of a batch of {len(samples)} could be read (samples {skipped}), so "
+            "nothing is left to fill it with. Mend the data, use larger batches, or on_error='substitute'."
+        )
+    places = iter(range(len(samples)))
+    return [good[next(places) % len(good)] if isinstance(sample, Skipped) else sample for sample in samples]
+
+
+def check_drop_keys(given: Any, owner: str) -> tuple[str, ...]:
+    """``given`` as a tuple of keys.
+
+    Raises:
+        SettingsError: for a plain string, which would be taken letter by letter.
+    """
+    if isinstance(given, str):
+        raise SettingsError(f"{owner}(drop_keys={given!r}) would be taken letter by letter. Write ({given!r},).")
+    return tuple(given)
+
+
+def drop(batch: Any, keys: frozenset[str]) -> Any:
+    """``batch`` without the values under ``keys``, at any depth of nesting. The user's objects are not written to.
+
+    Mappings lose the key. Named tuples and dataclasses keep the field, with None in it, so that positions and types
+    stay; objects with a ``.to`` of their own are entered only where they are mappings or dataclasses.
+
+    Raises:
+        SettingsError: when nothing of the batch would be left.
+
+    Example:
+        >>> drop({"x": 1, "meta": {"path": "a.jpg", "id": 3}}, frozenset({"path"}))
+        {'x': 1, 'meta': {'id': 3}}
+    """
+    left = _without(batch, keys)
+    if isinstance(left, Mapping) and not left and batch:
+        raise SettingsError(
+            f"drop_keys={tuple(sorted(keys))!r} leaves nothing of the batch, whose keys are "
+            f"{', '.join(map(repr, batch))}. Drop only what the step does not read."
+        )
+    return left
+
+
+def missing_keys(batch: Any, keys: frozenset[str]) -> str | None:
+    """What to warn of after the first batch: keys that it does not have, and those that it has. None: it has all."""
+    there = dict.fromkeys(_keys(batch))
+    absent = [key for key in sorted(keys) if key not in there]
+    if not absent:
+        return None
+    known = ", ".join(repr(key) for key in there) or "none: it is no dict, named tuple or dataclass"
+    return (
+        f"drop_keys: the first batch has no {', '.join(map(repr, absent))}, so nothing is dropped there. Keys: {known}."
+    )
+
+
+class DroppingCollate:
+    """A collate function whose batches leave the worker without ``keys``: they cross neither processes nor the bus.
+
+    Mapping keys of single samples are left out before torch's own collate function, which then need not know how to
+    collate them; a function of the user's sees whole samples. Of keys that the first batch does not have, the first
+    worker warns, once in its life.
+
+    Args:
+        collate: makes a batch of a list of samples; None for torch's own.
+        keys: as in :func:`drop`.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any] | None, keys: tuple[str, ...]) -> None:
+        self.collate = collate
+        self.keys = frozenset(keys)
+        self._looked = False
+
+    def __call__(self, samples: Any) -> Any:
+        """The batch of ``samples`` without the keys."""
+        batch = samples if self.collate is None else self.collate(samples)
+        if not self._looked:
+            self._looked = True
+            worker, absent = get_worker_info(), missing_keys(batch, self.keys)
+            if absent is not None and (worker is None or worker.id == 0):
+                logger.warning("%s", absent)
+        if self.collate is None:
+            batch = default_collate([_without(sample, self.keys, fields=False) for sample in samples])
+        return drop(batch, self.keys)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    """The parts of a container by key, field or place; none of anything else."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if _is_dataclass(value):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "to"):
+        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    return {}
+
+
+def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:
+    """The value itself where nothing is dropped. ``fields``: whether those of named tuples and dataclasses are, too."""
+    mapping, dataclass = isinstance(value, Mapping), _is_dataclass(value)
+    if dataclass and not fields:
+        return value
+    parts, gone = _parts(value), keys if mapping or fields else frozenset[str]()
+    kept = {
+        name: None if name in gone else _without(part, keys, fields=fields)
+        for name, part in parts.items()
+        if not (mapping and name in gone)
+    }
+    changed = [name for name, part in parts.items() if name not in kept or kept[name] is not part]
+    if not changed:
+        return value
+    if not mapping and not dataclass:
+        kind: Any = type(value)
+        return kind(*kept.values()) if hasattr(value, "_fields") else kind(kept.values())
+    made = copy.copy(value)  # keeps what a mapping of the user's has besides its values
+    for name in changed:
+        if dataclass:
+            object.__setattr__(made, name, kept[name])  # frozen ones too: the copy is ours
+        elif name in kept:
+            made[name] = kept[name]
+        else:
+            del made[name]
+    return made
+
+
+def _keys(value: Any) -> Iterator[Any]:
+    parts = _parts(value)
+    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
+        yield from parts
+    for part in parts.values():
+        yield from _keys(part)
