@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
-from lightning_feed.data import exact_resume
+from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.settings import SEEDS
 from lightning_feed.load.trace import traced
@@ -185,8 +185,9 @@ class DataModuleBase:
         which a subclass may have its own."""
         if self.trainer is None:
             return
-        exact_resume.attach(self.trainer)
         callbacks = self.trainer.callbacks
+        if not any(isinstance(one, ExactResume) for one in callbacks):
+            callbacks.append(ExactResume())
         if not any(isinstance(one, PassEnds) and one.datamodule is self for one in callbacks):
             callbacks.append(PassEnds(self))
 

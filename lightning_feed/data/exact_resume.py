@@ -6,7 +6,7 @@ several ranks it saves rank zero's state for all of them.
 """
 
 import logging
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,13 +17,6 @@ from lightning_feed.load.carry_over import begin_next_epoch, is_feed_state
 from lightning_feed.load.loader import FeedLoader
 
 logger = logging.getLogger(__name__)
-
-
-def attach(trainer: Trainer) -> None:
-    """Add :class:`ExactResume` to ``trainer`` unless it has one. To be called while the trainer sets up."""
-    callbacks = cast(list[Any], cast(Any, trainer).callbacks)
-    if not any(isinstance(callback, ExactResume) for callback in callbacks):
-        callbacks.append(ExactResume())
 
 
 class ExactResume(Callback):

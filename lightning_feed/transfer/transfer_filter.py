@@ -195,7 +195,6 @@ class LeanTransfer:
         pack_small: pack small tensors always, never, or where that was measured to be cheaper.
         warn: takes what the user should know of, at most once each.
         tell: takes what was measured.
-        clock: the host's time in nanoseconds.
     """
 
     def __init__(
@@ -206,10 +205,9 @@ class LeanTransfer:
         pack_small: PackSmall,
         warn: Callable[[str], object],
         tell: Callable[[str], object],
-        clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._drop, self._held, self._pack_small = drop_keys, host_keys, pack_small
-        self._warn, self._tell, self._clock = warn, tell, clock
+        self._warn, self._tell = warn, tell
         self._looked = False
         self._trials: dict[str, PackTrial] = {}
 
@@ -242,7 +240,7 @@ class LeanTransfer:
         def packing(left: Any) -> Any:
             trial = None
             if self._pack_small == "auto":
-                trial = self._trials.setdefault(stage, PackTrial(self._clock, stream.stamp))
+                trial = self._trials.setdefault(stage, PackTrial(time.perf_counter_ns, stream.stamp))
                 if trial.packs is False:
                     return copy(left)
             small = small_tensors(left)

@@ -167,7 +167,7 @@ def test_a_lack_of_memory_reaches_the_step_that_owns_the_batch(depth: int) -> No
     assert model.seen == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("callbacks", [[], [PrefetchCallback()], [PrefetchCallback(depth=2)]])
+@pytest.mark.parametrize("callbacks", [[], [PrefetchCallback(depth=2)]])
 def test_batch_size_finders_see_it_as_torchs_error(callbacks: list[Callback], tmp_path: Any) -> None:
     class Sized(Small):
         batch_size = 2
