@@ -28,6 +28,7 @@ from lightning_feed.archive.folder import (
 )
 from lightning_feed.archive.remote import GoneError, RemotePlace, RemoteReads, Request
 from lightning_feed.archive.system import cache_folder, read_private, write_private
+from lightning_feed.errors import ArchiveError, printable
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +212,8 @@ def _sorted_out(
     for entry in entries:
         name = str(entry["name"])
         base, itself = name.rstrip("/").rpartition("/")[2], name.strip("/") == path.strip("/")
+        if base in (".", "..") or "\0" in base:  # a copy of it would be written elsewhere
+            raise ArchiveError(f"{printable(name)} has a name that leads out of its folder. Remove it there.")
         if entry["type"] == "directory" and not itself:
             below.append(f"{folder}/{base}" if folder else base)
         elif entry["type"] == "file" and not name.endswith("/") and not (itself and folder):

@@ -226,6 +226,16 @@ def test_a_password_in_a_url_is_not_told() -> None:
     assert str(RemotePlace("ftp://me:secret@host/birds")) == "ftp://host/birds"
 
 
+def test_a_name_that_leads_out_of_its_folder_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+    store.put("photos", {"up/../../../escaped.jpg": b"..."})
+    try:
+        with pytest.raises(ArchiveError, match="leads out of its folder"):
+            stage("s3://photos/up", tmp_path / "deep", storage_options=store.options)
+    finally:
+        store.client.delete_object(Bucket="photos", Key="up/../../../escaped.jpg")
+    assert not list(tmp_path.rglob("*.jpg"))
+
+
 # --- stage, pack and packs --------------------------------------------------------------------------------------------
 
 
