@@ -29,6 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
     # The page on resuming goes on in the folder of the run that it resumes.
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+    # Of Ray 2.60, when it starts its processes and when it is shut down.
+    pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning"),
     # A data module has four loaders, whichever splits there are, and the readers' model does not validate.
 ]
 
@@ -90,6 +92,8 @@ def reader_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     yield tmp_path
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()  # its processes, which pages start
     for name in set(sys.modules) - before:
         if name.startswith("page_"):
             del sys.modules[name]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.load.background import BackgroundIterator
 from lightning_feed.load.loader import LoaderPass
-from lightning_feed.load.threads import ThreadPass
+from lightning_feed.load.threads import OwnPass
 from lightning_feed.watch.clocks import Clock, host_clock
 from lightning_feed.watch.worker_time import Workers
 
@@ -327,18 +327,18 @@ class PassProbe:
     def __init__(self, iterator: LoaderPass, clock: Clock = host_clock) -> None:
         self._iterator = weakref.ref(iterator)
         source = iterator.source
-        self._source = None if isinstance(source, ThreadPass) else probe_loader(source, clock)
+        self._source = None if isinstance(source, OwnPass) else probe_loader(source, clock)
 
     def iterator(self) -> Any:
         """The iterator, or None when it is gone."""
         return self._iterator()
 
-    def _parts(self) -> tuple[LoaderPass | None, ThreadPass | None, BackgroundIterator | None]:
+    def _parts(self) -> tuple[LoaderPass | None, OwnPass | None, BackgroundIterator | None]:
         batches = self._iterator()
         if batches is None:
             return None, None, None
         source = batches.source  # another thread may close the pass at any time
-        return batches, source if isinstance(source, ThreadPass) else None, batches.background
+        return batches, source if isinstance(source, OwnPass) else None, batches.background
 
     def read(self) -> QueueState | None:
         """How it stands."""
