@@ -18,6 +18,7 @@ import itertools
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,14 +159,15 @@ def need(medians: dict[str, list[float]], image_ms: float, image_kb: float) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a minute, to see that it runs: the figures are rough")
+    parser.add_argument("--quick", action="store_true", help="two minutes, to see that it runs: the figures are rough")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--image-ms", type=float, default=1.5, help="CPU time of one image")
     parser.add_argument("--image-kb", type=float, default=150.5, help="of one image as it is sent: 3 x 224 x 224 bytes")
     given = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    rounds, batches = (1, 60) if given.quick else (given.rounds, 250)
+    rounds, batches = (1, 60) if given.quick else (given.rounds, 200)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     print(f"{os.cpu_count()} CPUs, torch {torch.__version__}, Ray {ray.__version__}; nodes simulated on this machine")
     medians = rates(rounds, batches, given.workers)
     recovery(3 * batches // 2, given.workers)
