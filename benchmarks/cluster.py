@@ -154,7 +154,8 @@ def need(medians: dict[str, list[float]], image_ms: float, image_kb: float) -> N
     print(f"\n{GPUS} GPUs of {IMAGES_PER_S} images/s, {image_ms} ms of CPU and {image_kb} KB for each image:")
     print(f"- {cpus:.0f} CPUs that load, and {over:.0%} for Ray: {cpus * (1 + over):.0f}")
     print(f"- {network / 1e9:.1f} GB/s ({8 * network / 1e9:.0f} Gbit/s) into the training machine")
-    print(f"- {own * network / 2**20 / 1e3:.1f} CPUs of the training machine, to take batches out of the object store")
+    print(f"- {own * network / 2**20 / 1e3:.1f} CPUs of the training machine to take batches out of the object store,")
+    print("  if each MB costs what a batch of 1 MB does; larger batches should cost less")
 
 
 def main() -> None:
