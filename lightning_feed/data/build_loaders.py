@@ -50,7 +50,9 @@ class ChosenSettings:
         tuned, why_not = None, why_not_now(trainer, split)
         if not why_not:
             if name not in self.tuned:
-                self.tuned[name] = tune_for_fit(for_trials(), trainer, name)
+                tried = for_trials()
+                with preserve_state(tried):
+                    self.tuned[name] = tune_for_fit(tried, trainer, name)
             tuned = self.tuned[name]
         explain = partial(explained, settings=self.settings, tuned=tuned, why_not=why_not)
         return settled(self.settings, tuned), explain
