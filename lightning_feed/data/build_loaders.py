@@ -52,7 +52,8 @@ class ChosenSettings:
             if name not in self.tuned:
                 tried = for_trials()
                 with preserve_state(tried):
-                    self.tuned[name] = tune_for_fit(tried, trainer, name)
+                    found = tune_for_fit(tried, trainer, name)
+                self.tuned[name] = found  # here: the state that is put back may hold this dict
             tuned = self.tuned[name]
         explain = partial(explained, settings=self.settings, tuned=tuned, why_not=why_not)
         return settled(self.settings, tuned), explain
