@@ -1,12 +1,16 @@
 """A GPUStarvationCallback that tells what a test wrote down, for what acts on its figures."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.watch.stats import LoaderStats, StarvationStats
-from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
+from lightning_feed.watch.kernel import WorkerTime
+from lightning_feed.watch.loader_watch import LoaderSums
+from lightning_feed.watch.loop import LoopSums
+from lightning_feed.watch.verdict.diagnosis import LoopFacts
+from lightning_feed.watch.windows import Sums
 
 STARVED, STILL, FED = (100.0, 60.0), (80.0, 40.0), (60.0, 0.5)
 """(step_ms, data_idle_ms) of an epoch."""
@@ -25,30 +29,29 @@ class Scripted(GPUStarvationCallback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.ended += 1
 
-    def report(self) -> Diagnosis:
+    @property
+    def measured_fit(self) -> Any:
+        return SimpleNamespace(settled=self._settled, main=SimpleNamespace(facts=LoopFacts()))
+
+    def _settled(self) -> LoopSums | None:
         past = [self.script[min(k, len(self.script) - 1)] for k in range(self.ended)]
-        stats = StarvationStats(steps=0, confidence="low")
-        if past:
-            stats = StarvationStats(
-                steps=100 * len(past),
-                confidence="high",
-                step_ms=sum(step for step, _ in past) / len(past),
-                data_idle_ms=sum(waits for _, waits in past) / len(past),
-                starved_low_pct=0.0,
+        return sums_of(*((100, step, waits, self.ready, self.capacity, None) for step, waits in past)) if past else None
+
+
+def sums_of(*epochs: tuple[int, float, float, float, float, float | None]) -> LoopSums:
+    """What a run sums that had such epochs: (steps, step_ms, data_idle_ms, queue_ready, queue_capacity, on_cpu_pct)."""
+    sums = LoopSums(Sums(), LoaderSums())
+    for steps, step_ms, idle_ms, ready, capacity, on_cpu in epochs:
+        sums.steps += Sums(steps=steps, data_ns=steps * idle_ms * 1e6, compute_ns=steps * (step_ms - idle_ms) * 1e6)
+        sums.loaders += LoaderSums(
+            fetches=steps, sized_fetches=steps, ready=round(steps * ready), capacity=round(steps * capacity)
+        )
+        if on_cpu is not None:
+            wall = steps * step_ms * 1e6
+            sums.loaders.workers += WorkerTime(
+                wall_ns=wall, on_cpu_ns=wall * on_cpu / 100, run_queue_ns=wall * on_cpu / 200
             )
-        measured = Measurements(
-            stats=stats,
-            facts=LoopFacts(num_workers=1, prefetch_factor=2),
-            loaders=LoaderStats(queue_ready=self.ready, queue_capacity=self.capacity),
-        )
-        return Diagnosis(
-            bottleneck="data",
-            grade="not measured",
-            confidence="low",
-            evidence=(),
-            remedies=(),
-            measurements=measured,
-        )
+    return sums
 
 
 def own_lines(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -13,20 +13,21 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from recording import Numbers, Recording, Stream, by_hook, fit, quiet_trainer
 from resuming import Killed, SaveThenDie, run, trained
-from scripted_starvation import FED, STARVED, STILL, Scripted, own_lines
+from scripted_starvation import FED, STARVED, STILL, Scripted, own_lines, sums_of
 from torch.utils.data import DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from watch.small_fits import Memory
 from watch.test_ranks_gloo import in_ranks
 
 from lightning_feed import FastDataModule, LoaderSettings, _host
-from lightning_feed.callbacks.autotune import AutotuneCallback, Figures
+from lightning_feed.callbacks.autotune import AutotuneCallback, figures_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.watch.stats import LoaderStats, StarvationStats
-from lightning_feed.watch.verdict.diagnosis import LoopFacts, Measurements
+from lightning_feed.watch.loader_watch import LoaderSums
+from lightning_feed.watch.loop import LoopSums
+from lightning_feed.watch.windows import Sums
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -356,40 +357,15 @@ def test_it_stands_aside_and_says_so_once(loaders: Any, why: str, caplog: pytest
     assert all(map(torch.equal, same.parameters(), expected.parameters()))
 
 
-# --- figures of an epoch, out of totals of a run ----------------------------------------------------------------------
+# --- figures of an epoch, out of sums of a run ------------------------------------------------------------------------
 
-
-def total(*epochs: tuple[int, float, float, float, float, int], settled: bool = True, **facts: Any) -> Measurements:
-    """What a run tells that had such epochs: (steps, step_ms, data_idle_ms, queue_ready, on_cpu_pct, workers)."""
-    steps = sum(one[0] for one in epochs)
-    worked = sum(n * step * workers for n, step, _, _, _, workers in epochs)
-    return Measurements(
-        stats=StarvationStats(
-            steps=steps,
-            confidence="high",
-            step_ms=sum(n * step for n, step, *_ in epochs) / steps,
-            data_idle_ms=sum(n * idle for n, _, idle, *_ in epochs) / steps,
-            starved_low_pct=0.0 if settled else None,
-        ),
-        facts=LoopFacts(**facts),
-        loaders=LoaderStats(
-            queue_ready=sum(n * ready for n, _, _, ready, *_ in epochs) / steps,
-            queue_capacity=8.0,
-            workers_on_cpu_pct=sum(n * step * cpu * workers for n, step, _, _, cpu, workers in epochs) / worked,
-            workers_run_queue_pct=sum(n * step * cpu / 2 * workers for n, step, _, _, cpu, workers in epochs) / worked,
-        ),
-    )
-
-
-FIRST, SECOND = (100, 50.0, 20.0, 1.0, 90.0, 2), (60, 30.0, 3.0, 6.0, 40.0, 4)
+FIRST, SECOND = (100, 50.0, 20.0, 1.0, 8.0, 90.0), (60, 30.0, 3.0, 6.0, 8.0, 40.0)
 
 
 def test_each_epoch_has_its_own_figures() -> None:
-    figures = Figures()
-    first = figures.since(total(FIRST), workers=2)
-    figures.close()
-    second = figures.since(total(FIRST, SECOND), workers=4)
-    for found, (steps, step_ms, idle_ms, ready, cpu, _) in ((first, FIRST), (second, SECOND)):
+    before = sums_of(FIRST)
+    for sums, (steps, step_ms, idle_ms, ready, _, cpu) in ((before, FIRST), (sums_of(FIRST, SECOND) - before, SECOND)):
+        found = figures_of(sums)
         assert found is not None
         assert found.steps == steps
         assert found.step_ms == pytest.approx(step_ms)
@@ -400,34 +376,12 @@ def test_each_epoch_has_its_own_figures() -> None:
         assert found.run_queue_pct == pytest.approx(cpu / 2)
 
 
-def test_short_epochs_are_put_together() -> None:
-    figures, short = Figures(), (15, 50.0, 20.0, 1.0, 90.0, 2)
-    assert figures.since(total(FIRST), workers=2) is not None
-    figures.close()
-    assert figures.since(total(FIRST, short), workers=2) is None
-    both = figures.since(total(FIRST, short, short), workers=2)
-    assert both is not None
-    assert both.steps == 30
-
-
-def test_what_is_not_closed_is_measured_on() -> None:
-    figures = Figures()
-    figures.since(total(FIRST), workers=2)  # another rank had too few steps
-    both = figures.since(total(FIRST, FIRST), workers=2)
-    assert both is not None
-    assert both.steps == 200
-
-
-@pytest.mark.parametrize(("steps", "known"), [(47, False), (48, True)])
-def test_totals_that_may_hold_the_warm_up_are_not_used(steps: int, known: bool) -> None:
-    """20 steps of warm-up, 8 that a full queue serves, and 20 that figures rest on."""
-    measured = total((steps, 50.0, 20.0, 1.0, 90.0, 2), settled=False, num_workers=4, prefetch_factor=2)
-    assert (Figures().since(measured, workers=4) is not None) == known
+def test_a_few_steps_are_none() -> None:
+    assert figures_of(sums_of((19, *FIRST[1:]))) is None
+    assert figures_of(sums_of((20, *FIRST[1:]))) is not None
 
 
 def test_what_is_not_known_is_none() -> None:
-    stats = StarvationStats(steps=100, confidence="high", step_ms=5.0, data_idle_ms=1.0, starved_low_pct=0.0)
-    found = Figures().since(Measurements(stats=stats), workers=0)
+    found = figures_of(LoopSums(Sums(steps=100, data_ns=1e8, compute_ns=4e8), LoaderSums()))
     assert found is not None
     assert (found.queue_ready, found.queue_capacity, found.on_cpu_pct, found.run_queue_pct) == (None,) * 4
-    assert Figures().since(Measurements(stats=StarvationStats(steps=0, confidence="low")), workers=1) is None

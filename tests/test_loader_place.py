@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_w
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.callbacks.loader_place import find_place
-from lightning_feed.callbacks.starvation_report import facts_of
+from lightning_feed.callbacks.starvation_run import facts_of
 from lightning_feed.load.iterable import divides_among_workers
 from lightning_feed.watch.facts import may_leave_process, may_persist
 from lightning_feed.watch.guard import Guard

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_feed import watch_loader
 from lightning_feed.callbacks import plain_loop
 from lightning_feed.callbacks.plain_loop import PlainRun, WatchedLoader
-from lightning_feed.watch.clocks import EventRing
+from lightning_feed.watch.step_meter import EventRing
 
 MS = 1_000_000
 

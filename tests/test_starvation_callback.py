@@ -16,8 +16,9 @@ from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_traine
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
 from lightning_feed.callbacks import starvation_run
-from lightning_feed.callbacks.starvation_report import queue_of
+from lightning_feed.callbacks.starvation_run import _loaders
 from lightning_feed.watch import loop
+from lightning_feed.watch.facts import batches_ahead
 
 pytestmark = [
     # These fits are small on purpose.
@@ -152,7 +153,7 @@ def test_a_long_run_without_windows_stays_small(quiet: GPUStarvationCallback, mo
 
     class Watch(lightning.pytorch.Callback):
         def on_train_batch_end(self, *args: Any) -> None:
-            held.append(len(quiet._run._main.ledger.fresh))
+            held.append(len(quiet._run.main.ledger.fresh))
 
     quiet.every_n_steps = None
     run_fit(quiet, batches=40, others=(Watch(),), log_every_n_steps=0)
@@ -192,7 +193,7 @@ def test_facts_of_the_loader(quiet: GPUStarvationCallback) -> None:
     assert (facts.workers, facts.ours, facts.map_style, facts.batches_per_epoch) == ("process", False, True, 4)
     assert facts.usable_cpus is not None
     assert facts.lightning == lightning.__version__
-    assert queue_of(trainer) == 3
+    assert batches_ahead(_loaders(trainer, "fit")) == 3
 
 
 # --- the progress bar and the report ------------------------------------------------------------------------------

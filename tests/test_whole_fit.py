@@ -402,7 +402,7 @@ def test_every_form_of_the_report_has_the_parts(clock: Clock, tmp_path: Path) ->
 
 
 def test_other_programs_lower_the_confidence(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_feed.watch.cpu.CpuShare.others_pct", lambda *_: 40.0)
+    monkeypatch.setattr("lightning_feed.watch.kernel.CpuShare.others_pct", lambda *_: 40.0)
     found = measured_fit(clock, max_epochs=10)
     assert found.confidence == "low"
     assert "40 % of the CPUs were taken by other programs: low confidence" in found.evidence

@@ -2,109 +2,499 @@
 
 Each function says in which versions it was read, and what public thing would replace it. Objects of both packages
 (``lightning`` and ``pytorch_lightning``) pass through here, so nothing is imported from either: they are told apart by
-what they have, not by what they are. The files are used through this package's own names: ``_host.adopt_fetcher``.
+what they have, not by what they are.
 """
 
-from lightning_feed._host.fetcher import (
-    Fetched,
-    FetcherTap,
-    adopt_fetcher,
-    more_to_draw,
-)
-from lightning_feed._host.loops import (
-    batches_of,
-    change_saved_arguments,
-    checkpoint_loader_states,
-    count_the_batch_in_hand,
-    detects_anomalies,
-    epochs_processed,
-    go_on_past_the_end,
-    is_training,
-    keep_plateaus,
-    live_fetcher,
-    loader_names,
-    loop_iterators,
-    loop_loaders,
-    needs_metrics_every,
-    ranks_that_share_samples,
-    read_already,
-    resumes_in_a_new_epoch,
-    shards_the_model,
-    shift_batches,
-    stage_now,
-    steps_between_checkpoints,
-    takes_iterator,
-    train_batches_to_follow,
-    train_fetcher,
-    train_loaders,
-    train_progress,
-    write_loader_states,
-)
-from lightning_feed._host.reporting import (
-    RunBegins,
-    bar_printer,
-    profiler_does_nothing,
-    run_actions,
-    step_actions,
-    step_to_log,
-    steps_logged,
-)
-from lightning_feed._host.wraps import (
-    Wrap,
-    arguments_of,
-    defined_by_lightning,
-    is_overridden,
-    known_syncs,
-    optimizes_by_the_book,
-    replace_in_class,
-    wrap_transfer,
-)
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
-__all__ = [
-    "Fetched",
-    "FetcherTap",
-    "RunBegins",
-    "Wrap",
-    "adopt_fetcher",
-    "arguments_of",
-    "bar_printer",
-    "batches_of",
-    "change_saved_arguments",
-    "checkpoint_loader_states",
-    "count_the_batch_in_hand",
-    "defined_by_lightning",
-    "detects_anomalies",
-    "epochs_processed",
-    "go_on_past_the_end",
-    "is_overridden",
-    "is_training",
-    "keep_plateaus",
-    "known_syncs",
-    "live_fetcher",
-    "loader_names",
-    "loop_iterators",
-    "loop_loaders",
-    "more_to_draw",
-    "needs_metrics_every",
-    "optimizes_by_the_book",
-    "profiler_does_nothing",
-    "ranks_that_share_samples",
-    "read_already",
-    "replace_in_class",
-    "resumes_in_a_new_epoch",
-    "run_actions",
-    "shards_the_model",
-    "shift_batches",
-    "stage_now",
-    "step_actions",
-    "step_to_log",
-    "steps_between_checkpoints",
-    "steps_logged",
-    "takes_iterator",
-    "train_batches_to_follow",
-    "train_fetcher",
-    "train_loaders",
-    "train_progress",
-    "wrap_transfer",
-    "write_loader_states",
-]
+from lightning_feed.errors import SettingsError
+
+PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def package_of(first: Any, *others: Any) -> ModuleType:
+    """The package that a Trainer, a module or a data module comes from: ``lightning.pytorch`` or ``pytorch_lightning``.
+
+    Raises:
+        SettingsError: when it comes from neither, or ``others`` come from another: each takes nothing of the other.
+    """
+    found = [PACKAGES[top] for base in type(first).__mro__ if (top := base.__module__.partition(".")[0]) in PACKAGES]
+    if not found:
+        raise SettingsError(
+            f"{type(first).__module__}.{type(first).__qualname__} comes from neither lightning.pytorch nor "
+            "pytorch_lightning. Give a Trainer, a LightningModule and a LightningDataModule of one of them."
+        )
+    for other in others:
+        if package_of(other).__name__ != found[0]:
+            raise SettingsError(
+                f"{type(first).__name__} comes from {found[0]} and {type(other).__name__} from "
+                f"{package_of(other).__name__}, and neither package takes what is of the other. Import both from one."
+            )
+    return import_module(found[0])
+
+
+def epochs_processed(trainer: Any) -> int:
+    """Training epochs that were trained to their end, which is the number of the epoch to train now.
+
+    Lightning gives this number to ``sampler.set_epoch``. ``trainer.current_epoch`` is behind it on a resumed run until
+    the fit loop starts. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: on_advance_start``).
+    """
+    return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def ranks_that_share_samples(trainer: Any) -> int:
+    """Among how many ranks Lightning divides the samples of a map-style dataset.
+
+    Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _requires_distributed_sampler``).
+    """
+    connector = trainer._accelerator_connector
+    return int(trainer.world_size) if connector.use_distributed_sampler and connector.is_distributed else 1
+
+
+def live_fetcher(trainer: Any) -> Any:
+    """The fetcher of the loop that runs now, or None before it exists. Read in 2.4.0, 2.5.6 and 2.6.6."""
+    if trainer.training:  # first of all: it is asked for in each step
+        return trainer.fit_loop._data_fetcher
+    known = trainer.sanity_checking or trainer.validating or trainer.testing or trainer.predicting
+    return _loop_of(trainer, stage_now(trainer))._data_fetcher if known else None
+
+
+def stage_now(trainer: Any) -> str:
+    """What the running loop does: ``"fit"``, ``"validate"`` (within a fit too), ``"test"`` or ``"predict"``."""
+    if trainer.training:
+        return "fit"
+    if trainer.sanity_checking or trainer.validating:
+        return "validate"
+    return "test" if trainer.testing else "predict"
+
+
+def _loop_of(trainer: Any, stage: str) -> Any:
+    """The loop of a stage, as :func:`stage_now` names them. Read in 2.4.0, 2.5.6 and 2.6.6 (``trainer/trainer.py``)."""
+    if stage == "validate" and trainer.state.fn == "fit":
+        return trainer.fit_loop.epoch_loop.val_loop
+    return getattr(trainer, f"{stage}_loop")
+
+
+def loop_loaders(trainer: Any, stage: str) -> list[Any]:
+    """The loaders of a stage, flattened. Read in 2.4.0 and 2.6.6 (``setup_data`` of each loop)."""
+    combined = _loop_of(trainer, stage)._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def train_loaders(trainer: Any) -> list[Any]:
+    """Those of training."""
+    return loop_loaders(trainer, "fit")
+
+
+def loader_names(trainer: Any, stage: str) -> list[str]:
+    """What to call the loaders of a stage: keys of a dict, else as Lightning names them in metrics.
+
+    Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
+    """
+    loaders = loop_loaders(trainer, stage)
+    given = getattr(_loop_of(trainer, stage)._combined_loader, "iterables", None)
+    if isinstance(given, dict) and [*map(id, given.values())] == [*map(id, loaders)]:
+        return [str(key) for key in given]
+    return [f"dataloader_idx_{index}" for index in range(len(loaders))]
+
+
+def loop_iterators(trainer: Any, stage: str) -> list[Any]:
+    """The iterators that the batches of a stage come from now, one for each loader of the mode; empty outside of it.
+
+    A mode may make others within an epoch: ``max_size_cycle`` makes a new one when a loader is at its end, and
+    ``sequential`` goes on to the next loader. The class of the fetcher does not matter, so it may be one that
+    PrefetchCallback has adopted. Read in 2.4.0 and 2.6.6 (``loops/fetchers.py: _DataFetcher``,
+    ``utilities/combined_loader.py: _ModeIterator``).
+    """
+    combined = getattr(_loop_of(trainer, stage)._data_fetcher, "_combined_loader", None)
+    return list(getattr(getattr(combined, "_iterator", None), "iterators", None) or ())
+
+
+def batches_of(trainer: Any, stage: str) -> int | None:
+    """Batches of an epoch of a stage, those of all loaders; None for an endless one.
+
+    Read in 2.4.0 and 2.6.6 (``loops/evaluation_loop.py: max_batches``).
+    """
+    every = trainer.num_training_batches if stage == "fit" else sum(_loop_of(trainer, stage).max_batches)
+    return None if every == float("inf") else int(every)
+
+
+def train_fetcher(trainer: Any) -> Any:
+    """The training loop's fetcher, or None outside of a fit. Read in 2.4.0, 2.5.6 and 2.6.6."""
+    return trainer.fit_loop._data_fetcher
+
+
+def train_progress(trainer: Any) -> Any:
+    """The training loop's count of its batches. Read in 2.4.0 and 2.6.6 (``loops/progress.py: _BatchProgress``)."""
+    return trainer.fit_loop.epoch_loop.batch_progress
+
+
+def read_already(trainer: Any) -> bool:
+    """Whether Lightning has drawn a batch that no step was given yet, as it does for loaders without a length."""
+    return bool(trainer.fit_loop._data_fetcher.batches)
+
+
+def train_batches_to_follow(trainer: Any, *, at_most: int, step_pending: bool) -> int:
+    """How many batches the training loop will surely go straight on to after this one, up to ``at_most``.
+
+    None when the run ends here, and none when validation comes first: what validation draws from the global random
+    generators would otherwise come after the next training batch was loaded, not before.
+
+    Args:
+        at_most: the answer is not looked for beyond it.
+        step_pending: the optimizer step of this batch is still to come, so the step count is one behind.
+
+    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.should_stop or loop.batch_progress.is_last_batch:
+        return 0
+    if trainer.max_steps != -1:
+        at_most = min(at_most, trainer.max_steps - trainer.global_step - step_pending)
+    if at_most <= 0 or loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        return 0
+    every = trainer.val_check_batch
+    if every not in (None, float("inf")) and loop._should_check_val_epoch():
+        done = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
+        at_most = min(at_most, int(every - (done + 1) % every))
+    return at_most
+
+
+def change_saved_arguments(loader: Any, changed: dict[str, Any], *, always: tuple[str, ...]) -> None:
+    """Change the arguments that Lightning saw when a loader was made in a hook.
+
+    With them it makes the loader anew where it needs another sampler. Of those that were not given, ``always`` names
+    the ones that are added where the constructor takes them. Read in 2.4.0 and 2.6.6
+    (``fabric/utilities/data.py: _wrap_dataloader_init``).
+    """
+    kept = vars(loader)
+    if "__pl_saved_kwargs" not in kept:
+        return
+    names, values = list(kept["__pl_saved_arg_names"]), list(kept["__pl_saved_args"])
+    saved = dict(kept["__pl_saved_kwargs"])
+    constructor: Any = inspect.unwrap(type(loader).__init__)
+    parameters = inspect.signature(constructor).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    for name, value in changed.items():
+        if name in names:
+            values[names.index(name)] = value
+        elif name in saved or (name in always and (takes_all or name in parameters)):
+            saved[name] = value
+    kept["__pl_saved_args"], kept["__pl_saved_kwargs"] = tuple(values), saved
+
+
+def train_loader_source(trainer: Any) -> Any:
+    """The module or data module whose ``train_dataloader`` gives the loaders; None where ``trainer.fit`` got them.
+
+    Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource``).
+    """
+    source = trainer.fit_loop._data_source
+    return source.instance if source.is_module() else None
+
+
+def bar_refresh_rate(trainer: Any) -> int | None:
+    """Batches between two drawings of the progress bar; None: there is none, or it is of another kind."""
+    rate = getattr(trainer.progress_bar_callback, "refresh_rate", None)
+    return rate if type(rate) is int else None
+
+
+def cli_config(trainer: Any) -> dict[str, Any]:
+    """The arguments that LightningCLI was called with, by their dotted keys; empty without one.
+
+    Read in 2.4.0 and 2.6.6 (``cli.py: SaveConfigCallback``), which has them without the name of the subcommand.
+    """
+    for callback in trainer.callbacks:
+        if _is_a(callback, "SaveConfigCallback"):
+            return {str(key): value for key, value in callback.config.items()}
+    return {}
+
+
+def go_on_past_the_end(trainer: Any) -> None:
+    """Let the training loop ignore ``max_epochs`` and ``max_steps`` from now on.
+
+    What the optimizers and schedulers were told of them when they were made stays. Read in 2.4.0 and 2.6.6
+    (``loops/fit_loop.py: done``, ``loops/training_epoch_loop.py: _is_training_done``).
+    """
+    trainer.fit_loop.max_epochs = -1
+    trainer.fit_loop.epoch_loop.max_steps = -1
+
+
+def keep_plateaus(trainer: Any) -> None:
+    """Leave the learning rates that follow a metric as they are: without validation there may be no such metric.
+
+    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
+    """
+    for config in trainer.strategy.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            config.frequency = sys.maxsize
+
+
+def needs_metrics_every(trainer: Any) -> set[str]:
+    """``"epoch"`` and ``"step"``, where a learning rate follows a metric and the fit fails without one by then.
+
+    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: _update_learning_rates``).
+    """
+    configs = trainer.strategy.lr_scheduler_configs
+    return {config.interval for config in configs if config.reduce_on_plateau and config.strict}
+
+
+def takes_iterator(pl_module: Any) -> bool:
+    """Whether ``training_step`` fetches for itself. Read in 2.4.0 and 2.6.6 (``loops/utilities.py``)."""
+    return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
+
+
+def is_training(trainer: Any) -> bool:
+    """Whether one of the Trainer's loops runs now. Read in 2.4.0 and 2.6.6 (``trainer/states.py``)."""
+    return str(getattr(trainer.state.status, "value", trainer.state.status)) == "running"
+
+
+def shards_the_model(trainer: Any) -> bool:
+    """Whether the strategy divides one model among devices. Read in 2.4.0 and 2.6.6 (``strategies``)."""
+    return _is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
+
+
+def detects_anomalies(trainer: Any) -> bool:
+    """Whether ``Trainer(detect_anomaly=True)``. Read in 2.4.0 and 2.6.6 (``trainer/trainer.py``)."""
+    return bool(getattr(trainer, "_detect_anomaly", False))
+
+
+def steps_between_checkpoints(callback: Any) -> int:
+    """Of a ModelCheckpoint; 0: it goes by epochs. Read in 2.4.0 and 2.6.6 (``callbacks/model_checkpoint.py``)."""
+    return int(getattr(callback, "_every_n_train_steps", 0) or 0)
+
+
+# --- what is announced, logged and shown -----------------------------------------------------------------------------
+
+
+def actions(trainer: Any, stage: str) -> dict[str, str]:
+    """What the profiler calls the parts of a stage's loop: ``fetch``, ``to_device``, ``step``.
+
+    Of a fit also ``forward``, ``backward`` and ``optimizer``, but with manual optimisation: that announces no backward
+    pass, and what is captured there as a CUDA graph is not to have an event of ours in it. And what lies around the
+    steps: ``validation``, which starts before its loaders are iterated, unless gradients are being accumulated,
+    ``validation_end``, which stops when nothing but printing follows, and ``epoch``.
+
+    Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py``, ``loops/evaluation_loop.py``, ``loops/fit_loop.py``,
+    ``loops/prediction_loop.py``, ``loops/optimization``, ``trainer/call.py``).
+    """
+    strategy = f"[Strategy]{type(trainer.strategy).__name__}"
+    module = f"[LightningModule]{type(trainer.lightning_module).__name__}"
+    names = {"to_device": f"{strategy}.batch_to_device"}
+    if stage != "fit":
+        loop = "_PredictionLoop" if stage == "predict" else "_EvaluationLoop"
+        prefix, step = ("val", "validation_step") if stage == "validate" else (stage, f"{stage}_step")
+        return names | {"fetch": f"[{loop}].{prefix}_next", "step": f"{strategy}.{step}"}
+    if trainer.lightning_module.automatic_optimization:
+        names["forward"], names["backward"] = f"{strategy}.training_step", f"{strategy}.backward"
+        names["optimizer"] = f"{module}.optimizer_step"
+    return names | {
+        "fetch": f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next",
+        "step": "run_training_batch",
+        "validation": f"{module}.on_validation_model_zero_grad",
+        "validation_end": f"{strategy}.on_validation_end",
+        "epoch": "run_training_epoch",
+    }
+
+
+class RunBegins:
+    """In the place of a callback's ``log``, which Lightning gives it before anything else of a run: notes that.
+
+    Then calls the method of the callback that ``tell`` names, before ``prepare_data`` and ``setup``. Read in 2.4.0 and
+    2.6.6 (``connectors/callback_connector.py: _attach_model_logging_functions``); a hook at the beginning of
+    ``Trainer.fit`` would replace it.
+    """
+
+    def __init__(self, tell: str) -> None:
+        self._tell = tell
+
+    def __get__(self, callback: Any, owner: Any = None) -> Any:
+        try:
+            return vars(callback)["log"] if callback is not None else self
+        except KeyError:
+            raise AttributeError("log is set when a Trainer runs") from None
+
+    def __set__(self, callback: Any, log: Any) -> None:
+        vars(callback)["log"] = log
+        getattr(callback, self._tell)()
+
+
+def profiler_does_nothing(trainer: Any) -> bool:
+    """Whether the profiler is Lightning's empty one. Read in 2.4.0 and 2.6.6 (``profilers/base.py``)."""
+    kind = type(trainer.profiler)
+    return kind.__name__ == "PassThroughProfiler" and defined_by_lightning(kind)
+
+
+def step_to_log(trainer: Any, every: int) -> int | None:
+    """The loggers' number of the step that just ended, if one in ``every`` falls on it; None while accumulating.
+
+    Read in 2.4.0 and 2.6.6 (``connectors/logger_connector: should_update_logs, update_train_step_metrics``).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    step: int = loop._batches_that_stepped
+    return None if (step + 1) % every or loop._should_accumulate() else step
+
+
+def steps_logged(trainer: Any) -> int:
+    """The loggers' number of the step that comes next. Read in 2.4.0 and 2.6.6, as above."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def bar_printer(trainer: Any) -> Callable[[str], object] | None:
+    """What prints a line above a live progress bar; None where a plain ``print`` does.
+
+    Lightning's TQDM bar prints nothing at all when it is closed or disabled; other bars let a ``print`` through. Read
+    in 2.4.0 and 2.6.6 (``callbacks/progress/tqdm_progress.py: print``).
+    """
+    bar = trainer.progress_bar_callback
+    live = getattr(bar, "_train_progress_bar", None)
+    return bar.print if live is not None and not live.disable else None
+
+
+# --- wraps, and the user's code --------------------------------------------------------------------------------------
+
+
+class Wrap:
+    """``around(original, *args)`` in the place of ``owner.name(*args)``, on this one instance, until :meth:`undo`.
+
+    A wrap that another tool has wrapped in its turn cannot be taken out; it then goes dead and passes calls through.
+    It pickles and deep-copies as the plain method, so a module copied or saved in the middle of a fit stays usable.
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        # Lightning's is_overridden looks through __wrapped__. First of all: it copies attributes, those of a wrap too.
+        functools.update_wrapper(self, original)
+        self._owner, self._name = owner, name
+        self._original = original
+        self._shadowed = vars(owner).get(name)
+        self._around: Callable[..., Any] | None = around
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._around is None:
+            return self._original(*args, **kwargs)
+        return self._around(self._original, *args, **kwargs)
+
+    def undo(self) -> None:
+        """Take the wrap out, or make it dead where something else holds on to it."""
+        self._around = None
+        if vars(self._owner).get(self._name) is not self:
+            return
+        if self._shadowed is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._shadowed)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, self._name)
+
+
+def replace_in_class(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """``around(original, self, *args)`` in the place of a method, for all objects of a class and its heirs.
+
+    Keeps the signature: LightningCLI makes arguments of it. Returns what puts the method back.
+    """
+    original = vars(owner)[name]
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)
+    return functools.partial(setattr, owner, name, original)
+
+
+def arguments_of(method: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What a method is called with, by name.
+
+    Raises:
+        TypeError: when it does not take that, as the call itself would.
+    """
+    return inspect.signature(method).bind(owner, *args, **kwargs).arguments
+
+
+def wrap_transfer(trainer: Any, convert_input: Callable[..., Any], batch_hook: Callable[..., Any]) -> list[Wrap]:
+    """Put ``around`` functions before the three things that every loop does to a fetched batch.
+
+    ``convert_input(original, batch)`` stands in for the precision plugin's, and
+    ``batch_hook(original, name, batch, *args)`` for the module's dispatch of ``on_before_batch_transfer``,
+    ``transfer_batch_to_device`` and ``on_after_batch_transfer``. Read in 2.4.0, 2.5.6 and 2.6.6
+    (``core/module.py: _call_batch_hook``); a public hook that gives a callback the next batch would replace it.
+    """
+    return [
+        Wrap(trainer.precision_plugin, "convert_input", convert_input),
+        Wrap(trainer.lightning_module, "_call_batch_hook", batch_hook),
+    ]
+
+
+def is_overridden(owner: Any, hook: str) -> bool:
+    """Whether the user's module or callback has a ``hook`` of its own, not Lightning's empty one."""
+    method = getattr(owner, hook, None)
+    return method is not None and not defined_by_lightning(getattr(method, "__wrapped__", method))
+
+
+def defined_by_lightning(thing: Any) -> bool:
+    """Whether a class, object or function comes from Lightning or from this package."""
+    module = getattr(thing, "__module__", None) or type(thing).__module__
+    return module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_feed")
+
+
+def optimizes_by_the_book(trainer: Any) -> bool:
+    """Whether no class of the user's has a part in the backward pass and the optimizer step.
+
+    Strategy and precision plugin come from Lightning, optimizers and schedulers from torch. Read in 2.4.0 and 2.6.6
+    (``strategies/strategy.py``).
+    """
+    schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+    of_torch = all(type(one).__module__.startswith("torch.") for one in [*trainer.optimizers, *schedulers])
+    return of_torch and all(defined_by_lightning(type(one)) for one in (trainer.strategy, trainer.precision_plugin))
+
+
+def known_syncs(trainer: Any) -> tuple[str, ...]:
+    """Names of ``watch.verdict.diagnosis.SYNCS`` that apply to a running fit.
+
+    - ``prog_bar``: a progress bar is on, and a metric on the device is logged with ``prog_bar=True``, which only shows
+      once it was logged: ask after some steps. Each is converted by ``Tensor.item`` in every step, by
+      ``ModelCheckpoint`` or the bar. Read in 2.4.0 and 2.6.6 (``logger_connector/result.py: metrics``,
+      ``utilities/metrics: convert_tensors_to_scalars``).
+    - ``grad_scaler``: the precision plugin has a GradScaler. Read in 2.4.0 and 2.6.6 (``plugins/precision/amp.py``).
+    - ``sigterm_broadcast``: several ranks, in a version whose loop broadcasts SIGTERM before each batch and reads the
+      answer by ``Tensor.item``: 2.6.6 does, 2.4.0 does not (``loops/training_epoch_loop.py: advance``).
+    - ``throughput_monitor``: the callback is there. It calls ``torch.cuda.synchronize``, on CUDA only. Read in 2.4.0
+      and 2.6.6 (``callbacks/throughput_monitor.py: _update``).
+    """
+    loop, on_device = trainer.fit_loop.epoch_loop, trainer.strategy.root_device.type != "cpu"
+    applies = {
+        "prog_bar": on_device and _bar_is_on(trainer) and any(map(_in_bar, _logged(loop))),
+        "grad_scaler": getattr(trainer.precision_plugin, "scaler", None) is not None,
+        "sigterm_broadcast": trainer.world_size > 1 and hasattr(loop, "_broadcast_sigterm_tensor"),
+        "throughput_monitor": trainer.strategy.root_device.type == "cuda"
+        and any(_is_a(callback, "ThroughputMonitor") for callback in trainer.callbacks),
+    }
+    return tuple(name for name, does in applies.items() if does)
+
+
+def _logged(loop: Any) -> list[Any]:
+    """What was logged in training steps. Read in 2.4.0 and 2.6.6 (``_ResultCollection``, a dict of metrics)."""
+    return list(getattr(loop, "_results", {}).values())
+
+
+def _in_bar(metric: Any) -> bool:
+    meta, value = getattr(metric, "meta", None), getattr(metric, "value", None)
+    device = getattr(value, "device", None)
+    return bool(getattr(meta, "prog_bar", False)) and getattr(device, "type", "cpu") != "cpu"
+
+
+def _bar_is_on(trainer: Any) -> bool:
+    bar = trainer.progress_bar_callback
+    return bar is not None and bool(getattr(bar, "is_enabled", True))
+
+
+def _is_a(thing: Any, *names: str) -> bool:
+    return any(kind.__name__ in names for kind in type(thing).__mro__)

@@ -28,9 +28,9 @@ from lightning_feed.load.trials.epoch_controller import (
 )
 from lightning_feed.load.trials.in_fit import gather
 from lightning_feed.transfer.resident import ResidentLoader
-from lightning_feed.watch.guard import Guard, guarded, say
-from lightning_feed.watch.verdict.diagnosis import LoopFacts, Measurements
-from lightning_feed.watch.windows import FEW_STEPS, WARM_UP_STEPS
+from lightning_feed.watch.guard import Guard, Once, guarded, say
+from lightning_feed.watch.loop import LoopSums
+from lightning_feed.watch.verdict.diagnosis import LoopFacts
 
 logger = logging.getLogger(__name__)
 _FAILED = "its measuring failed on a rank, which has said why"
@@ -99,7 +99,7 @@ class AutotuneCallback(Callback):
             )
         self.max_workers = max_workers
         self._moves: list[EpochMove] = []
-        self._said: set[str] = set()
+        self._once = Once(logger)
         self._guard = self._new_guard()
         self._forget()
 
@@ -107,9 +107,10 @@ class AutotuneCallback(Callback):
         return Guard("AutotuneCallback", self._give_up)
 
     def _forget(self) -> None:
-        self._measure: Callable[[], Measurements] | None = None
         self._run: StarvationRun | None = None
-        self._figures = Figures()
+        self._sums: LoopSums | None = None
+        self._decided: LoopSums | None = None
+        """What was summed before the last epoch, and at the last decision."""
         self._state: ControllerState | None = None
         self._aside = ""
         self._over = False
@@ -119,7 +120,7 @@ class AutotuneCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
-        return {**self.__dict__, "_measure": None, "_run": None, "_put_back": None}
+        return {**self.__dict__, "_run": None, "_put_back": None}
 
     @property
     def moves(self) -> tuple[EpochMove, ...]:
@@ -139,20 +140,16 @@ class AutotuneCallback(Callback):
         self._moves = []
         self._aside = self._why_aside(trainer)
         if self._aside:
-            self._say_once(trainer, f"AutotuneCallback stands aside: {self._aside}.")
+            self._once.say(trainer, logging.INFO, f"AutotuneCallback stands aside: {self._aside}.")
             return
-        callbacks: list[Any] = trainer.callbacks
-        measuring = next((one for one in callbacks if isinstance(one, GPUStarvationCallback)), None)
-        if measuring is not None:
-            self._measure = lambda: measuring.report().measurements
-        else:
+        if not any(isinstance(one, GPUStarvationCallback) for one in trainer.callbacks):
             self._run = StarvationRun(trainer, every=0, guard=self._guard)
-            self._measure = self._run.measurements
         self._log(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Decide, and change the loader before Lightning begins its next pass."""
-        self._guard.measure(self._epoch_began)
+        if self._run is not None:
+            self._guard.measure(self._run.epoch_began)
         if not self._epochs:
             return
         if not self._over:
@@ -162,10 +159,6 @@ class AutotuneCallback(Callback):
             self._over = every is None or any(one.aside for one in every)
             self._guard.measure(self._decide, trainer, every or [RankState(aside=_FAILED)])
         self._guard.measure(self._apply, trainer)
-
-    def _epoch_began(self) -> None:
-        if self._run is not None:
-            self._run.epoch_began()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """The pass has begun."""
@@ -209,7 +202,6 @@ class AutotuneCallback(Callback):
             self._stop_measuring()
 
     def _stop_measuring(self) -> None:
-        self._measure = None
         run, self._run = self._run, None
         if run is not None:
             run.close()
@@ -229,11 +221,11 @@ class AutotuneCallback(Callback):
         aside = next((one.aside for one in every if one.aside), "")
         if aside:
             self._aside = aside
-            self._say_once(trainer, f"AutotuneCallback stands aside: {aside}.")
+            self._once.say(trainer, logging.INFO, f"AutotuneCallback stands aside: {aside}.")
         known = [one.figures for one in every if one.figures is not None]
         if aside or len(known) < len(every):
             return
-        self._figures.close()
+        self._decided = self._sums
         now = self._state or ControllerState(num_workers=every[0].num_workers, prefetch_factor=every[0].prefetch_factor)
         self._state, move = decide(now, worst(known), _narrowest([one.room for one in every if one.room is not None]))
         self._over = bool(self._state.frozen)  # the same on all ranks, whatever fails on one of them below
@@ -245,19 +237,20 @@ class AutotuneCallback(Callback):
                 say(logger, logging.INFO, said)
             self._log(trainer)
         elif self._state.held:
-            self._say_once(trainer, f"AutotuneCallback changes nothing: {self._state.held}.", of="held")
+            self._once.say(trainer, logging.INFO, f"AutotuneCallback changes nothing: {self._state.held}.", of="held")
         if self._state.frozen:
-            self._say_once(trainer, f"AutotuneCallback is done: {self._state.frozen}.")
+            self._once.say(trainer, logging.INFO, f"AutotuneCallback is done: {self._state.frozen}.")
 
     def _tell(self, trainer: Any) -> RankState:
         """What this rank knows before the next epoch."""
         aside = self._aside or self._why_aside(trainer)
-        if aside or self._measure is None:
-            return RankState(aside=aside or "it was not set up")
+        if aside:
+            return RankState(aside=aside)
         (loader,) = _host.train_loaders(trainer)
         workers = self._state.num_workers if self._state is not None else loader.num_workers
-        measured = self._measure()
-        figures = self._figures.since(measured, workers=workers)
+        run = self._measuring(trainer)
+        now = self._sums = run.settled() if run is not None else None
+        figures = None if now is None else figures_of(now - self._decided if self._decided is not None else now)
         if figures is not None and not workers and not self._tried_a_worker:
             self._tried_a_worker = True
             aside = why_no_workers(loader)
@@ -265,9 +258,14 @@ class AutotuneCallback(Callback):
             aside=aside,
             num_workers=workers,
             prefetch_factor=loader.prefetch_factor if workers else None,
-            room=_room(trainer, loader, measured.facts, most=self.max_workers),
+            room=_room(trainer, loader, run.main.facts if run is not None else LoopFacts(), most=self.max_workers),
             figures=figures,
         )
+
+    def _measuring(self, trainer: Any) -> StarvationRun | None:
+        """This callback's own run, or that of the GPUStarvationCallback beside it."""
+        beside = (one.measured_fit for one in trainer.callbacks if isinstance(one, GPUStarvationCallback))
+        return self._run or next((run for run in beside if run is not None), None)
 
     def _why_aside(self, trainer: Any) -> str:
         """Why there is nothing to adjust in this fit; empty where there is."""
@@ -309,11 +307,6 @@ class AutotuneCallback(Callback):
         for number, each in enumerate(trainer.loggers):
             task = f"log its settings to {type(each).__name__} (trainer.loggers[{number}])"
             self._guard.attempt(task, each.log_metrics, tags, step=step)
-
-    def _say_once(self, trainer: Any, what: str, *, of: str | None = None) -> None:
-        if (of or what) not in self._said and trainer.is_global_zero:
-            say(logger, logging.INFO, what)
-        self._said.add(of or what)
 
 
 def _described(before: ControllerState, move: Move) -> str:
@@ -362,64 +355,18 @@ def _least(limits: Iterable[int | None]) -> int | None:
     return min((one for one in limits if one is not None), default=None)
 
 
-class Figures:
-    """The figures since the last decision, out of means of the whole run. Short epochs are put together until there
-    are enough steps.
-
-    ``queue_ready`` and ``queue_capacity`` are means over fetches, taken for steps; the workers' shares are means over
-    worker time, taken for step time times workers. So they are a little off where validation lies in the epoch.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, tuple[float, float]] = {}
-        """Name -> (weight, weight times the mean), at the last decision."""
-        self._now: dict[str, tuple[float, float]] = {}
-
-    def since(self, measured: Measurements, *, workers: int) -> EpochFigures | None:
-        """The figures since :meth:`close` was called, or since the warm-up; None while there are too few steps.
-
-        Args:
-            measured: of the run so far.
-            workers: of the loader, since then.
-        """
-        stats, loaders, before = measured.stats, measured.loaders, self._before
-        if stats.step_ms is None or stats.data_idle_ms is None:
-            return None
-        if not before and stats.steps < _settled_from(measured):
-            return None
-        steps = stats.steps - before.get("step_ms", (0, 0))[0]
-        if steps < FEWEST_STEPS:
-            return None
-        step_ms = stats.steps * stats.step_ms - before.get("step_ms", (0, 0))[1]
-        worked_ms = before.get("on_cpu_pct", (0, 0))[0] + workers * step_ms
-        weighted = {
-            "step_ms": (stats.steps, stats.step_ms),
-            "data_idle_ms": (stats.steps, stats.data_idle_ms),
-            "queue_ready": (stats.steps, loaders.queue_ready),
-            "queue_capacity": (stats.steps, loaders.queue_capacity),
-            "on_cpu_pct": (worked_ms, loaders.workers_on_cpu_pct),
-            "run_queue_pct": (worked_ms, loaders.workers_run_queue_pct),
-        }
-        self._now = {name: (weight, weight * (mean or 0.0)) for name, (weight, mean) in weighted.items()}
-        means = {name: self._mean_since(name) for name, (_, mean) in weighted.items() if mean is not None}
-        return EpochFigures(steps=int(steps), **means)  # type: ignore[arg-type]  # step_ms and data_idle_ms are known
-
-    def _mean_since(self, name: str) -> float | None:
-        (weight, total), (before, total_before) = self._now[name], self._before.get(name, (0.0, 0.0))
-        if weight <= before:
-            return None
-        mean = max(0.0, (total - total_before) / (weight - before))
-        return min(100.0, mean) if name.endswith("_pct") else mean
-
-    def close(self) -> None:
-        """Begin anew: what comes after belongs to the next figures."""
-        self._before = self._now
-
-
-def _settled_from(measured: Measurements) -> int:
-    """Steps from which the totals surely have left the warm-up out. With fewer, they may still take it in, and would
-    shrink when they no longer do."""
-    if measured.stats.starved_low_pct is not None:
-        return FEW_STEPS  # it is told of settled figures only
-    queue = (measured.facts.num_workers or 0) * (measured.facts.prefetch_factor or 0)
-    return WARM_UP_STEPS + FEW_STEPS + max(queue, round(measured.loaders.queue_capacity or 0))
+def figures_of(sums: LoopSums) -> EpochFigures | None:
+    """The figures of what was summed since the last decision; None while there are too few steps."""
+    stats = sums.steps.stats(settled=True, trusted_clock=True, prefetch_active=None)
+    if stats.steps < FEWEST_STEPS or stats.step_ms is None or stats.data_idle_ms is None:
+        return None
+    loaders = sums.loaders.to_stats()
+    return EpochFigures(
+        steps=stats.steps,
+        step_ms=stats.step_ms,
+        data_idle_ms=stats.data_idle_ms,
+        queue_ready=loaders.queue_ready,
+        queue_capacity=loaders.queue_capacity,
+        on_cpu_pct=loaders.workers_on_cpu_pct,
+        run_queue_pct=loaders.workers_run_queue_pct,
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_feed._host.loops import cli_config, train_loader_source
+from lightning_feed import _host
 from lightning_feed.errors import source_line
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.watch.verdict.diagnosis import Place
@@ -46,7 +46,7 @@ def find_place(trainer: Any, loaders: Sequence[Any]) -> Place:
         trainer: in a fit, with its loaders.
         loaders: those, without their wrappers.
     """
-    return place_of(train_loader_source(trainer), trainer, trainer.datamodule, loaders)
+    return place_of(_host.train_loader_source(trainer), trainer, trainer.datamodule, loaders)
 
 
 def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Place:
@@ -66,7 +66,7 @@ def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Pla
         wrapped = f"the LoaderSettings(...) of FastDataModule.wrap({type(owner).__name__}(...), LoaderSettings(...))"
         return Place(words=wrapped, form="settings", inner=words, datamodule=datamodule)
     overrides = _overrides(trainer, loaders)
-    key = "--trainer." if trainer is not None and cli_config(trainer) else ""
+    key = "--trainer." if trainer is not None and _host.cli_config(trainer) else ""
     return Place(words=words, names=names, overrides=overrides, datamodule=datamodule, trainer_key=key)
 
 
@@ -216,7 +216,7 @@ def _is_a_users(file: str, module: str) -> bool:
 
 def _overrides(trainer: Any, loaders: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     """Keys that hold what the loaders have. A setting that no key, or more than one, can be meant by is left out."""
-    given, prefix = cli_config(trainer), "--"
+    given, prefix = _host.cli_config(trainer), "--"
     if not given:
         given, prefix = _hydra_config(), ""
     found = []

@@ -11,23 +11,16 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lightning_feed.load.iterable import divides_among_workers
 from lightning_feed.load.machine import read_machine
 from lightning_feed.transfer.prefetcher import STREAM_BACKENDS
-from lightning_feed.watch.clocks import Clock, host_clock, open_ring
-from lightning_feed.watch.facts import (
-    batches_ahead,
-    may_leave_process,
-    may_persist,
-    with_batch,
-    with_loaders,
-)
+from lightning_feed.watch.facts import batches_ahead, with_loaders
 from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.loader_state import loaders_in
 from lightning_feed.watch.loop import READ_EVERY_NS, MeasuredLoop, Schedule
 from lightning_feed.watch.reports.document import make_report
 from lightning_feed.watch.reports.files import show_report, write_report
 from lightning_feed.watch.stats import StarvationStats
+from lightning_feed.watch.step_meter import Clock, host_clock, open_ring
 from lightning_feed.watch.verdict.causes import MIN_STEPS
 from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
@@ -172,10 +165,14 @@ class PlainRun:
         self.measure = guard.measure
         self.fetch_began, self.fetch_ended = guard.tap(self._fetch_began), guard.tap(self._fetch_ended)
         self.step_ended = guard.tap(self._step_ended)
-        self._loop: MeasuredLoop | None = None
-        self._schedule = Schedule(lambda: self.clock() * 1e-9)
+        self._loop: Any = None
+        """A MeasuredLoop from the first epoch on."""
+        self._schedule = Schedule(self._seconds)
         self._reported_steps = self._next_read = 0
         self.closed = False
+
+    def _seconds(self) -> float:
+        return self.clock() * 1e-9
 
     # --- what the loop does -------------------------------------------------------------------------------------------
 
@@ -186,45 +183,38 @@ class PlainRun:
         _open.add(self)
         loaders = loaders_in(loader)
         device = self.device or _device_of(loader)
-        facts, loop = self._facts_of(loader, loaders, device), self._loop
-        if loop is None:
+        facts = _facts_of(loader, loaders, device)
+        if self._loop is None:
             ring, queue = open_ring(device), batches_ahead(loaders)
-            loop = self._loop = MeasuredLoop(facts, lambda: self.live, queue=queue, ring=ring, clock=self.clock)
-            self._schedule = Schedule(lambda: self.clock() * 1e-9)
-        loop.cpu.go_on()
-        loop.batch_seen = False
-        loop.begins(facts, self.clock() - started_ns)
+            self._loop = MeasuredLoop(facts, lambda: self.live, queue=queue, ring=ring, clock=self.clock)
+            self._schedule = Schedule(self._seconds)
+        self._loop.cpu.go_on()
+        self._loop.batch_seen = False
+        self._loop.begins(facts, self.clock() - started_ns)
 
     def batch_came(self, batch: Any) -> None:
         """Look at the first batch of each epoch."""
-        loop = self._loop
-        if loop is not None and not loop.batch_seen:
-            loop.batch_seen = True
-            loop.facts = with_batch(loop.facts, batch)
+        if not self._loop.batch_seen:
+            self._loop.look_at(batch)
 
     def epoch_ended(self) -> None:
         """The loop is at its end, or was left."""
         _open.discard(self)
-        if self._loop is not None:
-            self._loop.cpu.pause()
+        self._loop.cpu.pause()
 
     def leave_out_step(self) -> None:
         """Another loop lies in this step."""
-        if self._loop is not None:
-            self._loop.meter.leave_out_step()
+        self._loop.meter.leave_out_step()
 
     def _fetch_began(self) -> None:
-        assert self._loop is not None
         self._loop.fetch_began()
 
     def _fetch_ended(self) -> None:
-        assert self._loop is not None
         self._loop.fetch_ended()
         self._loop.meter.arrived()  # the copy to the device is the user's, and not seen
 
     def _step_ended(self) -> None:
         loop = self._loop
-        assert loop is not None
         loop.meter.step_ended()
         if loop.step_ended():
             loop.ledger.fold()
@@ -237,38 +227,14 @@ class PlainRun:
             self._report()
             loop.meter.leave_out_step()  # the next one, in which this lies
 
-    # --- figures ------------------------------------------------------------------------------------------------------
-
     def measurements(self) -> Measurements:
         """All that was measured so far, without the warm-up."""
-        loop = self._loop
-        if loop is None:
+        if self._loop is None:
             return Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=LoopFacts(loop="plain"))
-        found = loop.measurements(prefetch_active=None)
+        found = self._loop.measurements(prefetch_active=None)
         # Neither the copy to the device nor the time between steps can be told from the step itself.
-        return Measurements(
-            stats=replace(found.stats, h2d_ms=None, other_ms=None), facts=found.facts, loaders=found.loaders
-        )
-
-    def _facts_of(self, loader: Any, loaders: list[Any], device: torch.device) -> LoopFacts:
-        batches: int | None = None
-        with contextlib.suppress(Exception):  # of the user's, who may have written anything there
-            batches = len(loader)
-        machine = read_machine()
-        streams = [divided for one in loaders if (divided := divides_among_workers(one)) is not None]
-        facts = LoopFacts(
-            loop="plain",
-            device_type=device.type,
-            usable_cpus=max(1, machine.usable_cpus // _number("LOCAL_WORLD_SIZE", 1)),
-            free_shm_bytes=machine.free_shm_bytes,
-            world_size=_number("WORLD_SIZE", 1),
-            batches_per_epoch=batches,
-            every_num_workers=tuple(one.num_workers for one in loaders if hasattr(one, "num_workers")),
-            shards_by_worker=all(streams) if streams else None,
-            may_leave_process=all(may_leave_process(one) is not False for one in loaders) if streams else None,
-            may_persist=may_persist(loaders, reloaded=False),
-        )
-        return with_loaders(facts, loaders)
+        stats = replace(found.stats, h2d_ms=None, other_ms=None)
+        return Measurements(stats=stats, facts=found.facts, loaders=found.loaders)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -308,6 +274,22 @@ class PlainRun:
         if self._loop is not None:
             self._loop.loaders.close()
         _open.discard(self)
+
+
+def _facts_of(loader: Any, loaders: list[Any], device: torch.device) -> LoopFacts:
+    batches: int | None = None
+    with contextlib.suppress(Exception):  # of the user's, who may have written anything there
+        batches = len(loader)
+    machine = read_machine()
+    facts = LoopFacts(
+        loop="plain",
+        device_type=device.type,
+        usable_cpus=max(1, machine.usable_cpus // _number("LOCAL_WORLD_SIZE", 1)),
+        free_shm_bytes=machine.free_shm_bytes,
+        world_size=_number("WORLD_SIZE", 1),
+        batches_per_epoch=batches,
+    )
+    return with_loaders(facts, loaders, reloaded=False)
 
 
 def _device_of(loader: Any) -> torch.device:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_feed import _host
+from lightning_feed._host.fetcher import Fetched, FetcherTap, adopt_fetcher, more_to_draw
 from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.collate import check_drop_keys
@@ -16,12 +17,18 @@ from lightning_feed.load.trace import traced
 from lightning_feed.transfer.batch_tree import off_host
 from lightning_feed.transfer.prefetcher import Prefetcher, SideStream, Staged, open_stream
 from lightning_feed.transfer.transfer_filter import LeanTransfer, PackSmall
-from lightning_feed.watch.guard import say
+from lightning_feed.watch.guard import Once
 
 logger = logging.getLogger(__name__)
 
 Stage = Literal["fit", "validate", "test", "predict"]
-STAGES: tuple[Stage, ...] = ("fit", "validate", "test", "predict")
+BATCH_ENDS: dict[Any, str] = {
+    "fit": "on_train_batch_end",
+    "validate": "on_validation_batch_end",
+    "test": "on_test_batch_end",
+    "predict": "on_predict_batch_end",
+}
+STAGES: tuple[Stage, ...] = tuple(BATCH_ENDS)
 _AFTER_BACKWARD_BEGAN = (
     "backward",
     "on_after_backward",
@@ -121,7 +128,7 @@ class PrefetchCallback(ExactResume):
         self._in_hand: Staged | None = None
         self._wraps: list[_host.Wrap] = []
         self._triggers: dict[str, bool] = {}
-        self._told: set[str] = set()
+        self._once = Once(logger)
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A stream can be neither.
@@ -142,16 +149,16 @@ class PrefetchCallback(ExactResume):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt the training fetcher."""
         super().on_train_start(trainer, pl_module)
-        self._begin(trainer, "fit", "on_train_batch_end")
+        self._begin(trainer, "fit")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt it again: reloading the loaders makes a new one. A run resumed in mid-epoch skips this hook."""
         super().on_train_epoch_start(trainer, pl_module)
-        self._begin(trainer, "fit", "on_train_batch_end")
+        self._begin(trainer, "fit")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt the fetcher of this validation run."""
-        self._begin(trainer, "validate", "on_validation_batch_end")
+        self._begin(trainer, "validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A validation inside a fit is over: training goes on as before."""
@@ -160,11 +167,11 @@ class PrefetchCallback(ExactResume):
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt the fetcher of this test run."""
-        self._begin(trainer, "test", "on_test_batch_end")
+        self._begin(trainer, "test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adopt the fetcher of this prediction run."""
-        self._begin(trainer, "predict", "on_predict_batch_end")
+        self._begin(trainer, "predict")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave no trace on the trainer."""
@@ -174,7 +181,7 @@ class PrefetchCallback(ExactResume):
         """The same after an error: Lightning does not call ``teardown`` then."""
         self._let_go()
 
-    def _begin(self, trainer: Trainer, stage: Stage, batch_end: str) -> None:
+    def _begin(self, trainer: Trainer, stage: Stage) -> None:
         self._outer_active = self._active
         self._active = False
         if stage not in self.stages:
@@ -185,7 +192,7 @@ class PrefetchCallback(ExactResume):
         if stream is None:
             self._stand_aside(trainer, f"there is no stream to copy on for device '{trainer.strategy.root_device}'")
             return
-        tap = _host.adopt_fetcher(_host.live_fetcher(trainer))
+        tap = adopt_fetcher(_host.live_fetcher(trainer))
         if tap is None:
             keys = " (and drop_keys and host_keys do nothing there)" if self.drop_keys or self.host_keys else ""
             self._stand_aside(trainer, f"the step takes `dataloader_iter` and fetches for itself{keys}")
@@ -199,8 +206,8 @@ class PrefetchCallback(ExactResume):
         self._active = True
         self._prefetcher = self._prefetcher or Prefetcher(stream)
         self._wrap(trainer)
-        if batch_end not in self._triggers:
-            self._set_trigger(trainer, batch_end)
+        if BATCH_ENDS[stage] not in self._triggers:
+            self._set_trigger(trainer, BATCH_ENDS[stage])
 
     def _stream_on(self, device: torch.device) -> SideStream | None:
         if self._stream is None or device != self._device:  # a callback may serve one Trainer after another
@@ -214,8 +221,8 @@ class PrefetchCallback(ExactResume):
             drop_keys=frozenset(self.drop_keys),
             host_keys=frozenset(self.host_keys),
             pack_small=self._may_pack(trainer) and self.pack_small,
-            warn=partial(self._say, trainer, logging.WARNING),
-            tell=partial(self._say, trainer, logging.INFO),
+            warn=partial(self._once.say, trainer, logging.WARNING),
+            tell=partial(self._once.say, trainer, logging.INFO),
         )
         self._wraps += _host.wrap_transfer(trainer, self._convert_input, partial(self._batch_hook, trainer))
 
@@ -224,7 +231,7 @@ class PrefetchCallback(ExactResume):
         owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
         own = any(_host.is_overridden(each, _TRANSFER) for owner in owners for each in (owner, type(owner)))
         if own and self.pack_small is True:
-            self._say(
+            self._once.say(
                 trainer, logging.WARNING, f"pack_small=True does nothing, since {_TRANSFER} is overridden: it copies."
             )
         return not own
@@ -266,13 +273,7 @@ class PrefetchCallback(ExactResume):
         self._in_hand = self._prefetcher = self._lean = None
 
     def _stand_aside(self, trainer: Trainer, why: str) -> None:
-        self._say(trainer, logging.INFO, f"PrefetchCallback stands aside: {why}.")
-
-    def _say(self, trainer: Trainer, level: int, what: str) -> None:
-        """Once, and on one rank only."""
-        if what not in self._told and trainer.is_global_zero:
-            say(logger, level, what)
-        self._told.add(what)
+        self._once.say(trainer, logging.INFO, f"PrefetchCallback stands aside: {why}.")
 
     # --- looking ahead ------------------------------------------------------------------------------------------------
 
@@ -287,54 +288,54 @@ class PrefetchCallback(ExactResume):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Look ahead while the device still works on this step."""
-        self._look_ahead_from(trainer, "on_train_batch_end")
-
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Look ahead while the device still works on this step."""
-        self._look_ahead_from(trainer, "on_validation_batch_end")
-
-    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Look ahead while the device still works on this step."""
-        self._look_ahead_from(trainer, "on_test_batch_end")
-
-    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Look ahead while the device still works on this step."""
-        self._look_ahead_from(trainer, "on_predict_batch_end")
-
-    def _look_ahead_from(self, trainer: Trainer, batch_end: str) -> None:
-        if self._triggers.get(batch_end):
+        if self._triggers.get("on_train_batch_end"):
             self._look_ahead(trainer)
 
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """The same."""
+        if self._triggers.get(BATCH_ENDS[_host.stage_now(trainer)]):
+            self._look_ahead(trainer)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
     def _look_ahead(self, trainer: Any, *, step_pending: bool = False) -> None:
-        fetcher, tap = _host.live_fetcher(trainer), _tap_of(trainer)
+        fetcher = _host.live_fetcher(trainer)
+        tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
         if tap is None or tap.owner is not self or len(tap.ahead) >= self.depth:
             return
         depth = self.depth
         if trainer.training:
             depth = _host.train_batches_to_follow(trainer, at_most=depth, step_pending=step_pending)
-        if len(tap.ahead) >= depth or not _host.more_to_draw(fetcher):
+        if len(tap.ahead) >= depth or not more_to_draw(fetcher):
             return
         if self._stream is None or self._stream.is_capturing():
             return
         trainer.profiler.start(LOOK_AHEAD)
         try:
             with traced("look_ahead"):
-                while len(tap.ahead) < depth and _host.more_to_draw(fetcher):
+                while len(tap.ahead) < depth and more_to_draw(fetcher):
                     item = tap.look_ahead()
                     if item.error is not None:
                         break
-                    self._look_at_first(trainer, *item.value[::2])
+                    batch, _, dataloader_idx = item.value
+                    self._look_at_first(trainer, tap, batch, dataloader_idx)
                     if tap.closed:
                         break  # it stays as it is until the loop takes it: no other is drawn before
-                    item.staged = self._stage(trainer, item.value)
+                    item.staged = self._stage(trainer, batch, 0 if trainer.training else dataloader_idx)
         finally:
             trainer.profiler.stop(LOOK_AHEAD)
 
-    def _stage(self, trainer: Trainer, value: Any) -> Staged:
+    def _stage(self, trainer: Trainer, batch: Any, index: int) -> Staged:
         """Do to the batch what the loop would do, up to and with the transfer."""
         assert self._prefetcher is not None
-        batch, _, dataloader_idx = value
-        index = 0 if trainer.training else dataloader_idx
         module: Any = trainer.lightning_module
         device = trainer.strategy.root_device
         hook_in_progress = module._current_fx_name
@@ -353,23 +354,27 @@ class PrefetchCallback(ExactResume):
 
     # --- what the loop sees -------------------------------------------------------------------------------------------
 
-    def _receive(self, trainer: Any, item: _host.Fetched) -> None:
+    def _receive(self, trainer: Any, item: Fetched) -> None:
         self._in_hand = item.staged
         if item.ahead:
-            with trainer.profiler.profile(HAND_OUT):
-                pass
+            trainer.profiler.start(HAND_OUT)
+            trainer.profiler.stop(HAND_OUT)
 
     def _convert_input(self, original: Any, batch: Any) -> Any:
         return original(batch) if self._in_hand is None else batch
 
     def _batch_hook(self, trainer: Trainer, original: Any, name: str, batch: Any, *args: Any) -> Any:
         """Stand in for the dispatch of the transfer hooks: a staged batch has been through the first two."""
-        if self._in_hand is not None and name == "on_before_batch_transfer":
-            return batch
+        if name == _TRANSFER:
+            return self._transfer(trainer, partial(original, name), batch, *args)
         if name == "on_before_batch_transfer":
-            self._look_at_first(trainer, batch, args[0] if args else 0)
-        if name != _TRANSFER:
-            return original(name, batch, *args)
+            if self._in_hand is not None:
+                return batch
+            if not self._staging:
+                self._look_at_first(trainer, _tap_of(trainer), batch, args[0] if args else 0)
+        return original(name, batch, *args)
+
+    def _transfer(self, trainer: Trainer, original: Any, batch: Any, *args: Any) -> Any:
         if self._in_hand is not None:
             assert self._prefetcher is not None
             staged, self._in_hand = self._in_hand, None
@@ -377,7 +382,7 @@ class PrefetchCallback(ExactResume):
         stage = _host.stage_now(trainer)
 
         def copy(left: Any) -> Any:
-            return original(name, left, *args)
+            return original(left, *args)
 
         send: Callable[[Any], Any] = copy
         if self._lean is not None and stage in self.stages:
@@ -393,12 +398,11 @@ class PrefetchCallback(ExactResume):
         with traced("transfer"):
             return send(batch)
 
-    def _look_at_first(self, trainer: Trainer, batch: Any, dataloader_idx: int) -> None:
+    def _look_at_first(self, trainer: Trainer, tap: FetcherTap | None, batch: Any, dataloader_idx: int) -> None:
         """A loader that yields device tensors (DALI, static buffers) may overwrite a batch in use when drawn ahead.
 
         Asked of each loader's first batch, before ``on_before_batch_transfer``, which may put tensors on the device.
         """
-        tap = _tap_of(trainer)
         if tap is None or tap.owner is not self or dataloader_idx in tap.checked:
             return
         tap.checked.add(dataloader_idx)
@@ -408,7 +412,7 @@ class PrefetchCallback(ExactResume):
             self._stand_aside(trainer, "the loader yields tensors that are on the device already")
 
 
-def _tap_of(trainer: Any) -> _host.FetcherTap | None:
+def _tap_of(trainer: Any) -> FetcherTap | None:
     """What the running loop's fetcher carries, if it was adopted."""
-    tap: _host.FetcherTap | None = getattr(_host.live_fetcher(trainer), "_feed_tap", None)
+    tap: FetcherTap | None = getattr(_host.live_fetcher(trainer), "_feed_tap", None)
     return tap

@@ -25,7 +25,7 @@ from lightning_feed.callbacks.starvation_report import (
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
 from lightning_feed.watch import loop
-from lightning_feed.watch.guard import Guard, guarded, say
+from lightning_feed.watch.guard import Guard, Once, guarded
 from lightning_feed.watch.loop import Schedule
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.reports.document import make_report
@@ -95,7 +95,7 @@ class GPUStarvationCallback(Callback):
         self._schedule, self._reported_steps = Schedule(), 0
         self._paces: dict[int, Pace] = {}
         self._laid_out: weakref.WeakSet[Any] | None = None
-        self._told: set[str] = set()
+        self._once = Once(logger)
         self._guard = self._new_guard()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class GPUStarvationCallback(Callback):
         return {
             **self.__dict__,
             "_run": None,
-            "_measured": {**self._measured, run.stage: now} if run is not None and now is not None else self._measured,
+            "_measured": {**self._measured, **({run.stage: now} if run is not None and now is not None else {})},
             "_last": self.summary(),
             "_laid_out": None,
         }
@@ -121,8 +121,14 @@ class GPUStarvationCallback(Callback):
             stage: ``"validate"``, ``"test"`` or ``"predict"`` for the last run of that method of the Trainer.
         """
         run = self._run
-        running = run is not None and run.stage == stage
-        return diagnose(run.measurements() if run is not None and running else self._measured.get(stage, _NOTHING))
+        if run is not None and run.stage == stage:
+            return diagnose(run.measurements())
+        return diagnose(self._measured.get(stage, _NOTHING))
+
+    @property
+    def measured_fit(self) -> StarvationRun | None:
+        """The fit that is measured now."""
+        return self._run if self._run is not None and self._run.stage == "fit" else None
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 
@@ -130,10 +136,7 @@ class GPUStarvationCallback(Callback):
 
     def _run_begins(self) -> None:
         self._guard = self._new_guard()
-        self._guard.measure(self._start_wall)
-
-    def _start_wall(self) -> None:
-        self._wall = WallClock()
+        self._wall = self._guard.measure(WallClock) or self._wall
 
     @guarded
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -150,13 +153,23 @@ class GPUStarvationCallback(Callback):
         """Set the clocks up, unless another instance measures already."""
         self._begin(trainer, "fit")
 
+    @guarded
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same."""
+        self._begin(trainer, "test")
+
+    @guarded
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same."""
+        self._begin(trainer, "predict")
+
     def _new_guard(self) -> Guard:
         return Guard("GPUStarvationCallback", self._let_go)
 
     def _begin(self, trainer: Any, stage: Stage) -> None:
         self._let_go()
         if next(one for one in trainer.callbacks if isinstance(one, GPUStarvationCallback)) is not self:
-            self._say_once(
+            self._once.say(
                 trainer, logging.WARNING, "A second GPUStarvationCallback stands aside: one measures already."
             )
             return
@@ -167,7 +180,7 @@ class GPUStarvationCallback(Callback):
         run = self._run = StarvationRun(trainer, every=every, guard=self._guard, wall=self._wall, stage=stage)
         device = trainer.strategy.root_device
         if not run.sees_device:
-            self._say_once(
+            self._once.say(
                 trainer,
                 logging.INFO,
                 f"GPUStarvationCallback: there are no timing events to use on device '{device}'. The times are the "
@@ -181,7 +194,7 @@ class GPUStarvationCallback(Callback):
             self._for_each_logger(trainer, "lay its figures out in", self._lay_out)
             self._for_each_logger(trainer, "time the calls of", run.time_logger)
         if not trainer.loggers and stage == "fit":
-            self._say_once(
+            self._once.say(
                 trainer,
                 logging.WARNING,
                 "GPUStarvationCallback: the Trainer has no logger, so nothing is logged. summary() and report() "
@@ -203,31 +216,8 @@ class GPUStarvationCallback(Callback):
             self._begin(trainer, "validate")
 
     @guarded
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the clocks up."""
-        self._begin(trainer, "test")
-
-    @guarded
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the clocks up."""
-        self._begin(trainer, "predict")
-
-    @guarded
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what the validation took; where it is no part of a fit, report."""
-        self._loop_ended(trainer)
-
-    @guarded
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what the test took, and report."""
-        self._loop_ended(trainer)
-
-    @guarded
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what the prediction took, and report."""
-        self._loop_ended(trainer)
-
-    def _loop_ended(self, trainer: Trainer) -> None:
+        """Log what the validation, test or prediction took; where it is no part of a fit, report."""
         run = self._run
         if run is None:
             return
@@ -239,6 +229,8 @@ class GPUStarvationCallback(Callback):
         if run.stage != "fit":
             self._publish(trainer, run, ended=True, to_loggers=False)
             self._let_go()
+
+    on_test_end = on_predict_end = on_validation_end
 
     @guarded
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -269,10 +261,10 @@ class GPUStarvationCallback(Callback):
         run, self._run = self._run, None
         if run is None:
             return
+        self._last = run.last if run.stage == "fit" else self._last
         found = self._guard.attempt("sum up its figures", run.measurements)
         if found is not None:
             self._measured[run.stage] = found
-        self._last = run.last if run.stage == "fit" else self._last
         run.close()
 
     # --- windows ------------------------------------------------------------------------------------------------------
@@ -385,16 +377,11 @@ class GPUStarvationCallback(Callback):
         if not self.nvml or not trainer.is_global_zero:
             return None
         if device.type != "cuda" or torch.version.hip is not None:
-            self._say_once(trainer, logging.INFO, f"No GPU figures from NVML: training runs on {device.type}.")
+            self._once.say(trainer, logging.INFO, f"No GPU figures from NVML: training runs on {device.type}.")
             return None
         sampler = NvmlSampler(str(torch.cuda.get_device_properties(device).uuid))
         sampler.start()
         return sampler
-
-    def _say_once(self, trainer: Trainer, level: int, what: str) -> None:
-        if what not in self._told and trainer.is_global_zero:
-            say(logger, level, what)
-        self._told.add(what)
 
 
 def _draws_layouts(to: Any) -> bool:

@@ -1,6 +1,8 @@
 """One run of a Trainer, measured from its start to its end."""
 
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -8,19 +10,20 @@ from typing import Any
 
 from lightning_feed import _host
 from lightning_feed.archive.shared_cache import CacheStats
-from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, Stage
-from lightning_feed.callbacks.starvation_report import facts_of, prefetch_active, queue_of
-from lightning_feed.watch.clocks import host_clock, open_ring
-from lightning_feed.watch.cpu import CpuShare
-from lightning_feed.watch.facts import with_batch
+from lightning_feed.callbacks.loader_place import find_place, users_line
+from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback, Stage
+from lightning_feed.load.machine import read_machine
+from lightning_feed.watch.facts import batches_ahead, with_loaders
 from lightning_feed.watch.guard import Guard
 from lightning_feed.watch.hook_times import Calls, HookTimes, tap_profiler
-from lightning_feed.watch.loop import MeasuredLoop
+from lightning_feed.watch.kernel import CpuShare
+from lightning_feed.watch.loader_state import loaders_in
+from lightning_feed.watch.loop import LoopSums, MeasuredLoop
 from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.ranks import open_rank_exchange
-from lightning_feed.watch.stats import LoaderStats, RankStats, StarvationStats, loop_tags, to_tags
-from lightning_feed.watch.step_meter import BACKWARD, FORWARD, OPTIMIZER
-from lightning_feed.watch.verdict.diagnosis import Measurements
+from lightning_feed.watch.stats import RankStats, StarvationStats, loop_tags, to_tags
+from lightning_feed.watch.step_meter import BACKWARD, FORWARD, OPTIMIZER, host_clock, open_ring
+from lightning_feed.watch.verdict.diagnosis import HookPlace, LoopFacts, Measurements
 from lightning_feed.watch.wall import Part, WallClock
 
 _PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "test": "test", "predict": "predict"}
@@ -36,37 +39,40 @@ class StarvationRun:
         guard: of the callback, around what the loop calls here by itself.
         wall: the clock of the whole run, which may have begun before.
         stage: whose loop is measured. A fit has that of its validation beside it.
+
+    Attributes:
+        last: the last window that was closed.
+        logged_step: the number of the step at whose end it was.
+        nvml: reads the GPU beside it, and is stopped with it; None for no GPU figures.
+        main: the loop of the stage.
     """
 
     def __init__(
         self, trainer: Any, *, every: int, guard: Guard, wall: WallClock | None = None, stage: Stage = "fit"
     ) -> None:
-        self.every = every
+        self._trainer, self.every, self._guard, self.stage = trainer, every, guard, stage
         self.last: StarvationStats | None = None
-        """The last window that was closed."""
         self.logged_step = -1
-        self._trainer, self._guard, self.stage = trainer, guard, stage
         self.nvml: NvmlSampler | None = None
-        """Reads the GPU beside it, and is stopped with it; None for no GPU figures."""
         self._wall = wall or WallClock()
-        self._main = self._now = self._make_loop(stage)
+        self.main = self._now = self._make_loop(stage)
         self._validation: MeasuredLoop | None = None
         self._validation_since: int | None = None
         self._hooks = HookTimes(lambda: self._now.meter.between_steps, measure=guard.measure)
-        self._ranks = open_rank_exchange(warm_up=self._main.warm_up) if stage == "fit" else None
+        self._ranks = open_rank_exchange(warm_up=self.main.warm_up) if stage == "fit" else None
         self._rank_total: RankStats | None = None
         self._cpus = CpuShare() if trainer.world_size == 1 else None
         self._final: Measurements | None = None
-        self._lost_before = 0
         self._cache_began = self._cache_before = _cache_stats(trainer)
         self._undo = ExitStack()  # calls each, and the others where one fails
-        self._undo.callback(self._stop_nvml)
-        self._undo.callback(self._main.loaders.close)
-        self._undo.callback(self._tap())
-        self._undo.callback(_host.Wrap(trainer, "save_checkpoint", self._save_checkpoint).undo)
+        self.also_undo = self._undo.callback
+        self.also_undo(self._stop_nvml)
+        self.also_undo(self.main.loaders.close)
+        self.also_undo(self._tap())
+        self.also_undo(_host.Wrap(trainer, "save_checkpoint", self._save_checkpoint).undo)
         self._wall.go_on(_PART[stage])
         if stage != "fit":
-            self._begin(self._main, stage)
+            self._begin(self.main, stage)
 
     def _make_loop(self, stage: Stage) -> MeasuredLoop:
         device = self._trainer.strategy.root_device
@@ -76,7 +82,7 @@ class StarvationRun:
         return MeasuredLoop(
             facts_of(self._trainer, self._guard, stage),
             partial(_host.loop_iterators, self._trainer, stage),
-            queue=queue_of(self._trainer, stage),
+            queue=batches_ahead(_loaders(self._trainer, stage)),
             ring=ring,
             names=_host.loader_names(self._trainer, stage) if stage != "fit" else (),
         )
@@ -87,26 +93,26 @@ class StarvationRun:
     @property
     def finished(self) -> int:
         """Steps that ended."""
-        return self._main.meter.finished
+        return self.main.meter.finished
 
     # --- what the loop does -------------------------------------------------------------------------------------------
 
     def epoch_began(self) -> None:
         """The first batch of an epoch has a figure of its own."""
         self._wall.go_on("epoch starts")
-        self._begin(self._main, self.stage)
+        self._begin(self.main, self.stage)
         self._hooks.leave_out_step()
 
     def leave_out_step(self) -> None:
         """Do not count the present training step: something that is not training lies in it."""
-        self._main.meter.leave_out_step()
+        self.main.meter.leave_out_step()
         self._hooks.leave_out_step()
 
     def _validation_comes(self) -> None:
         """Its loaders are iterated next."""
-        if self._now is self._main:
+        if self._now is self.main:
             self._wall.enter("validation")
-            self._main.cpu.pause()
+            self.main.cpu.pause()
             self._validation_since = host_clock()
 
     def validation_began(self) -> None:
@@ -116,7 +122,7 @@ class StarvationRun:
         self.leave_out_step()
         if self._validation is None:
             self._validation = self._make_loop("validate")
-            self._undo.callback(self._validation.loaders.close)
+            self.also_undo(self._validation.loaders.close)
         self._now = self._validation
         self._begin(self._now, "validate", self._validation_since)
 
@@ -124,31 +130,27 @@ class StarvationRun:
         """Or, without batches, never began."""
         if self._validation_since is not None:
             self._wall.leave()
-            self._main.cpu.go_on()
-            self._now, self._validation_since = self._main, None
+            self.main.cpu.go_on()
+            self._now, self._validation_since = self.main, None
 
     def batch_came(self, batch: Any, dataloader_idx: int = 0) -> None:
         """Note whose batch it is, and look at the first."""
         loop = self._now
         loop.meter.source = dataloader_idx
         if not loop.batch_seen:
-            loop.batch_seen = True
-            seen = self._guard.attempt("tell what a batch is made of", with_batch, loop.facts, batch)
-            loop.facts = seen or loop.facts
+            self._guard.attempt("tell what a batch is made of", loop.look_at, batch)
 
     def step_ended(self) -> None:
         """Keep what is held in memory bounded, notice the end of the warm-up, and now and then time the hooks."""
         loop = self._now
-        if loop is self._main and loop.meter.finished >= self._hooks.next_look:
-            self._hooks.step(loop.meter.finished)
-        if loop is self._main:
-            self._hooks.count_step()
+        if loop is self.main:
+            self._hooks.step_ended(loop.meter.finished)
         if loop.step_ended():
             self._fold(loop)
 
     def _fold(self, loop: MeasuredLoop) -> None:
         """Sum up the steps held one by one; the other ranks are still to be told of those of training."""
-        if self._ranks is not None and loop is self._main:
+        if self._ranks is not None and loop is self.main:
             self._ranks.add(loop.ledger.fresh)
         loop.ledger.fold()
 
@@ -159,70 +161,58 @@ class StarvationRun:
         finally:
             self._guard.measure(self._wall.leave)
 
+    # --- what the loop announces --------------------------------------------------------------------------------------
+
     def _tap(self) -> Callable[[], None]:
-        def fetch_began() -> None:
-            if self._now is self._main and self._validation_since is not None:
-                self._validation_ended()
-            self._now.fetch_began()
-
-        def fetch_ended() -> None:
-            self._now.fetch_ended()
-            if self._wall.part == "epoch starts":
-                self._wall.go_on("train")
-
-        on_start: Calls = {LOOK_AHEAD: lambda: self._now.meter.look_ahead_began()}
-        on_stop: Calls = {
-            LOOK_AHEAD: lambda: self._now.meter.look_ahead_ended(),
-            HAND_OUT: lambda: self._now.handed_out(),
+        """Call back at what :func:`_host.actions` names, and at what a PrefetchCallback announces."""
+        meter, tap = self.main.meter, self._guard.tap
+        begins: Calls = {
+            "fetch": self._fetch_began,
+            "step": lambda: self._now.meter.step_began(),
+            "forward": partial(meter.part_began, FORWARD),
+            "backward": partial(meter.part_began, BACKWARD),
+            "optimizer": partial(meter.part_began, OPTIMIZER),
+            "validation": self._validation_comes,
         }
-        for stage in (self.stage, "validate"):
-            actions = _host.step_actions(self._trainer, stage)
-            on_start |= {
-                actions.fetch: fetch_began,
-                actions.step: lambda: self._now.meter.step_began(),
-            }
-            on_stop |= {
-                actions.fetch: fetch_ended,
-                actions.to_device: lambda: self._now.meter.arrived(),
-                actions.step: lambda: self._now.meter.step_ended(),
-            }
-        if self.stage == "fit":
-            meter = self._main.meter
-            parts = _host.step_actions(self._trainer, "fit").parts  # forward, backward, optimizer, where announced
-            began: Calls = {
-                name: partial(meter.part_began, part)
-                for name, part in zip(parts, (FORWARD, BACKWARD, OPTIMIZER), strict=False)
-            }
-            ended: Calls = dict.fromkeys(parts, meter.part_ended)
-            around = _host.run_actions(self._trainer)
-            on_start |= began | {around.validation_begins: self._validation_comes}
-            on_stop |= ended | {
-                around.validation_ends: self._validation_ended,
-                around.epoch: lambda: self._wall.go_on("rest"),
-            }
-        tap = self._guard.tap
-        return tap_profiler(
-            self._trainer.profiler,
-            {name: tap(call) for name, call in on_start.items()},
-            {name: tap(call) for name, call in on_stop.items()},
-            does_nothing=_host.profiler_does_nothing(self._trainer),
-            hooks=self._hooks,
-        )
+        ends: Calls = {
+            "fetch": self._fetch_ended,
+            "to_device": lambda: self._now.meter.arrived(),
+            "step": lambda: self._now.meter.step_ended(),
+            **dict.fromkeys(("forward", "backward", "optimizer"), meter.part_ended),
+            "validation_end": self._validation_ended,
+            "epoch": lambda: self._wall.go_on("rest"),
+        }
+        starts: Calls = {LOOK_AHEAD: tap(lambda: self._now.meter.look_ahead_began())}
+        stops: Calls = {
+            LOOK_AHEAD: tap(lambda: self._now.meter.look_ahead_ended()),
+            HAND_OUT: tap(lambda: self._now.handed_out()),
+        }
+        for stage in ("validate", self.stage):
+            for part, name in _host.actions(self._trainer, stage).items():
+                starts |= {name: tap(begins[part])} if part in begins else {}
+                stops |= {name: tap(ends[part])} if part in ends else {}
+        nothing = _host.profiler_does_nothing(self._trainer)
+        return tap_profiler(self._trainer.profiler, starts, stops, does_nothing=nothing, hooks=self._hooks)
+
+    def _fetch_began(self) -> None:
+        if self._validation_since is not None and self._now is self.main:
+            self._validation_ended()
+        self._now.fetch_began()
+
+    def _fetch_ended(self) -> None:
+        self._now.fetch_ended()
+        if self._wall.part == "epoch starts":
+            self._wall.go_on("train")
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def close_window(self) -> dict[str, float]:
         """The figures since the last window by their tags, then a new window begins. All ranks do so together."""
-        ranks = None
+        loop, ranks = self.main, None
         if self._ranks is not None:
-            self._ranks.send(self._main.ledger.fresh)
+            self._ranks.send(loop.ledger.fresh)
             ranks = self._ranks.take()
-        loop = self._main
-        lost = loop.meter.lost
-        self.last = loop.ledger.close_window(
-            lost=lost - self._lost_before, prefetch_active=prefetch_active(self._trainer)
-        )
-        self._lost_before = lost
+        self.last = loop.ledger.close_window(lost=loop.meter.lost, prefetch_active=prefetch_active(self._trainer))
         loop.facts = replace(loop.facts, syncs=self._syncs())
         cache, self._cache_before = self._cache_before, _cache_stats(self._trainer)
         loaders = replace(loop.loaders.take(), cache_hit_pct=_hit_pct(cache, self._cache_before))
@@ -230,30 +220,29 @@ class StarvationRun:
 
     def loop_tags(self) -> dict[str, float]:
         """The figures of the validation, test or prediction so far, by their tags."""
-        loop, stage = (self._validation, "validate") if self.stage == "fit" else (self._main, self.stage)
+        loop, stage = (self._validation, "validate") if self.stage == "fit" else (self.main, self.stage)
         if loop is None:
             return {}
         stats = loop.ledger.total(prefetch_active=None, lost=loop.meter.lost)
         return loop_tags(stage, stats, loop.by_loader())
 
+    def settled(self) -> LoopSums | None:
+        """What was summed since the warm-up; None in it."""
+        self._fold(self.main)
+        return self.main.settled()
+
     def measurements(self) -> Measurements:
         """All that was measured so far, without the warm-up; once the run is over, always the same."""
         if self._final is not None:
             return self._final
-        main, validation = self._main, self._validation
-        self._fold(main)
-        found = main.measurements(prefetch_active=prefetch_active(self._trainer))
-        loaders: LoaderStats = replace(
-            found.loaders, cache_hit_pct=_hit_pct(self._cache_began, _cache_stats(self._trainer))
-        )
+        validation, cpus = self._validation, self._cpus
+        self._fold(self.main)
+        found = self.main.measurements(prefetch_active=prefetch_active(self._trainer))
+        others = cpus.others_pct(found.facts.usable_cpus) if cpus is not None else None
         return Measurements(
             stats=found.stats,
-            facts=replace(
-                found.facts,
-                syncs=self._syncs(),
-                others_cpu_pct=self._cpus.others_pct(found.facts.usable_cpus) if self._cpus is not None else None,
-            ),
-            loaders=loaders,
+            facts=replace(found.facts, syncs=self._syncs(), others_cpu_pct=others),
+            loaders=replace(found.loaders, cache_hit_pct=_hit_pct(self._cache_began, _cache_stats(self._trainer))),
             hooks=self._hooks.result(),
             ranks=self._rank_total or (self._ranks.total() if self._ranks is not None else None),
             by_loader=found.by_loader,
@@ -263,21 +252,19 @@ class StarvationRun:
 
     def _syncs(self) -> tuple[str, ...]:
         """Those that were seen at any time: a metric in the progress bar shows only once it was logged."""
-        return tuple(sorted({*self._main.facts.syncs, *_host.known_syncs(self._trainer)}))
+        return tuple(sorted({*self.main.facts.syncs, *_host.known_syncs(self._trainer)}))
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """The loop is over: read what the device and the other ranks have not told yet."""
-        self._main.meter.end()
+        self.main.meter.end()
         if self._validation is not None:
             self._validation.meter.end()
         if self.last is None:
             self.close_window()
-        elif self._ranks is not None:
-            self._ranks.add(self._main.ledger.fresh)
         if self._ranks is not None:
-            self._rank_total = self._ranks.finish()
+            self._rank_total = self._ranks.finish(self.main.ledger.fresh)
             self._ranks = None
         self._final = self.measurements()
 
@@ -285,12 +272,8 @@ class StarvationRun:
         """What its calls take between the steps is told by its name."""
         for name in ("log_metrics", "save"):
             if callable(getattr(logger, name, None)):
-                wrap = _host.Wrap(logger, name, partial(self._hooks.call, f"logger {type(logger).__name__}.{name}"))
-                self._undo.callback(wrap.undo)
-
-    def also_undo(self, undo: Callable[[], object]) -> None:
-        """Call this, too, when the run is closed."""
-        self._undo.callback(undo)
+                around = partial(self._hooks.call, f"logger {type(logger).__name__}.{name}")
+                self.also_undo(_host.Wrap(logger, name, around).undo)
 
     def close(self) -> None:
         """Take out what was put in. Figures can still be asked for, where they were before."""
@@ -313,3 +296,97 @@ def _hit_pct(before: CacheStats | None, after: CacheStats | None) -> float | Non
     hits = after.hits - (before.hits if before is not None else 0)
     misses = after.misses - (before.misses if before is not None else 0)
     return 100 * hits / (hits + misses) if hits + misses else None
+
+
+# --- facts of a run ---------------------------------------------------------------------------------------------------
+
+_INTERVALS = ("every_n_steps", "log_every_n_steps", "every_n_train_steps", "refresh_rate")
+"""What a callback's constructor calls the number of steps from one time that it does its work to the next."""
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def facts_of(trainer: Any, guard: Guard, stage: Stage = "fit", *, before: LoopFacts | None = None) -> LoopFacts:
+    """All that can be told of a stage's loop before its first batch, and what its batches have told ``before``."""
+    machine = read_machine()
+    facts = LoopFacts(
+        stage=stage,
+        device_type=trainer.strategy.root_device.type,
+        usable_cpus=max(1, machine.usable_cpus // trainer.num_devices),
+        free_shm_bytes=machine.free_shm_bytes,
+        world_size=trainer.world_size,
+        batches_per_epoch=_host.batches_of(trainer, stage),
+        log_every_n_steps=trainer.log_every_n_steps,
+        **(_beside_training(trainer) if stage == "fit" else {}),
+        batch_hooks=any(
+            _host.is_overridden(owner, hook)
+            for owner in (trainer.lightning_module, trainer.datamodule)
+            for hook in _BATCH_HOOKS
+        ),
+        **(tell() if (tell := getattr(trainer.datamodule, "_feed_facts", None)) is not None else {}),
+        **_package(trainer),
+    )
+    loaders = _loaders(trainer, stage)
+    if stage != "fit":
+        return with_loaders(facts, loaders)
+    place = before.place if before is not None else None
+    # These read the user's source, objects and settings, which may be anything.
+    place = place or guard.attempt("tell where the training loader is made", find_place, trainer, loaders)
+    hooks = before.hook_places if before is not None else guard.attempt("find the hooks", _hook_places, trainer)
+    facts = replace(facts, place=place, hook_places=hooks or (), bar_refresh_rate=_host.bar_refresh_rate(trainer))
+    return with_loaders(facts, loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs))
+
+
+def _hook_places(trainer: Any) -> tuple[HookPlace, ...]:
+    module = trainer.lightning_module
+    named = [(one, f"[Callback]{type(one).__qualname__}") for one in trainer.callbacks]
+    named.append((module, f"[LightningModule]{type(module).__name__}"))
+    return tuple(place for owner, name in named for place in _places(owner, name))
+
+
+def _places(owner: Any, name: str) -> Iterator[HookPlace]:
+    parameters = inspect.signature(type(owner)).parameters if name.startswith("[Callback]") else {}
+    given = {one: getattr(owner, one, None) for one in _INTERVALS if one in parameters}
+    interval = next((one for one, steps in given.items() if type(steps) is int and steps == 1), "")
+    for hook in ("on_train_batch_start", "on_train_batch_end"):
+        at = users_line(getattr(owner, hook, None))
+        if at:
+            yield HookPlace(name=f"{name}.{hook}", at=at, interval=interval)
+
+
+def _beside_training(trainer: Any) -> dict[str, Any]:
+    """How often there is a validation, where it may be made rarer, and a checkpoint."""
+    every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    if between in (float("inf"), trainer.num_training_batches) and every is not None:
+        between = None  # at the end of an epoch
+    elif between is None:
+        every = None  # by time
+    needed = _host.needs_metrics_every(trainer)
+    if "step" in needed or ("epoch" in needed and None in (every, between)):
+        every = between = None  # rarer, a scheduler would find no metric, and that ends the fit
+    savers = [_host.steps_between_checkpoints(one) for one in trainer.checkpoint_callbacks]
+    return {
+        "check_val_every_n_epoch": every,
+        "val_check_batches": between,
+        "checkpoint_steps": savers[0] or None if len(savers) == 1 else None,
+    }
+
+
+def _loaders(trainer: Any, stage: str) -> list[Any]:
+    """The loaders of a stage; in the place of a wrapper what is in it."""
+    return [inner for loader in _host.loop_loaders(trainer, stage) for inner in loaders_in(loader)]
+
+
+def prefetch_active(trainer: Any) -> bool | None:
+    """Whether a PrefetchCallback of this Trainer is at work; None: it has none."""
+    found = [callback.active for callback in trainer.callbacks if isinstance(callback, PrefetchCallback)]
+    return any(found) if found else None
+
+
+def _package(trainer: Any) -> dict[str, Any]:
+    """What trains, and its version: a user's subclass of Trainer lives elsewhere."""
+    modules = (kind.__module__.partition(".")[0] for kind in type(trainer).__mro__)
+    found = next((name for name in modules if name in ("lightning", "pytorch_lightning")), None)
+    if found is None:
+        return {}
+    package = "lightning.pytorch" if found == "lightning" else found
+    return {"package": package, "lightning": str(sys.modules[found].__version__)}

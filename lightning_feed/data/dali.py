@@ -8,7 +8,10 @@ from typing import Any, Literal, get_args
 import torch
 from lightning.pytorch import LightningDataModule
 
-from lightning_feed import _host
+from lightning_feed._host.fetcher import (
+    checkpoint_loader_states,
+    write_loader_states,
+)
 from lightning_feed.data.base import DataModuleBase, check_batch_sizes, check_choice, device_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.dali.binding import DaliOptions, decode_threads, require_dali
@@ -153,12 +156,12 @@ class FeedDali(DataModuleBase):
 
     def _feed_resumed(self, checkpoint: dict[str, Any]) -> None:
         # Lightning gives the state to no loader where an epoch had come to its end.
-        states = _host.checkpoint_loader_states(checkpoint) or []
+        states = checkpoint_loader_states(checkpoint) or []
         if states and self._dali.resumable:
             self._dali.resume = states[0]
         elif states:
             # Lightning refuses a state that no loader takes; without one it warns that the epoch is taken up anew.
-            _host.write_loader_states(checkpoint, [])
+            write_loader_states(checkpoint, [])
 
     def _feed_pass_ended(self, split: str) -> None:
         if split in self._dali.loaders:

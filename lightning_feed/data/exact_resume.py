@@ -12,6 +12,15 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
+from lightning_feed._host.fetcher import (
+    FetcherTap,
+    adopt_fetcher,
+    checkpoint_loader_states,
+    count_the_batch_in_hand,
+    resumes_in_a_new_epoch,
+    shift_batches,
+    write_loader_states,
+)
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.carry_over import begin_next_epoch, is_feed_state
 from lightning_feed.load.loader import FeedLoader
@@ -33,17 +42,17 @@ class ExactResume(Callback):
         """Remember what Lightning gives to the loaders: it is true until the first batch is trained."""
         if trainer.state.fn != "fit":
             return  # ``trainer.validate(ckpt_path=...)``: no training loader is given a state
-        states = _host.checkpoint_loader_states(checkpoint) or []
+        states = checkpoint_loader_states(checkpoint) or []
         ours = all(map(is_feed_state, states))
-        if states and _host.resumes_in_a_new_epoch(trainer, checkpoint):
+        if states and resumes_in_a_new_epoch(trainer, checkpoint):
             # Our loaders can begin the epoch after the one that ended; others can only begin afresh.
             states = [begin_next_epoch(state) for state in states] if ours else []
-            _host.write_loader_states(checkpoint, states)
+            write_loader_states(checkpoint, states)
         elif len(states) > 1 and ours:
             states = [{**state, "beside": len(states) - 1} for state in states]
-            _host.write_loader_states(checkpoint, states)
+            write_loader_states(checkpoint, states)
         if states and ours:
-            _host.count_the_batch_in_hand(trainer, checkpoint)
+            count_the_batch_in_hand(trainer, checkpoint)
         self._loaded = states
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -58,7 +67,7 @@ class ExactResume(Callback):
         loaders = _host.train_loaders(trainer)
         if len(loaders) == 1 and isinstance(loaders[0], FeedLoader) and loaders[0].shift:
             # Lightning ends the epoch by its own count, which comes from the checkpoint.
-            _host.shift_batches(trainer, loaders[0].shift)
+            shift_batches(trainer, loaders[0].shift)
             loaders[0].shift = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -70,10 +79,10 @@ class ExactResume(Callback):
         fetcher = _host.train_fetcher(trainer)
         if fetcher is None:
             return
-        tap: _host.FetcherTap | None = getattr(fetcher, "_feed_tap", None)
+        tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
         states = tap.states_to_save() if tap is not None else None
         if states is None:
-            states = _host.checkpoint_loader_states(checkpoint)
+            states = checkpoint_loader_states(checkpoint)
         if states is None:
             return
         if trainer.world_size > 1 and any(
@@ -82,13 +91,13 @@ class ExactResume(Callback):
             by_rank: list[Any] = [None] * trainer.world_size
             dist.all_gather_object(by_rank, states)
             states = [{"ranks": list(ranks)} for ranks in zip(*by_rank, strict=True)]
-        _host.write_loader_states(checkpoint, states)
+        write_loader_states(checkpoint, states)
 
     @staticmethod
     def _adopt(trainer: Trainer, before: list[dict[str, Any]]) -> None:
         """Follow the fetcher. ``before`` are the states until its first batch is trained."""
         fetcher = _host.train_fetcher(trainer)
-        tap = None if fetcher is None else _host.adopt_fetcher(fetcher)
+        tap = None if fetcher is None else adopt_fetcher(fetcher)
         if tap is not None:
             tap.progress = _host.train_progress(trainer)
             if tap.track_states and tap.trained_states is None and _host.read_already(trainer):

@@ -12,7 +12,6 @@ from torch.utils._pytree import keystr, tree_map_with_path
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
-from lightning_feed._host.loops import package_of
 from lightning_feed.data.base import SPLITS
 from lightning_feed.data.build_loaders import ChosenSettings, job_of
 from lightning_feed.data.dali import FeedDali
@@ -49,7 +48,7 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
     kind: Any = type(datamodule)
     if not hasattr(datamodule, "train_dataloader") or not hasattr(datamodule, "prepare_data"):
         raise SettingsError(f"A {kind.__name__} cannot be wrapped. Give a LightningDataModule.")
-    package_of(datamodule)
+    _host.package_of(datamodule)
     if isinstance(datamodule, FeedDali):
         raise SettingsError(
             f"{kind.__name__} loads with DALI already, in threads of DALI's own: it has no workers to choose. Train "

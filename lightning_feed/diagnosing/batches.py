@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.transfer.batch_tree import tensors
-from lightning_feed.watch.clocks import event_maker
 from lightning_feed.watch.experiments.session import WHOLE, key_leaves
+from lightning_feed.watch.step_meter import event_maker
 
 MOST_KEPT, MOST_BYTES = 32, 256 * 2**20
 """Batches that a sample of a run holds at most, and their memory."""

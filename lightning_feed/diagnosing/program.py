@@ -15,7 +15,6 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from lightning_feed import _host
-from lightning_feed._host.loops import PACKAGES, package_of
 from lightning_feed.autoload import PROGRAM
 from lightning_feed.diagnosing.safety import ProgramEnded, in_a_line, is_theirs
 from lightning_feed.diagnosing.short_fits import plain_trainer, quiet
@@ -161,7 +160,7 @@ class _Takeover:
 
 def _installed() -> Iterator[Any]:
     """The packages with a Trainer that the program may use."""
-    for name in PACKAGES.values():
+    for name in _host.PACKAGES.values():
         with quiet(), suppress(Exception):  # one that cannot be imported is not what the program trains with
             yield importlib.import_module(name)
 
@@ -276,7 +275,7 @@ def fit_of_target(text: str, accelerator: str) -> Fit:
         said = f"TARGET {text!r} failed: {in_a_line(error)}. NAME is called without arguments where it can be called."
         raise SettingsError(said) from error
     model, datamodule = _pair(found, text)
-    package = package_of(*(one for one in (model, datamodule) if one is not None))
+    package = _host.package_of(*(one for one in (model, datamodule) if one is not None))
     try:
         trainer = plain_trainer(package, accelerator)
     except Exception as error:
@@ -330,6 +329,6 @@ def _pair(made: Any, text: str) -> tuple[Any, Any]:
 def _kind(thing: Any) -> str | None:
     """The class of Lightning's that an object is of, of either package."""
     for base in type(thing).__mro__:
-        if base.__name__.startswith("Lightning") and base.__module__.partition(".")[0] in PACKAGES:
+        if base.__name__.startswith("Lightning") and base.__module__.partition(".")[0] in _host.PACKAGES:
             return base.__name__
     return None

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from lightning_feed import _host
-from lightning_feed._host.loops import PACKAGES, package_of
 from lightning_feed.callbacks.loader_place import place_of
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.diagnosing.batches import KeyWatch, Pace, Replay, Sample, copy_of, is_opaque, own_loaders
@@ -301,7 +300,7 @@ def open_session(trainer: Any, model: Any, datamodule: Any = None, loaders: Any 
     """
     plain = getattr(model, "_orig_mod", model)
     known = [one for one in (trainer, plain, datamodule) if one is not None]
-    package = package_of(*known) if known else import_module("lightning.pytorch")
+    package = _host.package_of(*known) if known else import_module("lightning.pytorch")
     if trainer is None:
         trainer = plain_trainer(package)
     elif _host.is_training(trainer):
@@ -429,7 +428,7 @@ def nothing(*_: Any, **__: Any) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """A context without warnings and without Lightning's messages, which speak of our short fits."""
-    names = (*PACKAGES, *PACKAGES.values(), "lightning.fabric", "lightning_fabric", "lightning_feed")
+    names = (*_host.PACKAGES, *_host.PACKAGES.values(), "lightning.fabric", "lightning_fabric", "lightning_feed")
     levels = {each: each.level for each in map(logging.getLogger, names)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

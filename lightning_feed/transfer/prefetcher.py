@@ -28,7 +28,7 @@ or as many more as fit into these bytes, up to 60.
 ``record_stream`` gives memory back only once the device is past it, so a host that runs M steps ahead holds M batches.
 Running ahead is worth something, too: while the loader stalls, the device works off what is queued. Steps of large
 batches are long, and two of them are enough; small batches cost little memory. 60 steps are about what the ring of
-``watch.clocks`` can measure.
+``watch.step_meter`` can measure.
 """
 
 

@@ -4,34 +4,39 @@ import dis
 from collections.abc import Sequence
 from dataclasses import replace
 from types import CodeType
-from typing import Any, Literal
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from lightning_feed.load.dali.readers import ReaderLoader
-from lightning_feed.load.iterable import methods_of
+from lightning_feed.load.iterable import divides_among_workers, methods_of
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.watch.verdict.diagnosis import LoopFacts
 
 
-def with_loaders(facts: LoopFacts, every: Sequence[Any]) -> LoopFacts:
+def with_loaders(facts: LoopFacts, every: Sequence[Any], *, reloaded: bool | None = None) -> LoopFacts:
     """The facts, and what the training loaders tell. Of several, the one with the fewest workers counts.
 
     With a loader among them that has no workers to tell of, it may be that one which is waited for: then those of the
     others are not told.
+
+    Args:
+        facts: of the run.
+        every: all loaders of a stage, without their wrappers.
+        reloaded: whether new ones are made every few epochs. None: what only remedies go by is not told.
     """
     loaders = [loader for loader in every if isinstance(getattr(loader, "num_workers", None), int)]
     known: dict[str, Any] = {}
     if loaders:
         slowest = min(loaders, key=lambda loader: loader.num_workers)
-        all_known = len(loaders) == len(every)
-        for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order"):
-            known[name] = getattr(slowest, name, None) if all_known else None
-        known["batch_size"] = getattr(slowest, "batch_size", None) or getattr(
-            getattr(slowest, "batch_sampler", None), "batch_size", None
-        )
-        known["workers"] = _kind_of_workers(slowest) if all_known else None
+        if len(loaders) == len(every):
+            for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order"):
+                known[name] = getattr(slowest, name, None)
+            kind = "thread" if getattr(slowest, "workers", None) == "thread" else "process"
+            known["workers"] = kind if slowest.num_workers else None
+        sampler = getattr(slowest, "batch_sampler", None)
+        known["batch_size"] = getattr(slowest, "batch_size", None) or getattr(sampler, "batch_size", None)
         known["ours"] = all(isinstance(loader, FeedLoader) for loader in every)
         # Loaders that are not torch's need have no dataset at all.
         known["map_style"] = not any(
@@ -40,6 +45,12 @@ def with_loaders(facts: LoopFacts, every: Sequence[Any]) -> LoopFacts:
     for loader in every:
         if isinstance(loader, ReaderLoader):
             known |= loader.facts()
+    if reloaded is not None:
+        divided = [told for loader in every if (told := divides_among_workers(loader)) is not None]
+        known["every_num_workers"] = tuple(loader.num_workers for loader in every if hasattr(loader, "num_workers"))
+        known["shards_by_worker"] = all(divided) if divided else None
+        known["may_leave_process"] = all(may_leave_process(each) is not False for each in every) if divided else None
+        known["may_persist"] = may_persist(every, reloaded=reloaded)
     return replace(facts, **known)
 
 
@@ -57,12 +68,6 @@ def batches_ahead(loaders: Sequence[Any]) -> int:
         for loader in loaders
     ]
     return max(ready, default=0)
-
-
-def _kind_of_workers(loader: Any) -> Literal["process", "thread"] | None:
-    if not loader.num_workers:
-        return None
-    return "thread" if getattr(loader, "workers", None) == "thread" else "process"
 
 
 _DEEPEST = 4

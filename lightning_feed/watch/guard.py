@@ -116,6 +116,23 @@ def say(to: logging.Logger, level: int, what: str) -> None:
         to.log(level, "%s", what)
 
 
+class Once:
+    """Logs each line once, and on one rank only.
+
+    Args:
+        to: where to.
+    """
+
+    def __init__(self, to: logging.Logger) -> None:
+        self._to, self._said = to, set[str]()
+
+    def say(self, trainer: Any, level: int, what: str, *, of: str = "") -> None:
+        """Log a line, unless it, or one ``of`` the same matter, was said."""
+        if (of or what) not in self._said and trainer.is_global_zero:
+            say(self._to, level, what)
+        self._said.add(of or what)
+
+
 def call_plainly(call: Callable[..., Any], *args: Any) -> Any:
     """As :meth:`Guard.measure`, without a guard."""
     return call(*args)

@@ -9,15 +9,16 @@ unknown, never an error in training.
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from lightning_feed.load.background import BackgroundIterator
 from lightning_feed.load.loader import LoaderPass
 from lightning_feed.load.threads import OwnPass
-from lightning_feed.watch.clocks import Clock, host_clock
-from lightning_feed.watch.worker_time import Workers
+from lightning_feed.watch.kernel import Workers
+from lightning_feed.watch.step_meter import Clock, host_clock
 
 _HOLDERS = ("_dataloader", "base_dataloader", "dataloader", "loader")
 """Attributes under which wrappers hold a loader: Fabric's, accelerate's, and those of users."""
@@ -109,68 +110,86 @@ class QueueState(NamedTuple):
     """Handed out by this iterator, or since it was last started over."""
 
 
-class Probe(Protocol):
-    """Looks at one iterator, without keeping it alive."""
+class Probe:
+    """Looks at one iterator without keeping it alive; this one at torch's without workers: nothing is ever ready.
+
+    Args:
+        iterator: of a kind that :func:`is_known`, or the threads of our own pass.
+        clock: by which waiting is measured.
+    """
+
+    def __init__(self, iterator: Any, clock: Clock = host_clock) -> None:
+        self._iterator = self._outer = weakref.ref(iterator)
+        self._clock = clock
+        self.taken = 0
+        """Batches that it had handed out when it was looked at last."""
+
+    @cached_property
+    def held(self) -> int | None:
+        """:meth:`capacity`, asked once."""
+        return self.capacity()
+
+    def inside(self, wrapper: Any) -> "Probe | None":
+        """The same, inside a wrapper such as a generator; None where nobody can tell when that is gone."""
+        try:
+            self._outer = weakref.ref(wrapper)
+        except TypeError:
+            return None
+        return self
 
     def iterator(self) -> Any:
-        """The iterator, or None when it is gone."""
+        """The iterator, or the wrapper around it; None when one of them is gone."""
+        return None if self._iterator() is None else self._outer()
 
     def read(self) -> QueueState | None:
         """How it stands; None where that cannot be told. Takes about a microsecond."""
+        try:
+            return self._state(self._iterator())
+        except _UNREADABLE:
+            return None
 
     def capacity(self) -> int | None:
         """Batches that it may hold ready."""
-
-    def head_of_line_ns(self) -> float | None:
-        """Nanoseconds it has waited, so far, with a later batch ready, times the share of workers idle for that."""
+        try:
+            return self._holds(self._iterator())
+        except _UNREADABLE:
+            return None
 
     def workers(self) -> Workers:
         """Who makes its batches, beside the thread that asks for them."""
+        try:
+            return self._made_by(self._iterator())
+        except _UNREADABLE:
+            return Workers()
+
+    def head_of_line_ns(self) -> float | None:
+        """Nanoseconds it has waited, so far, with a later batch ready, times the share of workers idle for that."""
+        return 0
 
     def close(self) -> None:
         """Leave the iterator as it was."""
 
+    def _state(self, it: Any) -> QueueState:
+        return QueueState(0, None, it._num_yielded)
+
+    def _holds(self, it: Any) -> int:
+        return 0
+
+    def _made_by(self, it: Any) -> Workers:
+        return Workers()
+
 
 def probe_loader(iterator: Any, clock: Clock = host_clock) -> Probe | None:
-    """What can look at ``iterator``; None for a kind that is not known.
-
-    Args:
-        iterator: what ``iter(loader)`` gave.
-        clock: by which waiting is measured.
-    """
+    """What can look at ``iterator``, which ``iter(loader)`` gave; None for a kind that is not known."""
     if not is_known(iterator):
         inner = iterator_in(iterator)
         probe = None if inner is None else probe_loader(inner, clock)
-        return None if probe is None else WrappedProbe.around(probe, iterator)
-    if isinstance(iterator, LoaderPass):
-        return PassProbe(iterator, clock)
-    if hasattr(iterator, "_task_info"):
-        return TorchProbe(iterator, clock)
-    return DirectProbe(iterator)
+        return None if probe is None else probe.inside(iterator)
+    kind = PassProbe if isinstance(iterator, LoaderPass) else TorchProbe if hasattr(iterator, "_task_info") else Probe
+    return kind(iterator, clock)
 
 
-class WrappedProbe:
-    """Looks at the iterator of a DataLoader that a generator or another wrapper draws from."""
-
-    def __init__(self, inner: Probe, wrapper: "weakref.ref[Any]") -> None:
-        self._inner, self._wrapper = inner, wrapper
-        self.read, self.capacity, self.workers = inner.read, inner.capacity, inner.workers
-        self.head_of_line_ns, self.close = inner.head_of_line_ns, inner.close
-
-    @classmethod
-    def around(cls, inner: Probe, wrapper: Any) -> "WrappedProbe | None":
-        """One for ``wrapper``; None where nobody can tell when that is gone."""
-        try:
-            return cls(inner, weakref.ref(wrapper))
-        except TypeError:
-            return None
-
-    def iterator(self) -> Any:
-        """The wrapper; None once it is gone, or what it draws from."""
-        return None if self._inner.iterator() is None else self._wrapper()
-
-
-class TorchProbe:
+class TorchProbe(Probe):
     """Looks at torch's ``_MultiProcessingDataLoaderIter``, or at one with the same parts.
 
     Batches that arrive out of order are kept in ``_task_info``, as tuples of two. Torch draws from its queue, by
@@ -179,96 +198,61 @@ class TorchProbe:
     tasks are all done. Where all are busy the order costs nothing: workers alike that are half a batch out of phase
     have a later batch ready half of the time, and would make no more in any order. At the end of the data workers have
     nothing to do in any case, so nothing counts there. A batch that came is seen when torch, which waits for it, has
-    unpacked it. ``_try_get_data`` is replaced on this one object, which costs some microseconds for each batch.
+    unpacked it. ``_try_get_data`` is replaced on this one object, which costs some microseconds for each batch, unless
+    somebody has replaced it already. The probe there does not hold the iterator: torch ends workers when it is garbage.
     """
 
     def __init__(self, iterator: Any, clock: Clock = host_clock) -> None:
-        self._iterator = weakref.ref(iterator)
+        super().__init__(iterator, clock)
         self._pins = getattr(iterator, "_pin_memory_thread", None) is not None
-        self._tap = _Tap.put(iterator, clock)
-
-    def iterator(self) -> Any:
-        """The iterator, or None when it is gone."""
-        return self._iterator()
-
-    def read(self) -> QueueState | None:
-        """How it stands."""
-        it: Any = self._iterator()
-        try:
-            ready = it._data_queue.qsize() + _kept(it)
-            unpinned = it._worker_result_queue.qsize() if self._pins else None
-            return QueueState(ready, unpinned, it._num_yielded)
-        except _UNREADABLE:
-            return None
-
-    def capacity(self) -> int | None:
-        """Batches asked for ahead."""
-        it: Any = self._iterator()
-        try:
-            return int(it._num_workers * it._prefetch_factor)
-        except _UNREADABLE:
-            return None
+        self._head_of_line_ns: float | None = None
+        self._failure: Exception | None = None
+        with suppress(*_UNREADABLE):
+            if callable(type(iterator)._try_get_data) and "_try_get_data" not in vars(iterator):
+                _idle_share(iterator)
+                iterator._try_get_data = self._try_get_data
+                self._head_of_line_ns = 0.0
 
     def head_of_line_ns(self) -> float | None:
-        """Time inside ``_try_get_data`` that began with a later batch at hand, as above."""
-        return self._tap.head_of_line_ns if self._tap is not None else None
+        """Time inside ``_try_get_data`` that began with a later batch at hand, as above.
 
-    def workers(self) -> Workers:
-        """The worker processes."""
-        it: Any = self._iterator()
-        try:
-            return Workers(pids=tuple(worker.pid for worker in it._workers if worker.pid is not None))
-        except _UNREADABLE:
-            return Workers()
-
-    def close(self) -> None:
-        """Put ``_try_get_data`` back."""
-        it: Any = self._iterator()
-        if it is not None and vars(it).get("_try_get_data") is self._tap is not None:
-            del it._try_get_data
-
-
-class _Tap:
-    """Stands in for ``_try_get_data`` of one iterator. It must not hold it: torch ends workers when that is garbage."""
-
-    def __init__(self, iterator: Any, clock: Clock) -> None:
-        self._iterator, self._clock = weakref.ref(iterator), clock
-        self._head_of_line_ns = 0.0
-        self._failure: Exception | None = None
-
-    @property
-    def head_of_line_ns(self) -> float:
-        """As :meth:`TorchProbe.head_of_line_ns`. What failed in a call of the loader is raised here."""
+        What failed of ours in a call of the loader is raised here: there it would be an error of the loader.
+        """
         if self._failure is not None:
             raise self._failure
         return self._head_of_line_ns
 
-    @classmethod
-    def put(cls, iterator: Any, clock: Clock) -> "_Tap | None":
-        """Put one into ``iterator``; None where there is no such method, or somebody has replaced it already."""
-        try:
-            if not callable(type(iterator)._try_get_data) or "_try_get_data" in vars(iterator):
-                return None
-            _idle_share(iterator)
-            tap = iterator._try_get_data = cls(iterator, clock)
-        except _UNREADABLE:
-            return None
-        return tap
+    def close(self) -> None:
+        """Put ``_try_get_data`` back."""
+        it: Any = self._iterator()
+        if it is not None and vars(it).get("_try_get_data") == self._try_get_data:
+            del it._try_get_data
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _try_get_data(self, *args: Any, **kwargs: Any) -> Any:
         iterator: Any = self._iterator()
+        idle = 0.0
         try:
             idle = _idle_share(iterator)
         except _UNREADABLE:
-            idle = 0.0
-        except Exception as error:  # noqa: BLE001  # here it would be an error of the loader, maybe in another thread
-            idle, self._failure = 0.0, error
+            pass
+        except Exception as error:  # noqa: BLE001  # told where the figure is asked for
+            self._failure = error
         began = self._clock()
         try:
             return type(iterator)._try_get_data(iterator, *args, **kwargs)
         finally:
-            if idle:
+            if idle and self._head_of_line_ns is not None:
                 self._head_of_line_ns += idle * (self._clock() - began)
+
+    def _state(self, it: Any) -> QueueState:
+        unpinned = it._worker_result_queue.qsize() if self._pins else None
+        return QueueState(it._data_queue.qsize() + _kept(it), unpinned, it._num_yielded)
+
+    def _holds(self, it: Any) -> int:
+        return int(it._num_workers * it._prefetch_factor)
+
+    def _made_by(self, it: Any) -> Workers:
+        return Workers(pids=tuple(worker.pid for worker in it._workers if worker.pid is not None))
 
 
 def _kept(iterator: Any) -> int:
@@ -285,104 +269,66 @@ def _idle_share(iterator: Any) -> float:
     return float(1 - len({task[0] for task in tasks.values() if len(task) == 1}) / count)
 
 
-class DirectProbe:
-    """Looks at torch's iterator without workers: nothing is ever ready, and nobody works for it."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = weakref.ref(iterator)
-
-    def iterator(self) -> Any:
-        """The iterator, or None when it is gone."""
-        return self._iterator()
-
-    def read(self) -> QueueState | None:
-        """How it stands."""
-        it: Any = self._iterator()
-        taken = getattr(it, "_num_yielded", None)
-        return QueueState(0, None, taken) if isinstance(taken, int) else None
-
-    def capacity(self) -> int | None:
-        """None are held."""
-        return 0
+class OwnProbe(Probe):
+    """Looks at workers that are ours, not torch's, in our own pass: they count for themselves."""
 
     def head_of_line_ns(self) -> float | None:
-        """There are no later batches."""
-        return 0
+        """As they count it."""
+        it: Any = self._iterator()
+        return None if it is None else float(it.head_of_line_ns)
 
-    def workers(self) -> Workers:
-        """Nobody."""
-        return Workers()
+    def _state(self, it: Any) -> QueueState:
+        return QueueState(it.ready, None, 0)
 
-    def close(self) -> None:
-        """Nothing was changed."""
+    def _holds(self, it: Any) -> int:
+        return int(it.capacity)
+
+    def _made_by(self, it: Any) -> Workers:
+        return Workers(thread_ids=it.thread_ids)
 
 
-class PassProbe:
+class PassProbe(Probe):
     """Looks at our own pass: worker processes, worker threads or neither, and the thread that reads ahead.
 
     With ``background``, batches ready for it count as ready: they are made. The one that the thread has in its hands
-    while its queue is full is not seen. Without workers, that thread is the worker.
+    while its queue is full is not seen. Without workers, that thread is the worker. Another thread may close the pass
+    at any time; then nothing is known of it.
     """
 
     def __init__(self, iterator: LoaderPass, clock: Clock = host_clock) -> None:
-        self._iterator = weakref.ref(iterator)
+        super().__init__(iterator, clock)
         source = iterator.source
-        self._source = None if isinstance(source, OwnPass) else probe_loader(source, clock)
-
-    def iterator(self) -> Any:
-        """The iterator, or None when it is gone."""
-        return self._iterator()
-
-    def _parts(self) -> tuple[LoaderPass | None, OwnPass | None, BackgroundIterator | None]:
-        batches = self._iterator()
-        if batches is None:
-            return None, None, None
-        source = batches.source  # another thread may close the pass at any time
-        return batches, source if isinstance(source, OwnPass) else None, batches.background
-
-    def read(self) -> QueueState | None:
-        """How it stands."""
-        batches, threads, background = self._parts()
-        if batches is None:
-            return None
-        if threads is not None:
-            ready, unpinned = threads.ready, None
-        else:
-            state = self._source.read() if self._source is not None else None
-            if state is None:
-                return None
-            ready, unpinned = state.ready, state.unpinned
-        if background is not None:
-            ready += background.ready
-        return QueueState(ready, unpinned, batches.taken)
-
-    def capacity(self) -> int | None:
-        """Batches asked for ahead, and those of the background queue."""
-        _, threads, background = self._parts()
-        if threads is not None:
-            held: int | None = threads.capacity
-        else:
-            held = self._source.capacity() if self._source is not None else None
-        return held + background.depth if held is not None and background is not None else held
+        self._source: Any = OwnProbe(source) if isinstance(source, OwnPass) else probe_loader(source, clock)
 
     def head_of_line_ns(self) -> float | None:
-        """Of worker threads as they count it, else of torch's iterator."""
-        _, threads, _ = self._parts()
-        if threads is not None:
-            return threads.head_of_line_ns
-        return self._source.head_of_line_ns() if self._source is not None else None
-
-    def workers(self) -> Workers:
-        """Worker processes or threads; without any, the background thread."""
-        _, threads, background = self._parts()
-        workers = self._source.workers() if self._source is not None else Workers()
-        if threads is not None:
-            return Workers(thread_ids=threads.thread_ids)
-        if not workers.pids and background is not None and background.thread.native_id is not None:
-            return Workers(thread_ids=(background.thread.native_id,))
-        return workers
+        """That of its workers."""
+        with suppress(*_UNREADABLE):
+            return float(self._inner(self._iterator()).head_of_line_ns())
+        return None
 
     def close(self) -> None:
         """Leave the iterator underneath as it was."""
         if self._source is not None:
             self._source.close()
+
+    def _inner(self, it: Any) -> Any:
+        if it.source is None:
+            raise LookupError("closed")
+        return self._source
+
+    def _state(self, it: Any) -> QueueState:
+        state, background = self._inner(it).read(), it.background
+        more = background.ready if background is not None else 0
+        return QueueState(state.ready + more, state.unpinned, it.taken)
+
+    def _holds(self, it: Any) -> int:
+        background = it.background
+        return int(self._inner(it).capacity() + (background.depth if background is not None else 0))
+
+    def _made_by(self, it: Any) -> Workers:
+        workers: Workers = self._inner(it).workers()
+        background = it.background
+        if isinstance(self._source, OwnProbe) or workers.pids or background is None:
+            return workers
+        own = background.thread.native_id
+        return Workers(thread_ids=(own,) if own is not None else ())

@@ -1,19 +1,21 @@
 """Watches the loaders of a running fit: two cheap looks per step, and a reading of the kernel's counters per log."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_feed.watch.clocks import Clock, host_clock
-from lightning_feed.watch.cpu import PressureClock, PressureTime
-from lightning_feed.watch.loader_state import Probe, probe_loader
-from lightning_feed.watch.stats import LoaderStats
-from lightning_feed.watch.worker_time import WorkerClock, Workers, WorkerTime
+from lightning_feed.watch.kernel import PressureClock, PressureTime, WorkerClock, Workers, WorkerTime
+from lightning_feed.watch.loader_state import Probe, QueueState, probe_loader
+from lightning_feed.watch.stats import Additive, LoaderStats
+from lightning_feed.watch.step_meter import Clock, host_clock
+
+TRIES = 3
+"""Fetches at whose start an iterator of no known kind is looked into: a generator shows what it draws from late."""
 
 
 @dataclass
-class LoaderSums:
+class LoaderSums(Additive):
     """Sums over fetches and intervals. Shares are sums divided by sums, never means of ratios."""
 
     workers: WorkerTime = field(default_factory=WorkerTime)
@@ -46,14 +48,6 @@ class LoaderSums:
     span_ns: int = 0
     """Time between fetches of one epoch, over which production is told."""
 
-    def add(self, other: "LoaderSums") -> None:
-        """Add what other steps gave."""
-        self.workers.add(other.workers)
-        self.pressure.add(other.pressure)
-        for name in self.__dataclass_fields__:
-            if name not in ("workers", "pressure"):
-                setattr(self, name, getattr(self, name) + getattr(other, name))
-
     @property
     def produced_per_s(self) -> float | None:
         """Batches per second that the loaders made, as the loop takes them: one of each loader together count once.
@@ -75,17 +69,57 @@ class LoaderSums:
             read_mb_per_s=seen.read_mb_per_s,
             disk_mb_per_s=seen.disk_mb_per_s,
             page_cache_pct=seen.page_cache_pct,
-            queue_ready=self.ready / self.fetches if self.fetches else None,
-            queue_capacity=self.capacity / self.sized_fetches if self.sized_fetches else None,
-            head_of_line_pct=100 * self.head_of_line_ns / self.ordered_wait_ns if self.ordered_wait_ns else None,
-            handover_pct=100 * self.handover_ns / self.wait_ns if self.wait_ns else None,
-            pin_lag_ms=self.pin_wait_ns * 1e-6 / self.pinned_fetches if self.pinned_fetches else None,
+            queue_ready=_ratio(self.ready, self.fetches),
+            queue_capacity=_ratio(self.capacity, self.sized_fetches),
+            head_of_line_pct=_ratio(100 * self.head_of_line_ns, self.ordered_wait_ns),
+            handover_pct=_ratio(100 * self.handover_ns, self.wait_ns),
+            pin_lag_ms=_ratio(self.pin_wait_ns * 1e-6, self.pinned_fetches),
             produced_per_s=self.produced_per_s,
             cpu_pressure_pct=pressure.pressure_pct("cpu"),
             io_pressure_pct=pressure.pressure_pct("io"),
             memory_pressure_pct=pressure.pressure_pct("memory"),
             throttled_pct=pressure.throttled_pct,
         )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+@dataclass
+class _Look:
+    """The loaders at the start of a fetch."""
+
+    at: int
+    counts: bool
+    """Whether this fetch counts: it is not the first of an epoch."""
+    known: bool = False
+    """Whether something is known of one of them, and of all."""
+    all_known: bool = True
+    ready: int = 0
+    unpinned: int = 0
+    pinning: bool = False
+    drawn: int = 0
+    """Batches drawn since the last look."""
+    scarce: tuple[int, int] | None = None
+    """Batches ready, and capacity, of the loader with the smallest share ready: the one that is waited for."""
+    wait_ns: int = 0
+    """How long the fetch took."""
+    late_ns: float | None = None
+    """And how long of that a later batch was ready; until it ends, what was waited so before."""
+
+    def see(self, probe: Probe, state: QueueState) -> None:
+        """One of the loaders."""
+        self.known = True
+        self.ready += state.ready
+        held = probe.held
+        if held is not None and (self.scarce is None or state.ready * self.scarce[1] < self.scarce[0] * held):
+            self.scarce = state.ready, held
+        if state.unpinned is not None:
+            self.pinning = True
+            self.unpinned += state.unpinned
+        self.drawn += state.taken - probe.taken if state.taken >= probe.taken else state.taken
+        probe.taken = state.taken
 
 
 class LoaderWatch:
@@ -124,160 +158,133 @@ class LoaderWatch:
         self._find, self._clock, self._read_every_ns = find, clock, read_every_ns
         self._next_read = clock()
         self._probes: list[Probe | None] = []
-        self._taken: list[int] = []
-        self._late: list[float | None] = []
+        self._ids: list[int] = []
+        self._tries = TRIES
         self._workers, self._pressure = WorkerClock(root), PressureClock(root)
         self._pressure.take(clock())
-        self._total, self._head, self._open = LoaderSums(), LoaderSums(), LoaderSums()
+        self._sums, self._settled, self._before = LoaderSums(), LoaderSums(), LoaderSums()
+        """Of the whole run; when its warm-up ended; when the present window began."""
         self._first = True
         """No fetch of this epoch has ended."""
-        self._held: list[int | None] = []
-        self._sized = False
-        # The last look at the loaders, at the start of a fetch.
-        self._at: int | None = None
-        self._counted = self._known = self._all_known = self._pinning = False
-        self._ready = self._unpinned = 0
-        self._scarce = (0, 0)
-        """Batches ready, and capacity, of the loader with the smallest share ready: the one that is waited for."""
-        self._wait = 0
-        self._late_ns: float | None = None
+        self._last: _Look | None = None
 
     def epoch_began(self) -> None:
         """The next fetch is the first of an epoch."""
         self._first = True
-        self._at = None
+        self._last = None
+        self._tries = TRIES
 
     def fetch_began(self) -> None:
         """The loop asks for a batch."""
-        now = self._clock()
+        now, last = self._clock(), self._last
         if self._follow():
-            self._at = None  # of other iterators
-        ready = unpinned = drawn = 0
-        scarce: tuple[int, int] | None = None
-        known = pinning = False
-        all_known = True
-        for place, probe in enumerate(self._probes):
+            last = None  # of other iterators
+        look = self._last = _Look(now, counts=not self._first)
+        for probe in self._probes:
             state = probe.read() if probe is not None else None
             if probe is None or state is None:
-                self._late[place] = None
-                all_known = False
-                continue
-            known = True
-            ready += state.ready
-            held = self._held[place]
-            if held is not None and (scarce is None or state.ready * scarce[1] < scarce[0] * held):
-                scarce = state.ready, held
-            if state.unpinned is not None:
-                pinning = True
-                unpinned += state.unpinned
-            last = self._taken[place]
-            drawn += state.taken - last if state.taken >= last else state.taken
-            self._taken[place] = state.taken
-            self._late[place] = probe.head_of_line_ns()
-        if self._at is not None and self._counted and self._known and known:
-            self._count(now - self._at, drawn, ready + unpinned - self._ready - self._unpinned)
-        self._at, self._counted, self._known, self._all_known = now, not self._first, known, all_known
-        self._ready, self._unpinned, self._pinning = ready, unpinned, pinning
-        self._scarce = scarce or (ready, 0)
-        self._wait, self._late_ns = 0, None
+                look.all_known = False
+            else:
+                look.see(probe, state)
+        look.late_ns = self._late_ns()
+        if last is not None and last.counts and last.known and look.known:
+            self._count(last, look)
 
     def fetch_ended(self) -> None:
         """It has it."""
-        if self._at is None:
+        look = self._last
+        if look is None:
             return  # began before the watch did
         now = self._clock()
-        self._wait = now - self._at
-        late: float | None = None
-        for probe, before in zip(self._probes, self._late, strict=True):
-            if probe is not None and before is not None:
-                late = (late or 0) + (probe.head_of_line_ns() or before) - before
-        self._late_ns = late
+        look.wait_ns = now - look.at
+        if look.late_ns is not None:
+            look.late_ns = max(0.0, (self._late_ns() or 0.0) - look.late_ns)
         if self._first:
             self._first = False
             self._follow()  # loaders without a length are read before the loop asks for them
             self._workers.meet(self._all_workers(), now)
 
+    def _late_ns(self) -> float | None:
+        """Time waited so far with a later batch ready, of the loaders that tell it."""
+        told = [probe.head_of_line_ns() for probe in self._probes if probe is not None]
+        known = [ns for ns in told if ns is not None]
+        return sum(known) if known else None
+
     def take(self) -> LoaderStats:
         """What was seen since the last time."""
         if self._clock() >= self._next_read:
             self._read()
-        self._head.add(self._open)
-        stats = self._head.to_stats()
-        self._total.add(self._open)
-        self._head, self._open = LoaderSums(), LoaderSums()
-        return stats
+        window, self._before = self._sums - self._before, replace(self._sums)
+        return window.to_stats()
 
     def settle(self) -> None:
         """What came before is warm-up, and not in the total."""
         self._read()
-        self._head.add(self._open)
-        self._total, self._open = LoaderSums(), LoaderSums()
+        self._settled = replace(self._sums)
 
-    def total(self) -> LoaderStats:
+    def settled(self) -> LoaderSums:
         """What was seen since the start, or since it settled."""
         self._read()
-        everything = LoaderSums()
-        everything.add(self._total)
-        everything.add(self._open)
-        return everything.to_stats()
+        return self._sums - self._settled
+
+    def total(self) -> LoaderStats:
+        """The same as figures."""
+        return self.settled().to_stats()
 
     def close(self) -> None:
         """Leave the iterators as they were. Figures can still be asked for."""
         for probe in self._probes:
             if probe is not None:
                 probe.close()
-        self._probes, self._taken, self._late, self._at = [], [], [], None
+        self._probes, self._last = [], None
 
-    def _count(self, span_ns: int, drawn: int, stocked: int) -> None:
+    def _count(self, last: _Look, look: _Look) -> None:
         """Book the last fetch, and the time from its start to that of the present one."""
-        sums = self._open
-        sums.span_ns += span_ns
-        sums.stocked += stocked
-        if not drawn:
+        sums = self._sums
+        sums.span_ns += look.at - last.at
+        sums.stocked += look.ready + look.unpinned - last.ready - last.unpinned
+        if not look.drawn:
             return  # it only handed out what had been fetched before
-        sums.drawn += drawn
+        sums.drawn += look.drawn
         sums.draws += 1
-        if not self._all_known:
+        if not last.all_known:
             return  # it may have been the other one that was waited for
         sums.fetches += 1
-        scarce, capacity = self._scarce
+        scarce, capacity = last.scarce or (last.ready, 0)
         sums.ready += scarce
-        sums.wait_ns += self._wait
+        sums.wait_ns += last.wait_ns
         if scarce:
-            sums.handover_ns += max(0.0, self._wait - (self._late_ns or 0.0))
-        if self._sized:
+            sums.handover_ns += max(0.0, last.wait_ns - (last.late_ns or 0.0))
+        if all(probe is not None and probe.held is not None for probe in self._probes):
             sums.capacity += capacity
             sums.sized_fetches += 1
-        if self._late_ns is not None:
-            sums.ordered_wait_ns += self._wait
-            sums.head_of_line_ns += min(self._late_ns, self._wait)
-        if self._pinning:
+        if last.late_ns is not None:
+            sums.ordered_wait_ns += last.wait_ns
+            sums.head_of_line_ns += min(last.late_ns, last.wait_ns)
+        if last.pinning:
             sums.pinned_fetches += 1
-            if self._unpinned and not self._ready:
-                sums.pin_wait_ns += self._wait
+            if last.unpinned and not last.ready:
+                sums.pin_wait_ns += last.wait_ns
 
     def _follow(self) -> bool:
         """Look at the iterators that are live now. Returns whether they are others than the last time."""
-        found = self._find()
-        probes = self._probes
+        found, probes = self._find(), self._probes
         if len(found) == len(probes):
-            for iterator, probe in zip(found, probes, strict=True):
-                if probe is None or probe.iterator() is not iterator:
+            for it, probe in zip(found, probes, strict=True):
+                if probe is not None and probe.iterator() is not it:
+                    self._tries = TRIES
                     break
             else:
-                return False
+                ids = [id(it) for it, probe in zip(found, probes, strict=True) if probe is None]
+                self._tries = self._tries - 1 if ids == self._ids else TRIES
+                self._ids = ids
+                if not ids or self._tries <= 0:
+                    return False
         old = {id(probe.iterator()): probe for probe in probes if probe is not None and probe.iterator() is not None}
         self._probes = [old.pop(id(each), None) or probe_loader(each, self._clock) for each in found]
         for probe in old.values():
             probe.close()
-        if self._probes == probes:  # all of them of no known kind
-            return False
-        kept = {id(probe): taken for probe, taken in zip(probes, self._taken, strict=True)}
-        self._taken = [kept.get(id(probe), 0) for probe in self._probes]
-        self._late = [None] * len(self._probes)
-        self._held = [probe.capacity() if probe is not None else None for probe in self._probes]
-        self._sized = bool(self._held) and None not in self._held
-        return True
+        return self._probes != probes  # else all of them are of no known kind
 
     def _all_workers(self) -> Workers:
         if None in self._probes:
@@ -292,5 +299,5 @@ class LoaderWatch:
     def _read(self) -> None:
         now = self._clock()
         self._next_read = now + self._read_every_ns
-        self._open.workers.add(self._workers.take(self._all_workers(), now))
-        self._open.pressure.add(self._pressure.take(now))
+        self._sums.workers += self._workers.take(self._all_workers(), now)
+        self._sums.pressure += self._pressure.take(now)

@@ -3,14 +3,14 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_feed.watch.clocks import Clock, EventRing, host_clock
-from lightning_feed.watch.cpu import CpuTimes
-from lightning_feed.watch.loader_watch import LoaderWatch
-from lightning_feed.watch.stats import LoaderSteps
-from lightning_feed.watch.step_meter import StepMeter, StepTimes
+from lightning_feed.watch.facts import with_batch
+from lightning_feed.watch.kernel import CpuTimes
+from lightning_feed.watch.loader_watch import LoaderSums, LoaderWatch
+from lightning_feed.watch.stats import Additive, LoaderSteps
+from lightning_feed.watch.step_meter import Clock, EventRing, StepMeter, StepTimes, host_clock
 from lightning_feed.watch.verdict.diagnosis import LoopFacts, LoopMeasurements
 from lightning_feed.watch.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger, Sums
 
@@ -21,6 +21,14 @@ FIRST_STEPS, FIRST_S = 200, 60.0
 EVERY_S = 600.0
 """Seconds from one report to the next."""
 clock = time.monotonic
+
+
+@dataclass
+class LoopSums(Additive):
+    """All that was summed of one loop."""
+
+    steps: Sums
+    loaders: LoaderSums
 
 
 class MeasuredLoop:
@@ -63,9 +71,17 @@ class MeasuredLoop:
 
     def begins(self, facts: LoopFacts, since: int | None = None) -> None:
         """The loop begins, once more: ``since`` then, by the host's clock. Its loaders may have got other settings."""
-        self.facts = facts
+        before = self.facts
+        self.facts = replace(
+            facts, batch_bytes=before.batch_bytes, batch_tensors=before.batch_tensors, syncs=before.syncs
+        )
         self.meter.begin(epoch=True, since=since)
         self.loaders.epoch_began()
+
+    def look_at(self, batch: Any) -> None:
+        """What a batch is made of."""
+        self.batch_seen = True
+        self.facts = with_batch(self.facts, batch)
 
     def step_ended(self) -> bool:
         """Notice the end of the warm-up. Returns whether so many steps are held that they are to be folded."""
@@ -100,14 +116,18 @@ class MeasuredLoop:
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
+    def settled(self) -> LoopSums | None:
+        """What was summed since the warm-up; None in it."""
+        return LoopSums(self.ledger.settled(), self.loaders.settled()) if self._settled else None
+
     def by_loader(self) -> tuple[LoaderSteps, ...]:
         """Each of several loaders that are drawn from one after the other; empty for a single one."""
         told = []
         for source, sums in sorted(self._by_loader.items()):
-            stats = sums.stats(settled=True, trusted_clock=True, prefetch_active=None)
-            if source < len(self.names) and stats.step_ms is not None and stats.data_idle_ms is not None:
-                name = self.names[source]
-                told.append(LoaderSteps(name, sums.steps, step_ms=stats.step_ms, data_idle_ms=stats.data_idle_ms))
+            if source < len(self.names):
+                stats = sums.stats(settled=True, trusted_clock=True, prefetch_active=None)
+                name, idle_ms = self.names[source], stats.data_idle_ms or 0.0
+                told.append(LoaderSteps(name, sums.steps, step_ms=stats.step_ms or 0.0, data_idle_ms=idle_ms))
         return tuple(told)
 
     def measurements(self, *, prefetch_active: bool | None) -> LoopMeasurements:

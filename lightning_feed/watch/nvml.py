@@ -5,8 +5,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning_feed.watch.stats import GpuStats
@@ -105,26 +104,16 @@ def _readings(pynvml: Any, handle: Any) -> Iterator[dict[str, Callable[[], float
             pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES) / 1e3  # KB/s
         ),
     }
-    assert set(readings) < {one.name for one in fields(GpuStats)}
-    busy = _open_gpm(pynvml, handle)
-    if busy is None:
+    with ExitStack() as stack:
+        try:
+            # The GPU performance monitor is there from Hopper on, in newer drivers and bindings.
+            if pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+                busy = _SmActivity(pynvml, handle)
+                stack.callback(busy.close)
+                readings["sm_pct"] = busy.read
+        except (AttributeError, pynvml.NVMLError) as error:
+            logger.debug("NVML gives no SM activity: %s", error)
         yield readings
-        return
-    try:
-        yield readings | {"sm_pct": busy.read}
-    finally:
-        busy.close()
-
-
-def _open_gpm(pynvml: Any, handle: Any) -> "_SmActivity | None":
-    """The GPU performance monitor, or None: it is there from Hopper on, in newer drivers and bindings."""
-    try:
-        if not pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
-            return None
-        return _SmActivity(pynvml, handle)
-    except (AttributeError, pynvml.NVMLError) as error:
-        logger.debug("NVML gives no SM activity: %s", error)
-        return None
 
 
 class _SmActivity:

@@ -5,12 +5,13 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_feed.watch.stats import RankStats
+from lightning_feed.watch.stats import Additive, RankStats
 from lightning_feed.watch.step_meter import StepTimes
 from lightning_feed.watch.windows import FEW_STEPS
 
@@ -25,8 +26,7 @@ def step_rows(steps: Iterable[StepTimes]) -> list[float]:
     rows: list[float] = []
     for step in steps:
         if step.counted:
-            step_ns = step.other_ns + step.data_ns + step.h2d_ns + step.compute_ns
-            rows += (step.number, step.data_ns, step_ns)
+            rows += (step.number, step.data_ns, step.step_ns)
     return rows
 
 
@@ -49,18 +49,8 @@ def align(ranks: Sequence[Tensor]) -> Tensor:
     return grid[:, :, ~grid[NUMBER].isnan().any(dim=0)]
 
 
-def rank_stats(ranks: Sequence[Tensor]) -> RankStats:
-    """The figures of one window; see :class:`RankSums`.
-
-    Args:
-        ranks: as for :func:`align`.
-    """
-    sums = RankSums(len(ranks))
-    sums.add(align(ranks))
-    return sums.stats()
-
-
-class RankSums:
+@dataclass
+class RankSums(Additive):
     """Sums over the steps that all ranks measured. With ``idle[k, r]`` and ``step[k, r]`` of step k on rank r:
 
     - ``starved_pct = 100 * sum_k max_r idle[k, r] / sum_k max_r step[k, r]``. A rank that waits for data makes the
@@ -73,43 +63,39 @@ class RankSums:
     - ``slow_rank``: the one with the greatest mean wait, where that is 10 % of the mean of ``max_r step[k, r]`` above
       the median of the ranks' mean waits. Of an even number of ranks the lower of the two in the middle is taken:
       between two ranks a mean of both would halve what sets them apart.
-
-    Args:
-        world_size: ranks.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.steps = 0
-        self._longest_idle_ns = self._longest_step_ns = 0.0
-        self._idle_ns = torch.zeros(world_size, dtype=torch.float64, device="cpu")
+    steps: int
+    longest_idle_ns: float
+    longest_step_ns: float
+    idle_ns: Tensor
+    """Of each rank."""
 
-    def add(self, common: Tensor) -> None:
-        """Count in what :func:`align` gave."""
+    @classmethod
+    def of(cls, common: Tensor) -> "RankSums":
+        """Sums of what :func:`align` gave."""
         idle, step = common[DATA_IDLE], common[STEP]
         if not idle.shape[1]:
-            return
-        self.steps += idle.shape[1]
-        self._longest_idle_ns += float(idle.amax(dim=0).sum())
-        self._longest_step_ns += float(step.amax(dim=0).sum())
-        self._idle_ns += idle.sum(dim=1)
+            return cls(0, 0.0, 0.0, idle.sum(dim=1))
+        return cls(idle.shape[1], float(idle.amax(dim=0).sum()), float(step.amax(dim=0).sum()), idle.sum(dim=1))
 
     def stats(self) -> RankStats:
         """The figures of all that was added."""
-        world_size = len(self._idle_ns)
+        idle_ns = self.idle_ns.tolist()
+        world_size = len(idle_ns)
         if not self.steps:
             return RankStats(world_size=world_size, steps=0)
-        by_rank = [ns / self.steps for ns in self._idle_ns.tolist()]
-        mean_step = self._longest_step_ns / self.steps
+        by_rank = [ns / self.steps for ns in idle_ns]
         slow = max(range(world_size), key=by_rank.__getitem__)
-        median = sorted(by_rank)[(world_size - 1) // 2]
-        idle_ns = sum(self._idle_ns.tolist())
+        above = by_rank[slow] - sorted(by_rank)[(world_size - 1) // 2]
+        longest_ns, step_ns = self.longest_idle_ns, self.longest_step_ns
         return RankStats(
             world_size=world_size,
             steps=self.steps,
-            max_data_idle_ms=self._longest_idle_ns / self.steps * 1e-6,
-            slow_rank=slow if by_rank[slow] - median >= SLOW_SHARE * mean_step > 0 else None,
-            starved_pct=100 * self._longest_idle_ns / self._longest_step_ns if self._longest_step_ns > 0 else None,
-            amplification=self._longest_idle_ns * world_size / idle_ns if idle_ns > 0 else None,
+            max_data_idle_ms=longest_ns / self.steps * 1e-6,
+            slow_rank=slow if above >= SLOW_SHARE * step_ns / self.steps > 0 else None,
+            starved_pct=100 * longest_ns / step_ns if step_ns > 0 else None,
+            amplification=longest_ns * world_size / sum(idle_ns) if sum(idle_ns) > 0 else None,
             data_idle_ms_by_rank=tuple(ns * 1e-6 for ns in by_rank),
         )
 
@@ -165,7 +151,7 @@ class RankExchange:
         self._left = [torch.empty(0, 3, dtype=torch.float64, device="cpu")] * world_size
         """Of each rank: steps newer than the newest that all ranks measured."""
         self._warm_up = warm_up
-        self._sums, self._settled = RankSums(world_size), RankSums(world_size)
+        self._sums = self._settled = RankSums.of(torch.empty(3, world_size, 0, dtype=torch.float64, device="cpu"))
         self._works = True
 
     def add(self, steps: Iterable[StepTimes]) -> None:
@@ -255,10 +241,9 @@ class RankExchange:
             return None
         newest = common[NUMBER, 0, -1]
         self._left = [each[each[:, NUMBER] > newest] for each in rows]
-        window_sums = RankSums(self.world_size)
-        for sums in (window_sums, self._sums):
-            sums.add(common)
-        self._settled.add(common[:, :, common[NUMBER, 0] > self._warm_up])
+        window_sums = RankSums.of(common)
+        self._sums += window_sums
+        self._settled += RankSums.of(common[:, :, common[NUMBER, 0] > self._warm_up])
         return window_sums.stats()
 
     def _read(self, keys: list[str]) -> list[bytes] | None:

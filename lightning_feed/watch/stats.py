@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 Confidence = Literal["high", "medium", "low"]
 
@@ -10,6 +10,20 @@ MANY_STEPS, SOME_STEPS = 200, 50
 """Steps from which figures are trusted highly, and at all."""
 LOST_SHARE = 0.1
 """Share of steps without a device measurement from which figures are not trusted."""
+
+
+Sums = TypeVar("Sums", bound="Additive")
+
+
+@dataclass
+class Additive:
+    """Sums that only grow: what was summed between two times is the difference of what they were then."""
+
+    def __add__(self: Sums, other: Sums) -> Sums:
+        return type(self)(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+
+    def __sub__(self: Sums, other: Sums) -> Sums:
+        return type(self)(**{one.name: getattr(self, one.name) - getattr(other, one.name) for one in fields(self)})
 
 
 def tagged(tag: str) -> Any:

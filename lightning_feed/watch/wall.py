@@ -4,22 +4,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Part = Literal[
     "train", "validation", "test", "predict", "checkpoints", "epoch starts", "sanity check", "set-up", "rest"
 ]
-PARTS: tuple[Part, ...] = (
-    "train",
-    "validation",
-    "test",
-    "predict",
-    "checkpoints",
-    "epoch starts",
-    "sanity check",
-    "set-up",
-    "rest",
-)
+PARTS: tuple[Part, ...] = get_args(Part)
 """In the order in which they are told.
 
 train: from the first batch of each epoch to the end of its last step, with what hooks and loggers do between the steps.

@@ -1,12 +1,12 @@
 """Sums step times over windows, and over the whole run without its warm-up."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from lightning_feed.watch.stats import StarvationStats, grade_confidence
+from lightning_feed.watch.stats import Additive, StarvationStats, grade_confidence
 from lightning_feed.watch.step_meter import StepTimes
 
 REPLICATES = 500
@@ -112,8 +112,8 @@ UNFOLDED_STEPS = 1024
 
 
 @dataclass
-class Sums:
-    """Sums over counted steps, in nanoseconds."""
+class Sums(Additive):
+    """Steps added up."""
 
     steps: int = 0
     other_ns: float = 0
@@ -125,6 +125,7 @@ class Sums:
     optimizer_ns: float = 0
     host_wait_ns: int = 0
     lost: int = 0
+    """Steps that were not measured."""
     epoch_starts: int = 0
     epoch_start_s: float = 0.0
 
@@ -140,26 +141,13 @@ class Sums:
         self.optimizer_ns += step.optimizer_ns
         self.host_wait_ns += step.host_wait_ns
 
-    def merge(self, others: "Sums") -> None:
-        """Count in what was summed elsewhere."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(others, one.name))
-
     def stats(self, *, settled: bool, trusted_clock: bool, prefetch_active: bool | None) -> StarvationStats:
         """The figures, by the formulas of :class:`StarvationStats`."""
-        measured: dict[str, Any] = {
-            "steps": self.steps,
-            "lost_steps": self.lost,
-            "prefetch_active": prefetch_active,
-            "epoch_start_s": self.epoch_start_s / self.epoch_starts if self.epoch_starts else None,
-            "confidence": grade_confidence(
-                steps=self.steps, lost=self.lost, settled=settled, trusted_clock=trusted_clock
-            ),
-        }
+        measured: dict[str, Any] = {}
         step_ns = self.other_ns + self.data_ns + self.h2d_ns + self.compute_ns
         if self.steps:
             to_ms = 1e-6 / self.steps
-            measured |= {
+            measured = {
                 "step_ms": step_ns * to_ms,
                 "other_ms": self.other_ns * to_ms,
                 "data_idle_ms": self.data_ns * to_ms,
@@ -170,22 +158,28 @@ class Sums:
                 "hidden_wait_ms": max(0.0, (self.host_wait_ns - self.data_ns) * to_ms),
             }
             if self.forward_ns:
-                measured |= {
-                    "forward_ms": self.forward_ns * to_ms,
-                    "backward_ms": self.backward_ns * to_ms,
-                    "optimizer_ms": self.optimizer_ns * to_ms,
-                }
+                measured["forward_ms"] = self.forward_ns * to_ms
+                measured["backward_ms"] = self.backward_ns * to_ms
+                measured["optimizer_ms"] = self.optimizer_ns * to_ms
         if step_ns > 0:
             measured["starved_pct"] = 100 * self.data_ns / step_ns
             measured["input_pct"] = 100 * (self.data_ns + self.h2d_ns) / step_ns
         if step_ns > self.data_ns:
             measured["speedup_if_free"] = step_ns / (step_ns - self.data_ns)
-        return StarvationStats(**measured)
+        graded = grade_confidence(steps=self.steps, lost=self.lost, settled=settled, trusted_clock=trusted_clock)
+        return StarvationStats(
+            steps=self.steps,
+            lost_steps=self.lost,
+            confidence=graded,
+            prefetch_active=prefetch_active,
+            epoch_start_s=self.epoch_start_s / self.epoch_starts if self.epoch_starts else None,
+            **measured,
+        )
 
 
 @dataclass
 class Ledger:
-    """Books the steps of one run: the present window, the warm-up, and what came after it.
+    """Books the steps of one run: since its beginning, the warm-up, and the present window.
 
     Args:
         queue: batches that the loader may hold ready. For so many steps a full queue hides a slow loader.
@@ -199,10 +193,12 @@ class Ledger:
     fresh: list[StepTimes] = field(default_factory=list)
     """Steps not summed yet. The meter appends here."""
     _warm_up_left: int = field(init=False)
-    _window: Sums = field(default_factory=Sums)
-    _window_settled: bool = True
+    _sums: Sums = field(default_factory=Sums)
     _warm_up: Sums = field(default_factory=Sums)
-    _settled: Sums = field(default_factory=Sums)
+    """Steps of the warm-up alone: epochs that start in it, and steps lost there, do count."""
+    _before: Sums = field(default_factory=Sums)
+    """When the present window began."""
+    _window_settled: bool = False
     _pairs: PairSums = field(default_factory=PairSums)
 
     def __post_init__(self) -> None:
@@ -210,9 +206,8 @@ class Ledger:
 
     def epoch_started(self, seconds: float) -> None:
         """Book the time from the start of an epoch to its first batch."""
-        for sums in (self._window, self._settled):
-            sums.epoch_starts += 1
-            sums.epoch_start_s += seconds
+        self._sums.epoch_starts += 1
+        self._sums.epoch_start_s += seconds
 
     def fold(self) -> None:
         """Sum the fresh steps up."""
@@ -220,45 +215,41 @@ class Ledger:
             warming = self._warm_up_left > 0
             self._warm_up_left -= warming
             if step.counted:
-                self._window.add(step)
-                self._window_settled &= not warming
-                (self._warm_up if warming else self._settled).add(step)
-                if not warming:
-                    whole_ns = step.other_ns + step.data_ns + step.h2d_ns + step.compute_ns
-                    self._pairs.add(step.data_ns, whole_ns)
+                self._sums.add(step)
+                if warming:
+                    self._warm_up.add(step)
+                else:
+                    self._pairs.add(step.data_ns, step.step_ns)
         self.fresh.clear()
+
+    def settled(self) -> Sums:
+        """The run so far without its warm-up."""
+        self.fold()
+        return self._sums - self._warm_up
 
     def close_window(self, *, lost: int, prefetch_active: bool | None) -> StarvationStats:
         """The figures since the last window was closed, the warm-up included; then a new window begins.
 
         Args:
-            lost: steps of the window that were not measured.
+            lost: steps of the run that were not measured.
             prefetch_active: whether batches are copied ahead; None: nothing is there to do it.
         """
         self.fold()
-        self._window.lost = lost
-        stats = self._window.stats(
+        self._sums.lost = lost
+        stats = (self._sums - self._before).stats(
             settled=self._window_settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active
         )
-        self._window, self._window_settled = Sums(), True
+        self._before, self._window_settled = replace(self._sums), not self._warm_up_left
         return stats
 
     def total(self, *, prefetch_active: bool | None, lost: int = 0) -> StarvationStats:
         """The figures of the run so far without its warm-up; with it, where hardly anything else is left.
 
         Without the warm-up, and with enough steps, they have the 95 % interval of ``starved_pct``.
-
-        Args:
-            prefetch_active: whether batches are copied ahead; None: nothing is there to do it.
-            lost: steps of the run that were not measured.
         """
-        self.fold()
-        sums, settled = self._settled, self._settled.steps >= FEW_STEPS
-        if not settled:
-            sums = Sums()
-            sums.merge(self._settled)
-            sums.merge(self._warm_up)
-        sums.lost = lost
+        sums = self.settled()
+        settled = sums.steps >= FEW_STEPS
+        sums = replace(sums if settled else self._sums, lost=lost)
         stats = sums.stats(settled=settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active)
         interval = self._pairs.interval_pct(self.period) if settled else None
         if interval is None or stats.starved_pct is None:

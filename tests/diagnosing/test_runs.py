@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from watch.small_fits import CpuPrefetch
 
 from lightning_feed import GPUStarvationCallback, tune
-from lightning_feed._host.loops import package_of
-from lightning_feed._host.wraps import Wrap
+from lightning_feed._host import Wrap, package_of
 from lightning_feed.diagnosing import batches, diagnose, run
 from lightning_feed.diagnosing import short_fits as session
 from lightning_feed.diagnosing.batches import Pace

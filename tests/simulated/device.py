@@ -37,8 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_feed.transfer import prefetcher as streams
-from lightning_feed.watch.clocks import EventRing
-from lightning_feed.watch.step_meter import StepMeter, StepTimes
+from lightning_feed.watch.step_meter import EventRing, StepMeter, StepTimes
 
 MS = 1_000_000
 DEVICE = torch.device("meta")
@@ -481,7 +480,7 @@ class SimulatedDevice(TorchDispatchMode):
 @contextmanager
 def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
     """While entered, ``meta`` is an accelerator: torch's device module, and a backend that prefetching knows."""
-    from lightning_feed.watch import clocks
+    from lightning_feed.watch import step_meter as clocks
 
     with _patched() as patch:
         find = torch.get_device_module

@@ -20,8 +20,8 @@ from lightning_feed import GPUStarvationCallback
 from lightning_feed.callbacks import starvation as starvation_callback
 from lightning_feed.callbacks import starvation_run
 from lightning_feed.watch import loop
-from lightning_feed.watch.clocks import EventRing
 from lightning_feed.watch.stats import GpuStats
+from lightning_feed.watch.step_meter import EventRing
 
 pytestmark = [
     # These fits are small on purpose.

@@ -8,7 +8,7 @@ import torch
 from simulated.device import Event, SimulatedDevice
 from watch.failing_device import FailingDevice
 
-from lightning_feed.watch.clocks import EventRing, events_work, open_ring
+from lightning_feed.watch.step_meter import EventRing, events_work, open_ring
 
 
 def _step(device: SimulatedDevice, ring: EventRing, note: Any, work_ms: float = 5) -> None:

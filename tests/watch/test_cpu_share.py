@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.watch import cpu as cpu_share
-from lightning_feed.watch.cpu import CpuShare
+from lightning_feed.watch import kernel as cpu_share
+from lightning_feed.watch.kernel import CpuShare
 
 CHILD, GRANDCHILD, OTHER = os.getpid() + 1, os.getpid() + 2, os.getpid() + 3
 

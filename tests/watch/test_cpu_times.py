@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_feed.watch.cpu import CpuTimes, run_queue_clock
+from lightning_feed.watch.kernel import CpuTimes, run_queue_clock
 
 MS = 1_000_000
 
@@ -70,5 +70,5 @@ def test_waiting_for_a_cpu_counts_while_a_batch_is_made() -> None:
 
 def test_what_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for line, expected in [(b"12 34 5\n", 34), (b"0 0 0\n", None), (b"", None)]:  # none: not Linux, or a sandbox
-        monkeypatch.setattr("lightning_feed.watch.cpu.read_small", lambda _, line=line: line)
+        monkeypatch.setattr("lightning_feed.watch.kernel.read_small", lambda _, line=line: line)
         assert run_queue_clock() == expected

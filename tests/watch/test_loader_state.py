@@ -13,14 +13,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.watch.kernel import Workers
 from lightning_feed.watch.loader_state import (
-    DirectProbe,
     PassProbe,
+    Probe,
     QueueState,
     TorchProbe,
     probe_loader,
 )
-from lightning_feed.watch.worker_time import Workers
 
 pytestmark = pytest.mark.filterwarnings(
     # Torch compares num_workers with the CPUs of this machine, whatever the test is about.
@@ -274,7 +274,7 @@ def test_torch_with_workers_and_an_iterable_dataset() -> None:
 def test_torch_without_workers() -> None:
     iterator = iter(DataLoader(range(4)))  # type: ignore[arg-type]
     probe: Any = probe_loader(iterator)
-    assert isinstance(probe, DirectProbe)
+    assert type(probe) is Probe
     next(iterator)
     assert (look(probe), probe.capacity(), probe.workers(), probe.head_of_line_ns()) == (
         QueueState(0, None, 1),

@@ -161,7 +161,7 @@ def test_waiting_in_another_thread_counts_at_most_as_long_as_the_loop_waits(tmp_
     loop.fetch()
     loop.watch.fetch_began()
     loop.clock.now += 5 * MS
-    vars(iterator)["_try_get_data"]._head_of_line_ns += 900 * MS  # most of it before the loop asked
+    vars(iterator)["_try_get_data"].__self__._head_of_line_ns += 900 * MS  # most of it before the loop asked
     iterator._num_yielded += 1
     loop.watch.fetch_ended()
     loop.fetch(wait_ms=5)

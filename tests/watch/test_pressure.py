@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.watch.cpu import PressureClock
+from lightning_feed.watch.kernel import PressureClock
 
 SECOND = 1_000_000_000
 
@@ -114,6 +114,6 @@ def test_sums_over_intervals(tmp_path: Path) -> None:
     clock = PressureClock(tmp_path)
     total = clock.take(0)
     write(tmp_path, "proc/pressure/cpu", some(1_000_000))
-    total.add(clock.take(SECOND))
-    total.add(clock.take(4 * SECOND))
+    total += clock.take(SECOND)
+    total += clock.take(4 * SECOND)
     assert total.pressure_pct("cpu") == pytest.approx(25)

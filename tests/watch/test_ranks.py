@@ -15,9 +15,9 @@ from lightning_feed.watch.ranks import (
     MOST_STEPS,
     PATIENCE_S,
     RankExchange,
+    RankSums,
     align,
     open_rank_exchange,
-    rank_stats,
     step_rows,
 )
 from lightning_feed.watch.stats import RankStats
@@ -30,6 +30,10 @@ def rows(*idle_and_step_ms: tuple[float, float], first: int = 1) -> torch.Tensor
     """Steps of one rank from (data idle, step) in ms, numbered from ``first``."""
     flat = [(number, idle * MS, step * MS) for number, (idle, step) in enumerate(idle_and_step_ms, first)]
     return torch.tensor(flat, dtype=torch.float64).view(-1, 3)
+
+
+def rank_stats(ranks: list[torch.Tensor]) -> RankStats:
+    return RankSums.of(align(ranks)).stats()
 
 
 def step(number: int, idle_ms: float = 0.0, step_ms: float = 10.0, *, counted: bool = True) -> StepTimes:

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_feed.watch.experiments.session import parts_of
 from lightning_feed.watch.facts import with_loaders
 from lightning_feed.watch.loader_state import (
-    DirectProbe,
+    Probe,
     TorchProbe,
-    WrappedProbe,
     iterator_in,
     loaders_in,
     probe_loader,
@@ -67,7 +66,7 @@ def test_the_live_iterator_inside_is_looked_at(kind: str, workers: int) -> None:
     batches = iter(WRAPPERS[kind](workers))
     next(batches)
     probe = probe_loader(batches)
-    assert isinstance(probe, WrappedProbe)
+    assert isinstance(probe, Probe)
     assert probe.iterator() is batches
     assert probe.capacity() == 2 * workers
     assert len(probe.workers().pids) == workers
@@ -80,8 +79,7 @@ def test_of_nested_wrappers_the_one_inside_counts_until_another_takes_its_place(
     batches = (batch for batch in itertools.islice(_repeated(_loader()), 40))
     next(batches)
     probe = probe_loader(batches)
-    assert isinstance(probe, WrappedProbe)
-    assert isinstance(probe._inner, DirectProbe)
+    assert type(probe) is Probe
     for _ in range(32):
         next(batches)  # the second pass has begun
     assert probe.iterator() is None

@@ -152,7 +152,7 @@ def test_a_fit_is_watched(package: Any, prefetch: bool) -> None:
     class Watching(package.Callback):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.watch = LoaderWatch(lambda: _host.loop_iterators(trainer, "fit"))
-            fetch = _host.step_actions(trainer).fetch
+            fetch = _host.actions(trainer, "fit")["fetch"]
             self.undo = tap_profiler(
                 trainer.profiler,
                 {fetch: self.watch.fetch_began},

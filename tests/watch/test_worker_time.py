@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.watch.worker_time import MOST_THREADS, WorkerClock, Workers, WorkerTime
+from lightning_feed.watch.kernel import MOST_THREADS, WorkerClock, Workers, WorkerTime
 
 SECOND = 1_000_000_000
 
@@ -192,6 +192,6 @@ def test_meeting_gives_those_who_are_new_a_first_reading(tmp_path: Path) -> None
 
 def test_sums_over_intervals(tmp_path: Path) -> None:
     total = WorkerTime()
-    total.add(WorkerTime(wall_ns=10, on_cpu_ns=10))
-    total.add(WorkerTime(wall_ns=30, run_queue_ns=10))
+    total += WorkerTime(wall_ns=10, on_cpu_ns=10)
+    total += WorkerTime(wall_ns=30, run_queue_ns=10)
     assert shares(total) == pytest.approx([25, 25, 50])
