@@ -99,7 +99,14 @@ def reader_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=_name)
+PYTHON_PAGES = [
+    pytest.param(page, marks=[pytest.mark.slow] if page.stem == "ray" else [], id=_name(page))
+    for page in PAGES
+    if _blocks(page, "python")
+]
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_python_on_the_pages_runs(page: Path, reader_folder: Path) -> None:
     blocks = _blocks(page, "python")
     package = "pytorch_lightning" if any("pytorch_lightning" in block for block in blocks) else "lightning.pytorch"

@@ -366,7 +366,7 @@ def test_the_room_for_batches_of_workers_is_known_of_validation_too(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = replace(read_machine(), free_shm_bytes=1)
-    monkeypatch.setattr("lightning_feed.callbacks.starvation_report.read_machine", lambda: machine)
+    monkeypatch.setattr("lightning_feed.callbacks.starvation_run.read_machine", lambda: machine)
     measured = run_of(clock).measurements
     assert measured.validation is not None
     assert (measured.facts.free_shm_bytes, measured.validation.facts.free_shm_bytes) == (1, 1)

@@ -32,6 +32,7 @@ for _name in (__name__, Numbers.__module__):  # actors cannot import test files
     ray.cloudpickle.register_pickle_by_value(sys.modules[_name])
 SIZE = 23
 pytestmark = [
+    pytest.mark.slow,  # starting Ray and its actors
     # Ray 2.60 leaves these to garbage collection when it starts its own processes, and when it is shut down.
     pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
@@ -435,7 +436,6 @@ def test_the_batches_of_an_actor_that_died_are_made_again(tmp_path, caplog):
     assert epochs(on_ray(Rows(), batch_size=4), 1)[0][-1] == [20, 21, 22]
 
 
-@pytest.mark.slow
 def test_a_batch_that_ends_every_actor_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_workers, "TRIES", 2)
     with pytest.raises(LoaderError, match=r"2 Ray workers died one after the other with batch 0, at \[0, 1, 2, 3\]"):
@@ -450,7 +450,7 @@ class Pids(Rows):
         return os.getpid()
 
 
-@pytest.mark.parametrize("how", [pytest.param("break", marks=pytest.mark.slow), "garbage"])
+@pytest.mark.parametrize("how", ["break", "garbage"])
 def test_actors_end_with_their_pass_or_their_loader(how):
     persistent = how == "garbage"
     loader = on_ray(Pids(400), num_workers=1, batch_size=2, persistent_workers=persistent)
@@ -525,7 +525,6 @@ def test_a_fit_is_that_of_no_workers():
     assert fitted(workers="ray", num_workers=2) == fitted(num_workers=0)
 
 
-@pytest.mark.slow
 def test_a_fit_resumes_exactly(tmp_path):
     def source():
         return {"datamodule": Data(workers="ray", num_workers=2, background=2)}

@@ -105,7 +105,7 @@ def test_the_loader_is_as_before(class_folders: Path) -> None:
 
 
 def test_images_that_are_encoded_already_and_subsets_too(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_feed.data.image_backends.require_cuda", lambda backend, device: None)
+    monkeypatch.setattr("lightning_feed.data.image_backends.GPU_BACKENDS", ())
     assert _measure(_loader(class_folders, backend="nvjpeg")) is not None
     dataset = _loader(class_folders).dataset
     assert _measure(DataLoader(Subset(dataset, [3, 1]), batch_size=2)) is not None
@@ -190,7 +190,7 @@ def test_a_failure_hides_no_other_result(
 
 
 def test_costs_of_workers_that_only_read(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_feed.data.image_backends.require_cuda", lambda backend, device: None)
+    monkeypatch.setattr("lightning_feed.data.image_backends.GPU_BACKENDS", ())
     loader = _loader(class_folders, backend="nvjpeg")
     assert loader.dataset.encoded
     found = _results(loader, "cpu")
