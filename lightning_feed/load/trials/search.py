@@ -7,6 +7,7 @@ the next trial has so many, and each further one more or fewer, where the rates 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.settings import TORCH_PREFETCH, LoaderSettings
@@ -101,9 +102,18 @@ class Tuned:
     """Duration of the whole tuning."""
 
     def __repr__(self) -> str:
+        return f"<Tuned: {self._line(self.setting, self.batches_per_s)}; {self.reason}>"
+
+    def _repr_html_(self) -> str:
+        """The form that a notebook shows."""
+        rows = [f"<tr><td>{escape(self._line(one.setting, one.batches_per_s))}</td></tr>" for one in self.trials]
+        found = escape(self._line(self.setting, self.batches_per_s))
+        return f"<p><b>{found}</b><br>{escape(self.reason)}</p><table>{''.join(rows)}</table>"
+
+    def _line(self, setting: Setting, per_s: float | None) -> str:
         unit = "samples/s" if self.batch_size else "batches/s"
-        rate = "" if self.batches_per_s is None else f": {self.batches_per_s * (self.batch_size or 1):,.0f} {unit}"
-        return f"<Tuned: {self.setting}{rate}; {self.reason}>"
+        rate = "could not run" if per_s is None else f"{per_s * (self.batch_size or 1):,.0f} {unit}"
+        return f"{setting}: {rate}"
 
     @property
     def settings(self) -> LoaderSettings:
