@@ -157,6 +157,9 @@ def _draw(source: Iterator[Any], set_device: Callable[[], None]) -> _Drawn:
         set_device()
         with traced("background_load"):
             return _Drawn(next(source))
+    except StopIteration as end:
+        # A new one: the traceback holds torch's iterator, which garbage collection would then take apart in any order.
+        return _Drawn(error=StopIteration(*end.args))
     except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer
         return _Drawn(error=error)
     finally:
