@@ -220,6 +220,16 @@ def test_an_error_that_was_dropped_keeps_nothing_alive() -> None:
     assert released() is None  # and that was all
 
 
+def test_the_end_holds_no_frame_of_the_source() -> None:
+    """Torch's iterator, in a cycle with it, lost its pipes to garbage collection before its threads closed them."""
+    ahead = BackgroundIterator(Source(2), 1)
+    assert [next(ahead), next(ahead)] == [0, 1]
+    with pytest.raises(StopIteration) as end:
+        next(ahead)
+    held = [value for frame, _ in traceback.walk_tb(end.value.__traceback__) for value in frame.f_locals.values()]
+    assert not any(isinstance(value, Source) for value in held)
+
+
 def test_a_batch_that_was_taken_is_not_kept() -> None:
     class Big:
         pass
