@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
@@ -194,6 +194,17 @@ def test_facts_of_the_loader(quiet: GPUStarvationCallback) -> None:
     assert facts.usable_cpus is not None
     assert facts.lightning == lightning.__version__
     assert batches_ahead(_loaders(trainer, "fit")) == 3
+
+
+def test_an_epoch_of_a_stream_is_taken_to_be_as_long_as_the_one_before(quiet: GPUStarvationCallback) -> None:
+    class Stream(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.ones(6, 32))
+
+    make_trainer(quiet, max_epochs=1).fit(BoringModel(), DataLoader(Stream()))
+    assert quiet.report().measurements.facts.batches_per_epoch is None
+    make_trainer(quiet, max_epochs=3).fit(BoringModel(), DataLoader(Stream()))
+    assert quiet.report().measurements.facts.batches_per_epoch == 6
 
 
 # --- the progress bar and the report ------------------------------------------------------------------------------

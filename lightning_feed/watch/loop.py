@@ -66,15 +66,19 @@ class MeasuredLoop:
         self.loaders = LoaderWatch(find, clock=clock, read_every_ns=READ_EVERY_NS)
         self._by_loader: dict[int, Sums] = {}
         self._waited_ns = 0.0
+        self._began_at = 0  # steps finished then
 
     # --- what the loop does -------------------------------------------------------------------------------------------
 
     def begins(self, facts: LoopFacts, since: int | None = None) -> None:
         """The loop begins, once more: ``since`` then, by the host's clock. Its loaders may have got other settings."""
-        before = self.facts
+        before, ran = self.facts, self.meter.finished - self._began_at
+        self._began_at = self.meter.finished
         self.facts = replace(
-            facts, batch_bytes=before.batch_bytes, batch_tensors=before.batch_tensors, syncs=before.syncs
-        )
+            facts, batch_bytes=before.batch_bytes, batch_tensors=before.batch_tensors, syncs=before.syncs,
+            # A stream has no length: an epoch is taken to be as long as the one before.
+            batches_per_epoch=facts.batches_per_epoch or ran or None,
+        )  # fmt: skip
         self.meter.begin(epoch=True, since=since)
         self.loaders.epoch_began()
 
