@@ -66,6 +66,16 @@ def _short_waits_for_lost_workers() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """A forked process hangs in its first loop of OpenMP where the one that forked it has used several threads:
+    libgomp waits for those, which a fork leaves behind. Many tests fork the ranks of a training. And tests that run
+    side by side need no more than a CPU each."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def class_folders(tmp_path: Path) -> Path:
     """A folder of two class folders with six small JPEGs each."""

@@ -4,7 +4,6 @@ import json
 import logging
 import socket
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -354,14 +353,6 @@ class Plain(FastDataModule):
     def make_dataset(self, split: str) -> Any:
         pictures, labels = torch.rand(40, 3, 4, 4), torch.zeros(40, dtype=torch.int64)
         return TensorDataset(pictures, labels) if split == "train" else None
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _trainer() -> Trainer:

@@ -1,7 +1,6 @@
 """The trace of a real fit: our stages are there by name, one inside the other, and the fit is the same."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,16 +178,6 @@ def test_without_a_profiler_none_of_it_is_made(class_folders: Path, monkeypatch:
     assert PREFIX + "device_transform" in made
 
 
-@pytest.fixture
-def _fewer_threads() -> Iterator[None]:
-    """Torch's profiler starts none, but the sums of two runs must be the same to the last bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_fewer_threads")
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # as Lightning sets it up for a short fit
 def test_lightnings_own_profiler_shows_them_and_changes_nothing(tmp_path: Path) -> None:
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=BATCHES - 1)

@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from lightning_feed.diagnosing import run
 
@@ -13,15 +12,6 @@ SMALL_FITS = (
     "ignore:The number of training batches",
     "ignore:Found 1 module.s. in eval mode",  # small_runs keeps one so, to see it kept
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Steps of some microseconds do not wait for a second thread to be given a CPU."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

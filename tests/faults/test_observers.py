@@ -7,7 +7,7 @@ they stand between the loop and the user's own code.
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -205,17 +205,13 @@ def made(make: Callable[[Path], Fit], folder: Path) -> Fit:
 
 
 @pytest.fixture(autouse=True)
-def small_fits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done now and then in a long fit is done in these."""
     monkeypatch.setattr(loop, "READ_EVERY_NS", 0)
     monkeypatch.setattr(loop, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(loop, "UNFOLDED_STEPS", 3)
     monkeypatch.setattr(hook_times, "FIRST_LOOK", 1)
     monkeypatch.setattr(epoch_controller, "FEWEST_STEPS", 1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow

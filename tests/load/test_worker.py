@@ -32,14 +32,12 @@ def seed(worker_id: int, rank: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_process(monkeypatch: pytest.MonkeyPatch) -> object:
+def _same_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests call in this process what is meant for a worker; put its state back."""
-    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     for name in (*ONE_THREAD, "PL_SEED_WORKERS", "NOTED"):
         monkeypatch.setenv(name, "put back")
         monkeypatch.delenv(name)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
