@@ -267,7 +267,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 def _add_doctor(commands: "Commands") -> None:
     doctor = _add(commands, "doctor", _doctor, json="the findings")
-    doctor.add_argument("--data", type=Path, metavar="PATH", help="say too on which file system this lies")
+    doctor.add_argument("--data", metavar="PATH", help="say too on which file system this lies, or how fast a URL is")
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

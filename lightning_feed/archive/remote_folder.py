@@ -182,7 +182,7 @@ async def _walk(place: RemotePlace) -> dict[str, _Folder]:
 
     async def look(folder: str) -> list[str]:
         entries = await connection.call("ls", folder, detail=True)
-        files, below = _sorted_out(entries, folder, connection.path(folder))
+        files, below = sorted_out(entries, folder, connection.path(folder))
         if files:
             names, sizes, stamps = zip(*sorted(files), strict=True)
             found[folder] = _Folder(
@@ -204,9 +204,7 @@ async def _walk(place: RemotePlace) -> dict[str, _Folder]:
     return found
 
 
-def _sorted_out(
-    entries: list[dict[str, Any]], folder: str, path: str
-) -> tuple[list[tuple[bytes, int, int]], list[str]]:
+def sorted_out(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[list[tuple[bytes, int, int]], list[str]]:
     """(name, size, stamp) of each file in a folder, and the paths of the folders in it."""
     files, below = [], []
     for entry in entries:

@@ -194,6 +194,7 @@ class FeedDataModule(DataModuleBase):
         storage = self._feed.storage
         return {
             "cache": storage.cache or "off",
+            "remote": isinstance(storage.place, RemotePlace),
             "staged": storage.stage_to is not None,
             "device_transform": type(self).device_transform is not DataModuleBase.device_transform,
         }

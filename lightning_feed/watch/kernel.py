@@ -3,6 +3,7 @@
 Read from ``/proc`` and ``/sys`` of Linux. Elsewhere, and in sandboxes without these files, nothing is known.
 """
 
+import contextlib
 import os
 import time
 from collections import Counter
@@ -204,6 +205,38 @@ def read_small(path: str) -> bytes:
         return b""
     finally:
         os.close(handle)
+
+
+def count_connections(pids: Iterable[int], root: Path = Path("/")) -> int | None:
+    """Established TCP connections of processes, without those that they have from this one by a fork.
+
+    Args:
+        pids: of the processes. They share this one's network.
+        root: the file system to read ``proc`` from.
+
+    Returns:
+        How many; None where the kernel does not tell (``/proc/net/tcp``, proc(5)).
+    """
+    own = _sockets(f"{root}/proc/self/fd")
+    theirs = set().union(*(_sockets(f"{root}/proc/{pid}/fd") for pid in pids)) - own
+    tables = [read_text(root / "proc/self/net" / name).splitlines() for name in ("tcp", "tcp6")]
+    if not any(tables):
+        return None
+    fields = (line.split() for table in tables for line in table[1:])
+    return sum(len(one) > _INODE and one[_STATE] == _ESTABLISHED and one[_INODE] in theirs for one in fields)
+
+
+_STATE, _ESTABLISHED, _INODE = 3, "01", 9
+
+
+def _sockets(folder: str) -> set[str]:
+    """Numbers of the sockets that a process has open."""
+    found = set()
+    with contextlib.suppress(OSError):  # it ended
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):  # it was closed
+                found.add(os.readlink(entry.path))  # noqa: PTH115
+    return {name[len("socket:[") : -1] for name in found if name.startswith("socket:[")}
 
 
 # --- pressure and throttling ------------------------------------------------------------------------------------------

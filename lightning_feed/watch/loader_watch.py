@@ -5,11 +5,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_feed.watch.kernel import PressureClock, PressureTime, WorkerClock, Workers, WorkerTime
+from lightning_feed.watch.kernel import (
+    PressureClock,
+    PressureTime,
+    WorkerClock,
+    Workers,
+    WorkerTime,
+    count_connections,
+)
 from lightning_feed.watch.loader_state import Probe, QueueState, probe_loader
 from lightning_feed.watch.stats import Additive, LoaderStats
 from lightning_feed.watch.step_meter import Clock, host_clock
 
+COUNT_EVERY_NS = 5_000_000_000
+"""The connections of the workers are counted this often at most: a busy machine has many thousands."""
 TRIES = 3
 """Fetches at whose start an iterator of no known kind is looked into: a generator shows what it draws from late."""
 
@@ -20,6 +29,10 @@ class LoaderSums(Additive):
 
     workers: WorkerTime = field(default_factory=WorkerTime)
     pressure: PressureTime = field(default_factory=PressureTime)
+    connections: int = 0
+    """Of the workers over the network, whenever they were counted, added up."""
+    counts: int = 0
+    """How often."""
     fetches: int = 0
     """Those that counted: they drew from loaders all of which are known, and were not the first of an epoch."""
     ready: int = 0
@@ -69,6 +82,7 @@ class LoaderSums(Additive):
             read_mb_per_s=seen.read_mb_per_s,
             disk_mb_per_s=seen.disk_mb_per_s,
             page_cache_pct=seen.page_cache_pct,
+            connections=_ratio(self.connections, self.counts),
             queue_ready=_ratio(self.ready, self.fetches),
             queue_capacity=_ratio(self.capacity, self.sized_fetches),
             head_of_line_pct=_ratio(100 * self.head_of_line_ns, self.ordered_wait_ns),
@@ -156,7 +170,8 @@ class LoaderWatch:
         read_every_ns: int = 0,
     ) -> None:
         self._find, self._clock, self._read_every_ns = find, clock, read_every_ns
-        self._next_read = clock()
+        self._root = root
+        self._next_read = self._next_count = clock()
         self._probes: list[Probe | None] = []
         self._ids: list[int] = []
         self._tries = TRIES
@@ -220,7 +235,7 @@ class LoaderWatch:
     def settle(self) -> None:
         """What came before is warm-up, and not in the total."""
         self._read()
-        self._settled = replace(self._sums)
+        self._settled, self._next_count = replace(self._sums), self._clock()
 
     def settled(self) -> LoaderSums:
         """What was seen since the start, or since it settled."""
@@ -299,5 +314,12 @@ class LoaderWatch:
     def _read(self) -> None:
         now = self._clock()
         self._next_read = now + self._read_every_ns
-        self._sums.workers += self._workers.take(self._all_workers(), now)
+        workers = self._all_workers()
+        self._sums.workers += self._workers.take(workers, now)
         self._sums.pressure += self._pressure.take(now)
+        if workers.pids and now >= self._next_count:
+            found = count_connections(workers.pids, self._root)
+            self._next_count = now + COUNT_EVERY_NS
+            if found is not None:
+                self._sums.connections += found
+                self._sums.counts += 1

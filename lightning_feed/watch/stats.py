@@ -47,6 +47,9 @@ class LoaderStats:
     """Megabytes per second that storage gave to all workers. Near read_mb_per_s: nothing came from the page cache."""
     page_cache_pct: float | None = tagged("feed_workers/page_cache_pct")
     """Share of those bytes that no disk had to give, 0 to 100. Low while blocked: stage, cache or pack."""
+    connections: float | None = None
+    """Connections over the network that worker processes made, all together; mean of some counts. Above 0 while
+    blocked: they wait for another machine, such as an object store."""
 
     queue_ready: float | None = tagged("feed_queue/ready")
     """Batches ready when the loop asked for one, mean. Near 0 while starved; near the capacity: the loader is ahead."""

@@ -14,6 +14,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from lightning_feed.archive.remote import RemotePlace, is_url
+from lightning_feed.archive.remote_speed import measure_speed, some_files
 from lightning_feed.archive.system import memory_limits, read_text, size_text
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import read_machine
@@ -44,6 +46,8 @@ DECODERS = {
 DALI_PACKAGES = {12: "nvidia-dali-cuda120", 13: "nvidia-dali-cuda130"}
 """CUDA -> the package of DALI."""
 OLDEST_DALI = 2
+SLOW_REQUEST_MS = 2.0
+"""From which a worker that asks for one file after the other gets fewer than 500 a second."""
 
 
 # --- CPUs, memory, limits -----------------------------------------------------------------------------------------
@@ -153,6 +157,18 @@ def container(sources: Sources) -> Iterator[Finding]:
     sign = next((sign for sign, there in signs.items() if there), None)
     where = f"by {sign}; CPUs, memory and /dev/shm are set where it is started"
     yield Finding("container", "none seen") if sign is None else Finding("container", "yes", meaning=where)
+
+
+def data_url(url: str) -> Iterator[Finding]:
+    """How long a request to an object store takes, and how much it gives to many at once."""
+    place = RemotePlace(url)
+    speed = measure_speed(place, some_files(place))
+    rate = "" if speed.mb_per_s is None else f", {speed.mb_per_s:.0f} MB/s for many at once"
+    meaning = f"a worker that asks for one file after the other gets {1e3 / speed.latency_ms:.0f} a second at most"
+    do = "Read many at a time, and ahead: ImageFolderDataModule and FastDataModule do so with URLs."
+    yield Finding("data", f"{speed.latency_ms:.1f} ms a request{rate}", "warning", meaning, do).only_if(
+        speed.latency_ms >= SLOW_REQUEST_MS
+    )
 
 
 def data_folder(path: Path, sources: Sources) -> Iterator[Finding]:
@@ -453,25 +469,27 @@ LOOKS: dict[str, Callable[[Sources], Iterator[Finding]]] = {
 """Topic, for when a look fails -> the look."""
 
 
-def examine(data: Path | None = None, sources: Sources | None = None) -> list[Finding]:
+def examine(data: str | Path | None = None, sources: Sources | None = None) -> list[Finding]:
     """Look at everything that matters to feeding a GPU. Takes about as long as ``import torch``.
 
     A look that fails is a finding of its own, and hides no other.
 
     Args:
-        data: a file or folder of the dataset, to see on which file system it lies.
+        data: a file or folder of the dataset, to see on which file system it lies, or a URL, to which some requests
+            are sent.
         sources: what to read from; None is this machine.
 
     Raises:
         SettingsError: when ``data`` is not there.
     """
     sources = Sources() if sources is None else sources
-    if data is not None and not data.exists():
+    remote, data = is_url(data), None if data is None else str(data)
+    if data is not None and not remote and not Path(data).exists():
         raise SettingsError(f"--data {data}: there is no such file or folder. Give the folder that the samples lie in.")
     found: list[Finding] = []
     looks = dict(LOOKS)
     if data is not None:
-        looks["data"] = partial(data_folder, data)
+        looks["data"] = (lambda _: data_url(data)) if remote else partial(data_folder, Path(data))
     for topic, look in looks.items():
         try:
             for one in look(sources):  # what was found before a failure is kept

@@ -57,6 +57,10 @@ class DiskFacts:
     """While the loader runs, by the sizes of its files."""
     files_per_s: float | None = None
     mean_file_bytes: float | None = None
+    latency_ms: float | None = None
+    """Of a URL: from asking for one byte to having it, one request after the other."""
+    line_mb_per_s: float | None = None
+    """Of a URL: with many requests at the same time."""
     page_cache_pct: float | None = None
     """Share of what was read that no disk had to give, 0 to 100. Only in earlier reports."""
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
+from lightning_feed.archive.remote import RemoteSamples
+from lightning_feed.archive.remote_speed import TOGETHER, Wanted, measure_speed
 from lightning_feed.archive.system import find_mount, read_text
 from lightning_feed.load.cloning import Changes, burst_of
 from lightning_feed.load.image_dataset import ImageDataset
@@ -251,6 +253,9 @@ def measure_disk(session: Session) -> None:
     assert session.alone is not None, "it is measured first"
     if any(part.stream for part in session.parts):
         raise LeftOut("an iterable data set does not tell which files a sample is made of")
+    if (disk := _measure_url(session)) is not None:
+        session.note(disk=disk)
+        return
     opened = {part: part.first_samples(_SAMPLES_OPENED) for part in session.parts}
     files = [path for part, indices in opened.items() for path in dict.fromkeys(files_of_samples(part, indices))]
     if not files:
@@ -271,6 +276,33 @@ def measure_disk(session: Session) -> None:
             mean_file_bytes=mean,
         )
     )
+
+
+def _measure_url(session: Session) -> DiskFacts | None:
+    """The same of samples that we read from a URL, by some requests of its own; None for all others."""
+    for part in session.parts:
+        samples = part.first_samples(TOGETHER)
+        dataset = innermost(part.loader.dataset, samples[0])[0] if samples else None
+        find = getattr(dataset, "remote_reads", None)
+        remote = find() if find is not None else None
+        if not isinstance(remote, RemoteSamples):
+            continue
+        reads, numbers = remote.reads, [int(innermost(part.loader.dataset, sample)[1]) for sample in samples]
+        if remote.numbers is not None:
+            numbers = [int(remote.numbers[number]) for number in numbers]
+        asked = [(reads.request(number), int(reads.sizes[number])) for number in numbers]
+        wanted = [Wanted(one.name, one.begin or 0, size) for one, size in asked if size > 0]
+        if not wanted:
+            continue
+        speed = measure_speed(reads.place, wanted)
+        return DiskFacts(
+            file_system=reads.place.url.partition("://")[0],
+            kind="network",
+            mean_file_bytes=sum(one.size for one in wanted) / len(wanted),
+            latency_ms=speed.latency_ms,
+            line_mb_per_s=speed.mb_per_s,
+        )
+    return None
 
 
 def file_system(path: str | Path, root: Path = Path("/")) -> tuple[str | None, str | None]:

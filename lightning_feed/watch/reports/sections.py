@@ -323,6 +323,7 @@ def _loader_rows(loaders: LoaderStats) -> list[Row]:
         ("workers waiting for a CPU", loaders.workers_run_queue_pct, "{:.0f} %"),
         ("workers blocked", loaders.workers_blocked_pct, "{:.0f} %"),
         ("read by the workers", loaders.read_mb_per_s, "{:.1f} MB/s"),
+        ("connections over the network", loaders.connections, "{:.0f}"),
         ("of that from memory", loaders.page_cache_pct, "{:.0f} %"),
         ("batches ready when asked", loaders.queue_ready, "{:.1f}"),
         ("batches that may be ready", loaders.queue_capacity, "{:.0f}"),
@@ -382,6 +383,8 @@ def _disk_rows(disk: DiskFacts) -> list[Row]:
         ("reading", disk.read_mb_per_s, "{:.1f} MB/s"),
         ("files", disk.files_per_s, "{:.0f} a second"),
         ("mean size of a file", None if disk.mean_file_bytes is None else disk.mean_file_bytes / 1e3, "{:.0f} kB"),
+        ("a request", disk.latency_ms, "{:.1f} ms"),
+        ("many requests at once", disk.line_mb_per_s, "{:.0f} MB/s"),
         ("from memory", disk.page_cache_pct, "{:.0f} %"),
     )
 

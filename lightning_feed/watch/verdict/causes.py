@@ -172,6 +172,8 @@ WARM_PCT = 80.0
 DISK_MB_PER_S = 0.05
 """A disk that gives less than this is not what workers wait for, were it one of random 4 kB reads (100 a second)."""
 IO_PRESSURE_PCT = 20.0
+CONNECTED = 0.5
+"""Connections over the network of each worker, from which it is taken to read from there."""
 DALI_DECODES = (
     "DALI works on the GPU, and a batch that it is not done with is waited for there: its decoding is part of this time"
 )
@@ -315,12 +317,30 @@ def _blocked(measured: Measurements) -> Reason:
         return Reason("cold reads", [f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
     if cached is None and disk is not None and gives and pressed:
         return Reason("cold reads", [f"storage gives {disk:.1f} MB/s, mapped into memory"])
+    remote = _remote(measured)
+    if remote is not None:
+        return Reason("remote reads", remote)
     if cached is None and disk is None and pressure is None:
         return Reason("unknown", ["whether workers wait for storage is not known"], sure=False)
     if cached is None and disk is None and pressed:
         return Reason("cold reads", [f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
     read = "" if cached is None else f": {cached:.0f} % of the bytes come from the page cache"
     return Reason("waiting", [f"workers do not wait for storage{read}"])
+
+
+def _remote(measured: Measurements) -> list[str] | None:
+    """What says that blocked workers wait for another machine; None where nothing does."""
+    facts, connections, found = measured.facts, measured.loaders.connections or 0.0, measured.experiments
+    disk = found.disk if found is not None else None
+    said = []
+    if connections >= CONNECTED * (facts.num_workers or 1):
+        said.append(f"the workers are blocked, with {connections:.0f} of their connections over the network open")
+    elif facts.remote:
+        said.append("the data are read from a URL, and the workers are blocked")
+    if disk is not None and disk.latency_ms is not None:
+        line = "" if disk.line_mb_per_s is None else f", and {disk.line_mb_per_s:.0f} MB/s come with many at once"
+        said.append(f"a request takes {disk.latency_ms:.1f} ms{line}")
+    return said or None
 
 
 def _experiments(measured: Measurements, _: Shares) -> Reason | None:

@@ -12,8 +12,8 @@ Grade = Literal["fed", "fed, some jitter", "moderately data-bound", "highly data
 Cause = Literal[
     "hooks", "synchronisation",
     "unpinned", "not overlapped", "link", "small tensors", "transfer hooks", "decoding on the GPU",
-    "epoch start", "no workers", "head of line", "pin thread", "oversubscribed", "cpu", "cold reads", "waiting",
-    "hand-over", "jitter", "one rank",
+    "epoch start", "no workers", "head of line", "pin thread", "oversubscribed", "cpu", "cold reads", "remote reads",
+    "waiting", "hand-over", "jitter", "one rank",
     "compute", "launch", "unknown",
 ]  # fmt: skip
 """The cause within a bottleneck.
@@ -23,8 +23,9 @@ copy: ``unpinned``, ``not overlapped`` (pinned, on the compute stream), ``link``
 ``transfer hooks`` (the user's, or no copy at all), ``decoding on the GPU`` (nvJPEG's, for which the host waits there).
 data: ``epoch start`` (workers are started anew), ``no workers``, ``head of line`` (one slow batch holds finished ones
 up), ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
-``cold reads`` (from the disk or network), ``waiting`` (reads are cached: locks, sleeping), ``hand-over`` (batches are
-ready; handing them over takes the time), ``jitter`` (fast enough on average, not always), ``one rank``.
+``cold reads`` (from the disk or a network disk), ``remote reads`` (over connections of their own, as to an object
+store), ``waiting`` (reads are cached: locks, sleeping), ``hand-over`` (batches are ready; handing them over takes the
+time), ``jitter`` (fast enough on average, not always), ``one rank``.
 compute: ``compute``, or ``launch`` (the host can hardly issue the work as fast as the device does it). Where the model
 alone is much faster than the step: ``oversubscribed`` (tasks wait for a CPU), or ``unknown``.
 """
@@ -104,6 +105,8 @@ class LoopFacts:
     """The same: whether transforms, a ``collate`` of the user's, or ``drop_keys`` follow decoding in the workers."""
     cache: str | None = None
     """Of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
+    remote: bool | None = None
+    """Whether a FastDataModule reads its data from a URL."""
     staged: bool | None = None
     """Whether a FastDataModule reads from a copy."""
     device_transform: bool | None = None

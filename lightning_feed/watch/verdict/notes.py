@@ -12,6 +12,8 @@ from lightning_feed.watch.verdict.remedies import Case, least_gain_pct, may_have
 MOST = 3
 FULL_SHARE = 0.8
 """Share of the queue that is full on average where workers could be given back."""
+MOSTLY_BUSY = 0.8
+"""Share of the CPU time that there is, from which all CPUs count as busy."""
 SPARE = 1.1
 """The loader is to be so much faster than the model, where workers are given back."""
 _SHARD = (
@@ -72,6 +74,8 @@ def _data(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
         yield _SHARD
     if not remedies:
         yield from _without_remedy(case, cause)
+    if cause == "remote reads":
+        yield from _over_the_network(case)
     if cause == "one rank" and case.measured.ranks is not None:
         yield f"rank {case.measured.ranks.slow_rank} alone is slow: compare the nodes' disks and CPUs"
     if cause == "jitter" and facts.prefetch_factor is not None:
@@ -106,6 +110,46 @@ def _without_remedy(case: Case, cause: Cause) -> Iterator[str]:
         how = "`lightning-feed pack`" + ("" if facts.loop == "plain" else ", FastDataModule(stage_to=...)")
         what = "a copy in memory or on a local disk, or fewer and larger files, is read faster"
         yield f"reads come from storage: {what} ({how})"
+    if cause == "cpu":
+        yield from _missing_cpus(case)
+
+
+def _over_the_network(case: Case) -> Iterator[str]:
+    """How to ask for more at a time, and the most that the line gives."""
+    facts, found = case.facts, case.measured.experiments
+    if facts.remote and not facts.staged:
+        near = predict.with_files_near(case.measured, case.shares)
+        then = "" if near is None else f": from then on a step takes {in_ms(near, case.shares.step_ms)} ms"
+        yield (
+            "samples are read from a URL as they are needed; FastDataModule(stage_to=..., stage_limit=...) reads them "
+            f"ahead, and from a local disk in the second epoch{then}"
+        )
+    elif not facts.remote:
+        said = "a worker that reads one object after the other has one request in flight: fetch the samples of a batch"
+        ours = ", or give the URL to ImageFolderDataModule or FastDataModule(data_dir=...)"
+        yield f"{said} together (__getitems__){'' if facts.loop == 'plain' else ours}"
+    disk = found.disk if found is not None else None
+    if disk is not None and disk.line_mb_per_s and disk.mean_file_bytes:
+        most = disk.line_mb_per_s * 1e6 / disk.mean_file_bytes
+        yield f"the line gives {disk.line_mb_per_s:.0f} MB/s, {most:.0f} samples/s: no loader reads them faster"
+
+
+def _missing_cpus(case: Case) -> Iterator[str]:
+    """All CPUs are busy, and the device is not: how many more would feed it, and what others' batches would cost."""
+    measured, shares, facts = case.measured, case.shares, case.facts
+    floor_ms, cpus = predict.floor_ms(measured, shares), facts.usable_cpus
+    training_ms = predict.training_cpu_ms(measured, shares)
+    if facts.device_type == "cpu" or not cpus or training_ms is None or floor_ms <= 0:
+        return
+    used_ms = training_ms + predict.loading_cpu_ms(measured, shares)
+    missing = used_ms / floor_ms - cpus
+    if used_ms < MOSTLY_BUSY * cpus * shares.step_ms or missing < 0.5:
+        return
+    said = f"all {plural(cpus, 'CPU')} of this rank are busy: about {missing:.0f} more would feed the device"
+    if facts.batch_bytes:
+        rate = facts.batch_bytes / floor_ms * 1e-3
+        said += f"; from other machines {rate:.0f} MB/s of batches would come over the network"
+    yield said
 
 
 def _crowded(workers: int, cpus: int) -> str:

@@ -29,8 +29,9 @@ _TENSORS = 32
 _IDLE_CPUS = 0.3
 """CPUs that stay idle where training and its workers ask for more than there are, since each waits for the other now
 and then: 0.24 to 0.34 of 2 CPUs in three projects of ``tests/zoo``."""
-_START_MS = 60.0
-"""To start a worker process: 90 ms for 4 up to 910 ms for 16 of them."""
+_START_MS = 100.0
+"""To start a worker process in each epoch, and to end it: 50 ms where the process that forks it holds 0.5 GB, and 100
+where that holds 2.5, of 1 to 8 workers on a virtual machine with 2 CPUs, torch 2.15."""
 
 
 def step_of(name: str) -> str:
@@ -71,7 +72,7 @@ def with_batch_in(measured: Measurements, shares: Shares, after_ms: float) -> fl
         return None
     if serial(measured.facts):
         return max(floor_ms(measured, shares), without(shares, running - after_ms))
-    loading = _loading_cpu_ms(measured, shares) * min(1.0, after_ms / running) if running else 0.0
+    loading = loading_cpu_ms(measured, shares) * min(1.0, after_ms / running) if running else 0.0
     return min(shares.step_ms, max(filled_ms(measured, shares, loading), after_ms))
 
 
@@ -92,7 +93,7 @@ def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float) -> fl
     that was disturbed.
     """
     facts, rest = measured.facts, shares.floor_ms
-    training = _training_cpu_ms(measured, shares)
+    training = training_cpu_ms(measured, shares)
     if not facts.usable_cpus or training is None or rest <= 0:
         return 0.0
     cpus = facts.usable_cpus
@@ -112,8 +113,8 @@ def filled_ms(measured: Measurements, shares: Shares, loading_ms: float, taking_
     step = floor_ms(measured, shares) + taking_ms + crowding_ms(measured, shares, loading_ms)
     if not facts.usable_cpus:
         return step
-    training = _training_cpu_ms(measured, shares) or 0.0
-    now = (training + _loading_cpu_ms(measured, shares)) / shares.step_ms
+    training = training_cpu_ms(measured, shares) or 0.0
+    now = (training + loading_cpu_ms(measured, shares)) / shares.step_ms
     free = facts.usable_cpus * (1 - (facts.others_cpu_pct or 0.0) / 100)
     most = max(1.0, facts.usable_cpus - _IDLE_CPUS)
     left = max(now, min(max(free, _seen_to_get(measured)), most))
@@ -146,6 +147,14 @@ def blocked_share(measured: Measurements) -> float:
     return max(0.0, 1 - (facts.load_cpu_ms + facts.load_queue_ms) / wait)
 
 
+def with_files_near(measured: Measurements, shares: Shares) -> float | None:
+    """Step time when workers are no longer blocked while they make a batch. None: not known."""
+    running, blocked = period_ms(measured, shares), measured.loaders.workers_blocked_pct
+    if running is None or blocked is None:
+        return None
+    return with_batch_in(measured, shares, running * (100 - blocked) / 100)
+
+
 def with_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
     """Step time with so many worker processes, 1 or more, where there are fewer now, or none.
 
@@ -156,7 +165,7 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
     running, now = period_ms(measured, shares), facts.num_workers
     if running is None or now is None:
         return None
-    loading, taking = _loading_cpu_ms(measured, shares), 0.0
+    loading, taking = loading_cpu_ms(measured, shares), 0.0
     if now == 0:
         sending = handing_ms(facts, _SEND)
         taking = _taking_ms(measured) + _restarting_ms(facts, number)
@@ -224,7 +233,7 @@ def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: floa
     now = max(1, facts.num_workers or 1)
     threads = max(now, facts.usable_cpus or 1)  # as many as there are by default, and they start at once
     after = running * left * now / threads
-    loading = _loading_cpu_ms(measured, shares) * left
+    loading = loading_cpu_ms(measured, shares) * left
     return min(shares.step_ms, max(filled_ms(measured, shares, loading), after, 1e3 / device_per_s))
 
 
@@ -241,7 +250,7 @@ def in_any_order(measured: Measurements, shares: Shares) -> float | None:
     held = measured.loaders.head_of_line_pct
     if held is None:
         return None
-    filled = filled_ms(measured, shares, _loading_cpu_ms(measured, shares))
+    filled = filled_ms(measured, shares, loading_cpu_ms(measured, shares))
     return min(shares.step_ms, max(filled, without(shares, shares.data_ms * held / 100)))
 
 
@@ -253,7 +262,7 @@ def _beside(measured: Measurements, shares: Shares, rate: float, now: float | No
     return 1e3 / rate
 
 
-def _loading_cpu_ms(measured: Measurements, shares: Shares) -> float:
+def loading_cpu_ms(measured: Measurements, shares: Shares) -> float:
     """CPU time that goes into loading a batch: what was seen, or all the time that it takes without workers."""
     facts, on_cpu = measured.facts, measured.loaders.workers_on_cpu_pct
     if serial(facts):
@@ -261,14 +270,14 @@ def _loading_cpu_ms(measured: Measurements, shares: Shares) -> float:
     return (facts.num_workers or 0) * shares.step_ms * (on_cpu or 0.0) / 100
 
 
-def _training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
+def training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
     """CPU time of the training process per step without what it loads itself; None: not known."""
     facts = measured.facts
     spent = facts.process_cpu_ms if facts.process_cpu_ms is not None else facts.host_cpu_ms
     if spent is None:
         return shares.floor_ms if facts.device_type == "cpu" else None
     if serial(facts):
-        spent -= _loading_cpu_ms(measured, shares)
+        spent -= loading_cpu_ms(measured, shares)
     return max(0.0, spent)
 
 

@@ -145,8 +145,8 @@ MOST_WORKERS = 16
 """More are never named where there are none."""
 NEARLY = 1.02
 """Fewer workers than the best number do, where the step takes no longer than this times its step."""
-_MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "waiting", "unknown")
-_READ_SLOWLY: tuple[Cause, ...] = ("cold reads", "waiting")
+_MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "remote reads", "waiting", "unknown")
+_READ_SLOWLY: tuple[Cause, ...] = ("cold reads", "remote reads", "waiting")
 _MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
 
 
@@ -313,15 +313,13 @@ def shared_files(case: Case) -> Remedy | None:
 
 
 def files_in_memory(case: Case) -> Remedy | None:
-    """An ImageFolderDataModule without a cache waits for storage."""
-    facts, found, blocked = case.facts, case.measured.experiments, case.measured.loaders.workers_blocked_pct
-    if case.data != "cold reads" or facts.decoder is None or facts.cache != "off":
+    """An ImageFolderDataModule without a cache waits for storage, or for an object store."""
+    facts, found = case.facts, case.measured.experiments
+    if case.data not in ("cold reads", "remote reads") or facts.decoder is None or facts.cache != "off":
         return None
-    running, step = predict.period_ms(case.measured, case.shares), None
+    step = predict.with_files_near(case.measured, case.shares)
     if found is not None and found.cached_bytes_per_s:
         step = predict.with_rate(case.measured, case.shares, found.cached_bytes_per_s, found.loader_per_s)
-    elif blocked is not None and running is not None:
-        step = predict.with_batch_in(case.measured, case.shares, running * (100 - blocked) / 100)
     why = "files are kept in host memory from the first epoch on, those that fit"
     return datamodule_remedy(case, "cache", "bytes", why, step)
 

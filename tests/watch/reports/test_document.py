@@ -107,6 +107,7 @@ PLAIN_NUMBERS = {
     "amplification",
     "steps",
     "lost_steps",
+    "connections",
     "queue_ready",
     "queue_capacity",
     "world_size",
