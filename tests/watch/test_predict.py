@@ -68,15 +68,18 @@ def test_a_rank_with_one_cpu_gains_nothing_by_a_worker() -> None:
 
 
 def test_a_worker_that_loads_in_place_of_a_single_thread_that_trains() -> None:
-    # Two CPUs: training takes one of them, so loading 40 ms beside 60 costs nothing but taking the batch.
-    assert _with_workers(1, num_workers=0, usable_cpus=2, load_cpu_ms=40.0, process_cpu_ms=100.0) == pytest.approx(60.7)
+    # Training takes one CPU, so loading 40 ms beside 60 costs nothing but taking the batch; and both work at once, in
+    # the same memory.
+    for cpus, step in ((4, 60.7), (2, 1.2 * 100.8 / 1.7)):
+        run = {"num_workers": 0, "usable_cpus": cpus, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0}
+        assert _with_workers(1, **run) == pytest.approx(step)
 
 
 def test_what_other_programs_take_is_not_free() -> None:
     run: dict[str, Any] = {"num_workers": 0, "usable_cpus": 2, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0}
     # 100.8 ms of CPU time for each step, with what sending a batch takes, and one CPU is left for it.
     assert _with_workers(1, **run, others_cpu_pct=50.0) == pytest.approx(100.8)
-    assert _with_workers(1, **run, others_cpu_pct=25.0) == pytest.approx(100.8 / 1.5)
+    assert _with_workers(1, **run, others_cpu_pct=25.0) == pytest.approx(1.2 * 100.8 / 1.5)
 
 
 def test_time_in_the_run_queue_is_no_waiting() -> None:
@@ -102,7 +105,7 @@ def test_workers_for_a_loader_that_waits_beside_other_programs() -> None:
 
 
 TWO_CPUS: dict[str, Any] = {"num_workers": 0, "usable_cpus": 2, "process_cpu_ms": 100.0}
-"""Steps of 100 ms, 60 of which a single thread trains."""
+"""Steps of 100 ms, 60 of which a single thread trains. 40.8 ms of a worker beside them: 1.2 x 100.8 on 1.7 CPUs."""
 ONE_GPU: dict[str, Any] = {"device_type": "cuda", "usable_cpus": 16, "num_workers": 0, "data": 80.0}
 """Steps of 100 ms, in 20 of which the host has the GPU compute."""
 
@@ -110,8 +113,8 @@ ONE_GPU: dict[str, Any] = {"device_type": "cuda", "usable_cpus": 16, "num_worker
 @pytest.mark.parametrize(
     ("run", "number", "step"),
     [
-        (TWO_CPUS | {"load_cpu_ms": 40.0, "load_queue_ms": 0.0}, 1, 60.7),
-        (TWO_CPUS | {"load_cpu_ms": 40.0}, 1, 60.7),  # no run queue known: no more workers than CPUs
+        (TWO_CPUS | {"load_cpu_ms": 40.0, "load_queue_ms": 0.0}, 1, 71.2),
+        (TWO_CPUS | {"load_cpu_ms": 40.0}, 1, 71.2),  # no run queue known: no more workers than CPUs
         # Training on both CPUs: a worker takes one of them away, and all of its time comes on top.
         (TWO_CPUS | {"load_cpu_ms": 40.0, "load_queue_ms": 0.0, "process_cpu_ms": 160.0}, None, None),
         (TWO_CPUS | {"load_cpu_ms": 40.0, "load_queue_ms": 0.0, "others_cpu_pct": 50.0}, None, None),
@@ -120,7 +123,7 @@ ONE_GPU: dict[str, Any] = {"device_type": "cuda", "usable_cpus": 16, "num_worker
         (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 1.0, "load_queue_ms": 0.0, "process_cpu_ms": 11.0}, 4, 22.7),
         (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 1.0, "load_queue_ms": 50.0, "process_cpu_ms": 11.0}, 2, 45.4),
         (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 1.0, "process_cpu_ms": 11.0}, 2, 45.4),  # blocked, or in the queue?
-        (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 45.0, "load_queue_ms": 0.0, "process_cpu_ms": 55.0}, 3, 32.8),
+        (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 45.0, "load_queue_ms": 0.0, "process_cpu_ms": 55.0}, 3, 39.4),
         # Loading that used both CPUs from one process takes twice as long in one worker.
         (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 180.0, "load_queue_ms": 0.0, "process_cpu_ms": 190.0}, None, None),
         (ONE_GPU | {"load_cpu_ms": 80.0, "load_queue_ms": 0.0, "process_cpu_ms": 100.0}, 4, 20.7),

@@ -245,7 +245,7 @@ def test_predictions_without_a_figure_in_words() -> None:
     assert said(sample(), lost) == "check    num_workers=14: predicted step 57.6 ms, achieved not measured"
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example])
 @given(any_report(finite=False), any_report(finite=False))
 def test_any_two_reports_can_be_compared(before: Report, after: Report) -> None:
     found = compare(before, after)
