@@ -354,7 +354,7 @@ def _places(owner: Any, name: str) -> Iterator[HookPlace]:
 
 
 def _beside_training(trainer: Any) -> dict[str, Any]:
-    """How often there is a validation, where it may be made rarer, and a checkpoint."""
+    """How many epochs there are; how often a validation, where it may be made rarer, and a checkpoint."""
     every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if between in (float("inf"), trainer.num_training_batches) and every is not None:
         between = None  # at the end of an epoch
@@ -365,6 +365,7 @@ def _beside_training(trainer: Any) -> dict[str, Any]:
         every = between = None  # rarer, a scheduler would find no metric, and that ends the fit
     savers = [_host.steps_between_checkpoints(one) for one in trainer.checkpoint_callbacks]
     return {
+        "max_epochs": trainer.max_epochs if (trainer.max_epochs or 0) > 0 else None,
         "check_val_every_n_epoch": every,
         "val_check_batches": between,
         "checkpoint_steps": savers[0] or None if len(savers) == 1 else None,

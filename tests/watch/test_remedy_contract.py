@@ -102,6 +102,7 @@ CONTRACTS = {
             "they live on already": {"persistent_workers": True},
             "the data set is told the epoch": {"may_persist": False},
             "nobody saw whether it is": {"may_persist": None},
+            "there is one epoch": {"max_epochs": 1},
             "epochs are long": {"batches_per_epoch": 5000},
             "the start is that of a batch": {"stats": {"epoch_start_s": 0.21}},
             "no workers": {"num_workers": 0},

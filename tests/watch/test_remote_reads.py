@@ -135,6 +135,12 @@ def test_blocked_workers_with_connections_wait_for_the_network(loaders: Any, fac
     assert diagnose(measured(loaders=loaders, **facts)).cause == cause
 
 
+def test_files_that_are_no_faster_from_memory_may_still_come_over_the_network() -> None:
+    found = {"loader_per_s": 10.0, "cached_bytes_per_s": 10.0}
+    assert diagnose(measured(loaders=ASLEEP | {"connections": 2.0}, found=found)).cause == "remote reads"
+    assert diagnose(measured(loaders=ASLEEP, found=found)).cause == "waiting"
+
+
 def test_more_workers_than_cpus_are_advised_for_they_only_wait() -> None:
     found = diagnose(measured(loaders=ASLEEP | {"connections": 2.0}, usable_cpus=2, persistent_workers=True))
     assert found.remedies[0].changes.startswith("num_workers=")
@@ -221,8 +227,9 @@ def test_the_samples_of_a_pack_at_a_url_are_timed(tmp_path: Path) -> None:
     data = PackedDataset("memory://timed.pack")
     sizes = [len(data[index][0]) for index in range(len(data))]
     [*_, results] = run_data_experiments(
-        DataLoader(data, batch_size=4, collate_fn=list), budget_s=2.0, only=frozenset({"disk"})
+        DataLoader(data, batch_size=4, collate_fn=list), budget_s=2.0, only=frozenset({"disk", "cached-files"})
     )
+    assert dict(results.left_out).keys() == {"cached-files"}
     assert results.disk is not None
     assert (results.disk.file_system, results.disk.kind) == ("memory", "network")
     assert results.disk.mean_file_bytes == pytest.approx(sum(sizes) / len(sizes))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from lightning_feed.archive.remote import RemoteSamples
+from lightning_feed.archive.remote import RemoteReads, RemoteSamples
 from lightning_feed.archive.remote_speed import TOGETHER, Wanted, measure_speed
 from lightning_feed.archive.system import find_mount, read_text
 from lightning_feed.load.cloning import Changes, burst_of
@@ -60,6 +60,8 @@ class FirstBatches:
 
 def measure_cached(session: Session) -> None:
     """The rate over the first batches, again and again. The first time through is not counted: it fetches the files."""
+    if _remote_samples(session):
+        raise LeftOut("the samples are read from a URL, of which the page cache holds nothing")
     first = choose(session)
     burst = max(burst_of(part.loader) for part in session.parts)
     once = math.ceil(min(map(len, first.batches.values())) / burst)
@@ -253,8 +255,8 @@ def measure_disk(session: Session) -> None:
     assert session.alone is not None, "it is measured first"
     if any(part.stream for part in session.parts):
         raise LeftOut("an iterable data set does not tell which files a sample is made of")
-    if (disk := _measure_url(session)) is not None:
-        session.note(disk=disk)
+    if (remote := _remote_samples(session)) is not None:
+        session.note(disk=_measure_url(*remote))
         return
     opened = {part: part.first_samples(_SAMPLES_OPENED) for part in session.parts}
     files = [path for part, indices in opened.items() for path in dict.fromkeys(files_of_samples(part, indices))]
@@ -278,31 +280,34 @@ def measure_disk(session: Session) -> None:
     )
 
 
-def _measure_url(session: Session) -> DiskFacts | None:
-    """The same of samples that we read from a URL, by some requests of its own; None for all others."""
+def _remote_samples(session: Session) -> tuple[RemoteReads, list[int]] | None:
+    """The samples that we read from a URL, and the numbers there of the first; None where there are none."""
     for part in session.parts:
-        samples = part.first_samples(TOGETHER)
-        dataset = innermost(part.loader.dataset, samples[0])[0] if samples else None
-        find = getattr(dataset, "remote_reads", None)
+        samples = [] if part.stream else part.first_samples(TOGETHER)
+        found = [innermost(part.loader.dataset, sample) for sample in samples]
+        find = getattr(found[0][0], "remote_reads", None) if found else None
         remote = find() if find is not None else None
-        if not isinstance(remote, RemoteSamples):
-            continue
-        reads, numbers = remote.reads, [int(innermost(part.loader.dataset, sample)[1]) for sample in samples]
-        if remote.numbers is not None:
-            numbers = [int(remote.numbers[number]) for number in numbers]
-        asked = [(reads.request(number), int(reads.sizes[number])) for number in numbers]
-        wanted = [Wanted(one.name, one.begin or 0, size) for one, size in asked if size > 0]
-        if not wanted:
-            continue
-        speed = measure_speed(reads.place, wanted)
-        return DiskFacts(
-            file_system=reads.place.url.partition("://")[0],
-            kind="network",
-            mean_file_bytes=sum(one.size for one in wanted) / len(wanted),
-            latency_ms=speed.latency_ms,
-            line_mb_per_s=speed.mb_per_s,
-        )
+        if isinstance(remote, RemoteSamples):
+            numbers = [int(number) for _, number in found]
+            picked = numbers if remote.numbers is None else [int(remote.numbers[number]) for number in numbers]
+            return remote.reads, picked
     return None
+
+
+def _measure_url(reads: RemoteReads, numbers: list[int]) -> DiskFacts:
+    """The speed of a URL, by requests for some of its samples."""
+    asked = [(reads.request(number), int(reads.sizes[number])) for number in numbers]
+    wanted = [Wanted(one.name, one.begin or 0, size) for one, size in asked if size > 0]
+    if not wanted:
+        raise LeftOut("the server does not tell how long its files are")
+    speed = measure_speed(reads.place, wanted)
+    return DiskFacts(
+        file_system=reads.place.url.partition("://")[0],
+        kind="network",
+        mean_file_bytes=sum(one.size for one in wanted) / len(wanted),
+        latency_ms=speed.latency_ms,
+        line_mb_per_s=speed.mb_per_s,
+    )
 
 
 def file_system(path: str | Path, root: Path = Path("/")) -> tuple[str | None, str | None]:

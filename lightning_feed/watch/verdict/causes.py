@@ -310,16 +310,17 @@ def _blocked(measured: Measurements) -> Reason:
     gives, pressed = disk is None or disk >= DISK_MB_PER_S, (pressure or 0.0) >= IO_PRESSURE_PCT
     if gain is not None and gain >= FASTER:
         return Reason("cold reads", [f"with its files in memory the loader is {gain:.1f} x as fast"])
-    if gain is not None and gain < NO_FASTER:
-        return Reason("waiting", ["with its files in memory the loader is no faster"])
-    if cached is not None and cached < WARM_PCT and gives:
+    same = gain is not None and gain < NO_FASTER
+    if not same and cached is not None and cached < WARM_PCT and gives:
         rate = "" if disk is None else f", {disk:.1f} MB/s"
         return Reason("cold reads", [f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
-    if cached is None and disk is not None and gives and pressed:
+    if not same and cached is None and disk is not None and gives and pressed:
         return Reason("cold reads", [f"storage gives {disk:.1f} MB/s, mapped into memory"])
     remote = _remote(measured)
     if remote is not None:
         return Reason("remote reads", remote)
+    if same:
+        return Reason("waiting", ["with its files in memory the loader is no faster"])
     if cached is None and disk is None and pressure is None:
         return Reason("unknown", ["whether workers wait for storage is not known"], sure=False)
     if cached is None and disk is None and pressed:

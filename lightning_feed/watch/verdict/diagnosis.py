@@ -117,6 +117,8 @@ class LoopFacts:
     """The same: CPU threads of the pipeline."""
     dali_prefetch: int | None = None
     """The same: batches that DALI makes ahead."""
+    max_epochs: int | None = None
+    """Of the fit; None: without bound."""
     log_every_n_steps: int | None = None
     """Of the Trainer."""
     check_val_every_n_epoch: int | None = None

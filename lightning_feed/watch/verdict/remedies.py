@@ -273,7 +273,7 @@ def persistent_workers(case: Case) -> Remedy | None:
     facts, start_s, epoch_pct = case.facts, case.measured.stats.epoch_start_s or 0.0, case.shares.epoch_pct
     if case.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not case.can_set("persistent_workers"):
         return None
-    if facts.persistent_workers is not False or not facts.num_workers or not facts.may_persist:
+    if facts.persistent_workers is not False or not facts.num_workers or not facts.may_persist or facts.max_epochs == 1:
         return None
     making_s = 1e-3 * facts.num_workers * case.shares.step_ms  # at most: each makes one batch in so many steps
     saved_ms = 1e3 * max(0.0, start_s - making_s) / (facts.batches_per_epoch or 1)

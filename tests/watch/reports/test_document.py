@@ -108,6 +108,7 @@ PLAIN_NUMBERS = {
     "steps",
     "lost_steps",
     "connections",
+    "max_epochs",
     "queue_ready",
     "queue_capacity",
     "world_size",
