@@ -12,7 +12,7 @@ from PIL import Image
 from recording import Recording, quiet_trainer
 
 from lightning_feed import FastDataModule
-from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
+from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
 
 pytest.importorskip("nvidia.dali")
 
@@ -48,6 +48,8 @@ def test_a_corrupt_image_is_named(class_folders: Path) -> None:
         list(batches)
     assert caught.value.__cause__ is not None
     assert native_threads() < threads  # the pipeline is gone, though its error is held
+    with pytest.raises(LoaderError, match="closed before its end: by an error"):
+        next(batches)  # and not the end of the epoch
     bad.write_bytes(good)
     assert len(list(loader)) == 6  # a pipeline of its own
 
@@ -82,14 +84,15 @@ def test_nothing_to_train_on() -> None:
         fit(Defined(lambda module: None))
 
 
-def test_a_forgotten_return(tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_forgotten_return(split: str, tmp_path: Path) -> None:
     files = write_files(tmp_path, 4)
 
     def define(module: DaliDataModule) -> None:
         fn.readers.file(files=files, **module.reader())
 
-    with pytest.raises(DatasetError, match=r"pipeline\('train'\) gave None.* return data for 'train'"):
-        fit(Defined(define))
+    with pytest.raises(DatasetError, match=rf"pipeline\('{split}'\) made a reader and returned nothing"):
+        getattr(Defined(define), f"{split}_dataloader")()
 
 
 def made_with_pipeline_def(module: DaliDataModule, files: list[str]) -> Any:

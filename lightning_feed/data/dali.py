@@ -13,7 +13,7 @@ from lightning_feed._host.fetcher import (
     write_loader_states,
 )
 from lightning_feed.data.base import DataModuleBase, check_batch_sizes, check_choice, device_of
-from lightning_feed.errors import SettingsError
+from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.dali.binding import DaliOptions, decode_threads, require_dali
 from lightning_feed.load.dali.readers import ReaderLoader, ReaderSettings, ResumableReaderLoader, reader_pipeline
 from lightning_feed.load.dali.shares import LAST_BATCH, LastBatch
@@ -35,6 +35,8 @@ class _State:
     options: DaliOptions
     arguments: dict[str, Any] | None = None
     """What readers are to be told, while ``pipeline()`` defines a pipeline."""
+    reads: bool = False
+    """Whether that was asked for, for the last pipeline."""
     resume: dict[str, Any] | None = None
     """The state of the training loader in the checkpoint that this fit goes on from."""
     there: dict[str, bool] = field(default_factory=dict)
@@ -117,6 +119,7 @@ class FeedDali(DataModuleBase):
                 "self.reader() tells a reader its share of the set, which is known while a pipeline is made. Call it "
                 "in pipeline(split): fn.readers.file(file_root=..., **self.reader())."
             )
+        self._dali.reads = True
         return {"name": name, **arguments, **({} if shuffle is None else {"random_shuffle": shuffle})}
 
     @property
@@ -207,13 +210,16 @@ class FeedDali(DataModuleBase):
         if split not in there:
             settings = self._dali_settings(split)
             with self._dali_defining(split, settings, seed=0), reader_pipeline(settings):
-                there[split] = self.pipeline(split) is not None
+                found = self.pipeline(split)
+            if found is None and self._dali.reads:
+                raise DatasetError(f"{settings.name} made a reader and returned nothing: return images, labels.")
+            there[split] = found is not None
         return there[split]
 
     @contextmanager
     def _dali_defining(self, split: str, settings: ReaderSettings, seed: int) -> Iterator[None]:
         """While a pipeline is being defined, ``reader()`` can tell what it has to be told."""
-        training = split == "train"
+        training, self._dali.reads = split == "train", False
         self._dali.arguments = {
             "shard_id": settings.rank,
             "num_shards": settings.ranks,

@@ -119,7 +119,7 @@ class ReaderLoader:
         if pipeline is not None and not self.settings.goes_on and 0 < pipeline.place.batch < total:
             self.free()
         self._pass = _Pass(self.order.epoch(), self._handed_out_before())
-        return self._batches(self._pass, total)
+        return _Batches(self, self._pass, total)
 
     def end_pass(self) -> None:
         """End the live pass, if there is one. A pipeline that does not live beyond it is freed."""
@@ -138,24 +138,6 @@ class ReaderLoader:
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()
-
-    def _batches(self, now: _Pass, total: int) -> Iterator[Any]:
-        try:
-            while now.batches < total:
-                if not now.live:
-                    raise LoaderError(
-                        "This pass over the loader was closed before its end: by close(), by a loaded state, or "
-                        "because a new pass began. Begin a new pass with iter(loader)."
-                    )
-                with traced("loader_next"):
-                    batch = self._take(total - now.batches - 1)
-                now.batches += 1
-                if now.batches == total:  # Lightning does not ask for more than the length, so no end would be seen
-                    self.end_pass()
-                yield batch
-        finally:
-            if now.live:
-                self.end_pass()
 
     def _take(self, to_follow: int) -> Any:
         """The next batch to hand out, ``to_follow`` of whose pass come after it."""
@@ -182,6 +164,37 @@ class ReaderLoader:
     def _handed_out_before(self) -> int:
         """Batches of the pass to begin that were handed out before, in the run that is resumed."""
         return 0
+
+
+class _Batches(Iterator[Any]):
+    """The batches of one pass. No generator: one that has raised would then look like the end of the epoch."""
+
+    def __init__(self, loader: ReaderLoader, now: _Pass, total: int) -> None:
+        self._loader, self._now, self._total = loader, now, total
+
+    def __next__(self) -> Any:
+        loader, now = self._loader, self._now
+        if now.batches >= self._total:
+            raise StopIteration
+        if not now.live:
+            raise LoaderError(
+                "This pass over the loader was closed before its end: by an error, by close(), by a loaded state, or "
+                "because a new pass began. Begin a new pass with iter(loader)."
+            )
+        try:
+            with traced("loader_next"):
+                batch = loader._take(self._total - now.batches - 1)
+        except BaseException:
+            loader.end_pass()
+            raise
+        now.batches += 1
+        if now.batches == self._total:  # Lightning does not ask for more than the length, so no end would be seen
+            loader.end_pass()
+        return batch
+
+    def __del__(self) -> None:
+        if self._now.live:
+            self._loader.end_pass()
 
 
 class ResumableReaderLoader(ReaderLoader):
