@@ -123,6 +123,14 @@ class FeedLoader(DataLoader[Any]):
                 "from in one place, and threads have no get_worker_info() to divide it by. Use workers='process', or "
                 "LoaderSettings(num_workers=0, background=2), which draws from it in one thread."
             )
+        function = getattr(self.worker_init_fn, "func", self.worker_init_fn)
+        # Lightning sets its own after seed_everything(workers=True); the streams of the samples serve for it.
+        if self._threaded and function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
+            logger.warning(
+                "worker_init_fn=%r is not called with workers='thread': what prepares a worker process would be done "
+                "to the training process. Keep what each thread needs for itself in a threading.local().",
+                function,
+            )
         inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
         samplers = {} if self._kind == "iterable" else find_samplers(self.sampler, self.batch_sampler)
         self._index = IndexSource(inner, samplers, find_read_ahead(self.dataset))
@@ -189,8 +197,8 @@ class FeedLoader(DataLoader[Any]):
 
         Raises:
             ResumeError: the state is of another kind of dataset, of an unknown version, or, in the middle of an epoch,
-                of a configuration from which it cannot be carried over: see resume.py. An iterable dataset needs the
-                workers and the ranks that it had.
+                of a configuration from which it cannot be carried over: see carry_over.py. An iterable dataset needs
+                the workers and the ranks that it had.
         """
         state = copy.deepcopy(state_of_rank(state))
         before = state.get("batches", 0)

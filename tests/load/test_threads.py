@@ -734,8 +734,12 @@ def pl_worker_init_function(worker_id, rank=None):
     raise AssertionError("it would seed the training process")
 
 
-def test_worker_init_fn_is_not_called():
-    epochs(threaded(Rows(), batch_size=4, worker_init_fn=pl_worker_init_function))
+@pytest.mark.parametrize(("function", "said"), [(pl_worker_init_function, 0), (print, 1)])
+def test_worker_init_fn_is_not_called(function, said, caplog, capsys):
+    with caplog.at_level(logging.WARNING):
+        epochs(threaded(Rows(), batch_size=4, worker_init_fn=function))
+    assert caplog.text.count("is not called with workers='thread'") == said
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.filterwarnings("error")
