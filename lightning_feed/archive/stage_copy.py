@@ -1,6 +1,7 @@
 """A folder or a file made equal to another: both listed, compared, and what differs copied in threads."""
 
 import errno
+import heapq
 import logging
 import os
 import shutil
@@ -34,14 +35,11 @@ class FileStamp(NamedTuple):
     size: int
     """Bytes; -1 for what is no regular file."""
     mtime_ns: int
-    mode: int = 0o600
-    """What its owner may do with it. Nobody else may do anything with the copy."""
 
     @classmethod
     def of(cls, status: os.stat_result) -> "FileStamp":
         """The stamp of what a status was read of."""
-        size = status.st_size if stat.S_ISREG(status.st_mode) else -1
-        return cls(size, status.st_mtime_ns, status.st_mode & 0o700)
+        return cls(status.st_size if stat.S_ISREG(status.st_mode) else -1, status.st_mtime_ns)
 
 
 @dataclass(eq=False)
@@ -203,13 +201,19 @@ class Mirror:
 
     def check_room(self) -> None:
         """Refuse a copy that does not fit."""
+        shutil.rmtree(self.parts, ignore_errors=True)  # of a process that was killed
         folder = str(Path(self.target).parent)
         block = os.statvfs(folder).f_frsize
 
-        def taken(tree: Tree, names: Iterable[str]) -> int:
-            return sum(-(-tree.files[name].size // block) * block for name in names if name in tree.files)
+        def taken(tree: Tree, name: str) -> int:
+            return -(-tree.files[name].size // block) * block if name in tree.files else 0
 
-        new_bytes = taken(self.source, self.to_copy) - taken(self.copy, {*self.to_copy, *self.to_remove})
+        gone = set(self.to_remove)  # before the first is copied
+        replaced = {name: taken(self.copy, name) for name in self.to_copy if name not in gone}
+        grown = sum(max(0, taken(self.source, name) - replaced.get(name, 0)) for name in self.to_copy)
+        # One that changed stays until its new version is whole: both are there for a while.
+        twice = sum(heapq.nlargest(self.threads, (taken(self.source, name) for name, size in replaced.items() if size)))
+        new_bytes = grown + twice - sum(taken(self.copy, name) for name in gone)
         new_files = len(self.source.files) + len(self.source.folders) - len(self.copy.files) - len(self.copy.folders)
         check_room(new_bytes, new_files, folder)
 
@@ -270,6 +274,7 @@ class Mirror:
                 copy.write(chunk)
                 if not advance(len(chunk)):
                     return False
+            os.fchmod(copy.fileno(), os.fstat(source.fileno()).st_mode & 0o700)
         return True
 
     def _copy_file(self, name: str, advance: Advance) -> bool:
@@ -278,7 +283,7 @@ class Mirror:
         try:
             if not self.fetch(name, part, advance):
                 return False
-            part.chmod(stamp.mode)
+            part.chmod(part.stat().st_mode & 0o700)  # nobody else may do anything with the copy
             os.utime(part, ns=(stamp.mtime_ns, stamp.mtime_ns))
             part.replace(below(self.target, name))
         except FileNotFoundError:
@@ -299,6 +304,10 @@ class Mirror:
     def _differs(self, name: str, advance: Advance) -> bool:
         try:
             with open_file(below(self.source.root, name)) as source, open_file(below(self.target, name)) as copy:
+                if hasattr(os, "posix_fadvise"):
+                    # What was just written is read from the disk, not from memory, where it would always be right.
+                    os.fsync(copy.fileno())
+                    os.posix_fadvise(copy.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 while (ours := source.read(_CHUNK_BYTES)) == copy.read(_CHUNK_BYTES):
                     if not ours or not advance(len(ours)):
                         return False

@@ -139,6 +139,24 @@ def test_contents_are_compared_when_asked(source: Path, dest: Path, caplog: pyte
     assert "1 files" in caplog.text
 
 
+def test_contents_are_compared_with_the_disk(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory, where what was just written still is, it would always be right."""
+    dropped: list[str] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda file, *_: dropped.append(str(Path(f"/proc/self/fd/{file}").readlink()))
+    )
+    done = stage(source, dest, hash=True)
+    assert sorted(dropped) == sorted(str(path) for path in done.path.rglob("*") if path.is_file())
+
+
+def test_a_file_system_without_modes_takes_a_copy(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source / "val/1.jpg").chmod(0o500)
+    monkeypatch.setattr(os, "fchmod", lambda *_: None)
+    monkeypatch.setattr(Path, "chmod", lambda *_: None)
+    assert stage(source, dest).copied_files == 5
+    assert stage(source, dest).copied_files == 0
+
+
 def test_a_copy_that_never_equals_its_source_is_an_error(
     source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +347,34 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     yield point
     release(StagePlace(point / "birds"))
     subprocess.run(["umount", str(point)], check=True)
+
+
+def test_room_is_counted_for_both_versions_of_a_file_that_changed(
+    source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one stays until the new one is whole."""
+    (source / "large").write_bytes(bytes(1 << 20))
+    stage(source, dest)
+    (source / "large").write_bytes(b"x" * (1 << 20))
+    asked: list[int] = []
+    monkeypatch.setattr(stage_copy, "check_room", lambda new_bytes, *_: asked.append(new_bytes))
+    stage(source, dest)
+    stage(source, dest, force=True)
+    assert asked[0] == 1 << 20
+    assert asked[1] <= 0  # all is removed first
+
+
+def test_half_files_of_a_process_that_was_killed_take_no_room(
+    source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = StagePlace(stage(source, dest).path)
+    place.parts.mkdir()
+    (place.parts / "1").write_bytes(b"half")
+    (source / "val/2.jpg").write_bytes(b"new")
+    left: list[bool] = []
+    monkeypatch.setattr(stage_copy, "check_room", lambda *_: left.append(place.parts.exists()))
+    stage(source, dest)
+    assert left == [False]
 
 
 def test_what_does_not_fit_is_refused_before_a_byte_is_written(source: Path, small_tmpfs: Path) -> None:
