@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from multiprocessing.util import Finalize
 from pathlib import Path
+from pickle import PicklingError
 from queue import SimpleQueue
 from typing import Any
 
@@ -52,12 +53,13 @@ class ReadAhead:
         # What is fetched must not push out what was fetched just before.
         self._limit_bytes = max(1, min(limit_bytes, cache.limit_bytes // 4))
         self._child: tuple[int, subprocess.Popen[bytes]] | None = None
+        self._ended = False
 
     def through(self, order: Iterable[Any], then: Callable[[], Iterable[Any]] = tuple) -> Iterator[Any]:
         """The same order; what its next entries need, and behind its end those of ``then``, is being fetched."""
         waiting, ahead_bytes = deque[tuple[Any, int]](), 0
         entries: Iterator[Any] | None = iter(order)
-        own = True
+        own, self._ended = True, False
         while True:
             sent = list[int]()
             while ahead_bytes < self._limit_bytes and entries is not None:
@@ -85,7 +87,7 @@ class ReadAhead:
         return index
 
     def _send(self, numbers: list[int]) -> None:
-        if not numbers:
+        if not numbers or self._ended:
             return
         try:
             if self._child is None or self._child[0] != os.getpid():
@@ -93,22 +95,29 @@ class ReadAhead:
             stdin = self._child[1].stdin if self._child is not None else None
             if stdin is not None:
                 stdin.write(np.array(numbers, np.int64).tobytes())
-        except OSError as error:  # it has ended: the samples themselves tell why
-            logger.debug("Nothing is read ahead: %s", error)
+                stdin.flush()
+        except (OSError, PicklingError, TypeError, AttributeError) as error:  # ended, or cannot be sent
+            self._child, self._ended = None, True
+            logger.warning(
+                "Nothing is read ahead of %s until the next epoch (%s: %s): each sample is read when it is asked for, "
+                "which is slower. If the place cannot be read, the error of a sample says why.",
+                self._source.place,
+                type(error).__name__,
+                error,
+            )
 
     def _start(self) -> None:
+        package = str(Path(__file__).parents[2])
+        given = pickle.dumps([*filter(None, sys.path), package]) + pickle.dumps((os.getpid(), self._source))
         child = subprocess.Popen(
             [sys.executable, "-I", "-c", _CHILD],
             stdin=subprocess.PIPE,
-            bufsize=0,
             start_new_session=True,  # Ctrl-C goes to the training, which ends it
         )
         self._child = (os.getpid(), child)
         Finalize(self, _end, args=(child,), exitpriority=-9)
         assert child.stdin is not None
-        package = str(Path(__file__).parents[2])
-        child.stdin.write(pickle.dumps([*filter(None, sys.path), package]))
-        child.stdin.write(pickle.dumps((os.getpid(), self._source)))
+        child.stdin.write(given)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_child": None}

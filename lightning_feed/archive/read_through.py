@@ -145,16 +145,23 @@ class ReadThrough:
         self, key: str, size: int, fetch: Callable[[], Awaitable[bytes]], *, again_late: bool = False
     ) -> bytes:
         """The bytes of a file from here, or from ``fetch``, and from then on here. Only one process fetches it."""
-        while True:
-            data = self.read(key, size, again_late=again_late)
-            if data is not None:
-                return data
-            with self._claimed(key) as part:
-                if part is not None:
-                    data = await fetch()
-                    await asyncio.get_running_loop().run_in_executor(None, self._put, key, part, data)
+        data: bytes | None = None
+        try:
+            while True:
+                data = self.read(key, size, again_late=again_late)
+                if data is not None:
                     return data
-            await asyncio.sleep(_POLL_S)
+                with self._claimed(key) as part:
+                    if part is not None:
+                        data = await fetch()
+                        await asyncio.get_running_loop().run_in_executor(None, self._put, key, part, data)
+                        return data
+                await asyncio.sleep(_POLL_S)
+        except OSError as error:
+            if isinstance(error, ArchiveError):  # of what is fetched
+                raise
+            self._say_once(error)
+            return await fetch() if data is None else data
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -185,7 +192,7 @@ class ReadThrough:
             return False
 
     def _put(self, key: str, part: int, data: bytes) -> None:
-        """Write a claimed file and give it its name. Where there is no room, it is not kept, which is said once."""
+        """Write a claimed file and give it its name. One that is larger than the limit is not kept."""
         stored = data + _CHECK.pack(zlib.crc32(data))
         taken = _on_disk(len(stored))
         os.ftruncate(part, len(stored))  # so that who makes room sees what was counted for it
@@ -196,16 +203,19 @@ class ReadThrough:
             while at < len(stored):
                 at += os.pwrite(part, view[at:], at)
             os.rename(self._path(key) + _PART, self._path(key))  # noqa: PTH104
-        except OSError as error:
+        except OSError:
             self._count(-taken)
-            if error.errno not in _FULL:
-                raise
-            if not self._said.is_set():
-                self._said.set()
-                logger.warning(
-                    "%s is full (%s), before the limit of the cache there: something else writes there, too. What does "
-                    "not fit is read from its source each time.", self.folder, error.strerror,
-                )  # fmt: skip
+            raise
+
+    def _say_once(self, error: OSError) -> None:
+        """Say that a file could not be kept, which costs speed only."""
+        if self._said.is_set():
+            return
+        self._said.set()
+        what = f"cannot be used any more ({error})"
+        if error.errno in _FULL:
+            what = f"is full ({error.strerror}), before the limit of the cache there: something else writes there, too"
+        logger.warning("%s %s. What is not kept there is read from its source each time.", self.folder, what)
 
     # --- room ---------------------------------------------------------------------------------------------------------
 

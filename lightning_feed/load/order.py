@@ -256,6 +256,8 @@ def find_read_ahead(dataset: Any) -> ReadAhead | None:
     found = find() if callable(find) else None
     if not isinstance(found, RemoteSamples) or not found.reads.place.readahead_bytes:
         return None
+    if found.reads.place.url.startswith("memory:"):  # of this process, and read ahead is in another
+        return None
     if found.numbers is not None:
         picked.append(found.numbers)
     return ReadAhead(found.reads, picked, found.reads.place.readahead_bytes)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from object_store import ObjectStore, birds, running_store
@@ -162,6 +164,35 @@ def test_a_disk_that_is_full_costs_speed_only(
     assert not list(cache.folder.glob("??/*.part"))
 
 
+def test_a_cache_that_is_removed_or_without_inodes_costs_speed_only(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = ReadThrough(tmp_path, _MIB)
+    source, make = source_of(store, cache), os.open
+    assert len(source.read(0)) == source.sizes[0]
+    shutil.rmtree(cache.folder)
+    assert [len(source.read(i)) for i in range(4)] == source.sizes[:4].tolist()
+    assert caplog.text.count("cannot be used any more") == 1
+    cache = ReadThrough(tmp_path, _MIB)
+    source = source_of(store, cache)
+
+    def full(path: Any, flags: int, *given: Any, **options: Any) -> int:
+        if str(path).endswith(".part"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return make(path, flags, *given, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    assert [len(source.read(i)) for i in range(4)] == source.sizes[:4].tolist()
+    assert caplog.text.count("is full") == 1
+
+
+def test_an_error_of_the_source_is_told_as_it_is(store: ObjectStore, tmp_path: Path) -> None:
+    source = source_of(store, ReadThrough(tmp_path, _MIB))
+    store.proxy.faults = {"crow/3.jpg": [403, ...]}
+    with pytest.raises(ArchiveError, match=r"Sample 3: s3://photos/train/crow/3\.jpg may not be read"):
+        source.read(3)
+
+
 def test_a_folder_that_cannot_be_written_is_refused() -> None:
     with pytest.raises(ArchiveError, match=r"cannot be used for a cache.*Give a folder of your own"):
         ReadThrough("/proc/none", _MIB)
@@ -265,6 +296,9 @@ def test_only_remote_sets_with_a_cache_are_read_ahead(store: ObjectStore, tmp_pa
     found = ahead(stage_to=tmp_path, stage_limit=_MIB)
     assert isinstance(found, ReadAhead)
     assert [found._number_of(index) for index in (0, 1)] == [4, 2]
+    fsspec.filesystem("memory").pipe({f"/ahead/{name}": content for name, content in birds().items()})
+    of_this_process = ImageFolderDataModule("memory://ahead", 4, stage_to=tmp_path, stage_limit=_MIB)
+    assert find_read_ahead(of_this_process.dataset("train")) is None
     assert find_read_ahead(range(3)) is None
     assert find_read_ahead(RandomSampler(range(3))) is None
 
@@ -289,6 +323,32 @@ time.sleep(60)
     training.kill()
     training.communicate()
     wait_until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
+
+
+def test_a_process_that_has_ended_is_told_of_and_made_anew_for_the_next_epoch(
+    store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = ReadThrough(tmp_path, _MIB)
+    ahead = ReadAhead(source_of(store, cache), (), 1)
+    batches = [[index] for index in range(6)]
+    order = ahead.through(batches)
+    assert next(order) == [0]
+    assert ahead._child is not None
+    ahead._child[1].kill()
+    ahead._child[1].wait()
+    assert list(order) == batches[1:]
+    assert caplog.text.count("Nothing is read ahead of s3://photos/train until the next epoch (BrokenPipeError") == 1
+    assert list(ahead.through(batches)) == batches
+    wait_until(lambda: held(cache) == 6)
+
+
+def test_a_place_that_cannot_be_sent_to_the_process_is_read_without_it(
+    store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = source_of(store, ReadThrough(tmp_path, _MIB))
+    source.place.options["session"] = lambda: None
+    assert list(ReadAhead(source, (), 1).through([[0], [1]])) == [[0], [1]]
+    assert caplog.text.count("Nothing is read ahead") == 1
 
 
 def put(cache: ReadThrough, key: str, data: bytes) -> None:
