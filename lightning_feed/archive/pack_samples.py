@@ -88,8 +88,7 @@ class Payloads(Dataset[Payload]):
 
     def __getitems__(self, indices: list[int]) -> list[Payload]:
         expect = getattr(self.source, "expect", None)
-        if expect is not None:  # of a remote place, read at the same time
-            expect(indices)
+        _held = None if expect is None else expect(indices)  # of a remote place, read at the same time
         return [self[index] for index in indices]
 
     def name(self, index: int) -> str:

@@ -57,17 +57,18 @@ class PackedDataset(Dataset[Any]):
         place = place_of(path, storage_options) if isinstance(path, (str, Path)) else path
         self.place: Path | Place | RemotePlace = place
         self.path = copy_index(place) if isinstance(place, RemotePlace) else located(place)
+        told: object = place if isinstance(place, RemotePlace) else self.path
         self.manifest = read_manifest(self.path)
         parts = self.manifest.parts
         self.part = next(iter(parts)) if part is None and len(parts) == 1 else str(part)
         if self.part not in parts:
-            raise SettingsError(f"{self.path} has no part {part!r}. Give one of {', '.join(map(repr, parts))}.")
+            raise SettingsError(f"{told} has no part {part!r}. Give one of {', '.join(map(repr, parts))}.")
         self.index = PartIndex.load(self.path / self.part / "index.npz", self.manifest.indexes.get(self.part))
         self.classes = self.manifest.classes
         self.labels: npt.NDArray[Any] = self.index.labels
         known = self.manifest.kind == "samples" or np.isin(self.labels, np.arange(len(self.classes))).all()
         if len(self) != parts[self.part] or not known:
-            raise ArchiveError(f"{self.path / self.part} does not fit its index. Copy or pack it again.")
+            raise ArchiveError(f"{told}/{self.part} does not fit its index. Copy or pack it again.")
         if not isinstance(place, RemotePlace):
             self._check_files(self.path)
         self._identity = self.manifest.identity
@@ -132,11 +133,10 @@ class PackedDataset(Dataset[Any]):
             self._reader()
         return self._remote.remote_reads() if self._remote is not None else None
 
-    def expect(self, indices: Iterable[int]) -> None:
-        """Begin to read samples that will be asked for next, where they are at a remote place."""
+    def expect(self, indices: Iterable[int]) -> object:
+        """Begin to read samples that will be asked for next, where they are remote; gives what holds them."""
         found = self.remote_reads()
-        if found is not None:
-            found.reads.expect(indices)
+        return None if found is None else found.reads.expect(indices)
 
     def name(self, index: int) -> str:
         """What sample ``index`` was called, with the pack in front."""
@@ -155,6 +155,7 @@ class PackedDataset(Dataset[Any]):
 
     def _open(self, path: Path) -> Read:
         if isinstance(self.place, RemotePlace):
+            self._check_identity(self.manifest, place=self.place)
             self._remote = RemotePackReader(self.place, path, self.manifest, self.part, self.index.sizes)
             return self._remote.read
         try:
@@ -164,11 +165,14 @@ class PackedDataset(Dataset[Any]):
         except Exception as error:
             raise damaged(path / self.part / "data", error) from error
         # After the data were opened: a pack that takes this one's place before that has its manifest there by now.
-        if read_manifest(path).identity != self._identity:
-            raise ArchiveError(f"{path} is another pack than the one that this run began with. Start it again.")
+        self._check_identity(read_manifest(path), place=path)
         self._check_files(path)
         self._checked[:] = False
         return read
+
+    def _check_identity(self, manifest: Manifest, *, place: object) -> None:
+        if manifest.identity != self._identity:
+            raise ArchiveError(f"{place} is another pack than the one that this run began with. Start it again.")
 
     def _check_files(self, path: Path) -> None:
         """See whether the data files are there and as long as they were."""

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import fsspec
 import numpy as np
@@ -35,8 +36,6 @@ _THREADS = 32
 """For file systems without coroutines."""
 _ATTEMPTS = 6
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 10.0
-_EXPECTED = 8192
-"""Samples that may be on their way to :meth:`RemoteReads.read_bytes`."""
 _SLOWEST_BYTES_PER_S = 1_000_000
 """How long a large read may take beyond the time limit of any request."""
 _RENEW_EVERY_S = 60
@@ -54,6 +53,11 @@ class GoneError(ArchiveError, DatasetError):
 def is_url(path: object) -> bool:
     """Whether a path is a URL for fsspec: ``s3://bucket/birds``, or a chain such as ``zip://::s3://bucket/birds.zip``."""
     return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None
+
+
+def without_secrets(text: str) -> str:
+    """A URL, or a message with URLs in it, without passwords, and without queries, which may be signatures."""
+    return re.sub(r"\?(?=[^\s'\"]*=)(?:(?!::)[^\s'\"])+", "?...", re.sub(r"//[^/\s]*@", "//", text))
 
 
 class Request(NamedTuple):
@@ -129,7 +133,7 @@ class RemotePlace:
         """Tells this place, with its options, from others; says nothing of the options."""
 
     def __str__(self) -> str:
-        return printable(re.sub(r"//[^/@]*@", "//", self.url))  # without a password
+        return printable(without_secrets(self.url))
 
     def __repr__(self) -> str:
         return f"RemotePlace({str(self)!r})"
@@ -197,7 +201,8 @@ class Connection:
             raise MissingExtraError(f"Reading {place} needs a library that is not installed. {how}") from error
         except (ValueError, TypeError, KeyError) as error:
             raise SettingsError(
-                f"fsspec cannot open {place}: {error}. Check the protocol, and the names in storage_options."
+                f"fsspec cannot open {place}: {without_secrets(str(error))}. Check the protocol, and the names in "
+                "storage_options."
             ) from error
         except Exception as error:
             raise self.told(error, "") from error
@@ -307,11 +312,12 @@ class Connection:
         url, status = self.place.url_of(name), _status_of(error)
         if isinstance(error, ArchiveError):
             return error
-        if isinstance(error, _WrongSizeError):
-            return GoneError(f"{url} cannot be used: {error}. Start the run again, which lists the files anew.")
+        if isinstance(error, _WrongSizeError) or status == 416:
+            what = "it ends before what was to be read" if status == 416 else error
+            return GoneError(f"{url} cannot be used: {what}. Start the run again, which lists the files anew.")
         if isinstance(error, FileNotFoundError) or status == 404:
             return GoneError(f"{url} is not there (404). Check the URL; if it was there, start the run again.")
-        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        why = without_secrets(f"{type(error).__name__}: {error}") if str(error) else type(error).__name__
         if type(error).__name__ in _NO_CREDENTIALS:
             return ArchiveError(
                 f"{url} cannot be read: there are no credentials for it. Give them as for fsspec (environment, files "
@@ -350,7 +356,7 @@ class RemoteReads(ABC):
 
     def __init__(self, place: RemotePlace) -> None:
         self.place = place
-        self._expected: dict[int, Future[bytes]] = {}
+        self._expected: WeakValueDictionary[int, Future[bytes]] = WeakValueDictionary()
 
     @abstractmethod
     def request(self, number: int) -> Request:
@@ -360,16 +366,20 @@ class RemoteReads(ABC):
         """These samples."""
         return RemoteSamples(self)
 
-    def expect(self, numbers: Iterable[int]) -> None:
-        """Begin to read samples that :meth:`read_bytes` will be asked for next, all at the same time."""
-        if len(self._expected) > _EXPECTED:  # of batches that failed
-            self._expected.clear()
-        cache = self.place.cache
+    def expect(self, numbers: Iterable[int]) -> "list[Future[bytes]]":
+        """Begin to read samples that :meth:`read_bytes` will be asked for next, all at the same time.
+
+        Returns:
+            What holds them: to be kept until they were read. A pass that is broken off lets go of it.
+        """
+        cache, begun = self.place.cache, list[Future[bytes]]()
         for number in numbers:
             key = "" if cache is None else self._key(number)
             # Not what is fetched already: to wait for many files at once is to look for all of them again and again.
             if number not in self._expected and (cache is None or not (cache.holds(key) or cache.is_coming(key))):
-                self._expected[number] = self._begin(number)
+                self._expected[number] = future = self._begin(number)
+                begun.append(future)
+        return begun
 
     def read_bytes(self, number: int) -> bytes:
         """The bytes of a sample.
@@ -409,7 +419,10 @@ class RemoteReads(ABC):
         return hashlib.blake2b(about.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_expected": {}}
+        return {**self.__dict__, "_expected": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _expected=WeakValueDictionary())
 
 
 class _WrongSizeError(OSError):

@@ -102,8 +102,13 @@ def list_files(place: RemotePlace, *, fresh: bool = False) -> Listing:
     kept = _kept(place)
     if place.url.startswith("memory:"):
         return _take(place)
-    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with FileLock(f"{kept}.lock", fallback_to_soft=False):
+    try:
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = FileLock(f"{kept}.lock", fallback_to_soft=False).acquire()
+    except (OSError, NotImplementedError) as error:  # not implemented: locks, by a network file system
+        logger.info("No listing can be remembered in %s: %s. Each process lists by itself.", kept.parent, error)
+        return _take(place)
+    with lock:
         listing = None if fresh else _load(kept)
         if listing is None:
             listing = _take(place)
@@ -197,7 +202,9 @@ async def _walk(place: RemotePlace) -> dict[str, _Folder]:
     try:
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            waiting |= {asyncio.ensure_future(look(folder)) for one in done for folder in one.result()}
+            # Gathered, so that of several failures none is left for asyncio to print.
+            inside = [folder for below in await asyncio.gather(*done) for folder in below]
+            waiting |= {asyncio.ensure_future(look(folder)) for folder in inside}
     finally:
         for one in waiting:
             one.cancel()
@@ -216,8 +223,8 @@ def sorted_out(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[l
             below.append(f"{folder}/{base}" if folder else base)
         elif entry["type"] == "file" and not name.endswith("/") and not (itself and folder):
             # A place that is a file lists itself; object stores mark empty folders by an object of their name.
-            size, known = (b"" if itself else base.encode("utf-8", "surrogateescape")), entry.get("size")
-            files.append((size, -1 if known is None else int(known), stamp_of(entry)))
+            encoded, size = (b"" if itself else base.encode("utf-8", "surrogateescape")), entry.get("size")
+            files.append((encoded, -1 if size is None else int(size), stamp_of(entry)))
     return files, below
 
 
@@ -395,7 +402,7 @@ class RemoteFolder:
             ArchiveError: as :meth:`read`.
         """
         numbers = [self._number(name) for name in names]
-        self._source.expect(numbers)
+        _held = self._source.expect(numbers)
         return [self._source.read(number) for number in numbers]
 
     def _number(self, name: str) -> int:

@@ -38,21 +38,32 @@ def copy_index(place: RemotePlace) -> Path:
     Raises:
         ArchiveError: when there is no pack, or it cannot be read.
     """
-    listing = list_files(place, fresh=True)
-    number = listing.find(MANIFEST)
-    if number is None:
+    listing, connection = list_files(place, fresh=True), place.connection()
+    if listing.find(MANIFEST) is None:
         raise ArchiveError(f"{place} is no pack: it has no {MANIFEST}. To make one: lightning-feed pack SRC DEST")
-    version = hashlib.blake2b(f"{place.key} {listing.stamps[number]}".encode(), digest_size=12).hexdigest()
+
+    def read(name: str) -> bytes:
+        size = int(listing.sizes[listing.find(name) or 0])
+        return connection.submit(connection.fetch(name, size=size if size >= 0 else None, whole=True)).result()
+
+    manifest = read(MANIFEST)  # each time: not every server tells when it was changed
+    version = hashlib.blake2b(place.key.encode() + manifest, digest_size=12).hexdigest()
     folder = cache_folder() / "packs" / version
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    connection = place.connection()
-    wanted = [name for name, _ in listing.files() if name == MANIFEST or name.endswith("/index.npz")]
-    with FileLock(folder / "lock", fallback_to_soft=False):
-        for name in sorted(wanted, key=MANIFEST.__eq__):  # the manifest last, as in a pack
-            if not (folder / name).is_file():
-                size = int(listing.sizes[listing.find(name) or 0])
-                content = connection.submit(connection.fetch(name, size=size if size >= 0 else None, whole=True))
-                write_private(folder / name, content.result())
+    indexes = [name for name, _ in listing.files() if name.endswith("/index.npz")]
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(folder / "lock", fallback_to_soft=False):
+            for name in indexes:
+                if not (folder / name).is_file():
+                    write_private(folder / name, read(name))
+            write_private(folder / MANIFEST, manifest)  # last, as in a pack
+    except OSError as error:
+        if isinstance(error, ArchiveError):
+            raise
+        raise ArchiveError(
+            f"The index of {place} cannot be kept in {folder}: {error.strerror}. Set XDG_CACHE_HOME to a folder of "
+            "your own."
+        ) from error
     return folder
 
 
@@ -139,11 +150,14 @@ async def _walk_lmdb(place: RemotePlace, name: str, count: int) -> npt.NDArray[n
     (page_size,) = struct.unpack_from("<I", first, _HEAD.size + 24)
     metas = [_META.unpack_from(await connection.fetch(name, at, 4096), _HEAD.size) for at in (0, page_size)]
     root = max(metas, key=lambda meta: meta[-1])[-3]  # of the newer transaction
-    level = [root]
+    level, seen = [root], {root}
     while level:
         pages = await asyncio.gather(*(connection.fetch(name, number * page_size, page_size) for number in level))
         level = [below for number, page in zip(level, pages, strict=True)
                  for below in _look_into(page, number * page_size, page_size, offsets)]  # fmt: skip
+        if len(seen) + len(level) > len(seen.union(level)):
+            raise struct.error("its pages lead in a circle")
+        seen.update(level)
     return offsets
 
 

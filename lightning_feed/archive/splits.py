@@ -161,11 +161,10 @@ class Chosen:
         found: RemoteSamples | None = find() if find is not None else None
         return None if found is None else RemoteSamples(found.reads, self.chosen)
 
-    def expect(self, indices: Iterable[int]) -> None:
-        """Begin to read samples that will be asked for next, where they are at a remote place."""
+    def expect(self, indices: Iterable[int]) -> object:
+        """Begin to read samples that will be asked for next, where they are remote; gives what holds them."""
         found = self.remote_reads()
-        if found is not None:
-            found.reads.expect(self.chosen[list(indices)].tolist())
+        return None if found is None else found.reads.expect(self.chosen[list(indices)].tolist())
 
     def name(self, index: int) -> str:
         """The path of sample ``index`` of those chosen."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lightning_feed.archive.remote import is_url
+from lightning_feed.archive.remote import is_url, without_secrets
 from lightning_feed.archive.system import (
     RefcountedFile,
     open_refcounted,
@@ -97,9 +97,10 @@ class StagePlace:
 def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> tuple[str, StagePlace]:
     """The absolute path, or the URL, of what is copied, and where the copy goes."""
     path = os.fspath(source)
-    # Not resolved: the copy has the name that was given.
-    origin = path.rstrip("/") if is_url(path) else os.path.abspath(path)  # noqa: PTH100
-    return origin, StagePlace(Path(os.path.realpath(dest), os.path.basename(origin)))  # noqa: PTH119
+    # Not resolved: the copy has the name that was given. Of a URL, what stands in records and names has no secrets.
+    origin = without_secrets(path.rstrip("/")) if is_url(path) else os.path.abspath(path)  # noqa: PTH100
+    name = os.path.basename(origin.removesuffix("?...").rstrip("/"))  # noqa: PTH119
+    return origin, StagePlace(Path(os.path.realpath(dest), name))
 
 
 def now_s() -> float:

@@ -21,7 +21,7 @@ class RemoteMirror(Mirror):
     """Each waits for the network most of the time."""
 
     def __init__(self, place: RemotePlace, target: str, parts: Path) -> None:
-        super().__init__(place.url, target, parts)
+        super().__init__(str(place), target, parts)
         self._place = place
 
     def scan(self) -> Tree:
@@ -30,12 +30,10 @@ class RemoteMirror(Mirror):
 
     def fetch(self, name: str, part: Path, advance: Advance) -> bool:
         """Bring a file to ``part``."""
-        stamp = self.source.files[name]
         try:
-            fetch_file(self._place, name, stamp, part)
+            return fetch_file(self._place, name, self.source.files[name], part, advance)
         except DatasetError:
             return False  # gone, or another by now
-        return advance(stamp.size)
 
 
 def scan_remote(place: RemotePlace) -> Tree:
@@ -44,7 +42,7 @@ def scan_remote(place: RemotePlace) -> Tree:
     Raises:
         ArchiveError: when it cannot be listed, or the server does not tell sizes.
     """
-    listing, connection, tree = list_files(place, fresh=True), place.connection(), Tree(place.url)
+    listing, connection, tree = list_files(place, fresh=True), place.connection(), Tree(str(place))
     folders: dict[str, None] = {}
     unknown = {name: number for name, number in listing.files() if listing.sizes[number] < 0}
     asked = {name: connection.submit(connection.call("info", name)) for name in unknown}
@@ -59,8 +57,8 @@ def scan_remote(place: RemotePlace) -> Tree:
     return tree
 
 
-def fetch_file(place: RemotePlace, name: str, stamp: FileStamp, part: Path) -> None:
-    """Bring a file to this machine.
+def fetch_file(place: RemotePlace, name: str, stamp: FileStamp, part: Path, advance: Advance) -> bool:
+    """Bring a file to this machine. False when that is to stop.
 
     Raises:
         GoneError: when it is not there, or not what was listed.
@@ -71,19 +69,34 @@ def fetch_file(place: RemotePlace, name: str, stamp: FileStamp, part: Path) -> N
     with part.open("wb") as target:
         if stamp.size <= _PART_BYTES:
             target.write(connection.submit(connection.fetch(name, 0, stamp.size, whole=True)).result())
-        else:
-            connection.submit(_fetch_parts(connection, name, stamp.size, target.fileno())).result()
-            now = connection.submit(connection.call("info", name)).result()
-            if stamp.mtime_ns not in (stamp_of(now), 0) or now.get("size") != stamp.size:
-                raise GoneError(f"{place.url_of(name)} was replaced while it was copied. Stage it again.")
+            return advance(stamp.size)
+        before = connection.submit(connection.call("info", name)).result()
+        if not connection.submit(_fetch_parts(connection, name, stamp.size, target.fileno(), advance)).result():
+            return False
+        now = connection.submit(connection.call("info", name)).result()
+    # Not compared with the listing: some servers list the time of a change with its milliseconds, and say it without.
+    if stamp_of(before) != stamp_of(now) or now.get("size") != stamp.size:
+        raise GoneError(f"{place.url_of(name)} was replaced while it was copied. Stage it again.")
+    return True
 
 
-async def _fetch_parts(connection: Connection, name: str, size: int, target: int) -> None:
-    slots = asyncio.Semaphore(_PARTS)
+async def _fetch_parts(connection: Connection, name: str, size: int, target: int, advance: Advance) -> bool:
+    begins = iter(range(0, size, _PART_BYTES))
 
-    async def fetch(begin: int) -> None:
-        async with slots:
-            data = await connection.fetch(name, begin, min(_PART_BYTES, size - begin))
-            os.pwrite(target, data, begin)
+    async def fetch() -> bool:
+        for begin in begins:
+            data, at = memoryview(await connection.fetch(name, begin, min(_PART_BYTES, size - begin))), begin
+            while data:
+                written = os.pwrite(target, data, at)
+                data, at = data[written:], at + written
+            if not advance(at - begin):
+                return False
+        return True
 
-    await asyncio.gather(*(fetch(begin) for begin in range(0, size, _PART_BYTES)))
+    fetching = [asyncio.ensure_future(fetch()) for _ in range(_PARTS)]
+    try:
+        return all(await asyncio.gather(*fetching))
+    finally:  # the file is closed next, and its number may be another file's then
+        for one in fetching:
+            one.cancel()
+        await asyncio.wait(fetching)

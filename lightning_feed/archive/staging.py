@@ -137,8 +137,11 @@ class StageWork:
     def __post_init__(self) -> None:
         self.origin, self.place = find_place(self.source, self.dest)
         target = str(self.place.target)
-        found = place_of(self.origin, self.storage_options)
+        given = os.fspath(self.source)
+        found = place_of(given if is_url(given) else self.origin, self.storage_options)
         if isinstance(found, RemotePlace):
+            if found.url.startswith(("file:", "local:")):
+                raise ArchiveError(f"{found} lies on this machine. Give its path in place of the URL.")
             if self.hash:
                 raise ArchiveError(
                     f"{found} is a URL: to compare contents is to read all of it. Give force=True (--force)."
@@ -168,7 +171,9 @@ class StageWork:
         except OSError as error:
             if isinstance(error, ArchiveError):
                 raise
-            raise ArchiveError(f"{self.origin} was not staged to {place.target}: {error}. Give another.") from error
+            raise ArchiveError(
+                f"{self.origin} was not staged to {place.target}: {error}. Give another DEST."
+            ) from error
         mount = find_mount(place.target.parent)
         return Staged(
             source=self.origin if is_url(self.origin) else Path(self.origin),
@@ -393,9 +398,10 @@ def stage_in_background(
         >>> copy.path.current()  # doctest: +SKIP
         PosixPath('/data/birds')
     """
-    if is_url(os.fspath(source)):
+    origin, _ = find_place(source, dest)
+    if is_url(origin):
         raise ArchiveError(
-            f"{source} is a URL, which training cannot read from as from a folder until the copy is there. Call stage, "
+            f"{origin} is a URL, which training cannot read from as from a folder until the copy is there. Call stage, "
             "which waits, or give a data module stage_limit, with which it begins at once."
         )
     return BackgroundStage(StageWork(source, dest, hash=hash, remove_at_exit=remove_at_exit))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_feed.archive.remote import is_url
+from lightning_feed.archive.remote import is_url, without_secrets
 from lightning_feed.archive.system import cache_folder, read_private, write_private
 from lightning_feed.data.base import DataModuleBase
 from lightning_feed.load.machine import read_machine
@@ -69,7 +69,7 @@ def measurement_key(root: Any, device: torch.device, *, image_size: int, quality
         "host": socket.gethostname(),
         "cpus": read_machine().usable_cpus,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "data": os.fsencode(root if is_url(root) else Path(root).resolve()).hex(),
+        "data": os.fsencode(without_secrets(root) if is_url(root) else Path(root).resolve()).hex(),
         "image_size": image_size,
         "quality": quality,
     }

@@ -322,8 +322,7 @@ def choose_decoder(name: str, source: SampleSource, crops: bool) -> Choice:  # n
     step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
     samples, indices = [], range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]
     expect = getattr(source, "expect", None)
-    if expect is not None:  # of a remote place, read at the same time
-        expect(indices)
+    _held = None if expect is None else expect(indices)  # of a remote place, read at the same time
     for index in indices:
         with suppress(DatasetError):  # met again, and dealt with as on_error says, when it is its turn
             samples.append(source.read(index))

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from lightning_feed.archive.folder import Place
 from lightning_feed.archive.read_through import ReadThrough
-from lightning_feed.archive.remote import RemotePlace, is_url, place_of
+from lightning_feed.archive.remote import RemotePlace, is_url, place_of, without_secrets
 from lightning_feed.archive.shared_cache import CacheStats, SampleCache, parse_limit
 from lightning_feed.archive.staging import BackgroundStage, stage, stage_in_background
 from lightning_feed.errors import SettingsError
@@ -67,6 +67,10 @@ class Storage:
     def _check_remote(self) -> None:
         remote = is_url(self.data_dir)
         parse_limit(self.readahead, None)
+        if self.readahead != Storage.readahead and self.stage_limit is None:
+            raise SettingsError(
+                f"readahead={self.readahead!r} fills the cache of a stage_limit. Give one, or leave it out."
+            )
         if self.storage_options and not remote:
             raise SettingsError(
                 f"storage_options are for URLs, and data_dir={self.data_dir!r} is none. Leave them out."
@@ -76,8 +80,8 @@ class Storage:
             if not remote or self.stage_to is None:
                 raise SettingsError(
                     f"stage_limit={self.stage_limit!r} bounds a cache of remote files in stage_to, and "
-                    f"data_dir={self.data_dir!r}, stage_to={self.stage_to!r}. Give a URL and stage_to, or leave "
-                    "stage_limit out."
+                    f"data_dir={without_secrets(str(self.data_dir))!r}, stage_to={self.stage_to!r}. Give a URL and "
+                    "stage_to, or leave stage_limit out."
                 )
         if remote and not (self.stage_wait and (self.stage_limit is None or not self.stage_remove)):
             raise SettingsError(

@@ -116,14 +116,17 @@ class ImageDataset(CacheableDataset):
             return self.bad_samples.instead(index, error, len(self), sample)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        self.expect(indices)
+        _held = self.expect(indices)
         return [self[index] for index in indices]
 
-    def expect(self, indices: Sequence[int]) -> None:
-        """Begin to read the images of a batch at the same time, where they are at a remote place."""
+    def expect(self, indices: Sequence[int]) -> object:
+        """Begin to read the images of a batch at the same time, where they are at a remote place; gives what holds
+        them, to be kept until they were read."""
         expect, cache = getattr(self.source, "expect", None), self.cache
-        if expect is not None:
-            expect([index for index in indices if cache is None or not cache.holds(index)])
+        if expect is None:
+            return None
+        held: object = expect([index for index in indices if cache is None or not cache.holds(index)])
+        return held
 
     def remote_reads(self) -> RemoteSamples | None:
         """The images as they are read from a remote place; None where they are on this machine."""

@@ -148,8 +148,9 @@ class _Job:
         self._loaded: list[Any] = [None] * len(self.parts)
         self._lock = threading.Lock()
         self._failure: tuple[int, int, BaseException] | None = None  # place, thread, error
+        self._held: object = None
         if not plan.whole and hasattr(plan.dataset, "expect"):
-            plan.dataset.expect(self.parts)
+            self._held = plan.dataset.expect(self.parts)  # what is read already, for as long as this job lives
 
     def work(self, place: int, thread: int) -> None:
         """Load what belongs at ``place``. Never raises."""
@@ -205,7 +206,7 @@ class _Job:
             self._loaded[place] = dataset.__getitems__(part) if self.plan.at_once else dataset[part]
 
     def _put_together(self, _: int) -> None:
-        loaded, self._loaded = self._loaded, []
+        loaded, self._loaded, self._held = self._loaded, [], None
         with traced("thread_collate"):
             batch = self.plan.collate(loaded[0] if self.plan.whole else loaded)
             self._loaded = [batch if self.plan.pin is None else self.plan.pin(batch)]

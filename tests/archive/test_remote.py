@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,24 @@ def test_samples_that_are_expected_are_read_at_the_same_time(store: ObjectStore,
     source, store.proxy.latency_s = train(place), 0.2
     source.read(0)
     began = time.monotonic()
-    source.expect(range(20))
+    expected = source.expect(range(20))
     assert [len(source.read(index)) for index in range(20)] == source.sizes.tolist()
     assert time.monotonic() - began < 2
     assert store.proxy.most >= 10
+    assert store.gets("train/") == 21
+    del expected
+
+
+def test_samples_that_nobody_waits_for_any_more_are_not_kept(store: ObjectStore, place: RemotePlace) -> None:
+    source = train(place)
+    expected = source.expect(range(20))
+    wait(expected)
+    assert [number in source._expected for number in range(20)] == [True] * 20
+    del expected
+    until = time.monotonic() + 20
+    while len(source._expected):  # the loop lets go of the last ones
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_listing_is_kept_for_the_next_run(store: ObjectStore, place: RemotePlace) -> None:
@@ -347,6 +362,8 @@ def test_a_url_is_staged_whole_where_it_has_no_limit(store: ObjectStore, tmp_pat
         ({"data_dir": "s3://b", "stage_limit": "1GiB"}, "stage_limit=.*Give a URL and stage_to"),
         ({"data_dir": "s3://b", "stage_to": "/x", "stage_limit": "much"}, "A limit of 'much'"),
         ({"data_dir": "s3://b", "stage_to": "/x", "readahead": "50%"}, "share of the memory"),
+        ({"data_dir": "s3://b", "stage_to": "/x", "readahead": "2GiB"}, "readahead='2GiB' fills the cache"),
+        ({"data_dir": "ftp://me:secret@b/c", "stage_limit": "1GiB"}, "data_dir='ftp://b/c'"),
         ({"data_dir": "s3://b", "stage_to": "/x", "stage_wait": False}, "stage_wait=False"),
         ({"data_dir": "s3://b", "stage_to": "/x", "stage_limit": "1GiB", "stage_remove": True}, "stage_remove=True"),
     ],
