@@ -329,24 +329,27 @@ def _diagnose(arguments: argparse.Namespace) -> None:
         if earlier is not None and not report.report_card:
             _say(f"no remedy of {earlier.path} that can be checked is in effect")
 
-    try:
-        found, ended = _with_fit(
-            arguments,
-            lambda fit: diagnose(
-                fit.trainer, fit.model, fit.datamodule, train_dataloaders=fit.train_dataloaders, **options
-            ),
-        )
-    except (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten) as stop:
-        show(stop.diagnosis)
-        if stop.written:
-            _say(f"what was measured until then is in {arguments.out}")
-        if isinstance(stop, DiagnosisInterrupted) and stop.not_written:
-            _say(stop.not_written)
-        raise
-    show(found)
-    _print(f"Written to {arguments.out}.", sys.stderr)
+    early = (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten)
+
+    def look(fit: "Fit") -> Any:
+        try:
+            return diagnose(fit.trainer, fit.model, fit.datamodule, train_dataloaders=fit.train_dataloaders, **options)
+        except early as stop:
+            return stop  # raised when it is told how the program was ended
+
+    found, ended = _with_fit(arguments, look)
+    stop = found if isinstance(found, early) else None
+    show(found if stop is None else stop.diagnosis)
+    if stop is None:
+        _print(f"Written to {arguments.out}.", sys.stderr)
+    elif stop.written:
+        _say(f"what was measured until then is in {arguments.out}")
+    if isinstance(stop, DiagnosisInterrupted) and stop.not_written:
+        _say(stop.not_written)
     if ended:
         _say(ended)
+    if stop is not None:
+        raise stop
 
 
 def _add_tune(commands: "Commands") -> None:

@@ -113,6 +113,20 @@ from birds.parts import Model, make_loader
 loaders = {"cls": make_loader(), "lm": make_loader(8)}
 Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit(Model(), loaders)
 """
+FAILS = """
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+from birds.parts import Model, Numbers
+
+class Fails(Numbers):
+    def __getitem__(self, index):
+        if index == 60:
+            raise ValueError("bad photo")
+        return super().__getitem__(index)
+
+trainer = Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False)
+trainer.fit(Model(), DataLoader(Fails(), batch_size=4))
+"""
 
 
 @pytest.fixture
@@ -129,6 +143,7 @@ def project(tmp_path: Path) -> Path:
         "c.yaml": "trainer: {max_epochs: 4, accelerator: cpu}\ndata: {batch_size: 8}\n",
         "starts.py": STARTS,
         "two.py": TWO,
+        "fails.py": FAILS,
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -158,6 +173,21 @@ def test_a_program_is_diagnosed_and_not_run(
     ]
     assert (project / "feed_diagnosis" / "feed_report.json").exists()
     assert not (project / "uploaded").exists()
+    for name in ("birds", "birds.parts"):
+        sys.modules.pop(name)
+
+
+def test_how_a_program_was_ended_is_told_after_a_failure_too(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    assert cli.main([*QUICK, "fails.py"]) == 1
+    *_, measured, ended, failed = capsys.readouterr().err.splitlines()
+    assert measured == "lightning-feed: what was measured until then is in feed_diagnosis"
+    assert ended == (
+        "lightning-feed: fails.py was ended where it calls fit at fails.py:13. It would now train for 2 epochs. " + END
+    )
+    assert "bad photo" in failed
     for name in ("birds", "birds.parts"):
         sys.modules.pop(name)
 
