@@ -229,6 +229,9 @@ def write_plot(found: Sweep, path: Path) -> Path:
     for axis, (label, value_of) in zip(axes, rows, strict=True):
         points = [(one.setting.num_workers, value) for one in found.trials if (value := value_of(one)) is not None]
         axis.plot([workers for workers, _ in points], [value for _, value in points], marker="o")
+        for one in found.trials:
+            if one.infeasible:
+                axis.axvline(one.setting.num_workers, color="0.8", linestyle=":")
         if found.chosen is not None:
             axis.axvline(found.chosen.num_workers, color="tab:green", label=f"tuned: {found.chosen}")
         axis.set_ylabel(label)

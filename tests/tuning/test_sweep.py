@@ -166,7 +166,9 @@ def test_it_is_a_picture_and_shows_the_choice(plotted: Callable[[Sweep], bytes])
 
 def test_trials_without_figures_can_be_drawn(plotted: Callable[[Sweep], bytes]) -> None:
     died = Trial(setting=Setting(num_workers=2, prefetch_factor=2), infeasible="a worker died")
-    assert plotted(Sweep(trials=(trial(Setting(num_workers=1, prefetch_factor=2)), died), cpus=4))
+    marked = plotted(Sweep(trials=(trial(Setting(num_workers=1, prefetch_factor=2)), died), cpus=4))
+    silent = replace(died, infeasible=None)
+    assert plotted(Sweep(trials=(trial(Setting(num_workers=1, prefetch_factor=2)), silent), cpus=4)) != marked
     assert plotted(Sweep(trials=(died,), cpus=4))
 
 
