@@ -16,9 +16,10 @@ from typing import Any
 
 from lightning_feed import _host
 from lightning_feed.autoload import PROGRAM
-from lightning_feed.diagnosing.safety import ProgramEnded, in_a_line, is_theirs
+from lightning_feed.diagnosing.safety import ProgramEnded, in_a_line
 from lightning_feed.diagnosing.short_fits import plain_trainer, quiet
 from lightning_feed.errors import SettingsError, plural
+from lightning_feed.watch.experiments.storage import is_users
 
 LOOPS = ("fit", "validate", "test", "predict")
 MOST_ENDS = 10
@@ -180,7 +181,7 @@ def _fit_of(trainer: Any, given: dict[str, Any]) -> Fit:
 
 def _went_on(trainer: Any, checkpoint: Any) -> str:
     """Where the program was ended, and what would have come next."""
-    frame = next((one for one in inspect.stack(context=0) if is_theirs(one.filename)), None)
+    frame = next((one for one in inspect.stack(context=0) if is_users(one.filename)), None)
     at = f" at {Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
     limits = [
         plural(number, word)
@@ -240,7 +241,7 @@ def _ended_early(program: Program, end: SystemExit) -> ProgramEnded:
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:
     """A traceback from the program's own first line on."""
-    while trace is not None and not is_theirs(trace.tb_frame.f_code.co_filename):
+    while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
 

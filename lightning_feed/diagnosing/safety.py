@@ -5,7 +5,6 @@ import itertools
 import os
 import re
 import signal
-import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
@@ -24,16 +23,9 @@ from torch.utils._pytree import tree_map
 from lightning_feed.errors import DatasetError, FeedError, LoaderError, ReportError
 from lightning_feed.load.cloning import locate_failure
 from lightning_feed.watch.experiments.session import parts_of
+from lightning_feed.watch.experiments.storage import is_users
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
-_NOT_THEIRS = tuple(
-    {
-        *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        str(Path(__file__).parents[1]) + os.sep,  # and not lightning_feed_runs beside it
-        "<",  # of code that Python makes, such as <frozen importlib._bootstrap>
-    }
-)
-_INSTALLED = ("site-packages", "dist-packages")
 _OF_A_WORKER = re.compile(r'^ *File "(.+?)", line (\d+)', re.MULTILINE)
 _LOADING = ("torch.utils.data.dataloader", "lightning_feed.load.")
 
@@ -139,17 +131,12 @@ def _place(error: BaseException) -> str:
     frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
     # What happened in a worker is in the message.
     frames += [(name, int(line)) for name, line in _OF_A_WORKER.findall(str(error))]
-    theirs = [(name, line) for name, line in frames if is_theirs(name)]
+    theirs = [(name, line) for name, line in frames if is_users(name)]
     return f"{Path(theirs[-1][0]).name}:{theirs[-1][1]}" if theirs else ""
 
 
 def _closed(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def is_theirs(name: str) -> bool:
-    """Whether a file of this name is the user's code: no part of Python, of an installed package, or of this one."""
-    return not name.startswith(_NOT_THEIRS) and not any(part in name for part in _INSTALLED)
 
 
 # --- signals ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from diagnosing.small_runs import PACKAGES, make_parts, make_trainer, short_diag
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_feed.diagnosing import diagnose, safety
+from lightning_feed.diagnosing import diagnose
 from lightning_feed.diagnosing.safety import DiagnosisFailed, in_a_line
 from lightning_feed.errors import FeedError, LoaderError, SettingsError
 from lightning_feed.watch.reports.document import read_document
@@ -209,9 +209,3 @@ def test_a_message_with_a_full_stop_has_one() -> None:
 
     with pytest.raises(FeedError, match=r"Found None\. Call trainer\.fit"):
         short_diagnosis(make_trainer(), Module(), Nothing())
-
-
-def test_a_folder_named_like_ours_is_the_users() -> None:
-    ours = Path(safety.__file__).parents[1]
-    assert safety.is_theirs(f"{ours}_runs/train.py")
-    assert not safety.is_theirs(f"{ours}/cli.py")

@@ -235,9 +235,10 @@ def is_users(file: str) -> bool:
 
 _LIBRARIES = tuple(
     {
-        *(str(Path(folder)) + os.sep for folder in sysconfig.get_paths().values()),
+        # Not sys.prefix, below which the user's project may lie: /usr/src/app of a Python in /usr.
+        *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         str(Path(torch.__file__).parent) + os.sep,
-        str(Path(__file__).parents[2]) + os.sep,
+        str(Path(__file__).parents[2]) + os.sep,  # and not lightning_feed_runs beside it
     }
 )
 

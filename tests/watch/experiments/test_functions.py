@@ -1,6 +1,7 @@
 """The user's own functions, by file and line, in samples and in collating."""
 
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import v2
 from watch.experiments.made_data import Images, Slow, Stream, burn
 
+import lightning_feed
 from lightning_feed.errors import LoaderError
 from lightning_feed.watch.experiments.functions import StackTally, time_batches
 from lightning_feed.watch.experiments.session import LoaderPart
@@ -156,4 +158,13 @@ def test_what_is_the_users() -> None:
     assert is_users("<ipython-input-3-ab>")
     for library in (torch.nn.modules.module.__file__, sys.modules["threading"].__file__, "<frozen importlib>"):
         assert not is_users(str(library))
-    assert not is_users(str(sys.modules["lightning_feed.watch.experiments.functions"].__file__))
+    ours = Path(lightning_feed.__file__).parent
+    assert not is_users(f"{ours}/cli.py")
+    assert is_users(f"{ours}_runs/train.py")
+
+
+@pytest.mark.parametrize("project", ["src/app/train.py", "train.py", "share/birds/1.jpg"])
+def test_a_project_below_the_prefix_of_python_is_the_users(project: str) -> None:
+    """As in an image whose Python is in /usr and whose project is in /usr/src/app."""
+    assert is_users(f"{sys.prefix}/{project}")
+    assert not is_users(f"{sysconfig.get_paths()['purelib']}/{project}")
