@@ -185,13 +185,16 @@ def timed(transform: Any, timer: StepTimer) -> Any:
     albumentations and MONAI, and ``nn.Sequential``. Steps are called as the container calls them, with positional
     arguments or keywords. What a container does beside calling them belongs to what calls it.
     """
-    steps, twin = getattr(transform, "transforms", None), copy.copy(transform)
+    steps = getattr(transform, "transforms", None)
+    inside: dict[str, Any] = {}
     if isinstance(transform, nn.Sequential):
-        twin.__dict__["_modules"] = {name: timed(step, timer) for name, step in transform._modules.items()}
+        inside["_modules"] = {name: timed(step, timer) for name, step in transform._modules.items()}
     elif isinstance(steps, (list, tuple)) and _calls(transform, steps):
-        twin.__dict__["transforms"] = type(steps)(timed(step, timer) for step in steps)
-    else:
+        inside["transforms"] = type(steps)(timed(step, timer) for step in steps)
+    if not inside:  # a step, which may be a thing that cannot be copied
         return _Timed(transform, timer.step(name_of(transform)), timer)
+    twin = copy.copy(transform)
+    vars(twin).update(inside)
     return twin
 
 

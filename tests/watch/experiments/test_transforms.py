@@ -304,6 +304,21 @@ def test_a_clock_of_ones_own() -> None:
     ]
 
 
+class OnlyOne:
+    """As objects of many libraries in C, it cannot be copied."""
+
+    def __call__(self, image: Any) -> Any:
+        return image
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("cannot pickle 'OnlyOne' object")
+
+
+@pytest.mark.parametrize("transform", [OnlyOne(), v1.Compose([OnlyOne()])])
+def test_a_step_that_cannot_be_copied_is_timed(transform: Any) -> None:
+    assert "OnlyOne" in _costs(Images(transform))
+
+
 def _albumentations() -> Any:
     inner = [albumentations.GaussianBlur(p=1.0), albumentations.HorizontalFlip(p=0.5)]
     return albumentations.Compose(
