@@ -160,6 +160,13 @@ def test_three_moves_then_nothing() -> None:
     assert [workers for workers, _ in watching.seen] == [1, 2, 4, 7, 7]
 
 
+def test_short_epochs_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_feed.callbacks.autotune.FEWEST_STEPS", 150)  # an epoch of the script has 100
+    autotune = AutotuneCallback()
+    fit([Scripted(STARVED), autotune], plain(num_workers=1), max_epochs=6)
+    assert [(one.epoch, one.move.kind) for one in autotune.moves] == [(2, "up"), (4, "back")]
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")  # on purpose, to be given back
 def test_fewer_workers_where_the_queue_is_never_empty() -> None:
     watching = Watching()

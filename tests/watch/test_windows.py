@@ -2,8 +2,10 @@
 
 import pytest
 
+from lightning_feed.watch.loop import MeasuredLoop
 from lightning_feed.watch.stats import grade_confidence
 from lightning_feed.watch.step_meter import StepTimes
+from lightning_feed.watch.verdict.diagnosis import LoopFacts
 from lightning_feed.watch.windows import FEW_STEPS, WARM_UP_STEPS, Ledger
 
 MS = 1_000_000
@@ -87,6 +89,21 @@ def test_the_total_leaves_the_warm_up_out() -> None:
     ledger.fresh += [_step(data=8) for _ in range(FEW_STEPS)]
     stats = ledger.total(prefetch_active=None)
     assert (stats.steps, stats.data_idle_ms) == (FEW_STEPS, pytest.approx(8))
+
+
+def test_a_loop_tells_no_sums_before_its_warm_up_is_over() -> None:
+    loop = MeasuredLoop(LoopFacts(), list, queue=4, ring=None)
+    for _ in range(WARM_UP_STEPS + 4):
+        assert loop.settled() is None
+        loop.fetch_began()
+        loop.fetch_ended()
+        loop.meter.arrived()
+        loop.meter.step_began()
+        loop.meter.step_ended()
+        loop.step_ended()
+    sums = loop.settled()
+    assert sums is not None
+    assert sums.steps.steps == 0
 
 
 def test_a_short_run_is_reported_whole_and_not_trusted() -> None:
