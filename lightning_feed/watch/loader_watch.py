@@ -151,7 +151,7 @@ class LoaderWatch:
     ``head_of_line_pct`` is the time waited with a later batch at hand, from the moment on at which that one came, times
     the share of workers idle for it, over all time in fetches. With ``background=``, worker processes and the thread
     that reads ahead are watched as one: as far as the thread waits so while the loop waits, it counts. What the other
-    figures mean is said in ``stats``, and how they are made in ``worker_time``, ``pressure`` and ``loader_sums``.
+    figures mean is said in ``stats``, and how they are made in ``kernel``.
 
     Args:
         find: gives the live iterators of the training loaders. Asked at each fetch.

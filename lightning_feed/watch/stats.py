@@ -27,7 +27,7 @@ class Additive:
 
 
 def tagged(tag: str) -> Any:
-    """A field that is logged under ``tag``. ``watch/tags.py`` builds its table from these."""
+    """A field that is logged under ``tag``. The tables of tags are made of these."""
     return field(default=None, metadata={"tag": tag})
 
 
