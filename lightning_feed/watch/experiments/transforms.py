@@ -291,7 +291,7 @@ def _maker(part: LoaderPart, indices: Iterable[Any], timer: StepTimer) -> Callab
         make = _make_of_folder
     if make is None:  # what no step of a transform takes belongs to the whole
         return partial(timer.call, timer.step("read" if encoded else "load"), dataset.__getitem__)
-    for stage in ("read", "decode", "augment"):
+    for stage in ("read", "decode") if make is _make_of_folder else ("read", "decode", "augment"):
         timer.step(stage)
     return partial(make, timer, dataset)
 

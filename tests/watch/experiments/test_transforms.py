@@ -201,11 +201,18 @@ def test_time_is_bounded() -> None:
     assert timer.steps["Slow"].cpu_ns < 40 * 20e6 / 2  # of forty samples, not half were made
 
 
+def augment(image: Any) -> Any:
+    """Called as a step of our own data sets is."""
+    return image
+
+
 def test_image_folders_tell_reading_from_decoding(class_folders: Path) -> None:
     dataset = ImageFolder(class_folders, transform=v1.Compose([v1.RandomResizedCrop(16), Slow(SLOW_S)]))
     dataset.transform.transforms.insert(1, v1.ToTensor())
     assert list(_costs(dataset)) == ["read", "decode", "RandomResizedCrop", "ToTensor", "Slow"]
     assert list(_costs(Subset(dataset, range(1, 8)))) == ["read", "decode", "RandomResizedCrop", "ToTensor", "Slow"]
+    dataset.transform = augment
+    assert list(_costs(dataset)) == ["read", "decode", "augment"]
 
 
 @pytest.mark.parametrize(
