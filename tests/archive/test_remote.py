@@ -19,7 +19,16 @@ import torch
 from object_store import ObjectStore, birds, picture, running_store
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, cli
-from lightning_feed.archive import PackedDataset, pack, remote, stage, stage_in_background, stage_remote, unstage
+from lightning_feed.archive import (
+    PackedDataset,
+    pack,
+    quick_reads,
+    remote,
+    stage,
+    stage_in_background,
+    stage_remote,
+    unstage,
+)
 from lightning_feed.archive.folder import FolderSource, index_of
 from lightning_feed.archive.remote import GoneError, RemotePlace
 from lightning_feed.archive.remote_folder import RemoteFolder, RemoteSource, list_files
@@ -416,3 +425,76 @@ def test_the_commands_take_options_from_the_environment(store: ObjectStore, tmp_
         )
         assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "photos").rglob("*.jpg"))) == len(birds())
+
+
+# --- the quick way ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(place: RemotePlace, monkeypatch: pytest.MonkeyPatch) -> RemoteSource:
+    pytest.importorskip("obstore")
+    source = train(place)  # listed by s3fs
+    monkeypatch.setattr(quick_reads, "allowed", True)
+    monkeypatch.setattr(remote, "_connections", {})
+    assert source.place.connection()._quick is not None
+    return source
+
+
+def test_the_quick_way_reads_the_same_with_one_request_each(store: ObjectStore, quick: RemoteSource) -> None:
+    store.proxy.seen.clear()
+    expected = quick.expect(range(20))
+    assert [quick.read(index) for index in range(20)] == [
+        birds()[f"train/{quick.index.path(index)}"] for index in range(20)
+    ]
+    assert store.gets() == 20
+    part = quick.place.connection().submit(quick.place.connection().fetch("crow/3.jpg", 10, 20)).result()
+    assert part == birds()["train/crow/3.jpg"][10:30]
+    assert store.gets() == 21
+    del expected
+
+
+@pytest.mark.parametrize("faults", [["short"], ["long"], ["cut"], [503], [429], ["stall"], [401], ["cut", 502, 500]])
+def test_what_fails_on_the_quick_way_is_asked_of_s3fs(
+    store: ObjectStore, quick: RemoteSource, faults: list[Any]
+) -> None:
+    store.proxy.faults = {"crow/3.jpg": list(faults)}
+    assert quick.read(3) == birds()["train/crow/3.jpg"]
+    assert store.gets("crow/3.jpg") == len(faults) + 1
+
+
+def test_what_is_gone_or_refused_is_told_as_ever(store: ObjectStore, quick: RemoteSource) -> None:
+    store.proxy.faults = {"crow/1.jpg": [404, ...], "crow/2.jpg": [403, ...]}
+    with pytest.raises(GoneError, match=r"Sample 1: s3://photos/train/crow/1\.jpg is not there \(404\)"):
+        quick.read(1)
+    with pytest.raises(ArchiveError, match=r"Sample 2: s3://photos/train/crow/2\.jpg may not be read"):
+        quick.read(2)
+
+
+def test_a_server_that_only_s3fs_can_talk_to_is_not_asked_twice_for_ever(
+    store: ObjectStore, quick: RemoteSource
+) -> None:
+    for index in range(quick_reads._FAILURES):
+        store.proxy.faults[f"crow/{index}.jpg"] = [500]
+        quick.read(index)
+    store.proxy.faults = {"crow/5.jpg": [500]}
+    connection = quick.place.connection()
+    before = connection._quick
+    assert before is not None
+    assert connection.submit(before("photos/train/crow/5.jpg", 0, None, whole=True)).result() is None
+    assert store.gets("crow/5.jpg") == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"requester_pays": True}, {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}]
+)
+def test_options_that_only_s3fs_knows_leave_it_the_reading(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(quick_reads, "allowed", True)
+    assert RemotePlace("s3://photos", store.options | options).connection()._quick is None
+
+
+def test_without_obstore_s3fs_reads(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick_reads, "allowed", True)
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    assert RemotePlace("s3://photos", store.options, timeout_s=1.5).connection()._quick is None
