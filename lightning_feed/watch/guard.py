@@ -133,6 +133,6 @@ class Once:
         self._said.add(of or what)
 
 
-def call_plainly(call: Callable[..., Any], *args: Any) -> Any:
+def call_plainly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As :meth:`Guard.measure`, without a guard."""
-    return call(*args)
+    return call(*args, **kwargs)

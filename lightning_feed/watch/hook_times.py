@@ -46,12 +46,14 @@ class HookTimes:
         self._between, self._clock = between, clock
         self._next_turn = FIRST_LOOK
         self._begun = self._looks = self._steps = 0
-        """Looks that began, those that count, and all steps."""
+        """Looks that began, those that count, and steps whose calls count."""
         self._left_out = self._leaves_out_calls = False
         self._sums: Counter[str] = Counter()
         self._fresh: Counter[str] = Counter()
         """Of the last look, which may still be left out."""
         self._calls: Counter[str] = Counter()
+        self._fresh_calls: Counter[str] = Counter()
+        """Of the present step, which may still be left out."""
         self._stack: list[list[Any]] = []
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +66,11 @@ class HookTimes:
 
     def step_ended(self, finished: int) -> None:
         """A step is over, with which ``finished`` have ended: begin to look, or end the look at it."""
-        self._steps, self._leaves_out_calls = finished, False
+        if not self._leaves_out_calls:
+            self._steps += 1
+            self._calls.update(self._fresh_calls)
+        self._fresh_calls.clear()
+        self._leaves_out_calls = False
         if finished < self._next_turn:
             return
         if self.looking:
@@ -93,7 +99,7 @@ class HookTimes:
         if not self.looking:
             self._fold()
         found = {name: ns / self._looks for name, ns in self._sums.items() if OWN not in name}
-        found |= {name: ns / self._steps for name, ns in self._calls.items() if self._steps}
+        found |= {name: ns / self._steps for name, ns in self._calls.items()}
         times = [HookTime(name=name, ms_per_step=ns * 1e-6) for name, ns in found.items() if ns >= LEAST_MS * 1e6]
         return tuple(sorted(times, key=attrgetter("ms_per_step"), reverse=True))
 
@@ -103,8 +109,8 @@ class HookTimes:
 
     def entered(self, name: str, *, every: bool = False) -> None:
         """An action begins; ``every``: it is one that is timed in every step."""
-        counts = self._between() and not (every and self._leaves_out_calls)
-        self._stack.append([name if counts else None, self._clock(), 0, self._calls if every else self._fresh])
+        sums = self._fresh_calls if every else self._fresh
+        self._stack.append([name if self._between() else None, self._clock(), 0, sums])
 
     def left(self) -> None:
         """The innermost action ends. It may end after the look does, which was switched off inside it."""

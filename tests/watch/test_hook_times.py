@@ -129,6 +129,27 @@ def test_a_look_that_was_left_out_stays_so_when_a_later_step_is() -> None:
     assert loop.hooks.result() == ()
 
 
+def test_calls_of_a_logger_count_but_in_steps_that_are_left_out() -> None:
+    """Our own call of a slow logger leaves its step out: its time is not the user's."""
+    loop = Loop()
+
+    def log(ms: int) -> None:
+        def write() -> None:
+            loop.clock.now += ms * 1_000_000
+
+        loop.hooks.call("logger Slow.log_metrics", write)
+
+    def ours() -> None:
+        log(40)
+        loop.hooks.leave_out_step()
+
+    loop.run(1, lambda: log(6))
+    loop.run(1)
+    loop.run(1, ours)
+    loop.untap()
+    assert [(one.name, one.ms_per_step) for one in loop.hooks.result()] == [("logger Slow.log_metrics", 3)]
+
+
 def test_an_error_in_a_hook_is_not_swallowed() -> None:
     loop = Loop()
 
