@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
 ]
 PACKAGE = os.path.dirname(lightning_feed.__file__) + os.sep  # noqa: PTH120  # compared with code objects' names
-OBSERVERS = ("watch/", "starvation_", "autotune_", "tuning/output")
+OBSERVERS = ("watch/", "callbacks/starvation_")
 """Files whose functions observe, whoever calls them; those of others do where they are called under the guard."""
 PASS_ON = {
     # They call what was there before: a profiler's, a loader's, a progress bar's. What they do besides is guarded.
