@@ -130,9 +130,10 @@ def test_yaml_on_the_pages_is_yaml() -> None:
     assert blocks
     for block in blocks:
         for callback in yaml.safe_load(block)["trainer"]["callbacks"]:
-            module, name = callback["class_path"].rsplit(".", 1)
+            hydra = "_target_" in callback  # whose arguments stand beside the class, LightningCLI's in init_args
+            module, name = callback.pop("_target_" if hydra else "class_path").rsplit(".", 1)
             parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-            assert set(callback["init_args"]) <= set(parameters)
+            assert set(callback if hydra else callback["init_args"]) <= set(parameters)
 
 
 def test_links_lead_somewhere() -> None:
