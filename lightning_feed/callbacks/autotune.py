@@ -63,20 +63,20 @@ class RankState:
 class AutotuneCallback(Callback):
     """Adjusts ``num_workers`` and ``prefetch_factor`` of the training loader between epochs, by measured starvation.
 
-    More while training waits for data and CPUs are free; fewer while the queue of batches is never empty. A change
-    that made it worse is taken back. There are three at most, then all stays as it is. Each is logged with its reason,
-    and as the metrics ``feed/num_workers`` and ``feed/prefetch_factor``; ``moves`` keeps them.
+    It sets more workers while training waits for data and CPUs are free, and fewer while the queue of batches is never
+    empty. A change that made steps longer is undone. After three changes the settings stay. Each change is logged with
+    its reason, and as the metrics ``feed/num_workers`` and ``feed/prefetch_factor``; ``moves`` keeps them.
 
-    The figures are those of the Trainer's GPUStarvationCallback; without one it measures for itself, and logs nothing
-    of it. Samples come in the same order as without the callback. What a data set draws at random from its worker's
-    generator (augmentation) differs with the number of workers, as it does when that is set by hand.
+    The figures are those of the Trainer's GPUStarvationCallback; without one it measures for itself, and logs no
+    figures. Samples come in the same order as without the callback. Random numbers that a data set draws in a worker
+    (augmentation) differ with the number of workers, as they do when that is set by hand.
 
-    It serves one DataLoader or FeedLoader with a map-style data set, worker processes or threads. With iterable data
-    sets, several loaders, loaders that iterate in their own way (StatefulDataLoader), and data on the device it stands
-    aside, and says so once.
+    It works with one training loader of a map-style data set, with worker processes or threads. With iterable data
+    sets, several loaders, loaders that iterate in their own way (StatefulDataLoader), and data on the device it does
+    nothing, and says so once.
 
     Args:
-        max_workers: never more than these; None: what CPUs, memory and /dev/shm allow.
+        max_workers: the most workers; None: as many as CPUs, memory and /dev/shm allow.
 
     Raises:
         SettingsError: when ``max_workers`` is not a positive integer.

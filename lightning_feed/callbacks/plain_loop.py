@@ -42,20 +42,20 @@ def watch_loader(
 ) -> "WatchedLoader[T]":
     """The same loader, measured: how long each step of the loop waits for its batch, why, and what to change.
 
-    Gives the same batches in the same order. Time inside ``next(loader)`` is waiting for data, and all other time of a
-    step is the step; on a GPU both are measured by events on the compute stream, without waiting for it. A report is
-    printed after 200 steps or a minute, every 10 minutes, and when the program ends or :meth:`WatchedLoader.close` is
-    called. Of several ranks each measures itself, and rank 0 reports.
+    Gives the same batches in the same order. Waiting for data is the time inside ``next(loader)``; on a GPU only the
+    part in which the GPU had nothing to do, by events on the compute stream, without waiting for it. All else is
+    computing. A report is printed after 200 steps or a minute, every 10 minutes, and when the program ends or
+    :meth:`WatchedLoader.close` is called. Of several ranks each measures itself, and rank 0 reports.
 
-    Called again with the same loader it goes on measuring, with the options given last. Give it the loader that the
-    loop goes through, after ``fabric.setup_dataloaders`` or ``accelerator.prepare``; and that of the validation as
-    well, so that the training step in which a validation lies is left out.
+    Called again with the same loader it continues to measure, with the options given last. Give it the loader that the
+    loop iterates over, after ``fabric.setup_dataloaders`` or ``accelerator.prepare``. Give it the validation loader,
+    too: the training step that contains a validation is then left out.
 
     Args:
         loader: a DataLoader, or anything else that can be iterated.
         device: where the model computes; None: the loader's device, else the GPU where one is in use, else the CPU.
         folder: where ``feed_report.json``, ``.md`` and ``.html`` are written with each report; None: nowhere.
-        report: print reports by itself.
+        report: print reports.
 
     Example:
         >>> from lightning_feed import watch_loader
@@ -133,7 +133,7 @@ class WatchedLoader(Generic[T]):
         return self._run.measurements().stats
 
     def report(self) -> Diagnosis:
-        """What limits training, from all steps so far, and what to change. To be printed, it has a text form."""
+        """What limits training, from all steps so far, and what to change."""
         return diagnose(self._run.measurements())
 
     def close(self) -> None:

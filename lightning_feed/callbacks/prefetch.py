@@ -49,10 +49,10 @@ _TRANSFER = "transfer_batch_to_device"
 class PrefetchCallback(ExactResume):
     """Copies the next batch to the device on a stream of its own while the present step computes.
 
-    Training is not changed: the same batches arrive in the same order and every hook runs once per batch, with
-    ``on_after_batch_transfer`` on the compute stream, as ever. ``transfer_batch_to_device`` runs on the side stream,
-    and so does ``FastDataModule.device_transform``. The copy overlaps with computing only from pinned host memory
-    (``pin_memory=True``). Checkpoints do not count batches that were only fetched: it is an :class:`ExactResume`.
+    Training is not changed: the same batches arrive in the same order, and every hook runs once per batch.
+    ``transfer_batch_to_device`` and ``FastDataModule.device_transform`` run on the prefetch stream,
+    ``on_after_batch_transfer`` on the compute stream. The copy overlaps with computing only from pinned host memory
+    (``pin_memory=True``). Checkpoints do not count batches that were only fetched.
 
     The device holds at most ``depth + 3`` batches, or 64 MiB of smaller ones: those that are ready, the one in use, and
     those before it that the device has not finished. A host that is further ahead waits before it copies the next.
@@ -60,18 +60,17 @@ class PrefetchCallback(ExactResume):
     A transfer of your own may read, apart from the batch, only what it alone makes, changes and replaces: the step may
     be changing anything else at that time (see docs/how-to/device-transform.md).
 
-    It stands aside, and says so in one INFO line, where it could not help: on devices other than CUDA and XPU, with
-    loaders that yield device tensors already, and in loops whose ``training_step`` takes ``dataloader_iter``.
+    Nothing is prefetched, and one INFO line says so, on devices other than CUDA and XPU, with loaders that yield device
+    tensors, and in loops whose ``training_step`` takes ``dataloader_iter``.
 
     Args:
-        depth: batches kept ready on the device, 1 or more. With steps that wait for the device themselves (``.item()``,
-            manual optimisation with a gradient scaler) it takes 2 to hide the copy. Beyond 1, batches are loaded before
-            the step in front of them has run; a dataset that draws random numbers in the main process
-            (``num_workers=0``) then draws them in another order.
+        depth: batches kept ready on the device, 1 or more. Where the step itself waits for the device (``.item()``,
+            manual optimisation with a gradient scaler) it takes 2 to hide the copy. From 2, batches are loaded before
+            earlier steps have run: with ``num_workers=0`` the dataset's random numbers are then drawn in another order.
         host_keys: keys of dict batches, at any depth of nesting, whose values stay on the host.
         drop_keys: keys that are left out before the transfer, since the step does not read them. Mappings lose the key;
-            named tuples and dataclasses have None there. ``on_before_batch_transfer`` still sees the values. What needs
-            not even leave the workers is better given to ``FastDataModule(drop_keys=...)``.
+            named tuples and dataclasses have None there. ``on_before_batch_transfer`` still sees the values.
+            ``FastDataModule(drop_keys=...)`` drops them earlier, in the workers.
         pack_small: copy many small tensors of a batch as one. ``"auto"`` times the first batches both ways, keeps the
             cheaper way and says in one INFO line which; batches with fewer than 8 tensors of at most 64 kB are never
             packed, nor is anything where ``transfer_batch_to_device`` is overridden.

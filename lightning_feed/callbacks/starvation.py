@@ -43,19 +43,20 @@ _NOTHING = Measurements(stats=StarvationStats(steps=0, confidence="low"))
 class GPUStarvationCallback(Callback):
     """Measures how each training step divides into waiting for data, copying, computing and the rest.
 
-    Nothing is synchronised: with CUDA and XPU the parts are times between events on the compute stream, read when they
-    have passed, some steps later. On the CPU they are the host's times. On other devices, too, which is said in one
-    INFO line: the host does not see the work that is queued there, so confidence is low. The figures go to every logger
-    of the Trainer, to the progress bar (``feed``: share of the step spent waiting for data), and into a report on the
-    console. Whatever of this fails is said once as a warning, and training goes on without it.
+    Measuring never synchronises: with CUDA and XPU the parts are times between events on the compute stream, read some
+    steps later. On the CPU they are the host's times. So they are on other devices, with low confidence and one INFO
+    line, since the host does not see the work that is queued there. The figures go to every logger of the Trainer, to
+    the progress bar (``feed``: share of the step spent waiting for data), and into a report on the console. If the
+    callback itself fails, one warning says so, and training goes on.
 
     Args:
-        every_n_steps: steps between two logged windows; None: the Trainer's ``log_every_n_steps``.
-        nvml: read the GPU's utilisation, memory, power and PCIe traffic beside it, once a second.
-        report: show the report after 200 steps or a minute, at the end of the fit, and when Ctrl-C, SIGTERM or an
-            error ends it; in endless streams every 10 minutes. Each goes into ``feed_report.html``, ``.json`` and
-            ``.md`` in the folder of the first logger that has one, else beside the checkpoints, and to the loggers.
-        tags: ``"core"`` logs how fast training is and what it waits for; ``"all"`` what may say why, too.
+        every_n_steps: log figures every so many steps, over these steps; None: the Trainer's ``log_every_n_steps``.
+        nvml: also read the GPU's utilisation, memory, power and PCIe traffic, once a second.
+        report: print the report after 200 steps or a minute, at the end of the fit, and when Ctrl-C, SIGTERM or an
+            error ends it; in endless streams every 10 minutes. Each is written to ``feed_report.html``, ``.json`` and
+            ``.md`` in the folder of the first logger that has one, else beside the checkpoints. Loggers get it, too,
+            but not after Ctrl-C, SIGTERM or an error.
+        tags: ``"core"`` logs how fast training is and what it waits for; ``"all"`` also what helps to find the cause.
 
     Raises:
         SettingsError: when ``every_n_steps`` is not a positive integer, or ``tags`` neither of the two.
@@ -111,7 +112,7 @@ class GPUStarvationCallback(Callback):
         }
 
     def summary(self) -> StarvationStats | None:
-        """The last window that was closed, of this fit or the one before; None before the first."""
+        """The figures logged last, of this fit or the one before; None before the first."""
         return self._run.last if self._run is not None and self._run.stage == "fit" else self._last
 
     def report(self, stage: Stage = "fit") -> Diagnosis:

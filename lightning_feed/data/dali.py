@@ -100,10 +100,10 @@ class FeedDali(DataModuleBase):
     # --- to call ------------------------------------------------------------------------------------------------------
 
     def reader(self, name: str = "reader", *, shuffle: bool | None = None) -> dict[str, Any]:
-        """What a reader of DALI's has to be told, for ``pipeline``: ``fn.readers.file(..., **self.reader())``.
+        """The arguments of each reader in ``pipeline``: ``fn.readers.file(..., **self.reader())``.
 
         These are ``name``, ``shard_id``, ``num_shards``, ``stick_to_shard``, ``random_shuffle``, ``seed`` and
-        ``pad_last_batch``. They are the same for every reader of a pipeline, so that several go in step.
+        ``pad_last_batch``. But for the name they are the same for every reader, so that all give the same samples.
 
         Args:
             name: what the reader is called; of several in a pipeline, each has its own.
@@ -272,9 +272,9 @@ class FeedDali(DataModuleBase):
 class DaliDataModule(FeedDali, LightningDataModule):
     """A LightningDataModule over DALI pipelines of your own, with DALI's own readers.
 
-    Write :meth:`pipeline`; override ``device_transform`` where needed. Shards, seeds, lengths and the last batch are
-    seen to, passes may be broken off, and a run that is resumed in mid-epoch trains what is left of the epoch. The
-    training pipeline lives as long as the fit; the others are made when their pass begins and freed after it.
+    Write :meth:`pipeline`; override ``device_transform`` where needed. Each rank reads its shard, a pass may end early,
+    and a run that is resumed in mid-epoch trains what is left of the epoch. The training pipeline lives as long as the
+    fit; the others are made when their pass begins and freed after it.
 
     Args:
         batch_size: samples in a training batch, on each rank.

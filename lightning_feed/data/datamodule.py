@@ -293,28 +293,28 @@ class FeedDataModule(DataModuleBase):
 class FastDataModule(FeedDataModule, LightningDataModule):
     """A LightningDataModule that builds its loaders itself, from a dataset for each split.
 
-    Write :meth:`make_dataset`; override ``collate``, ``sampler`` and ``device_transform`` where needed. Workers, look-
-    ahead, pinned memory and persistence are chosen for the machine: :meth:`loader_report` says what and why. A run that
-    is resumed in mid-epoch trains what is left of the epoch.
+    Write :meth:`make_dataset`; override ``collate``, ``sampler`` and ``device_transform`` where needed. Workers,
+    prefetch factor, pinned memory and persistent workers are chosen for the machine: :meth:`loader_report` says what
+    and why. A run that is resumed in mid-epoch trains what is left of the epoch.
 
     Args:
         batch_size: samples in a training batch, on each rank.
         eval_batch_size: samples in a batch of validation, test and prediction; None for ``batch_size``; ``"even"`` for
             the size up to ``batch_size``, and at least half of it, that leaves the fewest samples for a last batch.
         loader: how the loaders are to be built.
-        drop_keys: parts of a batch that nobody reads: they are left out in the workers, before they cost a copy.
+        drop_keys: parts of a batch that no step reads: they are left out in the workers.
         data_dir: the folder or file that ``make_dataset`` reads, for ``stage_to``; read it from ``staged_dir``. Or a
             URL of fsspec (``"s3://bucket/birds"``), to read from ``remote_dir``.
         stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk: data are copied there once per node.
-        stage_wait: whether training waits for the copy; if not, it begins with the source and moves over.
+        stage_wait: whether training waits for the copy; if not, it reads the source until the copy is complete.
         stage_remove: whether the copy is removed when its last user ends.
         stage_limit: for a URL: ``stage_to`` is a cache of at most so many bytes (``"500GiB"``) in place of a copy.
-        readahead: how much of what the order of an epoch needs next is fetched into that cache.
+        readahead: bytes of the next samples that are fetched into that cache before they are asked for.
         storage_options: for a URL, those of fsspec.
-        cache: ``"bytes"`` or ``"decoded"``, what to keep of each sample in memory shared by all processes of the node,
-            or ``"device"``, to keep the whole set on each accelerator. Needs a ``CacheableDataset``.
+        cache: ``"bytes"`` or ``"decoded"`` keep that of each sample of a ``CacheableDataset`` in memory that all
+            processes of the node share; ``"device"`` keeps the whole set on each device.
         cache_limit: the most that caches may take: bytes, ``"8GiB"``, or a share of the free memory.
-        cache_shard: for ``"device"``, whether each rank keeps its share of the samples only.
+        cache_shard: for ``"device"``, whether each rank keeps only its share of the samples.
 
     Raises:
         SettingsError: for a value that is impossible, or that would have no effect.

@@ -373,16 +373,16 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         batch_size: samples in a training batch, on each rank.
         eval_batch_size: samples in a batch of validation and test; None for ``batch_size``.
         image_size: height and width of the images, in pixels.
-        quality: ``"exact"`` gives the pixels of torchvision's uint8 recipe. ``"near"`` decodes large images at a
-            smaller scale; ``"fast"`` at the smallest one, and resizes without antialiasing. docs/reference/decoders.md
-            says how much that changes the pixels.
+        quality: ``"exact"`` gives the pixels of torchvision's uint8 recipe. ``"near"`` decodes at a smaller scale where
+            a crop is shrunk to a quarter or less; ``"fast"`` at the smallest that is large enough, and resizes without
+            antialiasing (it needs OpenCV). docs/reference/decoders.md says how much that changes the pixels.
         transform: for training images, in place of RandomResizedCrop and flip: of torchvision v1 or v2, or a function.
         eval_transform: for the other splits, in place of Resize and CenterCrop.
         transform_input: what the transforms take, ``"tensor"`` (uint8, (3, H, W)) or ``"pil"``; ``"auto"`` finds out.
         dali: options of the DALI backends.
         decoder: a decoder's name, or ``"auto"`` for the fastest here that is true to Pillow (45 dB or more).
         val_fraction: share set aside for validation where ``root`` has no split folders.
-        split_seed: decides which images are set aside.
+        split_seed: seed of the choice of these images.
         mean: of the three channels, for values in [0, 1].
         std: of the three channels, for values in [0, 1].
         dtype: of normalised images.

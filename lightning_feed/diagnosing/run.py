@@ -94,24 +94,25 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     process of its own. What it found of an ImageFolderDataModule is remembered for ``backend="auto"``.
 
     Args:
-        trainer: the Trainer that trains the model. It is only read. None: one that Lightning chooses a device for.
+        trainer: the Trainer that trains the model. It is only read. None: a Trainer for the device that Lightning
+            chooses.
         model: the module. None: only the loader is measured.
-        datamodule: what has the training loader, unless ``train_dataloaders`` or the module has it.
+        datamodule: the data module, unless ``train_dataloaders`` or the module gives the training loader.
         train_dataloaders: as for ``Trainer.fit``.
         quick: a third of the time.
         only: experiments to run, such as "model" and "loader"; None: all. With a module, the run as it is always comes
             first.
         out: folder for ``feed_report.json``, ``.md`` and ``.html``; None: nothing is written.
-        previous: the report of an earlier run, or where it is. What it predicted for remedies that are in effect now is
-            held against what was measured, in the ``report_card`` of the files.
-        budget_s: seconds to take in all, about; None: 90, quick 30.
-        callbacks: run the Trainer's callbacks of your own classes too, in the first of the fits, whatever they write or
-            upload in the course of training. Their hooks for its end are not called.
+        previous: the report of an earlier run, or its path. Its predictions for remedies that are in effect now are
+            compared with this run, in the ``report_card`` of the files.
+        budget_s: about how many seconds to take in all; None: 90, or 30 with ``quick``.
+        callbacks: also run the Trainer's callbacks of your own classes in the first fit, whatever they write or upload,
+            but not their hooks for the end of a training.
 
     Raises:
         SettingsError: when there is nothing to load from, or the Trainer cannot be used.
         ReportError: when ``out`` cannot be written to, or ``previous`` cannot be read; nothing was run.
-        FeedError: when the run as it is fails; the cause is attached.
+        FeedError: when the run without changes fails; the cause is attached.
         DiagnosisFailed: the same, with what was measured before.
         DiagnosisNotWritten: when the files cannot be written in the end, with the verdict.
         DiagnosisInterrupted: on Ctrl-C and SIGTERM, with what was measured.

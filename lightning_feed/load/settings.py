@@ -45,11 +45,12 @@ class LoaderSettings:
     """
 
     num_workers: int | Literal["auto", "tune"] = "auto"
-    """Workers of each loader; 0 loads in the training process, in its own thread. ``"tune"`` tries a few numbers when a
-    fit begins, with what of the other settings is left to ``"auto"``, and remembers what it found."""
+    """Workers of each loader; 0 loads in the training process. ``"auto"``: about one for each CPU of this rank, 1 for
+    an iterable dataset. ``"tune"`` tries a few numbers, and other settings that are left to ``"auto"``, when a fit
+    begins, and remembers the result."""
     workers: Literal["process", "thread"] = "process"
-    """What the workers are. Threads start at once, share memory with training and send nothing through pipes, but only
-    what releases the GIL runs beside it: decoders in C, reading files, torch. See docs/how-to/threads.md."""
+    """What the workers are. Threads start at once and share memory with training, but only what releases the GIL runs
+    at the same time: decoders in C, reading files, torch. See docs/how-to/threads.md."""
     prefetch_factor: int | Literal["auto"] = "auto"
     """Batches that each worker loads ahead."""
     pin_memory: bool | Literal["auto"] = "auto"
@@ -74,7 +75,7 @@ class LoaderSettings:
     seed: int | None = None
     """Seed of the training order; None takes ``seed_everything``'s, or draws one."""
     sample_bytes: int | None = None
-    """Bytes of one sample as the dataset gives it, if known: the bound on shared memory is then exact."""
+    """Bytes of one sample as the dataset gives it, if known: ``"auto"`` then knows how many fit into shared memory."""
 
     def __post_init__(self) -> None:
         for name, (numbers, others) in _ALLOWED.items():

@@ -44,20 +44,20 @@ def tune(  # noqa: PLR0913  # all but the target are by name, and have a default
 ) -> Tuned:
     """Find the loader settings for a data module or a DataLoader, and leave everything as it was.
 
-    With a model, or a demand, the smallest setting that keeps it fed is looked for, with a tenth to spare; without, the
-    fastest. What was found is remembered for this machine, data set, batch size and these versions, and checked by one
-    short trial the next time.
+    With a model, or ``demand_per_s``, it looks for the smallest setting that gives a tenth more than the model can
+    train; without, for the fastest. The result is remembered for this machine, data set, batch size and these versions,
+    and checked by one short trial the next time.
 
     Args:
         target: a LightningDataModule, which is prepared and set up for "fit", or torch DataLoaders.
-        model: the LightningModule. What it can take is measured by training on one batch for some seconds.
+        model: the LightningModule. How fast it trains is measured, on one batch for some seconds.
         trainer: the Trainer that will train it. It is only read; loaders are tried for each of its local ranks at once.
         batch_size: samples in a batch, for figures in samples per second where the loader does not tell it.
-        demand_per_s: batches per second that the model can take, in place of measuring it.
+        demand_per_s: batches per second that the model can train, in place of measuring that.
         budget_s: seconds for the trials. None is begun later.
-        max_trials: the first, without workers, included.
-        fresh: look anew, whatever is remembered.
-        loader: which of several training loaders is tuned: its key or its number, ``"cls"``.
+        max_trials: the most trials, with the first one, which has no workers.
+        fresh: ignore remembered results.
+        loader: which of several training loaders is tuned: its key or its number, such as ``"cls"``.
 
     Raises:
         SettingsError: for a target that cannot be tuned, or values that leave nothing to try.

@@ -27,14 +27,14 @@ class DaliOptions:
     """
 
     threads: int | Literal["auto"] = "auto"
-    """CPU threads of each pipeline. ``"auto"``: this rank's share of the CPUs, but for one that trains; for
-    ``"dali-gpu"`` at most 8, since each has buffers of its own for the largest image."""
+    """CPU threads of each pipeline. ``"auto"``: one less than the CPUs of this rank; for ``"dali-gpu"`` at most 8,
+    since each has buffers of its own for the largest image."""
     prefetch: int = 2
     """Batches that are decoded ahead. Each costs the memory of one batch. With ``num_workers=0`` they are also read
-    ahead in the training process, whose random numbers their boxes are then drawn from, earlier than without DALI."""
+    ahead in the training process, and draw their crop boxes from its random numbers earlier than without DALI."""
     keep_eval_pipelines: bool = False
-    """Whether the pipelines of validation, test and prediction are kept when their pass ends. They hold memory, on
-    the GPU too, while training goes on; kept, the next pass begins sooner."""
+    """Whether the pipelines of validation, test and prediction are kept from pass to pass. The next pass then begins
+    sooner, and they hold memory, on the GPU too, while training goes on."""
     largest_image: tuple[int, int] | None = None
     """(height, width) in pixels of the largest image, for ``"dali-gpu"``: the decoder's buffers are made once, large
     enough for it. None: of the largest among some images. A larger one is decoded too, and makes them grow."""
