@@ -125,7 +125,7 @@ def measure(job: Job) -> dict[str, Any]:
     before, ballast = device_bytes(device), allocated(device)
     clock = StepClock(None, job.steps, FIT_SHARE * job.budget_s)
     starvation = GPUStarvationCallback(nvml=False, report=False)
-    # Batches of "dali-gpu" are on the device: there the callback would only say that it stands aside.
+    # Batches of "dali-gpu" are on the device: there the callback would only say that it does nothing.
     ahead = [] if job.backend == "dali-gpu" else [PrefetchCallback()]
     data = data_module(job)
     trainer(job, [starvation, clock, *ahead]).fit(Classifier(job.model), datamodule=data)

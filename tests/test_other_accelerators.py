@@ -78,7 +78,7 @@ def test_they_stand_aside_and_say_so_once(
         f"GPUStarvationCallback: there are no timing events to use on device '{kind}'. The times are the host's, which "
         "does not see the work that is queued, so confidence is low.",
         f"No GPU figures from NVML: training runs on {kind}.",
-        f"PrefetchCallback stands aside: there is no stream to copy on for device '{kind}'.",
+        f"PrefetchCallback does nothing: there is no stream to copy on for device '{kind}'.",
     ]
     stats = starvation.report().stats
     assert (stats.confidence, stats.lost_steps) == ("low", 0)

@@ -1,4 +1,4 @@
-"""PrefetchCallback's own promises: when it stands aside, what it leaves behind, odd batches, errors, processes."""
+"""PrefetchCallback's own promises: when it does nothing, what it leaves behind, odd batches, errors, processes."""
 
 import copy
 import dataclasses
@@ -169,7 +169,7 @@ def test_on_the_cpu_it_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         assert_same_run(with_validation, prefetch=lambda: callback)
     assert not callback.active
-    assert said(caplog) == ["PrefetchCallback stands aside: there is no stream to copy on for device 'cpu'."]
+    assert said(caplog) == ["PrefetchCallback does nothing: there is no stream to copy on for device 'cpu'."]
 
 
 class TakesIterator(LightningModule):
@@ -192,7 +192,7 @@ def test_dataloader_iter(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning_feed"):
         quiet_trainer([callback]).fit(TakesIterator(), **plain())
     assert not callback.active
-    assert said(caplog) == ["PrefetchCallback stands aside: the step takes `dataloader_iter` and fetches for itself."]
+    assert said(caplog) == ["PrefetchCallback does nothing: the step takes `dataloader_iter` and fetches for itself."]
 
 
 class OnDevice:
@@ -234,7 +234,7 @@ def test_loader_that_yields_device_tensors(caplog: pytest.LogCaptureFixture) -> 
     assert error is None
     assert callback.stream.staged == 0
     assert not callback.active
-    assert said(caplog) == ["PrefetchCallback stands aside: the loader yields tensors that are on the device already."]
+    assert said(caplog) == ["PrefetchCallback does nothing: the loader yields tensors that are on the device already."]
 
 
 def test_a_second_instance(caplog: pytest.LogCaptureFixture) -> None:
@@ -246,7 +246,7 @@ def test_a_second_instance(caplog: pytest.LogCaptureFixture) -> None:
     assert by_hook(ours.events) == by_hook(expected.events)
     assert (first.active, second.active) == (True, False)
     assert second.stream.staged == 0
-    assert said(caplog) == ["PrefetchCallback stands aside: another PrefetchCallback of this Trainer is at work."]
+    assert said(caplog) == ["PrefetchCallback does nothing: another PrefetchCallback of this Trainer is at work."]
 
 
 # --- bad settings -----------------------------------------------------------------------------------------------------

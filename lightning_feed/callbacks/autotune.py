@@ -55,7 +55,7 @@ class RankState:
     num_workers: int = 0
     prefetch_factor: int | None = None
     room: Room | None = None
-    """None where it stands aside."""
+    """None where it does nothing."""
     figures: EpochFigures | None = None
     """None while there are too few steps."""
 
@@ -140,7 +140,7 @@ class AutotuneCallback(Callback):
         self._moves = []
         self._aside = self._why_aside(trainer)
         if self._aside:
-            self._once.say(trainer, logging.INFO, f"AutotuneCallback stands aside: {self._aside}.")
+            self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {self._aside}.")
             return
         if not any(isinstance(one, GPUStarvationCallback) for one in trainer.callbacks):
             self._run = StarvationRun(trainer, every=0, guard=self._guard)
@@ -221,7 +221,7 @@ class AutotuneCallback(Callback):
         aside = next((one.aside for one in every if one.aside), "")
         if aside:
             self._aside = aside
-            self._once.say(trainer, logging.INFO, f"AutotuneCallback stands aside: {aside}.")
+            self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {aside}.")
         known = [one.figures for one in every if one.figures is not None]
         if aside or len(known) < len(every):
             return

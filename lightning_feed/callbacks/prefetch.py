@@ -272,7 +272,7 @@ class PrefetchCallback(ExactResume):
         self._in_hand = self._prefetcher = self._lean = None
 
     def _stand_aside(self, trainer: Trainer, why: str) -> None:
-        self._once.say(trainer, logging.INFO, f"PrefetchCallback stands aside: {why}.")
+        self._once.say(trainer, logging.INFO, f"PrefetchCallback does nothing: {why}.")
 
     # --- looking ahead ------------------------------------------------------------------------------------------------
 

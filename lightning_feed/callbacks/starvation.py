@@ -171,7 +171,7 @@ class GPUStarvationCallback(Callback):
         self._let_go()
         if next(one for one in trainer.callbacks if isinstance(one, GPUStarvationCallback)) is not self:
             self._once.say(
-                trainer, logging.WARNING, "A second GPUStarvationCallback stands aside: one measures already."
+                trainer, logging.WARNING, "A second GPUStarvationCallback does nothing: one measures already."
             )
             return
         every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps

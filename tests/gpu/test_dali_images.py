@@ -96,7 +96,7 @@ def test_prefetching_stands_aside_and_says_so(photos: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO):
         ours = fit(made(photos), callback)
     assert not callback.active
-    said = "PrefetchCallback stands aside: the loader yields tensors that are on the device already."
+    said = "PrefetchCallback does nothing: the loader yields tensors that are on the device already."
     assert caplog.messages.count(said) == 1
     assert_nearly_the_same(ours.batches(), fit(made(photos)).batches())
 
