@@ -177,7 +177,7 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
     rate = "" if tuned.batches_per_s is None else f", {tuned.batches_per_s:.4g} batches/s in the trial"
     reasons["num_workers"] = f"{short}: {tuned.reason}{rate}"
     for name in ("prefetch_factor", "pin_memory", "persistent_workers"):
-        # A value as the user gave it stays so; what does nothing for num_workers=0 has its own reason.
+        # A value as the user gave it stays so; what has no effect with num_workers=0 has its own reason.
         if getattr(settings, name) == "auto" and reasons[name] == "as given":
             reasons[name] = short
     return replace(found, reasons=reasons)
