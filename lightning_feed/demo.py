@@ -1,22 +1,23 @@
-"""The demo: one model trained twice on the same images, in the usual way and fed, and both reports side by side."""
+"""The demo: one model trained three times on the same images: the usual way, fed, and as the first report advises."""
 
 import copy
 import io
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from torchvision import models
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -25,14 +26,22 @@ from tqdm import tqdm
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.data.datamodule import FastDataModule
+from lightning_feed.data.images import ImageFolderDataModule
 from lightning_feed.diagnosing.short_fits import quiet
 from lightning_feed.errors import DatasetError, SettingsError, plural
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
+from lightning_feed.watch.reports.document import make_report
+from lightning_feed.watch.reports.files import as_html, as_text, check_writable, in_frame, write_report, write_whole
+from lightning_feed.watch.reports.report import Report
 
-PIXELS = 32
+PIXELS = 64
 """Side of the model's input: small, so that the demo ends soon on two CPU cores."""
-BATCH_SIZE = 64
+BATCH_SIZE = 16
+"""Small, so that a few hundred images are enough steps for a verdict."""
+SIDES = 768, 1024
+"""Least and most pixels of a side of the images that are made. Photos of today are larger still, and data sets keep
+about so many; with thumbnails of 300 pixels there would be little decoding to save."""
 MOST_IMAGES = 100_000
 # Photographs in scikit-image's wheel (nothing is downloaded), freed for any use by their docstrings in skimage.data:
 # public domain: astronaut (NASA), hubble_deep_field (NASA), rocket (SpaceX);
@@ -48,7 +57,7 @@ SOURCES = (
 
 
 def make_images(out: Path, count: int) -> Path:
-    """Write ``count`` JPEGs of 280 to 480 pixels a side, one class folder per source photograph; reuse finished ones.
+    """Write ``count`` JPEGs of 768 to 1,024 pixels a side, one class folder per source photograph; reuse finished ones.
 
     The folder appears under its name only when it is complete: it is written beside it and renamed.
 
@@ -87,17 +96,22 @@ def make_images(out: Path, count: int) -> Path:
 def _write_images(folder: Path, count: int, photographs: dict[str, Image.Image]) -> None:
     for name in photographs:
         (folder / name).mkdir()
-    for index in tqdm(range(count), desc="making images", unit="image", disable=not sys.stderr.isatty()):
+    for index in tqdm(range(count), desc="making images", unit="image", disable=None):
         name = SOURCES[index % len(photographs)]
         (folder / name / f"{index:06d}.jpg").write_bytes(_varied_jpeg(photographs[name], index))
 
 
 def _varied_jpeg(photograph: Image.Image, seed: int) -> bytes:
-    """A random crop, perhaps mirrored, lighter or darker, as a JPEG of random quality: no two files are alike."""
+    """A random crop, perhaps mirrored, lighter or darker, as a JPEG of random quality: no two files are alike.
+
+    Photographs that are smaller go on beyond their edges as in a mirror. Enlarged ones would be blurred, and their
+    JPEGs smaller and sooner decoded than real ones of that size.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        height, width = (int(torch.randint(280, min(480, side) + 1, ())) for side in photograph.size[::-1])
-        crop, flip = v2.RandomCrop((height, width)), v2.RandomHorizontalFlip()
+        height, width = torch.randint(SIDES[0], SIDES[1] + 1, (2,)).tolist()
+        crop = v2.RandomCrop((height, width), pad_if_needed=True, padding_mode="symmetric")
+        flip = v2.RandomHorizontalFlip()
         varied = v2.Compose([crop, flip, v2.ColorJitter(brightness=0.3)])(photograph)
         buffer = io.BytesIO()
         varied.save(buffer, format="JPEG", quality=int(torch.randint(75, 96, ())))
@@ -121,9 +135,13 @@ def find_images(root: Path, most: int) -> ImageFolder:
         ) from error
     if not found.samples:
         raise DatasetError(f"the folders in {root} hold no images. Put them into one folder for each class.")
-    taken = min(most, len(found.samples))
-    found.samples = [found.samples[index * len(found.samples) // taken] for index in range(taken)]
+    found.samples = [found.samples[index] for index in _evenly(len(found.samples), most)]
     return found
+
+
+def _evenly(length: int, most: int) -> list[int]:
+    taken = min(most, length)
+    return [index * length // taken for index in range(taken)]
 
 
 def _open_image(path: str) -> Image.Image:
@@ -146,12 +164,12 @@ def _transformed(images: ImageFolder, transform: Callable[[Image.Image], Tensor]
 # --- training -----------------------------------------------------------------------------------------------------
 
 
-class SmallResNet(LightningModule):
-    """torchvision's ResNet-18, untrained, with SGD."""
+class SmallModel(LightningModule):
+    """torchvision's MobileNetV3-Small, untrained, with SGD."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.network = models.resnet18(num_classes=classes)
+        self.network = models.mobilenet_v3_small(num_classes=classes)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Cross entropy of (batch, 3, PIXELS, PIXELS) float32 images against (batch,) int64 classes."""
@@ -193,33 +211,97 @@ class FedImages(FastDataModule):
         return images.float().div_(127.5).sub_(1), classes
 
 
+class AdvisedImages(ImageFolderDataModule):
+    """The same images again: of each only what the crop needs is decoded, as the report of the plain run advises."""
+
+    def __init__(self, images: ImageFolder) -> None:
+        half = (0.5,) * 3
+        super().__init__(images.root, BATCH_SIZE, image_size=PIXELS, val_fraction=0, mean=half, std=half)
+        self._most = len(images)
+
+    def make_dataset(self, split: str) -> Any:
+        """The training images, as many as the others have; there are no other splits."""
+        found = super().make_dataset(split)
+        return found if found is None or len(found) <= self._most else Subset(found, _evenly(len(found), self._most))
+
+
+class Course(Callback):
+    """Times the epochs of a run, and draws their progress on stderr where that is a terminal.
+
+    Lightning's own bar goes to stdout, which is for the table alone.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._made = name, time.perf_counter()
+        self.setup_s = self.epochs_s = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The data are set up: what that took is told by itself."""
+        self._began = time.perf_counter()
+        self.setup_s = self._began - self._made
+        steps = int(trainer.num_training_batches) * (trainer.max_epochs or 1)
+        self._bar = tqdm(total=steps, desc=f"{self._name:8}", unit="step", disable=None)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """One step more."""
+        self._bar.update()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the device, which may still work on the last steps."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.epochs_s = time.perf_counter() - self._began
+        self._bar.close()
+
+
 Figures = dict[str, float | str | None]
-"""What one of the two runs measured, by name with unit; None: the run was too short to measure it."""
+"""What one run measured, by name with unit; None: the run was too short to measure it."""
 
 
-def _train(data: Any, callbacks: list[Callback], images: ImageFolder, logs: Path, epochs: int) -> Figures:
+@dataclass(frozen=True)
+class Plan:
+    """What all runs share."""
+
+    images: ImageFolder
+    epochs: int
+    logs: Path
+
+
+class Run(NamedTuple):
+    """What came of a run."""
+
+    figures: Figures
+    report: Report
+    path: Path
+    """Of the report as a page."""
+
+
+def _train(name: str, data: Any, plan: Plan) -> Run:
     seed_everything(0, workers=True, verbose=False)
-    starvation = GPUStarvationCallback(report=False)  # both reports are shown together
+    course, starvation = Course(name), GPUStarvationCallback(report=False)  # what is shown is shown at the end
     trainer = Trainer(
-        max_epochs=epochs,
+        max_epochs=plan.epochs,
         devices=1,
-        logger=TensorBoardLogger(logs, name="fed" if callbacks else "plain"),
-        callbacks=[*callbacks, starvation],
+        logger=TensorBoardLogger(plan.logs, name=name),
+        callbacks=[*([] if name == "plain" else [PrefetchCallback()]), starvation, course],
         log_every_n_steps=10,
         enable_checkpointing=False,
         enable_model_summary=False,
-        # Lightning draws its bar on stdout; a redirected stdout is for the table alone.
-        enable_progress_bar=sys.stderr.isatty() and sys.stdout.isatty(),
+        enable_progress_bar=False,
     )
-    began = time.perf_counter()
     try:
-        trainer.fit(SmallResNet(len(images.classes)), data)
+        trainer.fit(SmallModel(len(plan.images.classes)), data)
     except SystemExit as stopped:
         if trainer.interrupted:  # Lightning turns Ctrl-C into exit code 1, which is ours for a FeedError
             raise KeyboardInterrupt from stopped
         raise
-    seconds, found = time.perf_counter() - began, starvation.report()
-    stats = found.stats
+    report = make_report(starvation.report())
+    written = write_report(report, Path(trainer.log_dir or plan.logs))
+    return Run(_figures(report, course, plan), report, next(path for path in written if path.suffix == ".html"))
+
+
+def _figures(report: Report, course: Course, plan: Plan) -> Figures:
+    found, stats = report.diagnosis, report.diagnosis.stats
     return {
         "step_ms": stats.step_ms,
         "compute_ms": stats.compute_ms,
@@ -227,14 +309,16 @@ def _train(data: Any, callbacks: list[Callback], images: ImageFolder, logs: Path
         "h2d_ms": stats.h2d_ms,
         "other_ms": stats.other_ms,
         "starved_pct": stats.starved_pct,
-        "samples_per_s": epochs * len(images) / seconds,  # of the whole fit, the start of the workers included
-        "epoch_s": seconds / epochs,
+        "setup_s": course.setup_s,
+        "epoch_s": course.epochs_s / plan.epochs,
+        "samples_per_s": plan.epochs * len(plan.images) / course.epochs_s,  # the start of the workers included
         "verdict": found.grade if found.bottleneck == "unknown" else f"{found.bottleneck}: {found.grade}",
     }
 
 
-# --- both runs ----------------------------------------------------------------------------------------------------
+# --- all runs -----------------------------------------------------------------------------------------------------
 
+RUNS = "plain", "fed", "advised"
 ROWS = {
     "step_ms": ("step ms", ".1f"),
     "compute_ms": ("  compute", ".1f"),
@@ -242,91 +326,143 @@ ROWS = {
     "h2d_ms": ("  h2d", ".1f"),
     "other_ms": ("  other", ".1f"),
     "starved_pct": ("starved %", ".1f"),
-    "samples_per_s": ("samples/s", ".0f"),
+    "setup_s": ("set-up s", ".2f"),
     "epoch_s": ("epoch s", ".2f"),
+    "samples_per_s": ("samples/s", ".0f"),
     "verdict": ("verdict", ""),
 }
 """Figure -> what it is called in the table, and its format."""
 
 
-def demo_text(outcome: dict[str, Any]) -> str:
-    """What :func:`run_demo` found as a table, and how to open the logs."""
-    stand_in = (
-        "\nThere is no GPU here. As a stand-in, training has half of the CPUs, in both runs; the fed loader\n"
-        "uses the others, which the plain one leaves idle. What a GPU gains only a GPU can show."
-    )
+def demo_text(outcome: Mapping[str, Any]) -> str:
+    """What :func:`run_demo` found: the report of the plain run, a table of all runs, and where the reports are."""
+    epochs_s = " : ".join(f"{outcome[name]['epoch_s']:.2f}" for name in RUNS)
     return (
-        f"ResNet-18, {outcome['pictures']:,} images at {PIXELS} x {PIXELS}, batches of {BATCH_SIZE}, "
-        f"{plural(outcome['epochs'], 'epoch')} each, on {outcome['device']} with {outcome['cpus']} CPUs\n"
-        "plain: DataLoader as most people write it (float32, no workers)\n"
-        f"fed:   FastDataModule (uint8, {outcome['workers']} workers) and PrefetchCallback\n\n"
-        f"{_table(outcome['plain'], outcome['fed'])}\n\n"
-        f"seconds per epoch, plain : fed = {outcome['ratio']:.2f} : 1"
-        f"{stand_in if outcome['device'] == 'CPU' else ''}\n\n"
-        f"TensorBoard:  tensorboard --logdir {outcome['logs']}"
+        f"MobileNetV3-Small, {outcome['pictures']:,} images at {PIXELS} x {PIXELS}, batches of {BATCH_SIZE}, "
+        f"{plural(outcome['epochs'], 'epoch')} each, on {outcome['device']} with {plural(outcome['cpus'], 'CPU')}\n"
+        "plain:   DataLoader as most people write it (float32, no workers)\n"
+        f"fed:     FastDataModule (uint8, {plural(outcome['workers'], 'worker')}) and PrefetchCallback\n"
+        "advised: ImageFolderDataModule, which decodes only what the crop needs "
+        f"(decoder {outcome['decoder']!r}), and PrefetchCallback\n\n"
+        f"The report of the plain run:\n\n{outcome['plain_report']}\n\n{_table(outcome)}\n\n"
+        f"seconds per epoch, plain : fed : advised = {epochs_s}\n"
+        f"advised is {outcome['ratio']:.2f} times as fast as plain\n{_on_the_device(outcome)}\n\n"
+        f"Report:       {outcome['report']}\n"
+        + "".join(f"  {name:9}   {outcome['reports'][name]}\n" for name in RUNS)
+        + f"TensorBoard:  tensorboard --logdir {outcome['logs']}"
     )
 
 
-def _table(plain: Figures, fed: Figures) -> str:
-    cells = [("", "plain", "fed")]
+def _on_the_device(outcome: Mapping[str, Any]) -> str:
+    """What the device gained, where it was measured; what stands in for it on the CPU."""
+    if outcome["device"] == "CPU" and outcome["cpus"] == 1:
+        return "\nThere is no GPU here, and one CPU: loading and training take turns, so only saved work counts."
+    if outcome["device"] == "CPU":
+        return (
+            "\nThere is no GPU here. As a stand-in, training has half of the CPUs, in all runs; fed and advised load\n"
+            "with the others, which plain leaves idle. What a GPU gains only a GPU can show."
+        )
+    starved = [outcome[name]["starved_pct"] for name in RUNS]
+    if None in starved:
+        return "\nHow long the GPU waited was not measured: the runs were too short. Try --epochs 10."
+    return "\nThe GPU waited for data {:.1f} % (plain), {:.1f} % (fed), {:.1f} % (advised) of each step.".format(
+        *starved
+    )
+
+
+def _table(outcome: Mapping[str, Any]) -> str:
+    rows = [["", *RUNS]]
     for name, (label, form) in ROWS.items():
-        left, right = ("not measured" if one is None else format(one, form) for one in (plain[name], fed[name]))
-        cells.append((label, left, right))
-    first, second = (max(len(row[column]) for row in cells) for column in (0, 1))
-    return "\n".join(f"{label:<{first}}  {left:<{second}}  {right}".rstrip() for label, left, right in cells)
+        found = (outcome[run][name] for run in RUNS)
+        rows.append([label, *("not measured" if one is None else format(one, form) for one in found)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[str, Any]:
-    """Train twice and compare.
+    """Train three times and compare.
 
     Args:
-        data: a folder of class folders; None makes images in ``out``, or reuses those made before.
+        data: a folder of class folders, or one that holds such a folder named ``train``; None makes images in ``out``,
+            or reuses those made before.
         images: how many images to make, or to take from ``data`` at most.
         epochs: of each run, 1 or more.
-        out: where images and TensorBoard logs go.
+        out: where images, reports and TensorBoard logs go.
 
     Raises:
         SettingsError: when ``images`` or ``epochs`` is out of range.
         DatasetError: when ``data`` holds no readable images, or a file cannot be read.
+        ReportError: when nothing can be written into ``out``.
         MissingExtraError: without the extra ``demo``.
         KeyboardInterrupt: on Ctrl-C, also where Lightning turns it into an exit.
 
     Returns:
-        The figures of both runs, and what they ran on.
+        The figures of all runs, what they ran on, and the paths of their reports.
     """
     if epochs < 1:
         raise SettingsError(f"--epochs {epochs}: at least 1 is needed.")
     require("tensorboard", extra="demo", why="writing the demo's logs")
-    found = find_images(data if data is not None else make_images(out, images), images)
-    fed_data = FedImages(found)
+    check_writable(out)
+    found = find_images(_training_folder(data) if data is not None else make_images(out, images), images)
+    plan = Plan(found, epochs, out / "logs")
+    fed, advised = FedImages(found), AdvisedImages(found)
+    loaders = {"plain": plain_loader(found), "fed": fed, "advised": advised}
     with quiet(), _half_the_cpus():
         _warm_up(len(found.classes))
-        plain = _train(plain_loader(found), [], found, out / "logs", epochs)
-        fed = _train(fed_data, [PrefetchCallback()], found, out / "logs", epochs)
-    return {
-        "plain": plain,
-        "fed": fed,
+        runs = {name: _train(name, given, plan) for name, given in loaders.items()}
+    choice = advised.decoder_choice
+    outcome = {
+        **_compared(runs),
         "pictures": len(found),
         "epochs": epochs,
         "cpus": read_machine().usable_cpus,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "workers": fed_data.recommendations["train"].num_workers,
-        "ratio": float(plain["epoch_s"] or 0.0) / float(fed["epoch_s"] or 1.0),
-        "logs": out / "logs",
+        "workers": fed.recommendations["train"].num_workers,
+        "decoder": "" if choice is None else choice.name,
+        "report": out / "report.html",
+        "logs": plan.logs,
     }
+    write_whole(out / "report.html", _page(outcome, {name: run.report for name, run in runs.items()}))
+    return outcome
+
+
+def _compared(runs: Mapping[str, Run]) -> dict[str, Any]:
+    figures = {name: run.figures for name, run in runs.items()}
+    return {
+        **figures,
+        "ratio": float(figures["plain"]["epoch_s"] or 0.0) / float(figures["advised"]["epoch_s"] or 1.0),
+        "plain_report": as_text(runs["plain"].report.diagnosis),
+        "reports": {name: run.path for name, run in runs.items()},
+    }
+
+
+def _page(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
+    """The table and all reports, one under the other."""
+    style = "body { font: 16px/1.5 system-ui; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }"
+    frames = "".join(f"<h2>{name}</h2>{in_frame(as_html(report))}" for name, report in reports.items())
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>lightning-feed demo</title>'
+        f"<style>:root {{ color-scheme: light dark; }} {style} pre {{ overflow-x: auto; }}</style>"
+        f"<h1>lightning-feed demo</h1><pre>{escape(demo_text(outcome))}</pre>{frames}</html>"
+    )
+
+
+def _training_folder(data: Path) -> Path:
+    return data / "train" if (data / "train").is_dir() else data
 
 
 def _warm_up(classes: int) -> None:
     """Some steps beforehand: what the first use of the device costs must not count against the plain run, the first."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = SmallResNet(classes).network.to(device)
+    model = SmallModel(classes).network.to(device)
     for _ in range(3):
         model(torch.zeros(BATCH_SIZE, 3, PIXELS, PIXELS, device=device)).sum().backward()
 
 
 @contextmanager
 def _half_the_cpus() -> Iterator[None]:
-    """Training on the CPU gets half of its threads, in both runs, as a stand-in for a device of its own.
+    """Training on the CPU gets half of its threads, in all runs, as a stand-in for a device of its own.
 
     With all of them, workers and training would compete for the same cores. OpenMP's threads wait for each other in
     every layer, so a core taken away for a moment stops all: the same step was seen to take several times as long.

@@ -1,4 +1,4 @@
-"""The demo on small input: its images, its two runs, its table, and every way it can go wrong."""
+"""The demo on small input: its images, its three runs, its table, and every way it can go wrong."""
 
 import json
 import re
@@ -12,8 +12,21 @@ import pytest
 import torch
 
 from lightning_feed import cli, demo
-from lightning_feed.demo import SOURCES, FedImages, SmallResNet, find_images, make_images, plain_loader
+from lightning_feed.demo import (
+    RUNS,
+    SIDES,
+    SOURCES,
+    AdvisedImages,
+    FedImages,
+    SmallModel,
+    demo_text,
+    find_images,
+    make_images,
+    plain_loader,
+)
 from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
+from lightning_feed.watch.reports.document import read_document
+from lightning_feed.watch.reports.files import as_text
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +46,15 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_images_are_jpegs_of_every_source_and_no_two_are_alike(tmp_path: Path) -> None:
     from PIL import Image
 
-    folder = make_images(tmp_path, 40)
+    folder = make_images(tmp_path, 20)
     files = sorted(folder.glob("*/*.jpg"))
     assert {file.parent.name for file in files} == set(SOURCES)
-    assert len({file.read_bytes() for file in files}) == len(files) == 40
+    assert len({file.read_bytes() for file in files}) == len(files) == 20
     for file in files:
         with Image.open(file) as image:
             assert image.format == "JPEG"
             assert image.mode == "RGB"
-            assert all(280 <= side <= 480 for side in image.size)
+            assert all(SIDES[0] <= side <= SIDES[1] for side in image.size)
 
 
 def test_images_are_the_same_each_time(tmp_path: Path) -> None:
@@ -110,19 +123,26 @@ def interrupt_handler() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_the_demo_prints_both_reports_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--images", "130", "--epochs", "1", "--out", str(tmp_path)]) == 0
+def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", "--images", "192", "--epochs", "3", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
-    table = printed.out
-    labels = ("step ms", "compute", "data", "h2d", "other", "starved %", "samples/s", "epoch s", "verdict")
-    assert re.search(r"^ +plain +fed$", table, re.MULTILINE)
+    told, table = printed.out.split("\n\n           plain")
+    labels = ("step ms", "compute", "data", "h2d", "other", "starved %", "set-up s", "epoch s", "samples/s", "verdict")
     for label in labels:
-        assert re.search(rf"^ *{label}  +\S.*  +\S", table, re.MULTILINE), label
-    assert f"tensorboard --logdir {tmp_path / 'logs'}" in table
-    assert "%|" not in printed.err + table  # no progress bar: this is no terminal
-    for name in ("plain", "fed"):
-        assert list((tmp_path / "logs" / name).glob("version_0/events.out.*"))
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["logs", "pictures-130"]
+        assert re.search(rf"^ *{label}  +\S.*  +\S.*  +\S", table, re.MULTILINE), label
+    assert "%|" not in printed.err + printed.out  # no progress bar: this is no terminal
+    for name in RUNS:
+        folder = tmp_path / "logs" / name / "version_0"
+        assert list(folder.glob("events.out.*"))
+        assert str(folder / "feed_report.html") in table
+    plain = read_document(tmp_path / "logs" / "plain" / "version_0")
+    assert as_text(plain.diagnosis) in told  # as it was written, not made up
+    assert "ImageFolderDataModule(FOLDER" in told  # and it does advise what the third run does
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<iframe") == 3
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["logs", "pictures-192", "report.html"]
 
 
 def test_json_holds_the_same_figures(class_folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,11 +150,76 @@ def test_json_holds_the_same_figures(class_folders: Path, tmp_path: Path, capsys
     assert cli.main(["demo", "--data", str(class_folders), "--epochs", "1", "--out", str(out), "--json"]) == 0
     outcome = json.loads(capsys.readouterr().out)
     assert outcome["pictures"] == 12
-    for name in ("plain", "fed"):
+    assert outcome["ratio"] == pytest.approx(outcome["plain"]["epoch_s"] / outcome["advised"]["epoch_s"])
+    for name in RUNS:
         run = outcome[name]
         assert run["samples_per_s"] * run["epoch_s"] == pytest.approx(12)
         # One step of an epoch's own: too short to measure, and so absent rather than 0.
         assert run["starved_pct"] is None
+
+
+def _outcome(**changed: Any) -> dict[str, Any]:
+    run = {**dict.fromkeys(demo.ROWS, 1.5), "verdict": "compute: OK"}
+    told = {"pictures": 9, "epochs": 1, "cpus": 2, "device": "CPU", "workers": 2, "decoder": "turbo", "ratio": 2.0}
+    paths = {"report": "r", "reports": dict.fromkeys(RUNS, "p"), "logs": "l", "plain_report": "FEED"}
+    return {**dict.fromkeys(RUNS, run), **told, **paths, **changed}
+
+
+def test_what_stands_in_for_a_gpu_is_said() -> None:
+    assert "half of the CPUs" in demo_text(_outcome())
+    assert "only saved work counts" in demo_text(_outcome(cpus=1))
+
+
+def test_of_a_gpu_only_what_was_measured_is_said() -> None:
+    starved = {
+        name: {**_outcome()[name], "starved_pct": pct} for name, pct in zip(RUNS, (90.0, 40.0, 3.0), strict=True)
+    }
+    said = demo_text(_outcome(device="NVIDIA H100", **starved))
+    assert "The GPU waited for data 90.0 % (plain), 40.0 % (fed), 3.0 % (advised) of each step." in said
+    starved["fed"]["starved_pct"] = None
+    said = demo_text(_outcome(device="NVIDIA H100", **starved))
+    assert "not measured" in said
+    assert "The GPU waited" not in said
+
+
+def test_the_report_is_opened_in_a_browser_or_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = []
+    monkeypatch.setattr(demo, "run_demo", lambda **given: _outcome(report=tmp_path / "report.html"))
+    monkeypatch.setattr(cli.webbrowser, "open", lambda url: opened.append(url) or len(opened) == 1)
+    assert cli.main(["demo"]) == 0
+    assert opened == []
+    assert cli.main(["demo", "--open"]) == 0
+    assert opened == [f"file://{tmp_path}/report.html"]
+    assert capsys.readouterr().err == ""
+    assert cli.main(["demo", "--open"]) == 0
+    assert f"open {tmp_path}/report.html yourself" in capsys.readouterr().err
+
+
+def test_no_more_images_are_taken_than_asked_for(class_folders: Path) -> None:
+    images = find_images(class_folders, 5)
+    for data in (FedImages(images), AdvisedImages(images)):
+        data.setup("fit")
+        assert len(data.make_dataset("train")) == 5
+        assert data.make_dataset("val") is None
+
+
+def test_the_training_images_of_a_folder_with_splits_are_taken(class_folders: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "split"
+    folder.mkdir()
+    (folder / "train").symlink_to(class_folders)
+    assert demo._training_folder(folder) == folder / "train"
+    assert demo._training_folder(class_folders) == class_folders
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(capsys: pytest.CaptureFixture[str], class_folders: Path) -> None:
+    """/proc, where nobody can make a file, not even root."""
+    assert cli.main(["demo", "--data", str(class_folders), "--out", "/proc/demo"]) == 1
+    message = capsys.readouterr().err
+    assert "reports cannot be written into /proc/demo" in message
+    assert "Give another folder" in message
+    assert "Traceback" not in message
 
 
 def test_a_corrupt_jpeg_is_named_with_what_to_do(
@@ -151,7 +236,7 @@ def test_a_corrupt_jpeg_is_named_with_what_to_do(
         find_images(class_folders, 100)[9]
 
 
-def test_both_datasets_give_the_same_pixels(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_and_fed_give_the_same_pixels(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo.v2, "RandomResizedCrop", lambda side: demo.v2.Identity())  # random: take all of the image
     monkeypatch.setattr(demo.v2, "RandomHorizontalFlip", demo.v2.Identity)
     images = find_images(class_folders, 100)
@@ -173,6 +258,6 @@ def test_ctrl_c_while_training_is_130(
     def press(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SmallResNet, "training_step", press)
+    monkeypatch.setattr(SmallModel, "training_step", press)
     assert cli.main(["demo", "--data", str(class_folders), "--out", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "lightning-feed: stopped"

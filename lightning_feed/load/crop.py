@@ -189,11 +189,11 @@ class UserTransform:
             raise SettingsError(f"transform_input={kind!r} is not a choice. Give 'auto', 'tensor' or 'pil'.")
         self.transform = transform
         self.takes_pil = kind == "pil" or (kind == "auto" and not _takes_tensors(transform))
-        steps = _steps(transform)
-        self.crops = bool(steps) and _of_torchvision(steps[0], "RandomResizedCrop")
-        self._steps = steps if self.crops else []
+        crop = cropping_step(transform)
+        self.crops = crop is not None
+        self._steps = _steps(transform) if self.crops else []
         if self.crops:
-            version = ".v2" if ".v2." in type(steps[0]).__module__ else ""  # they round differently
+            version = ".v2" if ".v2." in type(crop).__module__ else ""  # they round differently
             self._resize = import_module(f"torchvision.transforms{version}.functional").resize
 
     def __call__(self, image: SourceImage) -> Any:
@@ -213,6 +213,12 @@ class UserTransform:
             return Image.fromarray(pixels)
         # Without gaps: v2's resize would fall into a slow path. Writable: torch warns of memory that is not.
         return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
+
+
+def cropping_step(transform: Any) -> Any:
+    """The RandomResizedCrop that a transform begins with; None where it begins with another step."""
+    first = next(iter(_steps(transform)), None)
+    return first if _of_torchvision(first, "RandomResizedCrop") else None
 
 
 def _of_torchvision(thing: Any, *names: str) -> bool:

@@ -1,13 +1,15 @@
 """What loaders and batches tell of a run besides its times."""
 
 import dis
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import CodeType
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
+from lightning_feed.load.crop import cropping_step
 from lightning_feed.load.dali.readers import ReaderLoader
 from lightning_feed.load.iterable import divides_among_workers, methods_of
 from lightning_feed.load.loader import FeedLoader
@@ -39,9 +41,9 @@ def with_loaders(facts: LoopFacts, every: Sequence[Any], *, reloaded: bool | Non
         known["batch_size"] = getattr(slowest, "batch_size", None) or getattr(sampler, "batch_size", None)
         known["ours"] = all(isinstance(loader, FeedLoader) for loader in every)
         # Loaders that are not torch's need have no dataset at all.
-        known["map_style"] = not any(
-            isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders
-        )
+        datasets = [getattr(loader, "dataset", None) for loader in loaders]
+        known["map_style"] = not any(isinstance(dataset, IterableDataset) for dataset in datasets)
+        known["decodes_whole"] = any(map(_decodes_whole, datasets))
     for loader in every:
         if isinstance(loader, ReaderLoader):
             known |= loader.facts()
@@ -68,6 +70,16 @@ def batches_ahead(loaders: Sequence[Any]) -> int:
         for loader in loaders
     ]
     return max(ready, default=0)
+
+
+def _decodes_whole(dataset: Any) -> bool:
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    torchvision: Any = sys.modules.get("torchvision.datasets")  # not imported: then nobody has a data set of it
+    if torchvision is None or not isinstance(dataset, torchvision.ImageFolder):
+        return False
+    unchanged = type(dataset).__getitem__ is torchvision.DatasetFolder.__getitem__
+    return unchanged and cropping_step(dataset.transform) is not None
 
 
 _DEEPEST = 4

@@ -1,16 +1,20 @@
 """What a real fit tells of its batches and of the loaders that they come from."""
 
+import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision.datasets import ImageFolder
 from watch.small_fits import make_trainer
 
 from lightning_feed import GPUStarvationCallback
+from lightning_feed.watch.facts import with_loaders
 from lightning_feed.watch.stats import LoaderStats
 from lightning_feed.watch.verdict.diagnosis import LoopFacts, Measurements
 
@@ -28,6 +32,11 @@ class Photos(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return {"image": torch.zeros(3, 2, 4, dtype=torch.uint8), "label": index}
+
+
+class DecodesItself(ImageFolder):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(3, 8, 8), index
 
 
 class Unseen:
@@ -79,3 +88,20 @@ def test_beside_a_loader_that_nobody_knows_none_is_blamed(quiet: GPUStarvationCa
     alone = _measured(GPUStarvationCallback(nvml=False, report=False), Model(), one)
     assert (alone.facts.num_workers, alone.loaders.queue_ready) == (0, 0)
     assert isinstance(alone.loaders, LoaderStats)
+
+
+@pytest.mark.parametrize("version", ["transforms", "transforms.v2"])
+def test_an_image_folder_that_is_cropped_after_decoding_is_known(class_folders: Path, version: str) -> None:
+    made = importlib.import_module(f"torchvision.{version}")
+    crop, flip = made.RandomResizedCrop(8), made.RandomHorizontalFlip()
+
+    def decodes_whole(transform: Any, kind: type[ImageFolder] = ImageFolder) -> bool | None:
+        dataset = Subset(kind(class_folders, transform), [0, 1])
+        return with_loaders(LoopFacts(), [DataLoader(dataset)]).decodes_whole
+
+    assert decodes_whole(made.Compose([crop, flip])) is True
+    assert decodes_whole(crop) is True
+    assert decodes_whole(made.Compose([flip, crop])) is False  # what comes first wants the whole image
+    assert decodes_whole(None) is False
+    assert decodes_whole(crop, DecodesItself) is False
+    assert with_loaders(LoopFacts(), [DataLoader(Photos())]).decodes_whole is False

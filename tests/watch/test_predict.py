@@ -299,6 +299,16 @@ def test_slow_transforms_are_named_with_the_most_that_faster_ones_give() -> None
         assert diagnose(measured(found=found | changed, loaders=BUSY, usable_cpus=2, host_cpu_ms=0.0)).notes == ()
 
 
+def test_images_that_are_decoded_whole_and_then_cropped_are_a_note() -> None:
+    def noted(**facts: Any) -> bool:
+        return "decodes only what the crop needs" in str(diagnose(measured(loaders=BUSY, **facts)).notes)
+
+    assert noted(decodes_whole=True)
+    assert not noted(decodes_whole=False)
+    assert not noted(decodes_whole=True, data=0.0)  # nothing waits for decoding
+    assert not noted(decodes_whole=True, loop="plain")  # which has no data modules
+
+
 def test_pictures_that_stay_uint8_are_a_note_where_that_was_timed() -> None:
     def noted(**facts: Any) -> bool:
         found = {"loader_per_s": 20.0, "as_uint8_per_s": 30.0}

@@ -85,6 +85,9 @@ class LoopFacts:
     workers: Literal["process", "thread"] | None = None
     map_style: bool | None = None
     """Whether all training data sets are map-style."""
+    decodes_whole: bool | None = None
+    """Whether one of them is torchvision's ImageFolder whose transform begins with a RandomResizedCrop: each image is
+    decoded whole, and cropped then."""
     ours: bool | None = None
     """Whether the training loaders were made by a FastDataModule."""
     batch_size: int | None = None

@@ -7,7 +7,7 @@ from lightning_feed.errors import plural
 from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.causes import MANY_TENSORS, OTHERS_PCT, in_ms
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, Remedy
-from lightning_feed.watch.verdict.remedies import Case, least_gain_pct, may_have_workers, steps_with_more
+from lightning_feed.watch.verdict.remedies import MADE_ON_CPU, Case, least_gain_pct, may_have_workers, steps_with_more
 
 MOST = 3
 FULL_SHARE = 0.8
@@ -72,6 +72,9 @@ def _data(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
         return
     if not may_have_workers(case) and (facts.num_workers or 0) <= 1:
         yield _SHARD
+    if facts.decodes_whole and cause in MADE_ON_CPU and facts.loop == "trainer":
+        how = "ImageFolderDataModule(FOLDER, transform=...) decodes only what the crop needs"
+        yield f"your ImageFolder decodes each image whole and crops it then: {how}, which saves CPU time"
     if not remedies:
         yield from _without_remedy(case, cause)
     if cause == "remote reads":

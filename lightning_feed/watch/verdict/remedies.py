@@ -147,7 +147,7 @@ NEARLY = 1.02
 """Fewer workers than the best number do, where the step takes no longer than this times its step."""
 _MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "remote reads", "waiting", "unknown")
 _READ_SLOWLY: tuple[Cause, ...] = ("cold reads", "remote reads", "waiting")
-_MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
+MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
 
 
 def more_workers(case: Case) -> Remedy | None:
@@ -328,7 +328,7 @@ def nvjpeg(case: Case) -> Remedy | None:
     """The workers of an ImageFolderDataModule without transforms of the user's decode too slowly, and the GPU was
     measured to decode faster."""
     facts, found = case.facts, case.measured.experiments
-    if case.data not in _MADE_ON_CPU or facts.decoder is None or facts.backend not in (None, "torch"):
+    if case.data not in MADE_ON_CPU or facts.decoder is None or facts.backend not in (None, "torch"):
         return None
     if facts.device_type != "cuda" or facts.own_transforms or facts.cache in ("decoded", "device"):
         return None
