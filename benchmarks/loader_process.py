@@ -124,7 +124,7 @@ def _run(feed: Feed, job: Job, with_memory: bool) -> Pass:  # noqa: FBT001
             _check(batch, job)
         images += len(batch)
         if with_memory and memory_mb is None and images >= half:
-            memory_mb = _memory_mb()
+            memory_mb = memory_of(os.getsid(0))
     cpu = _cpu_seconds() - cpu
     if images != total:
         raise Skip(f"gave {images} of {total} images")
@@ -165,16 +165,15 @@ def middle(height: int, width: int) -> tuple[int, int, int, int]:
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def _session() -> Iterator[tuple[int, list[str]]]:
-    """(pid, fields of /proc/<pid>/stat from the state on) of what belongs to this session."""
-    leader = str(os.getsid(0))
+def _session(leader: int) -> Iterator[tuple[int, list[str]]]:
+    """(pid, fields of /proc/<pid>/stat from the state on) of what belongs to a session."""
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:
                 fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if fields[3] == leader:
+            if fields[3] == str(leader):
                 yield int(entry.name), fields
 
 
@@ -182,17 +181,17 @@ def _cpu_seconds() -> float:
     """User and system time of this process, of its children that ended, and of all that live (those to 10 ms)."""
     own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     seconds = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
-    for pid, fields in _session():
+    for pid, fields in _session(os.getsid(0)):
         if pid != os.getpid():
             seconds += sum(map(int, fields[11:15])) / _TICKS
     return seconds
 
 
-def _memory_mb() -> float:
-    """Anonymous and shared memory of the session, each page once. Files are left out: the libraries' code is mapped
+def memory_of(session: int) -> float:
+    """Anonymous and shared memory of a session in MB, each page once. Files are left out: the libraries' code is mapped
     by the processes of all contenders, and each one's share of it would depend on how many there are."""
     kilobytes = 0
-    for pid, _ in _session():
+    for pid, _ in _session(session):
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         except (FileNotFoundError, ProcessLookupError):

@@ -20,7 +20,7 @@ NORMALISED = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(
 
 class Images(FastDataModule):
     def __init__(self, root):
-        super().__init__(batch_size=64)
+        super().__init__(batch_size=16)
         self.root = root
 
     def make_dataset(self, split):  # uint8 until the batch is on the device
@@ -45,11 +45,11 @@ class Classifier(LightningModule):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, help="a folder of class folders (default: 2,000 images are made)")
+    parser.add_argument("--data", type=Path, help="a folder of class folders (default: 512 images are made)")
     parser.add_argument("--fast", action="store_true", help="eight steps of each epoch")
     options = parser.parse_args()
-    root = options.data or make_images(Path("feed_demo"), 2000)
-    plain = DataLoader(ImageFolder(root, v2.Compose([*SMALL, *NORMALISED])), batch_size=64, shuffle=True)
+    root = options.data or make_images(Path("feed_demo"), 512)
+    plain = DataLoader(ImageFolder(root, v2.Compose([*SMALL, *NORMALISED])), batch_size=16, shuffle=True)
     for name, data, callbacks in (("plain", plain, []), ("fed", Images(root), [PrefetchCallback()])):
         seed_everything(0)
         callbacks.append(GPUStarvationCallback())  # prints its report

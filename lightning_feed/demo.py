@@ -336,14 +336,14 @@ ROWS = {
 
 def demo_text(outcome: Mapping[str, Any]) -> str:
     """What :func:`run_demo` found: the report of the plain run, a table of all runs, and where the reports are."""
+    what = "which decodes only what the crop needs" if outcome["decoder"] == "turbo-region" else "the fastest here"
     epochs_s = " : ".join(f"{outcome[name]['epoch_s']:.2f}" for name in RUNS)
     return (
         f"MobileNetV3-Small, {outcome['pictures']:,} images at {PIXELS} x {PIXELS}, batches of {BATCH_SIZE}, "
         f"{plural(outcome['epochs'], 'epoch')} each, on {outcome['device']} with {plural(outcome['cpus'], 'CPU')}\n"
         "plain:   DataLoader as most people write it (float32, no workers)\n"
         f"fed:     FastDataModule (uint8, {plural(outcome['workers'], 'worker')}) and PrefetchCallback\n"
-        "advised: ImageFolderDataModule, which decodes only what the crop needs "
-        f"(decoder {outcome['decoder']!r}), and PrefetchCallback\n\n"
+        f"advised: ImageFolderDataModule (decoder {outcome['decoder']!r}, {what}) and PrefetchCallback\n\n"
         f"The report of the plain run:\n\n{outcome['plain_report']}\n\n{_table(outcome)}\n\n"
         f"seconds per epoch, plain : fed : advised = {epochs_s}\n"
         f"advised is {outcome['ratio']:.2f} times as fast as plain\n{_on_the_device(outcome)}\n\n"

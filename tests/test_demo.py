@@ -1,9 +1,15 @@
 """The demo on small input: its images, its three runs, its table, and every way it can go wrong."""
 
 import json
+import os
+import pty
 import re
 import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,8 +102,8 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
 
 
 def test_without_scikit_image_the_line_to_paste_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "skimage.data", None)
-    monkeypatch.setitem(__import__("sys").modules, "skimage", None)
+    monkeypatch.setitem(sys.modules, "skimage.data", None)
+    monkeypatch.setitem(sys.modules, "skimage", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[demo\]'"):
         make_images(tmp_path, 3)
 
@@ -261,3 +267,85 @@ def test_ctrl_c_while_training_is_130(
     monkeypatch.setattr(SmallModel, "training_step", press)
     assert cli.main(["demo", "--data", str(class_folders), "--out", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "lightning-feed: stopped"
+
+
+# --- as a program of its own ----------------------------------------------------------------------------------------
+
+WAIT_S = 120
+COMMAND = [sys.executable, "-m", "lightning_feed", "demo"]
+
+
+def _start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen([*COMMAND, *arguments], text=True, start_new_session=True, **options)
+
+
+def _read(screen: int, into: list[bytes]) -> None:
+    while True:
+        try:
+            into.append(os.read(screen, 65536))
+        except OSError:  # how Linux tells that nobody writes there any more
+            return
+
+
+@pytest.mark.slow
+def test_in_a_terminal_progress_is_drawn_on_stderr_and_stdout_is_for_the_figures(
+    tmp_path: Path, class_folders: Path
+) -> None:
+    """On one CPU, as `taskset -c 0` gives it."""
+    screen, theirs = pty.openpty()
+    one = {min(os.sched_getaffinity(0))}
+    demo = _start(
+        *("--data", str(class_folders), "--epochs", "2", "--out", str(tmp_path), "--json"),
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        preexec_fn=lambda: os.sched_setaffinity(0, one),
+    )
+    os.close(theirs)
+    drawn: list[bytes] = []
+    reader = threading.Thread(target=_read, args=(screen, drawn))
+    reader.start()
+    printed, _ = demo.communicate(timeout=WAIT_S)
+    reader.join(WAIT_S)
+    os.close(screen)
+    assert demo.returncode == 0, b"".join(drawn).decode()
+    outcome = json.loads(printed)
+    assert outcome["cpus"] == 1
+    for name in RUNS:
+        assert f"{name:8}: 100%".encode() in b"".join(drawn)
+
+
+@pytest.mark.slow
+def test_it_takes_less_than_two_gigabytes(tmp_path: Path) -> None:
+    """The largest of its processes; workers share most of theirs with the one that trains."""
+    make_images(tmp_path, 48)
+    demo = _start("--images", "48", "--epochs", "1", "--out", str(tmp_path), stdout=subprocess.PIPE)
+    assert demo.stdout is not None
+    with demo.stdout:
+        printed = demo.stdout.read()
+    _, status, used = os.wait4(demo.pid, 0)
+    demo.returncode = os.waitstatus_to_exitcode(status)
+    assert demo.returncode == 0
+    assert "%|" not in printed  # no terminal
+    assert used.ru_maxrss * 1024 < 2e9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("while_", ["making images", "training"])
+def test_ctrl_c_ends_it_with_one_line(while_: str, tmp_path: Path, class_folders: Path) -> None:
+    out = tmp_path / "out"
+    given = ["--images", "100000"] if while_ == "making images" else ["--data", str(class_folders), "--epochs", "99999"]
+    awaited = ".unfinished-*/*/*.jpg" if while_ == "making images" else "logs/plain/version_0/events.out.*"
+    with (tmp_path / "said").open("w+") as said:
+        demo = _start(*given, "--out", str(out), stdout=said, stderr=said)
+        latest = time.monotonic() + WAIT_S
+        while not list(out.glob(awaited)):
+            assert demo.poll() is None
+            assert time.monotonic() < latest
+            time.sleep(0.1)
+        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does it: to all of its processes
+        assert demo.wait(WAIT_S) == 130
+        said.seek(0)
+        assert said.read().splitlines()[-1] == "lightning-feed: stopped"
+        said.seek(0)
+        assert "Traceback" not in said.read()
+    assert not list(out.glob(".unfinished-*"))

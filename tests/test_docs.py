@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator
@@ -140,6 +141,12 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
         assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == [], page
+
+
+def test_the_drawings_are_those_of_the_script() -> None:
+    drawings = runpy.run_path(str(ROOT / "docs/make_drawings.py"))["DRAWINGS"]
+    for name, draw in drawings.items():
+        assert (ROOT / f"docs/images/{name}.svg").read_text() == draw(), "python docs/make_drawings.py"
 
 
 def test_every_page_is_reached_from_the_index() -> None:

@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,7 @@ def _run(script: str, *arguments: str, cwd: Path) -> str:
 
 def test_quickstart(class_folders: Path, tmp_path: Path) -> None:
     for file in list(class_folders.glob("*/*.jpg")):
-        for copy in range(42):  # eight batches of 64 in all: of a few steps there is no report
+        for copy in range(42):  # 32 batches of 16 in all: of a few steps there is no report
             (file.parent / f"{file.stem}_{copy}.jpg").symlink_to(file)
     printed = _run("quickstart.py", "--data", str(class_folders), "--fast", cwd=tmp_path)
     assert printed.count("FEED") >= 2  # a report for each run
@@ -47,3 +49,29 @@ def test_before_after(tmp_path: Path) -> None:
     assert seconds["after"] > 0
     (ratio,) = re.findall(r"^ratio +([\d.]+) x$", printed, re.MULTILINE)
     assert float(ratio) > 0
+
+
+def test_the_tour_runs_and_shows_what_it_is_committed_with(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Jupyter about its own parts
+        import nbformat
+        from nbclient import NotebookClient
+
+        tour = nbformat.read(EXAMPLES / "tour.ipynb", as_version=4)
+        committed = _shown(tour)
+        place = {"metadata": {"path": str(tmp_path)}}
+        NotebookClient(tour, timeout=240, kernel_name="python3", resources=place).execute()
+    assert _shown(tour) == committed
+    assert "image/png" in str(committed)
+
+
+def _shown(notebook: Any) -> list[list[str]]:
+    """The kinds of all outputs, cell by cell."""
+    outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    return [sorted({kind for one in each for kind in one.get("data", [one.output_type])}) for each in outputs]
+
+
+def test_the_tour_is_small_and_tells_nothing_of_the_machine_that_ran_it() -> None:
+    text = (EXAMPLES / "tour.ipynb").read_text()
+    assert len(text) < 300_000
+    assert re.findall(r"/(?:home|root|tmp|usr|work)/", text) == []
