@@ -124,7 +124,7 @@ def _add_demo(commands: "Commands") -> None:
 def _demo(arguments: argparse.Namespace) -> None:
     """Train a small model on real JPEGs as most people write it, then fed, then as the report advises; compare.
 
-    Train torchvision's MobileNetV3-Small on small images three times: with a plain DataLoader; with FastDataModule and
+    Train torchvision's ShuffleNetV2 on small images three times: with a plain DataLoader; with FastDataModule and
     PrefetchCallback; and with ImageFolderDataModule, which the report of the first run advises. All are measured by
     GPUStarvationCallback. Takes less than a minute on two CPUs that are idle.
     """

@@ -72,9 +72,7 @@ def _data(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
         return
     if not may_have_workers(case) and (facts.num_workers or 0) <= 1:
         yield _SHARD
-    if facts.decodes_whole and cause in MADE_ON_CPU and facts.loop == "trainer":
-        how = "ImageFolderDataModule(FOLDER, transform=...) decodes only what the crop needs"
-        yield f"your ImageFolder decodes each image whole and crops it then: {how}, which saves CPU time"
+    yield from _whole_images(case, cause)
     if not remedies:
         yield from _without_remedy(case, cause)
     if cause == "remote reads":
@@ -162,6 +160,12 @@ def _crowded(workers: int, cpus: int) -> str:
         "other threads or programs take the workers' CPUs. If they are threads of the training process, "
         "torch.set_num_threads(1) gives them back"
     )
+
+
+def _whole_images(case: Case, cause: Cause) -> Iterator[str]:
+    if case.facts.decodes_whole and cause in MADE_ON_CPU and case.facts.loop == "trainer":
+        how = "ImageFolderDataModule(FOLDER, transform=...) decodes only what the crop needs"
+        yield f"your ImageFolder decodes each image whole and crops it then: {how}, which saves CPU time"
 
 
 def _pixels(case: Case) -> Iterator[str]:
