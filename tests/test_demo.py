@@ -1,13 +1,16 @@
 """The demo on small input: its images, its three runs, its table, and every way it can go wrong."""
 
+import fcntl
 import json
 import os
 import pty
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -293,6 +296,7 @@ def test_in_a_terminal_progress_is_drawn_on_stderr_and_stdout_is_for_the_figures
 ) -> None:
     """On one CPU, as `taskset -c 0` gives it."""
     screen, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # a new one has no columns to draw in
     one = {min(os.sched_getaffinity(0))}
     demo = _start(
         *("--data", str(class_folders), "--epochs", "2", "--out", str(tmp_path), "--json"),
