@@ -148,7 +148,7 @@ def test_processes_of_any_start_fill_one_cache(place: Path, method: str) -> None
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(300)
         assert worker.exitcode == 0
     assert cache.stats() == CacheStats(
         hits=16, misses=16, entries=16, stored_bytes=_space(range(16)), limit_bytes=MIB, full=False
@@ -205,7 +205,7 @@ def test_one_process_at_a_time_takes_space(place: Path) -> None:
     worker = multiprocessing.get_context("fork").Process(target=_exit_7_where_it_is_locked, args=(str(cache.path),))
     with cache._file.locked():
         worker.start()
-        worker.join(60)
+        worker.join(300)
     assert worker.exitcode == 7
 
 
@@ -236,7 +236,7 @@ def test_all_at_once_on_the_same_samples_store_each_once(place: Path) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(300)
         assert worker.exitcode == 0
     stats = cache.stats()
     assert stats.entries == 64
@@ -271,7 +271,7 @@ def test_a_fork_beside_a_thread_that_holds_the_locks_does_not_hang(place: Path) 
     held.wait(60)
     worker = multiprocessing.get_context("fork").Process(target=_fill_and_read, args=(cache, 0, 1))
     worker.start()
-    worker.join(60)
+    worker.join(300)
     release.set()
     thread.join()
     assert worker.exitcode == 0
@@ -339,7 +339,7 @@ def test_a_cache_lives_as_long_as_its_last_user(place: Path, method: str) -> Non
     worker = context.Process(target=_wait_and_fill, args=(cache, go))
     worker.start()
     go.set()
-    worker.join(60)
+    worker.join(300)
     assert worker.exitcode == 0
     assert cache.path.exists(), "a worker's end must not take the cache from the others"
     np.testing.assert_array_equal(cache.get(0), _sample(0))
