@@ -30,6 +30,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
     # The page on resuming goes on in the folder of the run that it resumes.
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+    # Of Ray 2.60, when it starts its processes and when it is shut down.
+    pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning"),
     # A data module has four loaders, whichever splits there are, and the readers' model does not validate.
 ]
 
@@ -91,12 +93,21 @@ def reader_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     yield tmp_path
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()  # its processes, which pages start
     for name in set(sys.modules) - before:
         if name.startswith("page_"):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=_name)
+PYTHON_PAGES = [
+    pytest.param(page, marks=[pytest.mark.slow] if page.stem == "ray" else [], id=_name(page))
+    for page in PAGES
+    if _blocks(page, "python")
+]
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_python_on_the_pages_runs(page: Path, reader_folder: Path) -> None:
     blocks = _blocks(page, "python")
     package = "pytorch_lightning" if any("pytorch_lightning" in block for block in blocks) else "lightning.pytorch"

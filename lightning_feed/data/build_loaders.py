@@ -19,7 +19,7 @@ from lightning_feed.load.build import Part, build_loader, even_batch_size, size_
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.load.settings import Job, LoaderSettings, Recommendation
+from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, workers_of
 from lightning_feed.load.trials.in_fit import explained, for_trials, settled, tune_for_fit, why_not_now
 from lightning_feed.load.trials.search import Tuned
 from lightning_feed.load.worker import WorkerInit
@@ -145,7 +145,7 @@ class Loaders(ChosenSettings):
                 limit_bytes=parse_limit(storage.cache_limit, free_device_bytes(device)),
                 collate_fn=part.collate_fn,
                 shard=Shard(trainer.global_rank, ranks) if ranks > 1 else None,
-                reading={"num_workers": workers, "workers": self.settings.workers},
+                reading={"num_workers": workers, "workers": workers_of(self.settings)},
             )
             held = self.resident[part.name] = (dataset, data)
         data, sampler = held[1], part.sampler(dataset)

@@ -91,6 +91,11 @@ class FeedDataModule(DataModuleBase):
             cache_limit=cache_limit,
             cache_shard=cache_shard,
         )
+        if loader.workers == "ray" and cache in ("bytes", "decoded"):
+            raise SettingsError(
+                f"cache={cache!r} is memory of one machine, which Ray workers on others cannot use. Leave one of the "
+                "two out."
+            )
         self._feed = _State(Loaders(loader, drop_keys=check_drop_keys(drop_keys, type(self).__name__)), storage)
 
     # --- to write or to override --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 from prefetch_generator import BackgroundGenerator
 
 from lightning_feed.errors import LoaderError
+from lightning_feed.load.ray_workers import RayPass
 from lightning_feed.load.threads import Ending, ThreadPass, shortened
 from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import on_this_device, stack_of
@@ -250,6 +251,8 @@ def _where(batches: Any, consumer: int) -> str:
             for thread, doing in source.at_work()
         )
         return "\n".join(told) or "The worker threads have nothing to do."
+    if isinstance(source, RayPass):
+        return source.where()
     if getattr(source, "_workers", None):
         return _in_processes(source, position)
     loading = batches.background.thread.ident if batches.background is not None else consumer

@@ -13,7 +13,7 @@ from lightning_feed.load.background import Watch
 from lightning_feed.load.loader import BatchDecoder, FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend
+from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend, workers_of
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
 
 _SAMPLES = (tuple, list, dict, str, bytes, torch.Tensor)
@@ -82,7 +82,7 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
         in_order=settings.in_order,
         background=settings.background,
         order=part.order,
-        workers=found.workers,
+        workers=workers_of(settings),
         decode=part.decode,
         watch=Watch(part.name, settings.warn_after_s) if settings.warn_after_s else None,
     )

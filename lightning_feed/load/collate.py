@@ -1,8 +1,11 @@
 """What a batch does without: samples that cannot be read, and parts that nobody reads."""
 
+import contextlib
 import copy
 import dataclasses
 import logging
+import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -47,6 +50,8 @@ class BadSamples:
             raise SettingsError(f"max_failures={max_failures!r} is not possible. Give a whole number, 0 or more.")
         self.on_error, self.max_failures = on_error, max_failures
         self._counts = SharedCounts("failed")
+        self._key = uuid.uuid4().hex
+        _known[self._key] = self
 
     @property
     def failures(self) -> int:
@@ -67,7 +72,7 @@ class BadSamples:
         """
         if self.on_error == "raise":
             raise error
-        self._count(error)
+        self._count(str(error))
         if self.on_error == "skip":
             return Skipped(index)
         for step in range(1, size):
@@ -77,10 +82,13 @@ class BadSamples:
             try:
                 return read(other)
             except DatasetError as next_error:
-                self._count(next_error)
+                self._count(str(next_error))
         raise error
 
-    def _count(self, error: DatasetError) -> None:
+    def _count(self, error: str) -> None:
+        if _relay is not None:
+            _relay.append((self._key, error))
+            return
         self._counts.add("failed")
         failures = self.failures
         logger.warning("%s on_error=%r: the run goes on. (%d so far)", error, self.on_error, failures)
@@ -88,7 +96,35 @@ class BadSamples:
             raise DatasetError(
                 f"{failures} samples could not be read, and max_failures={self.max_failures}. The last one: {error} "
                 "Mend the data, or raise max_failures."
-            ) from error
+            )
+
+
+# Counted in another process than where they are met, with which it shares no memory:
+_known: weakref.WeakValueDictionary[str, BadSamples] = weakref.WeakValueDictionary()
+_relay: list[tuple[str, str]] | None = None
+
+
+@contextlib.contextmanager
+def relayed() -> Iterator[list[tuple[str, str]]]:
+    """Collect what is wrong with samples, for :func:`count_relayed` in the training process, rather than count it."""
+    global _relay
+    found: list[tuple[str, str]] = []
+    _relay = found
+    try:
+        yield found
+    finally:
+        _relay = None
+
+
+def count_relayed(found: list[tuple[str, str]]) -> None:
+    """Count what was found in a worker that shares no memory with this process.
+
+    Raises:
+        DatasetError: there have been too many.
+    """
+    for key, error in found:
+        if key in _known:
+            _known[key]._count(error)
 
 
 def fill_skipped(samples: list[Any]) -> list[Any]:

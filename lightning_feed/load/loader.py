@@ -33,7 +33,9 @@ from lightning_feed.load.order import (
     mix_seed,
     ranks_of_run,
 )
-from lightning_feed.load.threads import ThreadPass
+from lightning_feed.load.ray_workers import RayPass, RemotePlan
+from lightning_feed.load.settings import RayCluster
+from lightning_feed.load.threads import OwnPass, ThreadPass
 from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import ended_worker, refuse_unsendable, resend_ctrl_c, shut_down_workers, stop_workers
 
@@ -75,15 +77,16 @@ class FeedLoader(DataLoader[Any]):
         dataset: map-style or iterable.
         background: batches that a thread prepares ahead of the consumer; 0: no thread.
         order: what seeds the order of each epoch; None: torch's global generator, as in a DataLoader.
-        workers: what ``num_workers`` counts, ``"process"`` or ``"thread"``. Threads serve map-style datasets, in the
-            training process: ``get_worker_info()`` is None in them, and ``worker_init_fn`` is not called.
+        workers: what ``num_workers`` counts, ``"process"``, ``"thread"`` (in the training process) or a
+            :class:`RayCluster`. Threads and Ray serve map-style datasets: ``get_worker_info()`` is None in them, and
+            ``worker_init_fn`` is not called.
         watch: when to warn of a batch that does not come; None: never.
         decode: decodes whole batches after they have left the workers, some of them ahead; None: they stay as they are.
         **options: DataLoader's own. They are passed through by name, because Lightning makes a copy of the loader
             with another sampler by the names that DataLoader has.
 
     Raises:
-        SettingsError: for threads with an iterable dataset.
+        SettingsError: for threads or Ray with an iterable dataset.
         LoaderError: from ``iter()``, when an argument cannot be sent to the workers, or threads cannot be started.
 
     Example:
@@ -103,7 +106,7 @@ class FeedLoader(DataLoader[Any]):
         *,
         background: int = 0,
         order: EpochOrder | None = None,
-        workers: Literal["process", "thread"] = "process",
+        workers: Literal["process", "thread"] | RayCluster = "process",
         decode: BatchDecoder | None = None,
         watch: Watch | None = None,
         **options: Any,
@@ -116,20 +119,23 @@ class FeedLoader(DataLoader[Any]):
     def forget(self) -> None:
         """Begin as a new loader of these attributes, without a place and without workers."""
         self._kind = "iterable" if isinstance(self.dataset, IterableDataset) else "map"
-        self._threaded = self.workers == "thread" and self.num_workers > 0
-        if self._threaded and self._kind == "iterable":
+        self._ours = self.workers != "process" and self.num_workers > 0
+        name = "ray" if isinstance(self.workers, RayCluster) else self.workers
+        if self._ours and self._kind == "iterable":
             raise SettingsError(
-                f"workers='thread' cannot serve {type(self.dataset).__name__}, an IterableDataset: a stream is drawn "
-                "from in one place, and threads have no get_worker_info() to divide it by. Use workers='process', or "
-                "LoaderSettings(num_workers=0, background=2), which draws from it in one thread."
+                f"workers={name!r} cannot serve {type(self.dataset).__name__}, an IterableDataset: a stream is drawn "
+                "from in one place, and these workers have no get_worker_info() to divide it by. Use "
+                "workers='process', or LoaderSettings(num_workers=0, background=2), which draws from it in one thread."
             )
         function = getattr(self.worker_init_fn, "func", self.worker_init_fn)
         # Lightning sets its own after seed_everything(workers=True); the streams of the samples serve for it.
-        if self._threaded and function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
+        if self._ours and function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
             logger.warning(
-                "worker_init_fn=%r is not called with workers='thread': what prepares a worker process would be done "
-                "to the training process. Keep what each thread needs for itself in a threading.local().",
+                "worker_init_fn=%r is not called with workers=%r: what prepares a worker process would be done "
+                "to the training process, or to a process that serves other loaders, too. Keep what each worker needs "
+                "for itself in a threading.local().",
                 function,
+                name,
             )
         inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
         samplers = {} if self._kind == "iterable" else find_samplers(self.sampler, self.batch_sampler)
@@ -220,8 +226,8 @@ class FeedLoader(DataLoader[Any]):
         self._pending = state if state["begun"] else None
 
     def check_worker_number_rationality(self) -> None:
-        """Torch's warning of more worker processes than CPUs, which threads are not."""
-        if self.workers != "thread":
+        """Torch's warning of more worker processes than this machine has CPUs."""
+        if self.workers == "process":
             super().check_worker_number_rationality()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -260,11 +266,11 @@ class FeedLoader(DataLoader[Any]):
         return position
 
     def _start(self, position: MapPass | IterablePass) -> Iterator[Any]:
-        """Torch's iterator for the pass, or that of worker threads."""
+        """Torch's iterator for the pass, or ours."""
         if isinstance(position, MapPass):
             self._index.now = position
-            if self._threaded:
-                return self._start_threads(position)
+            if self._ours:
+                return self._start_ours(position)
         inner = self._inner(position)
         if inner is None:
             return super().__iter__()
@@ -283,7 +289,7 @@ class FeedLoader(DataLoader[Any]):
         self._iterator, inner._iterator = inner._iterator, None
         return source
 
-    def _start_threads(self, position: MapPass) -> ThreadPass:
+    def _start_ours(self, position: MapPass) -> OwnPass:
         # Drawn where DataLoader draws the seed of its workers, from what it draws it from.
         with drawing_device(self.generator):
             base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
@@ -291,6 +297,10 @@ class FeedLoader(DataLoader[Any]):
         if seed is None:
             saved = (position.origin or {}).get("sample_seed")
             self._sample_seed = seed = mix_seed(base_seed, 1, 0, "samples") if saved is None else saved
+        if isinstance(self.workers, RayCluster):
+            plan: Any = self._iterator if self._iterator is not None else RemotePlan(self, self.workers)
+            self._iterator = plan if self.persistent_workers else None  # where Lightning ends workers
+            return RayPass(self, iter(self._index), first=position.batches, seed=seed, plan=plan)
         probe, self._probed = not self._probed, True
         return ThreadPass(self, iter(self._index), first=position.batches, seed=seed, probe=probe)
 
@@ -398,7 +408,7 @@ class LoaderPass(Iterator[Any]):
         source = self.source
         ended = ended_worker(source, error)
         if isinstance(error, KeyboardInterrupt):  # ends the workers, whatever they are at
-            if isinstance(source, ThreadPass):
+            if isinstance(source, OwnPass):
                 source.close(SOON_S)
             elif source is not None:
                 stop_workers(source)
@@ -420,7 +430,7 @@ class LoaderPass(Iterator[Any]):
             if decoding is not None:
                 decoding.close()
         finally:  # it cannot be closed while another thread waits in it
-            if isinstance(source, ThreadPass):
+            if isinstance(source, OwnPass):
                 source.close()  # first, so that the background thread does not wait for a batch any more
             if background is not None:
                 background.close()

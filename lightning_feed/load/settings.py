@@ -17,7 +17,7 @@ SEEDS = 2**32
 _NONE = range(0)
 _ALLOWED: dict[str, tuple[range, tuple[object, ...]]] = {
     "num_workers": (range(MOST + 1), ("auto", "tune")),
-    "workers": (_NONE, ("process", "thread")),
+    "workers": (_NONE, ("process", "thread", "ray")),
     "prefetch_factor": (range(1, MOST + 1), ("auto",)),
     "pin_memory": (_NONE, (True, False, "auto")),
     "persistent_workers": (_NONE, (True, False, "auto")),
@@ -30,6 +30,14 @@ _ALLOWED: dict[str, tuple[range, tuple[object, ...]]] = {
     "sample_bytes": (range(1, 2**50 + 1), (None,)),
 }
 """Whole numbers, and other values, that may be given."""
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """What a FeedLoader is given as ``workers`` to have its batches made on a Ray cluster."""
+
+    address: str | None = None
+    """Of the cluster, as ``ray.init`` takes it; None: the Ray that this process uses already, or one of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +56,13 @@ class LoaderSettings:
     """Workers of each loader; 0 loads in the training process. ``"auto"``: about one for each CPU of this rank, 1 for
     an iterable dataset. ``"tune"`` tries a few numbers, and other settings that are left to ``"auto"``, when a fit
     begins, and remembers the result."""
-    workers: Literal["process", "thread"] = "process"
+    workers: Literal["process", "thread", "ray"] = "process"
     """What the workers are. Threads start at once and share memory with training, but only what releases the GIL runs
-    at the same time: decoders in C, reading files, torch. See docs/how-to/threads.md."""
+    at the same time: decoders in C, reading files, torch. See docs/how-to/threads.md. ``"ray"``: tasks on the
+    machines of a Ray cluster. See docs/how-to/ray.md."""
+    ray_address: str | None = None
+    """The Ray cluster: ``"auto"`` for the one that this machine belongs to, or ``"host:port"`` of its head node. None:
+    the Ray that this process uses already, or one of its own, on this machine."""
     prefetch_factor: int | Literal["auto"] = "auto"
     """Batches that each worker loads ahead."""
     pin_memory: bool | Literal["auto"] = "auto"
@@ -115,11 +127,35 @@ class LoaderSettings:
                 "num_workers=1 has nobody to overtake it, so in_order=False would have no effect. "
                 "Set num_workers to 2 or more, or leave in_order out."
             )
-        if self.workers == "thread" and self.start_method is not None:
+        if self.workers != "process" and self.start_method is not None:
             raise SettingsError(
-                f"workers='thread' starts no processes, so start_method={self.start_method!r} would have no effect. "
-                "Leave it out."
+                f"workers={self.workers!r} starts no processes of torch, so start_method={self.start_method!r} would "
+                "have no effect. Leave it out."
             )
+        self._check_ray()
+
+    def _check_ray(self) -> None:
+        address = self.ray_address
+        if address is not None and (not isinstance(address, str) or not address or "://" in address):
+            raise SettingsError(
+                f"ray_address={address!r} is not possible. Give 'auto', or 'host:port' of the head node. Ray Client "
+                "(ray://) is not served: run the training on a node of the cluster."
+            )
+        if self.workers != "ray" and address is not None:
+            raise SettingsError(
+                f"workers={self.workers!r} uses no Ray, so ray_address={address!r} would have no effect. Set "
+                "workers='ray', or leave it out."
+            )
+        if self.workers == "ray" and not isinstance(self.num_workers, int):
+            raise SettingsError(
+                f"workers='ray' with num_workers={self.num_workers!r}: what a cluster has to give is not known here. "
+                "Give the number of workers, one for each CPU that you want to use."
+            )
+
+
+def workers_of(settings: LoaderSettings) -> Literal["process", "thread"] | RayCluster:
+    """What a FeedLoader is given as ``workers``."""
+    return RayCluster(settings.ray_address) if settings.workers == "ray" else settings.workers
 
 
 def _is_one_of(value: object, choices: tuple[object, ...]) -> bool:
@@ -180,7 +216,7 @@ class Recommendation:
     persistent_workers: bool
     reasons: dict[str, str]
     """A reason for each of the values, by its name; for ``workers`` where it is not the default."""
-    workers: Literal["process", "thread"] = "process"
+    workers: Literal["process", "thread", "ray"] = "process"
     """What the workers are."""
     warnings: tuple[str, ...] = ()
     """What may go wrong with values that were given, or that nothing could be done about."""
@@ -227,7 +263,7 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
         persistent_workers=persistent,
         workers=settings.workers,
         reasons={
-            **({"workers": "as given"} if settings.workers == "thread" else {}),
+            **({"workers": "as given"} if settings.workers != "process" else {}),
             "num_workers": why_workers,
             "prefetch_factor": why_prefetch,
             "pin_memory": why_pin,
@@ -279,7 +315,7 @@ def _fewer(settings: LoaderSettings, workers: int, prefetch: int) -> tuple[int, 
 
 def _exceeded_limit(machine: Machine, settings: LoaderSettings, workload: Workload, workers: int, prefetch: int) -> str:
     """The limit that so many workers would exceed, as a sentence; empty when all hold."""
-    if workers == 0:
+    if workers == 0 or settings.workers == "ray":  # whose own limits are those of its machines
         return ""
     # What the workers have loaded, what the background thread keeps, and the batch that is being trained.
     batches = workers * prefetch + settings.background + 1

@@ -218,7 +218,31 @@ def shortened(index: Any, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-class ThreadPass(Iterator[Any]):
+class OwnPass(Iterator[Any]):
+    """A pass over a map-style dataset whose workers are ours, not torch's."""
+
+    capacity: int
+    """Batches asked for ahead."""
+    head_of_line_ns = 0.0
+    """Nanoseconds that ``next()`` has waited while a later batch was ready, times the share of workers that had nothing
+    to do for that."""
+
+    @property
+    def ready(self) -> int:
+        """Batches that are complete and not handed out. Any thread may ask."""
+        raise NotImplementedError
+
+    @property
+    def thread_ids(self) -> tuple[int, ...]:
+        """The worker threads of this process, as the kernel numbers them."""
+        return ()
+
+    def close(self, patience_s: float | None = None) -> None:
+        """End the work of this pass. A second call does nothing."""
+        raise NotImplementedError
+
+
+class ThreadPass(OwnPass):
     """Iterates over what a DataLoader of the same arguments would, with threads in place of worker processes.
 
     Indices are drawn, and errors raised, where DataLoader does so: by the consumer, ``num_workers * prefetch_factor``
@@ -235,9 +259,6 @@ class ThreadPass(Iterator[Any]):
 
     Attributes:
         threads: the workers.
-        capacity: batches asked for ahead.
-        head_of_line_ns: nanoseconds that ``next()`` has waited while a later batch was ready, times the share of
-            threads that had nothing to do for that.
 
     Raises:
         LoaderError: when a thread cannot be started; from ``next()``, when ``loader.timeout`` has passed, or the pass
@@ -251,11 +272,10 @@ class ThreadPass(Iterator[Any]):
         self._jobs: dict[int, _Job] = {}
         self._ready: dict[int, None] = {}
         self.capacity = loader.num_workers * (loader.prefetch_factor or 1)
-        self.head_of_line_ns = 0.0
         self._plan = plan = _Plan(
             dataset=loader.dataset,
             collate=loader.collate_fn,
-            pin=_pin_function() if loader.pin_memory else None,
+            pin=pin_function() if loader.pin_memory else None,
             batched=loader.batch_sampler is not None,
             seed=mix_seed(seed, rank_of_run(), 0, "rank"),
         )
@@ -434,7 +454,7 @@ def _do_one(tasks: "SimpleQueue[_Task | None]", number: int) -> bool:
     return task is not None
 
 
-def _pin_function() -> Any:
+def pin_function() -> Any:
     """What DataLoader pins batches with; None where nothing can be pinned."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None or device.type == "mps" else _pinning.pin_memory

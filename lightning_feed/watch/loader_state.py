@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from lightning_feed.load.loader import LoaderPass
-from lightning_feed.load.threads import ThreadPass
+from lightning_feed.load.threads import OwnPass
 from lightning_feed.watch.kernel import Workers
 from lightning_feed.watch.step_meter import Clock, host_clock
 
@@ -298,7 +298,7 @@ class PassProbe(Probe):
     def __init__(self, iterator: LoaderPass, clock: Clock = host_clock) -> None:
         super().__init__(iterator, clock)
         source = iterator.source
-        self._source: Any = OwnProbe(source) if isinstance(source, ThreadPass) else probe_loader(source, clock)
+        self._source: Any = OwnProbe(source) if isinstance(source, OwnPass) else probe_loader(source, clock)
 
     def head_of_line_ns(self) -> float | None:
         """That of its workers."""

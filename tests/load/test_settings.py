@@ -109,7 +109,7 @@ def test_what_would_have_no_effect_without_workers_is_refused(idle: dict[str, An
 
 
 def test_a_start_method_has_no_effect_on_threads() -> None:
-    with pytest.raises(SettingsError, match=r"starts no processes, so start_method='spawn' would .* Leave it out"):
+    with pytest.raises(SettingsError, match=r"starts no processes of torch, .*='spawn' would .* Leave it out"):
         LoaderSettings(workers="thread", start_method="spawn")
 
 

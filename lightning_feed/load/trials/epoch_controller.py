@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.load.cloning import RoundLimits
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.settings import TORCH_PREFETCH
+from lightning_feed.load.settings import TORCH_PREFETCH, RayCluster
 from lightning_feed.load.trials.trial import Setting, run_trial
 
 STARVED_PCT = 5.0
@@ -270,6 +270,8 @@ def why_fixed(loader: Any) -> str:
         return f"the training loader ({name}) iterates in its own way"
     if getattr(loader, "workers", "process") == "thread" and not loader.num_workers:
         return "a loader made for threads, without any, cannot be given some"
+    if isinstance(getattr(loader, "workers", None), RayCluster):
+        return "Ray workers are on other machines, whose CPUs are not known here"
     return ""
 
 

@@ -1,0 +1,215 @@
+"""What a worker process of Ray does: batches, taken apart for the object store, and word of what takes long."""
+
+import io
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+
+from lightning_feed.errors import LoaderError
+from lightning_feed.load.collate import relayed
+from lightning_feed.load.order import mix_seed
+from lightning_feed.load.random_state import begin_sample
+from lightning_feed.load.threads import shortened
+from lightning_feed.load.worker import disable_opencv_threads
+
+CHECK_S = 1.0
+"""How often a worker that is still at a batch looks whether its pass was closed."""
+
+
+class Job(NamedTuple):
+    """What a task is asked for."""
+
+    keys: tuple[str, ...]
+    """Of the loader, and of the others of its process that are in use: what workers hold for any other they let go."""
+    report_s: float
+    """How often a worker that is still at it says so."""
+    grace_s: float
+    """How long it may be at it after the pass was closed."""
+    of_pass: int
+    """Number of the pass over the loader."""
+    seed: int
+    number: int
+    """Of the batch in its epoch, from 0."""
+    index: Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the batches of a loader are made. Sent to the object store once."""
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+    batched: bool
+    """Whether an index stands for a batch of samples, rather than for one sample that is no batch."""
+
+    def make(self, index: Any, begin: Callable[[int, str], None]) -> Any:
+        """The batch; ``begin`` is told the place in it of each sample, -1 for collating, and what it is in words."""
+        if not self.batched or getattr(self.dataset, "__getitems__", None):
+            begin(0, f"at index {shortened(index)} of the dataset")
+            samples = self.dataset.__getitems__(index) if self.batched else self.dataset[index]
+        else:
+            samples = []
+            for place, one in enumerate(index):
+                begin(place, f"at index {shortened(one)} of the dataset")
+                samples.append(self.dataset[one])
+        begin(-1, f"putting together the samples of index {shortened(index)}")
+        return self.collate(samples)
+
+
+class _Worker:
+    """What a worker process keeps from one task to the next: the plans that are in use, and what it is at."""
+
+    def __init__(self) -> None:
+        self.name = f"process {os.getpid()} of {socket.gethostname()}"
+        self._plans: dict[str, Plan] = {}
+        self._at: tuple[Job, float] | None = None  # since when
+        self._doing = ""
+        torch.set_num_threads(1)  # tasks are the parallelism
+        disable_opencv_threads()
+        threading.Thread(target=self._watch, name="feed-watch", daemon=True).start()
+
+    def make(self, plan: list[Any], job: Job) -> Any:
+        """A batch, taken apart for the object store, with its bad samples; or what went wrong, as torch tells it.
+
+        None: nobody waits for it any more.
+        """
+        if is_closed(job.keys[0], job.of_pass):
+            return None
+        self._doing, self._at = "loading the dataset", (job, time.monotonic())
+        try:
+            return self._attempt(self._plan(job.keys, plan), job)
+        finally:
+            self._at = None
+
+    def _plan(self, keys: tuple[str, ...], plan: list[Any]) -> Plan:
+        if keys[0] not in self._plans:
+            owner = keys[0].partition("/")[0]
+            for old in [old for old in self._plans if old.startswith(owner) and old not in keys]:
+                del self._plans[old]
+            self._plans[keys[0]] = sys.modules["ray"].get(plan[0])
+        return self._plans[keys[0]]
+
+    def _attempt(self, plan: Plan, job: Job) -> Any:
+        with relayed() as bad:
+            try:
+                return *_take_apart(plan.make(job.index, partial(self._begin, job))), bad
+            except BaseException as error:  # noqa: BLE001  # SystemExit, too: raised in the training process
+                where = f"in a Ray worker ({self.name}), {self._doing}"
+                if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch
+                    error = LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.")
+                return ExceptionWrapper((type(error), error, error.__traceback__), where=where)  # type: ignore[no-untyped-call]
+
+    def _begin(self, job: Job, place: int, what: str) -> None:
+        self._doing = what
+        begin_sample(job.seed, job.number, place)
+        # The default generators serve nobody else here: draws of the user's own do not depend on the worker either.
+        own = mix_seed(job.seed, job.number, place, "default generators")
+        torch.default_generator.manual_seed(own)
+        random.seed(own)
+        np.random.seed(own % 2**32)
+
+    def _watch(self) -> None:
+        """Say what takes long. End this process where it takes a CPU for nothing: Ray replaces it."""
+        reported = closed = 0.0
+        while True:
+            time.sleep(CHECK_S)
+            at, now = self._at, time.monotonic()
+            if at is None or now - at[1] < CHECK_S:
+                continue
+            job, since = at
+            if now - max(reported, since) >= job.report_s:
+                tell(job.keys[0], self.name, f"{self.name} is {self._doing}, and at this batch for {now - since:.0f} s")
+                reported = now
+            if is_closed(job.keys[0], job.of_pass):
+                closed = now if closed < since else closed
+                if now - closed >= job.grace_s:
+                    os._exit(1)
+
+
+_worker: _Worker | None = None
+
+
+def make_batch(_after: None, plan: list[Any], *job: Any) -> tuple[None, Any]:
+    """A task of Ray: that it has ended, and what came of it."""
+    global _worker
+    _worker = _worker or _Worker()
+    return None, _worker.make(plan, Job(*job))
+
+
+def _take_apart(batch: Any) -> tuple[bytes, list[Any]]:
+    """A batch as a pickle and its buffers. Ray alone would copy each tensor several times."""
+    cloudpickle: Any = sys.modules["ray"].cloudpickle  # in a worker it is there
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, thing: Any) -> Any:
+            found = _reduced(thing) if type(thing) is torch.Tensor else None
+            return super().reducer_override(thing) if found is None else found
+
+    buffers: list[Any] = []
+    stream = io.BytesIO()
+    Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(batch)
+    return stream.getvalue(), [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    """A plain tensor of the CPU as its memory and how to see it; None for one that torch has to pickle."""
+    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
+    if not plain or not tensor.numel() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])  # channels_last stays what it is
+    dense = tensor.permute(order).contiguous()
+    memory = dense.reshape(-1).view(torch.uint8).numpy()
+    return _tensor, (memory, tensor.dtype, tuple(dense.shape), [order.index(dim) for dim in range(tensor.ndim)])
+
+
+def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], order: list[int]) -> torch.Tensor:
+    return torch.from_numpy(memory).view(dtype).view(shape).permute(order)
+
+
+# --- word between workers and those who wait for them -----------------------------------------------------------------
+
+# In the key-value store of the head node: a few bytes that any process of the cluster may write or read in less than a
+# millisecond. ray.cancel() is not used: racing with the end of a task it ends the calling process (seen in Ray 2.60).
+_NAMESPACE = {"namespace": "lightning_feed"}
+
+
+def _store() -> Any:
+    from ray.experimental import internal_kv
+
+    return internal_kv
+
+
+def tell(key: str, name: str, text: str) -> None:
+    """Say what a worker is at."""
+    _store()._internal_kv_put(f"at/{key}/{name}", text, **_NAMESPACE)
+
+
+def told(key: str) -> list[str]:
+    """What workers have said since this was last asked."""
+    store, prefix = _store(), f"at/{key}/"
+    found = [store._internal_kv_get(one, **_NAMESPACE) for one in store._internal_kv_list(prefix, **_NAMESPACE)]
+    store._internal_kv_del(prefix, del_by_prefix=True, **_NAMESPACE)
+    return sorted(text.decode() for text in found if text is not None)
+
+
+def close_passes(key: str, last: int) -> None:
+    """Nobody waits for batches of this loader's passes any more, up to this one."""
+    _store()._internal_kv_put(f"closed/{key}", str(last), **_NAMESPACE)
+
+
+def is_closed(key: str, of_pass: int) -> bool:
+    """Whether nobody waits for batches of this pass."""
+    last = _store()._internal_kv_get(f"closed/{key}", **_NAMESPACE)
+    return last is not None and int(last) >= of_pass

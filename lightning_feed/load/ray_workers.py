@@ -1,0 +1,361 @@
+"""Ray workers: one pass over a map-style dataset, its batches made by Ray tasks on any node of a cluster.
+
+Each batch is one task, a pure function of its number, its indices and the seed of the pass: who makes it, and how often
+it was begun, cannot be seen in it. So the rest is left to Ray: it places tasks where a CPU is free, keeps their worker
+processes for the next ones, and makes a batch again whose process or node died. Actors would each hold a CPU for as
+long as they live, and what is given to one waits for it, whatever it hangs in.
+
+A task begins after the end of the one ``num_workers`` before it, so no more CPUs are taken than that.
+"""
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import pickle
+import socket
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader
+
+from lightning_feed.errors import LoaderError
+from lightning_feed.extras import require
+from lightning_feed.load.collate import count_relayed
+from lightning_feed.load.order import mix_seed, rank_of_run, ranks_of_run
+from lightning_feed.load.ray_batches import Plan, close_passes, make_batch, told
+from lightning_feed.load.settings import RayCluster
+from lightning_feed.load.threads import OwnPass, pin_function, shortened
+from lightning_feed.load.trace import traced
+
+logger = logging.getLogger(__name__)
+
+STORE_SHARE = 0.5
+"""Of the smallest object store of the cluster, what the batches of the training processes of one node may take."""
+TRIES = 5
+"""Worker processes that may die with one batch before it is an error: the batch is what kills them."""
+WAIT_FOR_WORKER_S = 300.0
+"""How long to wait while no worker is at any batch of a pass: a cluster may have to start machines first."""
+REPORT_S = 10.0
+"""How often a worker that is still at a batch says so."""
+GRACE_S = 5.0
+"""How long a batch of a pass that was closed may go on. Its worker is ended then, as torch ends worker processes."""
+_HEAD_CHECK_S, _HEAD_PATIENCE_S = 5.0, 20.0
+"""How often to look for the head node, and how long it may be away. Ray itself ends a process, without an exception,
+that has not reached it for 60 s."""
+_LOOK_S = 0.2
+"""How often a waiting consumer looks whether its pass was closed, and whether anybody works for it."""
+_END = object()
+
+
+# --- the cluster ----------------------------------------------------------------------------------------------------
+
+_connected: dict[str, int] = {}
+"""Clusters that this module connected to, and the process that it did so in."""
+
+
+def _ray() -> Any:
+    return require("ray", extra="ray", why="LoaderSettings(workers='ray')")
+
+
+def connect(address: str | None, num_workers: int) -> Any:
+    """Ray, connected to the cluster that was asked for."""
+    ray = _ray()
+    if not ray.is_initialized():
+        own = {} if address else {"num_cpus": num_workers, "include_dashboard": False}
+        try:
+            if address not in (None, "auto", "local"):
+                _knock(address)  # where nobody answers, Ray tries for ever
+            ray.init(address=address or "local", logging_level=logging.WARNING, **own)
+        except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+            raise LoaderError(
+                f"The Ray cluster at ray_address={address!r} cannot be used: {error} Start it with `ray start --head`, "
+                "under the Ray and Python of this process, and train on a node of it with ray_address='auto'. Without "
+                "ray_address, Ray starts on this machine."
+            ) from error
+        _connected[ray.get_runtime_context().gcs_address] = os.getpid()
+    used = ray.get_runtime_context().gcs_address
+    if _connected.get(used, os.getpid()) != os.getpid():
+        raise LoaderError(
+            "This process was forked from one that uses Ray, which Ray does not survive. Begin to load after the fork "
+            "only, or start the ranks anew (strategy='ddp')."
+        )
+    if address not in (None, "auto", used):
+        raise LoaderError(
+            f"This process uses the Ray cluster at {used} already, and ray_address={address!r} is another one. A "
+            f"process can use one cluster: give ray_address={used!r}, or 'auto', or call ray.shutdown() before."
+        )
+    return ray
+
+
+def _knock(address: str) -> None:
+    """Raise an OSError, or a ValueError for what is no address, where no head node answers."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+
+
+@functools.cache  # said once
+def _warn_of_few(there: float, workers: int) -> None:
+    if there < workers:
+        few = "The Ray cluster has %g CPUs for num_workers=%d: no more batches are made at the same time."
+        logger.warning(few, there, workers)
+
+
+@functools.cache  # each is sent to the cluster once
+def _task(tries: int) -> Any:
+    # SPREAD keeps tasks out of the placement group of a training that is an actor itself, too, as under ray.train.
+    options = {"num_returns": 2, "num_cpus": 1, "max_retries": tries - 1, "scheduling_strategy": "SPREAD"}
+    return _ray().remote(**options)(make_batch)
+
+
+_owner = uuid.uuid4().hex
+_in_use: "weakref.WeakValueDictionary[str, RemotePlan]" = weakref.WeakValueDictionary()
+"""What the workers are to keep, by its key."""
+
+
+class RemotePlan:
+    """The dataset of one loader in the object store. Kept by the loader where its workers are persistent: a worker
+    reads it once, and lets go of it when this object is gone."""
+
+    def __init__(self, loader: DataLoader[Any], cluster: RayCluster) -> None:
+        self.ray = ray = connect(cluster.address, loader.num_workers)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self.store_bytes = int(min(node.get("object_store_memory", 0) for node in nodes))
+        _warn_of_few(sum(node.get("CPU", 0) for node in nodes), loader.num_workers)
+        self.address: str = ray.get_runtime_context().gcs_address
+        plan = Plan(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
+        self._plan = [self._put(plan)]  # in a list, so that a task is not given the object itself
+        self.key = f"{_owner}/{uuid.uuid4().hex}"
+        self.passes = itertools.count()
+        _in_use[self.key] = self
+
+    def make(self, after: Any, *job: Any) -> Any:
+        """Begin a batch after the end of another: its end and itself, as references."""
+        keys = (self.key, *(key for key in _in_use if key != self.key))
+        return _task(TRIES).remote(after, self._plan, keys, REPORT_S, GRACE_S, *job)
+
+    def close_passes(self, last: int) -> None:
+        """Let workers know that nobody waits for batches of these passes any more."""
+        if self.ray.is_initialized() and self.ray.get_runtime_context().gcs_address == self.address:
+            close_passes(self.key, last)
+
+    def cpus(self) -> str:
+        """The CPUs of the cluster, in words."""
+        there, free = (found.get("CPU", 0) for found in (self.ray.cluster_resources(), self.ray.available_resources()))
+        return f"The Ray cluster has {there:g} CPUs, {free:g} of them free"
+
+    def _put(self, plan: Plan) -> Any:
+        exceptions = self.ray.exceptions
+        try:
+            return self.ray.put(plan)
+        except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError) as error:
+            raise LoaderError(
+                f"The dataset {type(plan.dataset).__name__} does not fit into the object store of Ray, nor on its "
+                f"disk: {error} Keep samples in files and only their names in the dataset, or start Ray with a larger "
+                "object_store_memory."
+            ) from error
+        except Exception as error:
+            name, thing, why = self._culprit(plan, error)
+            raise LoaderError(
+                f"The Ray workers cannot be given the {name} ({shortened(thing)}), which has to be pickled: {why}. "
+                "Open files and connections in the first __getitem__, keep no locks, or use workers='process' with "
+                "start_method='fork', which does not pickle."
+            ) from error
+
+    def _culprit(self, plan: Plan, error: Exception) -> tuple[str, Any, str]:
+        try:
+            self.ray.cloudpickle.dumps(plan.collate)
+        except Exception as told:  # noqa: BLE001  # of whatever the user's objects hold
+            return "collate_fn", plan.collate, str(told)
+        return "dataset", plan.dataset, str(error.__cause__ or error)
+
+
+# --- a pass ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A batch that Ray was asked for."""
+
+    number: int
+    """In its epoch, from 0."""
+    index: Any
+    ended: Any
+    made: Any
+
+
+class RayPass(OwnPass):
+    """Iterates over what a DataLoader of the same arguments would, with Ray tasks in place of worker processes.
+
+    Indices are drawn, and errors raised, where DataLoader does so: by the consumer, ``num_workers * prefetch_factor``
+    batches ahead, unless they would take more of the object store than :data:`STORE_SHARE`. ``worker_init_fn`` is not
+    called.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], indices: Iterator[Any], *, first: int, seed: int, plan: RemotePlan
+    ) -> None:
+        self._indices, self._number, self._plan, self._ray = indices, first, plan, plan.ray
+        self._in_order, self._timeout_s = loader.in_order, loader.timeout
+        self._pin = pin_function() if loader.pin_memory else None
+        self._seed = mix_seed(seed, rank_of_run(), 0, "rank")
+        self.capacity = loader.num_workers * (loader.prefetch_factor or 1)
+        self._ends: deque[Any] = deque([None] * loader.num_workers, maxlen=loader.num_workers)
+        self._asked: deque[_Asked] = deque()
+        self._largest = 0
+        self._drawn = self._ended = self._closed = False
+        self._head_seen = self._head_checked = self._worked = time.monotonic()
+        self._of_pass = next(plan.passes)
+        self._ending = weakref.finalize(self, plan.close_passes, self._of_pass)
+        self._ending.atexit = False
+        self._ask()
+
+    def __next__(self) -> Any:
+        if not self._closed and not self._asked:
+            self._ended = self._closed = True
+            self._ending.detach()
+        if self._ended:
+            raise StopIteration
+        with traced("thread_wait"):
+            made = self._wait()
+        if isinstance(made, BaseException):
+            raise made
+        if isinstance(made, ExceptionWrapper):
+            made.reraise()  # type: ignore[no-untyped-call]
+        data, buffers, bad = made
+        self._largest = max(self._largest, sum(buffer.nbytes for buffer in buffers))
+        self._ask()
+        count_relayed(bad)
+        # Copied out of the object store, where it could not be written to, and would not make room.
+        batch = pickle.loads(data, buffers=[buffer.copy() for buffer in buffers])
+        return batch if self._pin is None else self._pin(batch)
+
+    @property
+    def ready(self) -> int:
+        """Batches that are complete and not handed out. Any thread may ask. Those on other nodes begin to come here."""
+        made = [asked.made for asked in list(self._asked)]
+        return len(self._ray.wait(made, num_returns=len(made), timeout=0)[0]) if made else 0
+
+    def where(self) -> str:
+        """What is waited for, in words. Any thread may ask."""
+        reports = [f"{one}. `ray stack` on that machine shows where." for one in told(self._plan.key)]
+        return "\n".join(
+            [f"{self._plan.cpus()}.", *(reports or [f"No worker has been at a batch for {REPORT_S:g} s."])]
+        )
+
+    def close(self, patience_s: float | None = None) -> None:
+        """End the work of this pass. A second call does nothing."""
+        self._closed = True
+        self._ending()
+        self._asked.clear()
+
+    def _ask(self) -> None:
+        """Ask for as many batches as may be ahead."""
+        while not self._drawn and len(self._asked) < self.capacity and self._has_room():
+            index = next(self._indices, _END)
+            self._drawn = index is _END
+            if not self._drawn:
+                refs = self._plan.make(self._ends[0], self._of_pass, self._seed, self._number, index)
+                self._ends.append(refs[0])
+                self._asked.append(_Asked(self._number, index, *refs))
+                self._number += 1
+
+    def _has_room(self) -> bool:
+        # No more ranks share a node than it has devices.
+        sharers = min(ranks_of_run(), torch.accelerator.device_count() or ranks_of_run())
+        bytes_ahead = (len(self._asked) + 1) * self._largest * sharers
+        return not self._asked or bytes_ahead <= STORE_SHARE * self._plan.store_bytes
+
+    def _wait(self) -> Any:
+        """What came of the batch to hand out, when it is complete."""
+        began = self._worked = time.monotonic()
+        while True:
+            self._look(began)
+            asked = self._complete()
+            if asked is None:
+                continue
+            try:
+                made = self._ray.get(asked.made, timeout=_LOOK_S)
+            except self._ray.exceptions.GetTimeoutError:  # lost again
+                continue
+            except self._ray.exceptions.RayError as error:
+                made = self._explained(asked, error)
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                self._asked.remove(asked)
+            return made
+
+    def _complete(self) -> _Asked | None:
+        """The batch to hand out; None if it is not complete within some time."""
+        _ = self.ready
+        candidates = list(self._asked)[: 1 if self._in_order else None]
+        made = [asked.made for asked in candidates]
+        done = self._ray.wait(made, num_returns=1, timeout=_LOOK_S)[0] if made else []
+        return next((asked for asked in candidates if asked.made in done), None)
+
+    def _explained(self, asked: _Asked, error: Exception) -> LoaderError:
+        what = f"batch {asked.number}, at {shortened(asked.index)}"
+        if type(error) is self._ray.exceptions.WorkerCrashedError:
+            explained = LoaderError(
+                f"{TRIES} Ray workers died one after the other with {what}: {error} A crash in the dataset's code does "
+                "this, and too little memory: see `ray logs`."
+            )
+        else:
+            explained = LoaderError(
+                f"The Ray workers could not make {what}: {getattr(error, 'cause', error)} All nodes need this package "
+                "and what the dataset imports, in the versions of the training process, and room for a batch in the "
+                "object store or on its disk."
+            )
+        explained.__cause__ = error
+        return explained
+
+    def _look(self, began: float) -> None:
+        """Raise if there is no more to wait for."""
+        if self._closed:
+            raise LoaderError("This pass over the loader was closed. Begin a new pass with iter(loader).")
+        now = time.monotonic()
+        self._look_for_head(now)
+        if self._timeout_s and now - began >= self._timeout_s:
+            raise LoaderError(
+                f"No batch came within timeout={self._timeout_s:g} s. {self.where()} Give what it waits for a timeout "
+                "of its own, or allow more time by LoaderSettings(timeout_s=...)."
+            )
+        if now - self._worked >= WAIT_FOR_WORKER_S:
+            self._look_for_workers(now, began)
+
+    def _look_for_workers(self, now: float, began: float) -> None:
+        if told(self._plan.key):  # who is still at it tells it again soon
+            self._worked = now - WAIT_FOR_WORKER_S + 6 * REPORT_S
+            return
+        raise LoaderError(
+            f"No Ray worker has begun with any of {len(self._asked)} batches for {now - began:.0f} s. "
+            f"{self._plan.cpus()}. Others may hold them, or workers do not start: see `ray status` and `ray logs`. "
+            "Add machines, or end what takes their CPUs."
+        )
+
+    def _look_for_head(self, now: float) -> None:
+        if now - self._head_checked < _HEAD_CHECK_S:
+            return
+        self._head_checked = now
+        address = self._plan.address
+        try:
+            _knock(address)
+            self._head_seen = now
+        except OSError as error:
+            if now - self._head_seen < _HEAD_PATIENCE_S:
+                return
+            self._ending.detach()  # it would wait for the head node, too
+            if address in _connected:
+                self._ray.shutdown()  # else Ray ends this process soon, before a checkpoint is written
+            raise LoaderError(
+                f"The head node of the Ray cluster ({address}) has not answered for {now - self._head_seen:.0f} s: "
+                f"{error}. Ray ends processes that cannot reach it. Start the cluster again, and resume from the last "
+                "checkpoint."
+            ) from error

@@ -1,0 +1,732 @@
+"""Ray workers: the batches of a DataLoader, random numbers, errors, waits that end, lost workers."""
+
+import gc
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.data import _update_dataloader
+from recording import Numbers, Recording, quiet_trainer
+from resuming import assert_resumes_exactly
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+
+from lightning_feed import FastDataModule
+from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
+from lightning_feed.load import ray_batches, ray_workers
+from lightning_feed.load.background import Watch
+from lightning_feed.load.collate import BadSamples, fill_skipped
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import EpochOrder
+from lightning_feed.load.random_state import sample_generator
+from lightning_feed.load.settings import LoaderSettings, RayCluster
+
+import ray  # isort: skip
+
+for _name in (__name__, Numbers.__module__):  # workers cannot import test files
+    ray.cloudpickle.register_pickle_by_value(sys.modules[_name])
+SIZE = 23
+STORE = 80 << 20
+pytestmark = [
+    pytest.mark.slow,  # starting Ray and its workers
+    pytest.mark.timeout(120),
+    # Ray 2.60 leaves these to garbage collection when it starts its own processes, and when it is shut down.
+    pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+]
+
+
+class Rows(Dataset):
+    def __init__(self, size=SIZE):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+
+class Whole(Rows):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Noisy(Rows):
+    """As our recipes draw, and as users' datasets do."""
+
+    def __getitem__(self, index):
+        own = torch.rand((), generator=sample_generator()).item()
+        return index, own, torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+def as_list(batch):
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    return [as_list(part) for part in batch] if isinstance(batch, (list, tuple)) else batch
+
+
+def on_ray(dataset, *, num_workers=2, **options):
+    return FeedLoader(dataset, num_workers=num_workers, workers=RayCluster(), **options)
+
+
+def epochs(loader, count=2):
+    return [[as_list(batch) for batch in loader] for _ in range(count)]
+
+
+def order(epoch=0):
+    return EpochOrder(seed=8, epoch=lambda: epoch)
+
+
+def wait_until(true, most_s=20):
+    until = time.monotonic() + most_s
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_ray():
+    """One Ray of two CPUs for all tests: it takes seconds to start, and so do its workers."""
+    ray.init(address="local", num_cpus=2, object_store_memory=STORE, include_dashboard=False, logging_level="WARNING")
+    yield
+    ray.shutdown()
+
+
+# --- the contract ---------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "shuffled": lambda: {"batch_size": 4, "shuffle": True},
+    "drop_last": lambda: {"batch_size": 4, "drop_last": True},
+    "users_generator": lambda: {"batch_size": 4, "shuffle": True, "generator": torch.Generator().manual_seed(1)},
+    "batch_sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(SIZE)), 5, False)},
+    "uneven": lambda: {"batch_sampler": [[3], [1, 2, 3], (4, 5), torch.tensor([6, 7]), range(2)]},
+    "unbatched": lambda: {"batch_size": None, "shuffle": True},
+    "collate": lambda: {"batch_size": 4, "collate_fn": lambda samples: {"sum": sum(map(int, samples))}},
+    "distributed": lambda: {"batch_size": 4, "sampler": DistributedSampler(range(SIZE), 2, 1)},
+}
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)))
+def test_batches_are_those_of_a_dataloader(number):
+    kind, dataset = list(KINDS)[number], (Rows, Whole)[number % 2]
+    options = [{}, {"background": 2}, {"persistent_workers": True}][number % 3]
+    torch.manual_seed(7)
+    plain = epochs(DataLoader(dataset(), **KINDS[kind]()))
+    torch.manual_seed(7)
+    ours = epochs(on_ray(dataset(), **KINDS[kind](), **options))
+    same = 1 if "persistent_workers" in options else 2  # torch seeds persistent workers once, and draws less from then
+    assert ours[:same] == plain[:same]
+
+
+def test_tensors_keep_their_layout_and_can_be_written_to():
+    def collate(samples):
+        images = torch.arange(96.0).view(2, 3, 4, 4)
+        return {
+            "last": images.to(memory_format=torch.channels_last),
+            "strided": torch.eye(4)[:, ::2],
+            "none": torch.empty(0, 3),
+            "true": torch.tensor(True),
+            "small": torch.ones(3, dtype=torch.bfloat16),
+            "complex": torch.ones(2, dtype=torch.complex64),
+            "array": np.arange(5),
+            "name": "a",
+        }
+
+    (batch,) = on_ray(Rows(2), batch_size=2, collate_fn=collate)
+    plain = collate(None)
+    for name, value in plain.items():
+        if isinstance(value, torch.Tensor):
+            assert batch[name].dtype == value.dtype
+            assert torch.equal(batch[name], value)
+            batch[name].zero_()
+    assert batch["last"].is_contiguous(memory_format=torch.channels_last)
+    assert (batch["array"].tolist(), batch["name"]) == ([0, 1, 2, 3, 4], "a")
+    batch["array"][0] = 7
+
+
+def test_out_of_order_all_batches_come(tmp_path):
+    class Blocked(Rows):
+        def __getitem__(self, index):
+            while index == 2 and not (tmp_path / "free").exists():
+                time.sleep(0.01)
+            return index
+
+    seen = []
+    for batch in on_ray(Blocked(), batch_size=4, in_order=False):
+        seen.append(batch.tolist())
+        (tmp_path / "free").touch()
+    whole = [list(range(at, min(at + 4, SIZE))) for at in range(0, SIZE, 4)]
+    assert seen[0] != whole[0]
+    assert sorted(seen) == whole
+
+
+def test_several_passes_at_a_time():
+    loader = on_ray(Rows(), batch_size=4)
+    both = [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)]
+    assert both == [(batch, batch) for (batch, _) in both]
+    assert len(both) == 6
+
+
+def test_no_more_is_loaded_ahead_than_said(tmp_path):
+    class Noting(Rows):
+        def __getitem__(self, index):
+            (tmp_path / str(index)).touch()
+            return index
+
+    for taken, _ in enumerate(on_ray(Noting(60), batch_size=4, prefetch_factor=1), 1):
+        assert len(list(tmp_path.iterdir())) - 4 * taken <= 4 * 2
+
+
+def test_what_is_ahead_takes_no_more_of_the_object_store_than_its_share(monkeypatch):
+    class Large(Rows):
+        def __getitem__(self, index):
+            return torch.zeros(1 << 20, dtype=torch.uint8)
+
+    store = ray.cluster_resources()["object_store_memory"]
+    monkeypatch.setattr(ray_workers, "STORE_SHARE", 3.5 * (1 << 20) / store)
+    batches = iter(on_ray(Large(20), batch_size=None, prefetch_factor=4))
+    most = 0
+    for taken, _ in enumerate(batches):
+        if taken > 8 and batches.source is not None:  # the first batch tells how large those are that come after it
+            most = max(most, len(batches.source._asked))
+    assert (taken, most) == (19, 3)
+
+
+# --- random numbers -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_drawn_does_not_depend_on_the_workers():
+    runs = [
+        epochs(on_ray(Noisy(), num_workers=workers, batch_size=4, shuffle=True, order=order(), **options))
+        for workers, options in ((1, {}), (2, {"background": 2, "prefetch_factor": 5}))
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]  # another cycle of the same epoch
+    drawn = [number for batch in runs[0][0] for part in batch[1:] for number in part]
+    assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_what_is_drawn_is_the_same_after_a_resume(seeded):
+    def make():
+        return on_ray(Noisy(), batch_size=4, order=order() if seeded else None, shuffle=True)
+
+    torch.manual_seed(7)
+    loader = make()
+    whole, states = [], []
+    for batch in loader:
+        whole.append(as_list(batch))
+        states.append(pickle.loads(pickle.dumps(loader.state_dict())))
+    for at in (0, len(whole) - 2):
+        torch.manual_seed(at)
+        resumed = make()
+        resumed.load_state_dict(states[at])
+        assert [as_list(batch) for batch in resumed] == whole[at + 1 :]
+
+
+def test_ranks_have_numbers_of_their_own(monkeypatch):
+    def on_rank(rank):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+        return epochs(on_ray(Noisy(), batch_size=4, order=order()))
+
+    assert on_rank(0) != on_rank(1)
+
+
+def test_the_training_goes_on_drawing_its_own_numbers():
+    def run(dataset, **options):
+        torch.manual_seed(7), random.seed(7), np.random.seed(7)
+        loader = FeedLoader(dataset, batch_size=4, shuffle=True, order=order(), **options)
+        return [(torch.rand(2).tolist(), random.random(), np.random.rand()) for _ in loader]
+
+    assert run(Noisy(), workers=RayCluster(), num_workers=2) == run(Rows())
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+class Failing(Rows):
+    def __init__(self, error, at=(9, 10, 11)):
+        super().__init__()
+        self.error, self.at = error, at
+
+    def __getitem__(self, index):
+        if index in self.at:
+            raise self.error
+        return super().__getitem__(index)
+
+
+class TwoWords(Exception):
+    def __init__(self, one, two):
+        super().__init__(one, two)
+
+
+@pytest.mark.parametrize("background", [0, 2])
+def test_an_error_names_the_worker_and_the_index(background):
+    batches = iter(on_ray(Failing(KeyError("no picture")), batch_size=4, background=background))
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    words = r"(?s)Caught KeyError in a Ray worker \(process \d+ of .*\), at index 9 of .*__getitem__.*no picture"
+    with pytest.raises(KeyError, match=words):
+        next(batches)
+    with pytest.raises(LoaderError, match="ended with KeyError"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        (TwoWords("a", "b"), RuntimeError, "Caught TwoWords in a Ray worker .*at index 9"),
+        (SystemExit(3), SystemExit, "Caught SystemExit in a Ray worker .*at index 9"),
+        (StopIteration(), LoaderError, "StopIteration was raised in a Ray worker .*index 9"),
+    ],
+)
+def test_errors_of_any_kind(error, raised, words):
+    with pytest.raises(raised, match=f"(?s){words}"):
+        epochs(on_ray(Failing(error), batch_size=4))
+
+
+def test_an_error_in_the_collate_function_names_the_samples():
+    def collate(samples):
+        raise ValueError("does not fit")
+
+    with pytest.raises(ValueError, match=r"(?s)putting together the samples of index \[0, 1, 2, 3\].*does not fit"):
+        epochs(on_ray(Rows(), batch_size=4, collate_fn=collate))
+
+
+class Partly(Rows):
+    """As our image datasets treat bad samples."""
+
+    def __init__(self, bad_samples, bad=(1, 6, 7)):
+        super().__init__(12)
+        self.bad_samples, self.bad = bad_samples, bad
+
+    def __getitem__(self, index):
+        try:
+            return self.read(index)
+        except DatasetError as error:
+            return self.bad_samples.instead(index, error, self.size, self.read)
+
+    def read(self, index):
+        if index in self.bad:
+            raise DatasetError(f"sample {index} is torn")
+        return index
+
+
+def test_bad_samples_are_counted_over_all_workers(caplog):
+    bad = BadSamples("skip", max_failures=5)
+    loader = on_ray(Partly(bad), batch_size=4, collate_fn=fill_skipped)
+    assert list(loader) == [[0, 0, 2, 3], [4, 5, 4, 5], [8, 9, 10, 11]]
+    assert bad.failures == 3
+    assert caplog.text.count("is torn on_error='skip'") == 3
+    with pytest.raises(DatasetError, match="6 samples could not be read, and max_failures=5"):
+        list(loader)
+
+
+def test_a_dataset_that_does_not_pickle():
+    held = Rows()
+    held.lock = lock = threading.Lock()
+    with pytest.raises(LoaderError, match=r"cannot be given the dataset .*pickled: cannot pickle '_thread.lock"):
+        iter(on_ray(held))
+    with pytest.raises(LoaderError, match="cannot be given the collate_fn"):
+        iter(on_ray(Rows(), collate_fn=lambda samples: (lock, samples)))
+
+
+def test_a_full_object_store(monkeypatch):
+    def refuse(thing):
+        raise ray.exceptions.OutOfDiskError("Local disk is full")
+
+    monkeypatch.setattr(ray, "put", refuse)
+    with pytest.raises(LoaderError, match="The dataset Rows does not fit into the object store"):
+        iter(on_ray(Rows()))
+
+
+def test_a_dataset_that_cannot_be_read_in_a_worker():
+    class Unreadable(Rows):
+        def __reduce__(self):
+            return os.fspath, (3,)
+
+    with pytest.raises(LoaderError, match=r"(?s)could not make batch 0, at \[0, 1\].*All nodes need this"):
+        list(on_ray(Unreadable(), batch_size=2))
+
+
+def test_without_ray(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[ray\]'"):
+        iter(on_ray(Rows()))
+
+
+def test_another_cluster_than_the_one_in_use():
+    with pytest.raises(LoaderError, match=r"uses the Ray cluster at .* already, and ray_address='10.0.0.9:6379' is"):
+        iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster("10.0.0.9:6379")))
+
+
+def test_a_cluster_that_cannot_be_used(monkeypatch):
+    def refuse(**options):
+        raise RuntimeError("Version mismatch: The cluster was started with: Ray: 2.40.0")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(LoaderError, match=r"ray_address='auto' cannot be used: Version mismatch: .*ray start --head"):
+        iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster("auto")))
+
+
+def test_an_address_without_a_cluster(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(LoaderError, match=r"ray_address='127.0.0.1:9' cannot be used"):
+        iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster("127.0.0.1:9")))
+
+
+def test_a_forked_copy_is_refused(monkeypatch):
+    monkeypatch.setitem(ray_workers._connected, ray.get_runtime_context().gcs_address, os.getpid() + 1)
+    with pytest.raises(LoaderError, match="was forked from one that uses Ray"):
+        iter(on_ray(Rows()))
+
+
+def test_a_head_node_that_is_gone(monkeypatch):
+    monkeypatch.setattr(ray_workers, "_HEAD_CHECK_S", 0)
+    monkeypatch.setattr(ray_workers, "_HEAD_PATIENCE_S", 0)
+    monkeypatch.setattr(ray_workers, "_connected", {})
+    batches = iter(on_ray(Rows(), batch_size=4))
+    next(batches)
+    batches.source._plan.address = "127.0.0.1:9"
+    with pytest.raises(LoaderError, match=r"The head node of the Ray cluster \(127.0.0.1:9\) has not answered"):
+        next(batches)
+
+
+class Slow(Rows):
+    """One of its samples takes long."""
+
+    def __init__(self, seconds, at=(5,)):
+        super().__init__()
+        self.seconds, self.at = seconds, at
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds if index in self.at else 0)
+        return index
+
+
+def test_a_batch_that_does_not_come_is_warned_of_and_at_last_an_error(caplog, monkeypatch):
+    monkeypatch.setattr(ray_workers, "REPORT_S", 0.3)
+    batches = iter(on_ray(Slow(1000), batch_size=4, timeout=60, watch=Watch("train", 3)))
+    next(batches)
+    batches.source._timeout_s = 6
+    with pytest.raises(LoaderError, match=r"(?s)within timeout=6 s. The Ray cluster has 2 CPUs, \d of them free"):
+        next(batches)
+    assert "is at index 5 of the dataset, and at this batch for" in caplog.text
+
+
+# --- every wait ends ------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_hang_in_a_pass_that_was_closed_are_ended_for_the_next(monkeypatch):
+    """No CPU is left, and nobody waits for what takes them."""
+    monkeypatch.setattr(ray_workers, "GRACE_S", 0.5)
+    batches = iter(on_ray(Slow(1000, at=range(SIZE)), batch_size=4))
+    wait_until(lambda: ray.available_resources().get("CPU", 0) == 0)
+    batches.close()
+    assert epochs(on_ray(Rows(), batch_size=4), 1) == epochs(DataLoader(Rows(), batch_size=4), 1)
+
+
+def test_a_slow_first_batch_leaves_the_other_workers_at_work(tmp_path):
+    class Waiting(Rows):
+        def __getitem__(self, index):
+            while index == 0 and not (tmp_path / "4").exists():
+                time.sleep(0.01)
+            (tmp_path / str(index)).touch()
+            return index
+
+    assert epochs(on_ray(Waiting(), batch_size=4), 1) == epochs(DataLoader(Rows(), batch_size=4), 1)
+
+
+def test_without_a_free_cpu_the_wait_ends_with_what_is_missing(monkeypatch, tmp_path):
+    def hold():
+        while not (tmp_path / "free").exists():
+            time.sleep(0.05)
+
+    monkeypatch.setattr(ray_workers, "WAIT_FOR_WORKER_S", 1)
+    held = ray.remote(num_cpus=2)(hold).remote()
+    wait_until(lambda: ray.available_resources().get("CPU", 0) == 0)
+    batches = iter(on_ray(Rows(), batch_size=4))
+    with pytest.raises(LoaderError, match=r"begun with any of 4 batches for . s. The Ray cluster has 2 CPUs, 0 of"):
+        next(batches)
+    (tmp_path / "free").touch()
+    ray.get(held)
+    monkeypatch.undo()
+    assert len(list(on_ray(Rows(), batch_size=4))) == 6
+
+
+def test_a_sample_that_takes_longer_than_that_is_waited_for(monkeypatch):
+    monkeypatch.setattr(ray_workers, "WAIT_FOR_WORKER_S", 6)
+    monkeypatch.setattr(ray_workers, "REPORT_S", 1)
+    assert len(list(on_ray(Slow(10), batch_size=4))) == 6
+
+
+def test_closed_by_another_thread_while_it_waits():
+    batches = iter(on_ray(Slow(5, at=(0,)), batch_size=4))
+    closing = threading.Timer(0.5, batches.close)
+    closing.start()
+    with pytest.raises(LoaderError, match="was closed"):
+        next(batches)
+    closing.join()
+
+
+# --- workers that die ------------------------------------------------------------------------------------------------
+
+
+class Deadly(Noisy):
+    """Kills the process that first makes one of some samples."""
+
+    def __init__(self, folder, at=(9,), once=True):
+        super().__init__()
+        self.folder, self.at, self.once = folder, at, once
+
+    def __getitem__(self, index):
+        mark = self.folder / str(index)
+        if index in self.at and not (self.once and mark.exists()):
+            mark.touch()
+            os._exit(7)
+        return super().__getitem__(index)
+
+
+def test_the_batches_of_a_worker_that_died_are_made_again(tmp_path):
+    plain = epochs(on_ray(Noisy(), batch_size=4, order=order()), 1)
+    assert epochs(on_ray(Deadly(tmp_path), batch_size=4, order=order()), 1) == plain
+    assert epochs(on_ray(Rows(), batch_size=4), 1)[0][-1] == [20, 21, 22]
+
+
+def test_a_batch_that_ends_every_worker_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_workers, "TRIES", 2)
+    with pytest.raises(LoaderError, match=r"2 Ray workers died one after the other with batch 0, at \[0, 1, 2, 3\]"):
+        epochs(on_ray(Deadly(tmp_path, at=(2,), once=False), batch_size=4))
+
+
+# --- what workers keep ----------------------------------------------------------------------------------------------
+
+
+class Copied(Rows):
+    """Tells the process that made a sample, which copy of the dataset that has, and how many plans it keeps."""
+
+    def __setstate__(self, state):
+        self.__dict__ = {**state, "copy": uuid.uuid4().hex}
+
+    def __getitem__(self, index):
+        time.sleep(0.01)  # both workers get some
+        return os.getpid(), self.copy, len(ray_batches._worker._plans)
+
+
+def samples_of(loader):
+    return {tuple(sample) for batch in loader for sample in batch}
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_persistent_workers_read_the_dataset_once(persistent):
+    loader = on_ray(Copied(40), batch_size=2, collate_fn=list, persistent_workers=persistent)
+    first, second = ({sample[:2] for sample in samples_of(loader)} for _ in range(2))
+    assert (len(first | second) == len({pid for pid, _ in first | second})) == persistent
+
+
+def test_workers_let_go_of_what_no_loader_uses():
+    kept = []
+    for _ in range(5):
+        kept.append(max(plans for _, _, plans in samples_of(on_ray(Copied(40), batch_size=2, collate_fn=list))))
+        gc.collect()
+    assert kept[-1] <= kept[0]
+
+
+@pytest.mark.parametrize("how", ["close", "garbage"])
+def test_what_nobody_waits_for_is_not_begun(how, tmp_path):
+    class Noting(Rows):
+        def __getitem__(self, index):
+            while not (tmp_path / "go").exists():
+                time.sleep(0.01)
+            (tmp_path / str(index)).touch()
+            return index
+
+    batches = iter(on_ray(Noting(), batch_size=1, prefetch_factor=4))
+    asked = [asked.ended for asked in batches.source._asked]
+    wait_until(lambda: ray.available_resources().get("CPU", 0) == 0)
+    if how == "close":
+        batches.close()
+    del batches
+    gc.collect()
+    (tmp_path / "go").touch()
+    ray.get(asked, timeout=60)
+    assert {path.name for path in tmp_path.iterdir()} <= {"go", "0", "1"}
+    assert len(asked) == 8
+
+
+# --- around the cluster -----------------------------------------------------------------------------------------------
+
+
+def test_without_an_address_ray_starts_here(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
+    iter(on_ray(Rows(), num_workers=2))
+    assert (asked["address"], asked["num_cpus"]) == ("local", 2)
+
+
+def test_more_workers_than_cpus_are_said_and_load(caplog):
+    assert len(list(on_ray(Rows(), num_workers=3, batch_size=4))) == 6
+    assert "has 2 CPUs for num_workers=3" in caplog.text
+
+
+def test_what_is_larger_than_the_object_store_is_kept_on_disk():
+    def collate(samples):
+        return torch.zeros(2 * STORE, dtype=torch.uint8)
+
+    held = Rows()
+    held.bytes = bytearray(2 * STORE)
+    assert len(list(on_ray(held, batch_size=8))) == 3
+    assert [len(batch) for batch in on_ray(Rows(), batch_size=8, collate_fn=collate)] == 3 * [2 * STORE]
+
+
+def test_passes_that_are_broken_off_leave_nothing_in_the_store():
+    from ray._private.internal_api import memory_summary
+
+    def collate(samples):
+        return torch.zeros(2 << 20, dtype=torch.uint8)
+
+    def used():
+        summary = memory_summary(address=ray.get_runtime_context().gcs_address, stats_only=True)
+        (line,) = [line for line in summary.splitlines() if line.startswith("Plasma memory usage")]
+        return line
+
+    loader = on_ray(Rows(), batch_size=1, collate_fn=collate, persistent_workers=True)
+    for _ in range(20):
+        next(iter(loader))
+    loader.close()
+    wait_until(lambda: "Plasma memory usage 0 MiB" in used())
+    assert threading.active_count() < 20
+
+
+def test_training_inside_a_task_has_workers_of_its_own():
+    """As under ray.train: the training is in a placement group, which has no CPU left for others."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    def train():
+        loader = FeedLoader(range(40), batch_size=4, num_workers=1, workers=RayCluster("auto"))
+        return [batch.tolist() for batch in loader]
+
+    group = placement_group([{"CPU": 1}])
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    seen = ray.get(ray.remote(num_cpus=1, scheduling_strategy=strategy)(train).remote(), timeout=100)
+    remove_placement_group(group)
+    assert seen == [list(range(at, at + 4)) for at in range(0, 40, 4)]
+
+
+RANK = """
+import sys
+import torch
+from torch.utils.data import DistributedSampler
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.settings import RayCluster
+
+rank, address, meeting = int(sys.argv[1]), *sys.argv[2:]
+torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+samples, workers = range(24), RayCluster(address)
+loader = FeedLoader(samples, batch_size=3, sampler=DistributedSampler(samples), num_workers=2, workers=workers)
+print([index for batch in loader for index in batch.tolist()])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_each_rank_has_its_own_share(tmp_path):
+    """And they take turns, with four workers on two CPUs."""
+    given = [ray.get_runtime_context().gcs_address, str(tmp_path / "meeting")]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *given], stdout=subprocess.PIPE, text=True, env=env)
+        for rank in range(2)
+    ]
+    try:
+        shares = [eval(rank.communicate(timeout=250)[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [len(share) for share in shares] == [12, 12]
+    assert sorted(shares[0] + shares[1]) == list(range(24))
+
+
+# --- settings, and around -------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_a_stream_is_refused():
+    with pytest.raises(SettingsError, match=r"workers='ray' cannot serve Stream"):
+        on_ray(Stream())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "workers='ray' with num_workers='auto'"),
+        ({"num_workers": "tune"}, "workers='ray' with num_workers='tune'"),
+        ({"num_workers": 2, "start_method": "spawn"}, "start_method='spawn' would have no effect"),
+        ({"num_workers": 2, "ray_address": "ray://head:10001"}, "Ray Client"),
+        ({"num_workers": 2, "ray_address": ""}, "ray_address='' is not possible"),
+        ({"num_workers": 2, "ray_address": "auto", "workers": "thread"}, "ray_address='auto' would have no effect"),
+    ],
+)
+def test_settings_that_are_refused(options, words):
+    with pytest.raises(SettingsError, match=words):
+        LoaderSettings(**{"workers": "ray", **options})
+
+
+def test_lightning_can_copy_it_with_another_sampler():
+    loader = on_ray(Rows(), batch_size=4, background=1, order=order(), prefetch_factor=3)
+    copied = _update_dataloader(loader, DistributedSampler(range(SIZE), 2, 1, shuffle=False))
+    assert (type(copied), copied.workers, copied.prefetch_factor) == (FeedLoader, RayCluster(), 3)
+    assert as_list(next(iter(copied))) == [1, 3, 5, 7]
+
+
+class Data(FastDataModule):
+    def __init__(self, **loader):
+        super().__init__(batch_size=2, loader=LoaderSettings(**loader))
+
+    def make_dataset(self, split):
+        return {"train": Numbers(11), "val": Numbers(5, first=1000)}.get(split)
+
+
+def test_a_fit_is_that_of_no_workers():
+    def fitted(**loader):
+        torch.manual_seed(7)
+        model = Recording()
+        quiet_trainer([]).fit(model, datamodule=Data(seed=3, **loader))
+        return model.events, [parameter.tolist() for parameter in model.parameters()]
+
+    assert fitted(workers="ray", num_workers=2) == fitted(num_workers=0)
+
+
+def test_a_fit_resumes_exactly(tmp_path):
+    def source():
+        return {"datamodule": Data(workers="ray", num_workers=2, background=2)}
+
+    assert_resumes_exactly(source, list, tmp_path / "run.ckpt", count=7, max_epochs=3)
+
+
+def test_a_cache_of_one_machine_is_refused():
+    with pytest.raises(SettingsError, match="cache='bytes' is memory of one machine"):
+        FastDataModule(cache="bytes", loader=LoaderSettings(workers="ray", num_workers=2))
+
+
+def test_the_report_says_what_they_are():
+    data = Data(workers="ray", num_workers=2)
+    data.train_dataloader()
+    assert "train: workers=ray: as given" in data.loader_report()
