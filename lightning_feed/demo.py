@@ -446,7 +446,7 @@ def _page(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
     frames = "".join(f"<h2>{name}</h2>{in_frame(as_html(report))}" for name, report in reports.items())
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>lightning-feed demo</title>'
-        f"<style>:root {{ color-scheme: light dark; }} {style} pre {{ overflow-x: auto; }}</style>"
+        f"<style>:root {{ color-scheme: light dark; }} {style} pre {{ white-space: pre-wrap; }}</style>"
         f"<h1>lightning-feed demo</h1><pre>{escape(demo_text(outcome))}</pre>{frames}</html>"
     )
 
