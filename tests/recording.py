@@ -57,12 +57,15 @@ def summary(batch: Any) -> Any:
         return {key: summary(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
         return [summary(value) for value in batch]
+    if hasattr(batch, "to_dict"):  # of PyTorch Geometric, and TensorDict
+        return summary(batch.to_dict())
     return batch if isinstance(batch, (str, int, float, type(None))) else repr(type(batch))
 
 
 def first_tensor(batch: Any) -> Tensor:
     if isinstance(batch, Tensor):
         return batch
+    batch = batch.to_dict() if hasattr(batch, "to_dict") else batch
     values = batch.values() if isinstance(batch, dict) else batch
     return first_tensor(next(value for value in values if value is not None and not isinstance(value, str)))
 

@@ -7,6 +7,7 @@ have read ahead since. The contract for datasets with state is that of torchdata
 """
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -44,7 +45,18 @@ _MARKER = object()
 
 def _has_state(thing: Any) -> bool:
     """Whether a dataset, or an iterator over one, knows its own place."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+    tell = getattr(thing, "state_dict", None)
+    return callable(tell) and callable(getattr(thing, "load_state_dict", None)) and _needs_nothing(tell)
+
+
+def _needs_nothing(tell: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(tell).bind()
+    except TypeError:  # LitData's and MosaicML's have to be told how far their own loader is
+        return False
+    except ValueError:  # compiled: nothing is known of its arguments
+        return True
+    return True
 
 
 class ResumableDataset(IterableDataset[Any]):
