@@ -37,6 +37,7 @@ SIZE = 23
 STORE = 80 << 20
 pytestmark = [
     pytest.mark.slow,  # starting Ray and its workers
+    pytest.mark.xdist_group("ray"),  # once
     pytest.mark.timeout(120),
     # Ray 2.60 leaves these to garbage collection when it starts its own processes, and when it is shut down.
     pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning"),

@@ -29,7 +29,11 @@ def trained(name: str, folder: Path) -> tuple[Outcome, Outcome]:
     return plain, fed
 
 
-rows = pytest.mark.parametrize("project", [pytest.param(project, id=name) for name, project in ZOO.items()])
+rows = pytest.mark.parametrize(
+    "project",
+    # One process for all tests of a project, which then trains once for all of them.
+    [pytest.param(project, id=name, marks=pytest.mark.xdist_group(name)) for name, project in ZOO.items()],
+)
 pytestmark = pytest.mark.slow
 
 
