@@ -19,6 +19,7 @@ from lightning_feed.watch import loop
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
     pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),

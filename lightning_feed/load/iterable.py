@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from types import CodeType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -39,6 +40,9 @@ class Stamped(NamedTuple):
     """Holds the worker's turn in the first round of a resumed pass, and is dropped."""
 
 
+_beginnings: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
+"""State at the beginning, of datasets of Hugging Face that were loaded with another: they go there in every pass, until
+``set_epoch`` (datasets 5.2.0, iterable_dataset.py)."""
 _MARKER = object()
 """A sample that is no sample: makes a worker pass its turn."""
 
@@ -141,8 +145,13 @@ def _open(dataset: Any, saved: Mapping[str, Any] | None) -> Iterator[Any]:
     state, draw and discard."""
     saved = saved or {"dataset": None, "iterator": None, "ended": False, "drawn": 0}
     of_dataset = saved["dataset"] is not None and _has_state(dataset)
+    of_hugging_face = type(dataset).__module__.partition(".")[0] == "datasets"
     if of_dataset:
+        if of_hugging_face:
+            _beginnings.setdefault(dataset, dataset.state_dict())
         dataset.load_state_dict(saved["dataset"])
+    elif of_hugging_face and dataset in _beginnings:
+        dataset.load_state_dict(_beginnings[dataset])
     if saved["ended"]:
         return iter(())  # its state may already be that of a new beginning
     iterator: Any = iter(dataset)

@@ -178,6 +178,34 @@ def test_the_next_epoch_of_a_resumed_dataset_is_whole():
     assert list(wrapped) == [0, 1, 2, 3, 4]  # what persistent workers do
 
 
+class Returning(Numbers):
+    """Goes to the state that was loaded in each pass, as those of Hugging Face do."""
+
+    __module__ = "datasets.iterable_dataset"
+    began = at = 0
+
+    def __iter__(self):
+        for self.at in range(self.began + 1, self.size + 1):
+            yield self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.began = state["at"]
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_dataset_that_returns_to_its_place_begins_its_next_epoch_at_the_beginning(persistent):
+    _, states = fetch_all(start(), Returning(5), batch_size=2)
+    data = Returning(5)
+    wrapped = start(states[0]).dataset(data, 2)
+    assert list(wrapped) == [2, 3, 4]
+    wrapped = wrapped if persistent else start().dataset(data, 2)
+    assert list(wrapped) == [0, 1, 2, 3, 4]
+    assert list(wrapped) == [0, 1, 2, 3, 4]
+
+
 def test_a_worker_before_the_next_one_passes_its_turn_once():
     wrapped = ResumableDataset(Numbers(4), batch_size=2, workers={}, next_worker=1)
     stamping = StampingCollate(list, wrapped)
