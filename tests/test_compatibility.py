@@ -23,9 +23,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
-    pytest.mark.filterwarnings(
-        "ignore:unclosed file.*tar:ResourceWarning"
-    ),  # of webdataset, where a pass is broken off
+    # Of the libraries themselves: webdataset where a pass is broken off, LitData, Ray Data.
+    pytest.mark.filterwarnings("ignore:unclosed file.*tar:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable"),
+    pytest.mark.filterwarnings("ignore:.*`use_.*` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
 ]
 SIZE, BATCH = 24, 4
