@@ -185,8 +185,9 @@ class Returning(Numbers):
     began = at = 0
 
     def __iter__(self):
-        for self.at in range(self.began + 1, self.size + 1):
-            yield self.at - 1
+        for number in range(self.began, self.size):
+            self.at = number + 1
+            yield number
 
     def state_dict(self):
         return {"at": self.at}
