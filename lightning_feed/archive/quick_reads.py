@@ -1,8 +1,8 @@
-"""Reads from S3 by obstore, which takes a fifth of the CPU time of s3fs, in a process that is never forked.
+"""Reads from S3 by obstore, to spare the CPU time that a request takes in s3fs, in a process that is never forked.
 
 What it reads, s3fs would read too, and with the same credentials; all that fails is asked of s3fs once more, which says
-what is wrong. Its threads do not survive a fork (https://github.com/developmentseed/obstore/pull/441), so it is for a
-process of its own that reads ahead.
+what is wrong. Where s3fs then succeeds several times, only s3fs is asked from then on. obstore's threads do not survive
+a fork (https://github.com/developmentseed/obstore/pull/441), so it is for a process of its own that reads ahead.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 allowed = False
 """Whether this process is one that is never forked."""
-_FAILURES = 3
-"""One after the other, after which it is asked no more: the server is one that only s3fs can talk to."""
+FAILURES = 3
+"""One after the other, of what s3fs then read, after which only s3fs is asked."""
 _KNOWN = {"key", "secret", "token", "anon", "endpoint_url", "profile", "client_kwargs", "config_kwargs"}
 """Options of s3fs that are understood here. With any other, s3fs reads."""
 _KNOWN_CLIENT = {"endpoint_url", "region_name"}
@@ -25,6 +25,9 @@ SLOWEST_BYTES_PER_S = 1_000_000
 
 class Read(Protocol):
     """Reads ``size`` bytes of a file from ``begin`` on; all of it where ``whole``."""
+
+    error: Exception | None
+    """The last one."""
 
     def __call__(self, path: str, begin: int, size: int | None, *, whole: bool) -> Awaitable[bytes | None]:
         """The bytes, or None where s3fs has to be asked."""
@@ -83,18 +86,15 @@ async def open_s3(file_system: Any, root: str, given: dict[str, Any], timeout_s:
 class _Reads:
     def __init__(self, store: Any, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
-        self._failed = 0
+        self.error: Exception | None = None
 
     async def __call__(self, path: str, begin: int, size: int | None, *, whole: bool) -> bytes | None:
-        if self._failed >= _FAILURES:
-            return None
+        limit_s = self._timeout_s + (size or 0) / SLOWEST_BYTES_PER_S
         try:
-            limit_s = self._timeout_s + (size or 0) / SLOWEST_BYTES_PER_S
-            found = await asyncio.wait_for(self._read(path.partition("/")[2], begin, size, whole=whole), limit_s)
-        except Exception:  # noqa: BLE001  # s3fs is asked the same, and says what is wrong
-            found = None
-        self._failed = self._failed + 1 if found is None else 0
-        return found
+            return await asyncio.wait_for(self._read(path.partition("/")[2], begin, size, whole=whole), limit_s)
+        except Exception as error:  # noqa: BLE001  # s3fs is asked the same, and says what is wrong
+            self.error = error
+            return None
 
     async def _read(self, key: str, begin: int, size: int | None, *, whole: bool) -> bytes | None:
         if size is not None and not whole:

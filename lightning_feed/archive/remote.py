@@ -6,6 +6,7 @@ else in threads. One way for both, so that retries, time limits and checks are w
 
 import asyncio
 import hashlib
+import logging
 import os
 import random
 import re
@@ -27,6 +28,8 @@ from lightning_feed.archive import quick_reads, system
 from lightning_feed.archive.quick_reads import SLOWEST_BYTES_PER_S
 from lightning_feed.archive.read_through import ReadThrough
 from lightning_feed.errors import ArchiveError, DatasetError, MissingExtraError, SettingsError, printable
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _chance = random.SystemRandom()  # never the user's generators
@@ -178,6 +181,7 @@ class Connection:
         self._pool: ThreadPoolExecutor | None = None
         self._renewing, self._renewed_s = asyncio.Lock(), float("-inf")
         self._quick: quick_reads.Read | None = None
+        self._quick_failures = 0
         self._open()
         if quick_reads.allowed and not isinstance(self.fs.protocol, str) and "s3" in self.fs.protocol:
             self._quick = self.submit(quick_reads.open_s3(self.fs, self.root, place.options, place.timeout_s)).result()
@@ -238,11 +242,28 @@ class Connection:
         """
         if size == 0:
             return b""  # of an empty object S3 gives no range
-        if self._quick is not None:
+        quick = self._quick if size is not None or not begin else None  # it knows no "all from here on"
+        if quick is not None:
             async with self._slots:
-                found = await self._quick(self.path(name), begin, size, whole=whole or size is None)
+                found = await quick(self.path(name), begin, size, whole=whole or size is None)
             if found is not None:
+                self._quick_failures = 0
                 return found
+        data = await self._fetch(name, begin, size, whole=whole)
+        if quick is not None:
+            self._count_failure(quick)
+        return data
+
+    def _count_failure(self, quick: quick_reads.Read) -> None:
+        self._quick_failures += 1
+        if self._quick_failures >= quick_reads.FAILURES and self._quick is not None:
+            self._quick = None
+            error = without_secrets(str(quick.error))
+            logger.warning(
+                "%s is read ahead by s3fs alone from now on, which takes more CPU time: %s", self.place, error
+            )
+
+    async def _fetch(self, name: str, begin: int, size: int | None, *, whole: bool) -> bytes:
         if size is None and not begin:
             return bytes(await self.call("cat_file", name))
         # One byte more than there should be, so that a longer object in its place is seen. With both ends given, s3fs

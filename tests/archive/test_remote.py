@@ -471,17 +471,22 @@ def test_what_is_gone_or_refused_is_told_as_ever(store: ObjectStore, quick: Remo
 
 
 def test_a_server_that_only_s3fs_can_talk_to_is_not_asked_twice_for_ever(
-    store: ObjectStore, quick: RemoteSource
+    store: ObjectStore, quick: RemoteSource, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for index in range(quick_reads._FAILURES):
-        store.proxy.faults[f"crow/{index}.jpg"] = [500]
+    store.proxy.faults = {f"crow/{index}.jpg": [500] for index in range(quick_reads.FAILURES)}
+    for index in range(6):
         quick.read(index)
-    store.proxy.faults = {"crow/5.jpg": [500]}
-    connection = quick.place.connection()
-    before = connection._quick
-    assert before is not None
-    assert connection.submit(before("photos/train/crow/5.jpg", 0, None, whole=True)).result() is None
-    assert store.gets("crow/5.jpg") == 0
+    assert quick.place.connection()._quick is None
+    assert [store.gets(f"crow/{index}.jpg") for index in range(6)] == [2, 2, 2, 1, 1, 1]
+    assert "s3://photos/train is read ahead by s3fs alone from now on" in caplog.text
+
+
+def test_objects_that_are_gone_do_not_speak_against_the_quick_way(store: ObjectStore, quick: RemoteSource) -> None:
+    for index in range(2 * quick_reads.FAILURES):
+        store.proxy.faults[f"crow/{index}.jpg"] = [404, ...]
+        with pytest.raises(GoneError):
+            quick.read(index)
+    assert quick.place.connection()._quick is not None
 
 
 @pytest.mark.parametrize(
