@@ -43,7 +43,6 @@ class Hangs(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         if index == 6:
-            self.reached.set()
             while not self.go_on.is_set():
                 try:
                     self.waits_for_a_server()
@@ -52,7 +51,8 @@ class Hangs(Dataset[int]):
         return index
 
     def waits_for_a_server(self) -> None:
-        self.go_on.wait(0.2)
+        self.reached.set()  # in here, where the stack is to show it
+        self.go_on.wait(60)
 
 
 class HangingStream(IterableDataset[int]):
