@@ -146,10 +146,10 @@ def _missing_cpus(case: Case) -> Iterator[str]:
     missing = used_ms / floor_ms - cpus
     if used_ms < MOSTLY_BUSY * cpus * shares.step_ms or missing < 0.5:
         return
-    said = f"all {plural(cpus, 'CPU')} of this rank are busy: about {missing:.0f} more would feed the device"
-    if facts.batch_bytes:
+    said = f"the CPUs of this rank ({cpus}) are busy: about {missing:.0f} more would feed the device"
+    if facts.batch_bytes and facts.loop == "trainer":
         rate = facts.batch_bytes / floor_ms * 1e-3
-        said += f"; from other machines {rate:.0f} MB/s of batches would come over the network"
+        said += f'; other machines\' (LoaderSettings(workers="ray")) would send {rate:.0f} MB/s of batches'
     yield said
 
 
