@@ -369,6 +369,7 @@ def _beside_training(trainer: Any) -> dict[str, Any]:
         "check_val_every_n_epoch": every,
         "val_check_batches": between,
         "checkpoint_steps": savers[0] or None if len(savers) == 1 else None,
+        "breaks_off": trainer.limit_train_batches != 1.0,
     }
 
 

@@ -79,7 +79,8 @@ def test_what_other_programs_take_is_not_free() -> None:
     run: dict[str, Any] = {"num_workers": 0, "usable_cpus": 2, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0}
     # 100.8 ms of CPU time for each step, with what sending a batch takes, and one CPU is left for it.
     assert _with_workers(1, **run, others_cpu_pct=50.0) == pytest.approx(100.8)
-    assert _with_workers(1, **run, others_cpu_pct=25.0) == pytest.approx(1.2 * 100.8 / 1.5)
+    # And 0.3 of what is left stays idle.
+    assert _with_workers(1, **run, others_cpu_pct=25.0) == pytest.approx(1.2 * 100.8 / 1.2)
 
 
 def test_time_in_the_run_queue_is_no_waiting() -> None:
@@ -121,8 +122,8 @@ ONE_GPU: dict[str, Any] = {"device_type": "cuda", "usable_cpus": 16, "num_worker
         # Loading waits for a network: workers that wait need no CPU, but one is enough for 40 ms beside 60.
         (TWO_CPUS | {"load_cpu_ms": 1.0, "load_queue_ms": 0.0, "process_cpu_ms": 61.0}, 1, 60.7),
         (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 1.0, "load_queue_ms": 0.0, "process_cpu_ms": 11.0}, 4, 22.7),
-        (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 1.0, "load_queue_ms": 50.0, "process_cpu_ms": 11.0}, 2, 45.4),
-        (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 1.0, "process_cpu_ms": 11.0}, 2, 45.4),  # blocked, or in the queue?
+        (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 1.0, "load_queue_ms": 50.0, "process_cpu_ms": 11.0}, 2, 45.5),
+        (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 1.0, "process_cpu_ms": 11.0}, 2, 45.5),  # blocked, or in the queue?
         (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 45.0, "load_queue_ms": 0.0, "process_cpu_ms": 55.0}, 3, 39.4),
         # Loading that used both CPUs from one process takes twice as long in one worker.
         (TWO_CPUS | {"data": 90.0, "load_cpu_ms": 180.0, "load_queue_ms": 0.0, "process_cpu_ms": 190.0}, None, None),
@@ -143,7 +144,7 @@ def test_workers_where_there_were_none(run: dict[str, Any], number: int | None, 
 
 @pytest.mark.parametrize(
     ("others", "number", "step"),
-    [(None, 4, 60.0), (50.0, 4, 60.0), (70.0, None, None)],
+    [(None, 4, 60.0), (50.0, 4, 240 / 3.7), (70.0, None, None)],
 )
 def test_workers_beside_others(others: float | None, number: int | None, step: float | None) -> None:
     """Two workers take 180 ms of CPU time for each step, and training 60: 240 ms on what is left of 8 CPUs."""
@@ -183,6 +184,14 @@ def test_new_workers_in_every_epoch_cost_their_start() -> None:
     run: dict[str, Any] = {"num_workers": 0, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0, "batches_per_epoch": 10}
     assert _with_workers(1, **run, may_persist=True) == pytest.approx(60.7)
     assert _with_workers(1, **run, may_persist=False) == pytest.approx(70.7)
+
+
+def test_what_workers_make_in_vain_costs_its_time() -> None:
+    """The GAN in epochs of 12 steps, broken off by a limit: 32.8 ms were predicted, and 38.4 achieved of 41.7."""
+    run: dict[str, Any] = {"num_workers": 0, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0, "batches_per_epoch": 10}
+    # Two batches are made ahead, in 1.2 x 40 + 0.8 ms each.
+    run["may_persist"] = True
+    assert _with_workers(1, **run, breaks_off=True) == pytest.approx(60.7 + 2 * 48.8 / 10)
 
 
 def test_loading_that_waits_takes_no_cpu() -> None:

@@ -98,6 +98,8 @@ class LoopFacts:
     batch_hooks: bool | None = None
     """Whether a hook of the user's can change a batch in its transfer, other than ``device_transform``."""
     batches_per_epoch: int | None = None
+    breaks_off: bool | None = None
+    """Whether a Trainer has a limit that may end an epoch before its loaders do."""
     decoder: str | None = None
     """Of an ImageFolderDataModule."""
     quality: str | None = None

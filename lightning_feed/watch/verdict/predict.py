@@ -37,6 +37,9 @@ _START_MS = 100.0
 """To start a worker process in each epoch, and to end it: 50 ms where the process that forks it holds 0.5 GB, and 100
 where that holds 2.5, of 1 to 8 workers on a virtual machine with 2 CPUs, torch 2.15."""
 
+_AHEAD = 2
+"""Batches that a worker is asked for ahead: torch's ``prefetch_factor``, where none is given."""
+
 
 def step_of(name: str) -> str:
     """The name of a cost without that of its loader, which several loaders put before it: ``load`` of ``"a: load"``."""
@@ -112,9 +115,8 @@ def filled_ms(
     """Step time when workers take ``loading_ms`` of CPU time for each step, and no batch is waited for.
 
     Not below what all of that CPU time takes on the CPUs that the run can count on: those that other programs leave,
-    those that it has now, or what its threads were seen to get when they asked, whichever is most. Of all of them
-    :data:`_IDLE_CPUS` stay idle. ``slower``: times the CPU time that was seen, where
-    there is more than one CPU.
+    less :data:`_IDLE_CPUS`, those that it has now, or what its threads were seen to get when they asked, whichever is
+    most. ``slower``: times the CPU time that was seen, where there is more than one CPU.
     """
     facts = measured.facts
     step = floor_ms(measured, shares) + taking_ms + crowding_ms(measured, shares, loading_ms)
@@ -123,8 +125,8 @@ def filled_ms(
     training = training_cpu_ms(measured, shares) or 0.0
     now = (training + loading_cpu_ms(measured, shares)) / shares.step_ms
     free = facts.usable_cpus * (1 - (facts.others_cpu_pct or 0.0) / 100)
-    most = max(1.0, facts.usable_cpus - _IDLE_CPUS)
-    left = max(now, min(max(free, _seen_to_get(measured)), most))
+    idle = _IDLE_CPUS if facts.usable_cpus > 1 else 0.0
+    left = max(now, free - idle, min(_seen_to_get(measured), facts.usable_cpus - idle))
     spent = (training + loading_ms) * (slower if left > 1 else 1.0)
     return max(step, spent / left) if left else step
 
@@ -174,17 +176,18 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
     if running is None or now is None:
         return None
     loading, taking = loading_cpu_ms(measured, shares), 0.0
+    slower = _SIDE_BY_SIDE if now == 0 and facts.device_type == "cpu" else 1.0
     if now == 0:
         sending = handing_ms(facts, _SEND)
-        taking = _taking_ms(measured) + _restarting_ms(facts, number)
-        one = max(running, loading) + sending  # a worker has one thread, where this process may have used several
+        # A worker has one thread, where this process may have used several.
+        one = max(running, loading) + (slower - 1) * loading + sending
+        taking = _taking_ms(measured) + _restarting_ms(facts, number) + _left_over_ms(facts, one)
         after, loading = one / number, loading + sending
     else:
         after = running * now / number
     tried = tried_rates(measured)
     if number in tried and now in tried:
         after = _beside(measured, shares, tried[number], tried[now])
-    slower = _SIDE_BY_SIDE if now == 0 and facts.device_type == "cpu" else 1.0
     step = max(filled_ms(measured, shares, loading, taking, slower=slower), after)
     return step if now == 0 else min(shares.step_ms, step)
 
@@ -304,3 +307,10 @@ def _restarting_ms(facts: LoopFacts, number: int) -> float:
     if facts.may_persist or not facts.batches_per_epoch:
         return 0.0
     return facts.loaders_beside * number * _START_MS / facts.batches_per_epoch
+
+
+def _left_over_ms(facts: LoopFacts, one_ms: float) -> float:
+    """The time for batches that workers make in vain, for each step: those asked for ahead when an epoch breaks off."""
+    if not facts.breaks_off or not facts.batches_per_epoch:
+        return 0.0
+    return _AHEAD * one_ms / facts.batches_per_epoch
