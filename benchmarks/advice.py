@@ -10,7 +10,9 @@ from the end of one to the end of the next, with all that lies between: first ba
 - useless: no gain beyond noise
 - harmful: slower beyond noise, other samples, another scale of inputs, or it cannot be pasted or does not run
 
-Noise is half the range of each side's rounds, added up, and 2 % of a step at least. Let nothing else run beside it.
+The two runs of a round follow each other, so that a machine that gets slower does so for both. Noise is two standard
+errors of the rounds' differences, and 2 % of a step at least. Where the two sides are no further apart than that, there
+are more rounds, nine at most. Let nothing else run beside it.
 With ``--json FILE`` what was done is kept after each case, and not done again.
 
     python benchmarks/advice.py [--rounds 3] [--only timm,gan] [--steps 150] [--quick] [--json FILE]
@@ -24,7 +26,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +42,7 @@ from zoo.harness import Outcome, Project, copy_of, projects, run
 CLOSE = 1.15
 """Times the predicted step that a step may take."""
 LEAST_NOISE = 0.02
+MOST_ROUNDS = 9
 PATIENCE_S = 20.0
 JUDGEMENTS = ("right", "less than predicted", "useless", "harmful")
 AS_WRITTEN = "as written"
@@ -48,7 +51,7 @@ AS_WRITTEN = "as written"
 def main() -> int:
     """Run all cases and print the table. Exit code 1: a remedy is harmful, or fewer than 90 % are right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="at least; more where they do not decide")
     parser.add_argument("--steps", type=int, default=150, help="training steps of each run")
     parser.add_argument("--only", default="", help="parts of projects' names, with commas between")
     parser.add_argument("--quick", action="store_true", help="one round of few steps on little data, to try the script")
@@ -128,15 +131,16 @@ def _judged(
     """The project without the remedy and with it, in turns."""
     without: list[float] = []
     with_it: list[float] = []
-    for _ in range(arguments.rounds):
+    noise, apart = 0.0, 0.0
+    while len(without) < arguments.rounds or (apart <= noise and len(without) < MOST_ROUNDS):
         pair = [_run(project, at, arguments) for at in (before, after)]
         found = differences(project, *pair, any_order=project.reshuffles or "in_order=False" in remedy.code)
         if found:
             return {"judged": "harmful", "reason": "; ".join(found)[-500:]}
         for times, outcome in zip((without, with_it), pair, strict=True):
             times.append(outcome.step_ms())
+        noise, apart = noise_ms(without, with_it), abs(median(without) - median(with_it))
     was, became = median(without), median(with_it)
-    noise = max(LEAST_NOISE * was, sum((max(times) - min(times)) / 2 for times in (without, with_it)))
     expected = None
     if remedy.predicted_step_ms is not None:  # of the steps alone: here validation and first batches count, too
         expected = was - max(0.0, reported_ms - remedy.predicted_step_ms)
@@ -149,6 +153,13 @@ def _judged(
         judged = "harmful"
     figures = {"before_ms": without, "after_ms": with_it, "expected_ms": expected, "noise_ms": noise}
     return {"judged": judged, "reason": "slower" if judged == "harmful" else "", **figures}
+
+
+def noise_ms(without: list[float], with_it: list[float]) -> float:
+    """What two sides of the same rounds may be apart by chance."""
+    gains = [one - other for one, other in zip(without, with_it, strict=True)]
+    error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+    return max(LEAST_NOISE * median(without), 2 * error)
 
 
 def _line(row: dict[str, Any]) -> str:
