@@ -172,9 +172,11 @@ def test_facts_of_loaders_that_change_between_epochs(quiet: GPUStarvationCallbac
         def val_dataloader(self) -> Any:
             return make_loader(1)
 
-    trainer = make_trainer(quiet, max_epochs=2, reload_dataloaders_every_n_epochs=1, limit_val_batches=0)
+    limits = {"limit_train_batches": 3, "limit_val_batches": 0}
+    trainer = make_trainer(quiet, max_epochs=2, reload_dataloaders_every_n_epochs=1, **limits)
     trainer.fit(BoringModel(), datamodule=Data())
     facts = quiet.report().measurements.facts
+    assert (facts.batches_per_epoch, facts.breaks_off) == (3, True)
     assert facts.num_workers == trainer.datamodule.workers == 2
     assert (facts.batch_bytes, facts.batch_tensors) == (128, 1)
 
@@ -191,6 +193,7 @@ def test_facts_of_the_loader(quiet: GPUStarvationCallback) -> None:
     )
     assert (facts.batch_size, facts.batch_bytes, facts.batch_tensors) == (1, 128, 1)
     assert (facts.workers, facts.ours, facts.map_style, facts.batches_per_epoch) == ("process", False, True, 4)
+    assert facts.breaks_off is False
     assert facts.usable_cpus is not None
     assert facts.lightning == lightning.__version__
     assert batches_ahead(_loaders(trainer, "fit")) == 3

@@ -1,0 +1,85 @@
+"""Training by ray.train, with RayDDPStrategy: each rank loads its own share with tasks of the cluster it runs in."""
+
+import sys
+
+import pytest
+
+import lightning
+import ray
+import torch
+
+for _name in ("pandas", "pyarrow", "tensorboardX"):  # of ray[train]
+    pytest.importorskip(_name)
+
+import ray.train
+from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+from ray.train.torch import TorchTrainer
+
+from lightning_feed import FastDataModule, GPUStarvationCallback, PrefetchCallback
+from lightning_feed.load.settings import LoaderSettings
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    # Ray 2.60 leaves these to garbage collection when it starts its own processes, and when it is shut down.
+    pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
+]
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
+
+
+class Data(FastDataModule):
+    def make_dataset(self, split):
+        return [torch.tensor([float(index)]) for index in range(40)] if split == "train" else None
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen = []
+
+    def training_step(self, batch):
+        self.seen += batch.flatten().int().tolist()
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+
+def train(config):
+    data = Data(batch_size=4, seed=3, loader=LoaderSettings(**config["loader"]))
+    model = Model()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices="auto",
+        strategy=RayDDPStrategy(),
+        plugins=[RayLightningEnvironment()],
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[GPUStarvationCallback(), PrefetchCallback()],
+    )
+    prepare_trainer(trainer).fit(model, datamodule=data)
+    rank = ray.train.get_context().get_world_rank()
+    (config["out"] / f"{rank}.txt").write_text(repr((model.seen, model.layer.weight.item())))
+
+
+def fitted(out, **loader):
+    out.mkdir()
+    scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=False)
+    run = ray.train.RunConfig(storage_path=str(out / "runs"))
+    TorchTrainer(train, train_loop_config={"out": out, "loader": loader}, scaling_config=scaling, run_config=run).fit()
+    return [eval((out / f"{rank}.txt").read_text()) for rank in range(2)]
+
+
+def test_a_fit_is_that_of_no_workers(tmp_path):
+    ray.init(num_cpus=5, include_dashboard=False, object_store_memory=100 << 20)
+    try:
+        ranks = fitted(tmp_path / "ray", workers="ray", num_workers=2, ray_address="auto")
+        plain = fitted(tmp_path / "plain", num_workers=0)
+    finally:
+        ray.shutdown()
+    assert ranks == plain
+    assert sorted(ranks[0][0][:20] + ranks[1][0][:20]) == list(range(40))
