@@ -2,18 +2,10 @@
 
 import sys
 
-import pytest
-
 import lightning
+import pytest
 import ray
 import torch
-
-for _name in ("pandas", "pyarrow", "tensorboardX"):  # of ray[train]
-    pytest.importorskip(_name)
-
-import ray.train
-from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
-from ray.train.torch import TorchTrainer
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, PrefetchCallback
 from lightning_feed.load.settings import LoaderSettings
@@ -48,6 +40,9 @@ class Model(lightning.LightningModule):
 
 
 def train(config):
+    from ray.train import get_context
+    from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+
     data = Data(batch_size=4, seed=3, loader=LoaderSettings(**config["loader"]))
     model = Model()
     trainer = lightning.Trainer(
@@ -62,19 +57,23 @@ def train(config):
         callbacks=[GPUStarvationCallback(), PrefetchCallback()],
     )
     prepare_trainer(trainer).fit(model, datamodule=data)
-    rank = ray.train.get_context().get_world_rank()
+    rank = get_context().get_world_rank()
     (config["out"] / f"{rank}.txt").write_text(repr((model.seen, model.layer.weight.item())))
 
 
 def fitted(out, **loader):
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
     out.mkdir()
-    scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=False)
-    run = ray.train.RunConfig(storage_path=str(out / "runs"))
+    scaling, run = ScalingConfig(num_workers=2), RunConfig(storage_path=str(out / "runs"))
     TorchTrainer(train, train_loop_config={"out": out, "loader": loader}, scaling_config=scaling, run_config=run).fit()
     return [eval((out / f"{rank}.txt").read_text()) for rank in range(2)]
 
 
 def test_a_fit_is_that_of_no_workers(tmp_path):
+    for name in ("pandas", "pyarrow", "tensorboardX"):  # of ray[train]
+        pytest.importorskip(name)
     ray.init(num_cpus=5, include_dashboard=False, object_store_memory=100 << 20)
     try:
         ranks = fitted(tmp_path / "ray", workers="ray", num_workers=2, ray_address="auto")
