@@ -109,6 +109,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell's background job ignores Ctrl-C, and all that it starts does: tests send it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ray gives its workers so low a priority that they starve beside other tests.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # cuBLAS is deterministic with this only, and reads it once.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
