@@ -10,9 +10,9 @@ from the end of one to the end of the next, with all that lies between: first ba
 - useless: no gain beyond noise
 - harmful: slower beyond noise, other samples, another scale of inputs, or it cannot be pasted or does not run
 
-The two runs of a round follow each other, so that a machine that gets slower does so for both. Noise is two standard
-errors of the rounds' differences, and 2 % of a step at least. Where the two sides are no further apart than that, there
-are more rounds, nine at most. Let nothing else run beside it.
+The two runs of a round follow each other, so that a machine that gets slower does so for both. Noise is what the mean
+of the rounds' differences may be off by, at 95 % (Student's t), and 2 % of a step at least. Where the two sides are no
+further apart than that, there are more rounds, nine at most. Let nothing else run beside it.
 With ``--json FILE`` what was done is kept after each case, and not done again.
 
     python benchmarks/advice.py [--rounds 3] [--only timm,gan] [--steps 150] [--quick] [--json FILE]
@@ -43,6 +43,8 @@ CLOSE = 1.15
 """Times the predicted step that a step may take."""
 LEAST_NOISE = 0.02
 MOST_ROUNDS = 9
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31}
+"""Student's t at 95 %, two-sided, of the mean of so many values. Any table of it."""
 PATIENCE_S = 20.0
 JUDGEMENTS = ("right", "less than predicted", "useless", "harmful")
 AS_WRITTEN = "as written"
@@ -158,8 +160,8 @@ def _judged(
 def noise_ms(without: list[float], with_it: list[float]) -> float:
     """What two sides of the same rounds may be apart by chance."""
     gains = [one - other for one, other in zip(without, with_it, strict=True)]
-    error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
-    return max(LEAST_NOISE * median(without), 2 * error)
+    error = T_95[min(len(gains), MOST_ROUNDS)] * stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+    return max(LEAST_NOISE * median(without), error)
 
 
 def _line(row: dict[str, Any]) -> str:

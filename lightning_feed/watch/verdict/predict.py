@@ -125,7 +125,7 @@ def filled_ms(
     training = training_cpu_ms(measured, shares) or 0.0
     now = (training + loading_cpu_ms(measured, shares)) / shares.step_ms
     free = facts.usable_cpus * (1 - (facts.others_cpu_pct or 0.0) / 100)
-    idle = _IDLE_CPUS if facts.usable_cpus > 1 else 0.0
+    idle = _IDLE_CPUS if facts.usable_cpus > 1 or facts.world_size > 1 else 0.0  # ranks wait for each other, too
     left = max(now, free - idle, min(_seen_to_get(measured), facts.usable_cpus - idle))
     spent = (training + loading_ms) * (slower if left > 1 else 1.0)
     return max(step, spent / left) if left else step

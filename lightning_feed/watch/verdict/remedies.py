@@ -460,9 +460,11 @@ def least_gain_pct(case: Case) -> float:
     low, high = stats.starved_low_pct, stats.starved_high_pct
     noise = 0.0 if low is None or high is None else (high - low) / 2
     apart = (found.noise_pct or 0.0) / 2 if found is not None else 0.0
-    unsure = stats.confidence == "low" or (case.facts.others_cpu_pct or 0.0) >= OTHERS_PCT
+    others = case.facts.others_cpu_pct or 0.0
     on_cpu = case.facts.device_type == "cpu"
-    least = LEAST_UNSURE_PCT if unsure or (on_cpu and case.data == "no workers") else LEAST_PCT
-    if on_cpu and case.data == "cpu":
+    least = LEAST_UNSURE_PCT if stats.confidence == "low" or others >= OTHERS_PCT else LEAST_PCT
+    if on_cpu and case.data == "no workers":
+        least = min(LEAST_SHARED_PCT, LEAST_UNSURE_PCT + others)  # they may take more or less the next time
+    elif on_cpu and case.data == "cpu":
         least = LEAST_SHARED_PCT
     return max(least, noise, apart)
