@@ -13,6 +13,7 @@ from lightning_feed.load.settings import LoaderSettings
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Ray about its own parts
     # Ray 2.60 leaves these to garbage collection when it starts its own processes, and when it is shut down.
     pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
@@ -22,7 +23,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 
 class Data(FastDataModule):
     def make_dataset(self, split):
-        return [torch.tensor([float(index)]) for index in range(40)] if split == "train" else None
+        return range(40) if split == "train" else None
 
 
 class Model(lightning.LightningModule):
@@ -32,8 +33,8 @@ class Model(lightning.LightningModule):
         self.seen = []
 
     def training_step(self, batch):
-        self.seen += batch.flatten().int().tolist()
-        return self.layer(batch).sum()
+        self.seen += batch.tolist()
+        return self.layer(batch[:, None].float()).sum()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 1e-6)
@@ -43,7 +44,8 @@ def train(config):
     from ray.train import get_context
     from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
 
-    data = Data(batch_size=4, seed=3, loader=LoaderSettings(**config["loader"]))
+    data = Data(batch_size=4, loader=LoaderSettings(seed=3, **config["loader"]))
+    torch.manual_seed(7)
     model = Model()
     trainer = lightning.Trainer(
         accelerator="cpu",
