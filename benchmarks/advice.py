@@ -44,7 +44,7 @@ CLOSE = 1.15
 LEAST_NOISE = 0.02
 MOST_ROUNDS = 9
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31}
-"""Student's t at 95 %, two-sided, of the mean of so many values. Any table of it."""
+"""Student's t at 95 %, two-sided, for the mean of so many values."""
 PATIENCE_S = 20.0
 JUDGEMENTS = ("right", "less than predicted", "useless", "harmful")
 AS_WRITTEN = "as written"

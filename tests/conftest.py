@@ -116,8 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole projects come first, which take longest. Tests with the mark ``gpu`` have less time, and small fits."""
-    items.sort(key=lambda item: "zoo" not in item.path.parts)
+    """Tests with the mark ``gpu`` have less time, and fits that are small on purpose."""
     for item in items:
         if item.get_closest_marker("gpu") is None:
             continue

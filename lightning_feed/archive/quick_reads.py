@@ -96,10 +96,10 @@ class _Reads:
             self.error = error
             return None
 
-    async def _read(self, key: str, begin: int, size: int | None, *, whole: bool) -> bytes | None:
+    async def _read(self, key: str, begin: int, size: int | None, *, whole: bool) -> bytes:
         if size is not None and not whole:
             return bytes(await self._store.get_range_async(key, start=begin, length=size))
         found = await self._store.get_async(key)
         if size is not None and found.meta["size"] != size:
-            return None
+            raise ValueError(f"{found.meta['size']} bytes in place of {size}")
         return bytes(await found.bytes_async())

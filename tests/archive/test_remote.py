@@ -479,6 +479,22 @@ def test_a_server_that_only_s3fs_can_talk_to_is_not_asked_twice_for_ever(
     assert quick.place.connection()._quick is None
     assert [store.gets(f"crow/{index}.jpg") for index in range(6)] == [2, 2, 2, 1, 1, 1]
     assert "s3://photos/train is read ahead by s3fs alone from now on" in caplog.text
+    assert "500" in caplog.text
+
+
+def test_why_only_s3fs_is_asked_from_then_on_is_said(
+    store: ObjectStore, quick: RemoteSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.proxy.faults = {f"crow/{index}.jpg": ["long"] for index in range(quick_reads.FAILURES)}
+    for index in range(quick_reads.FAILURES):
+        assert quick.read(index) == birds()[f"train/crow/{index}.jpg"]
+    assert " bytes in place of " in caplog.text
+
+
+def test_the_rest_of_an_object_is_no_whole_one(quick: RemoteSource) -> None:
+    connection = quick.place.connection()
+    whole = birds()["train/crow/1.jpg"]
+    assert connection.submit(connection.fetch("crow/1.jpg", 5)).result() == whole[5:]
 
 
 def test_objects_that_are_gone_do_not_speak_against_the_quick_way(store: ObjectStore, quick: RemoteSource) -> None:
