@@ -172,6 +172,11 @@ class Logs(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.fixture
+def no_slow_logger() -> None:
+    """Here loggers are slow."""
+
+
 @pytest.mark.parametrize("model", [Logs, BoringModel])
 def test_a_slow_logger_is_called_hardly_more_often_with_the_callback(model: type[BoringModel], clock: Clock) -> None:
     logger = SlowLogger(clock)
