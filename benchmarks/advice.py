@@ -36,7 +36,7 @@ from verdict_quiet import QUIET_PCT, Others, wait_until_quiet
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from zoo.apply import CannotApply, apply
-from zoo.compare import differences
+from zoo.compare import differences, not_done
 from zoo.harness import Outcome, Project, copy_of, projects, run
 
 CLOSE = 1.15
@@ -137,6 +137,7 @@ def _judged(
     while len(without) < arguments.rounds or (apart <= noise and len(without) < MOST_ROUNDS):
         pair = [_run(project, at, arguments) for at in (before, after)]
         found = differences(project, *pair, any_order=project.reshuffles or "in_order=False" in remedy.code)
+        found += not_done(remedy, pair[1])
         if found:
             return {"judged": "harmful", "reason": "; ".join(found)[-500:]}
         for times, outcome in zip((without, with_it), pair, strict=True):

@@ -68,6 +68,23 @@ class ByFactory(LightningDataModule):
         return make_loader(ROWS)
 
 
+class ByMethod(LightningDataModule):
+    def train_dataloader(self):
+        return self.make(ROWS, 0)
+
+    def make(self, rows, workers=2):
+        return DataLoader(rows, num_workers=workers)
+
+
+def make_alone(rows, workers=2):
+    return DataLoader(rows, num_workers=0)
+
+
+class ByFactoryThatDoesNotListen(LightningDataModule):
+    def train_dataloader(self):
+        return make_alone(ROWS)
+
+
 class Given(LightningDataModule):
     def __init__(self, loader):
         super().__init__()
@@ -144,12 +161,17 @@ def _place(**given: Any) -> Place:
         ("ByModule", "your training DataLoader (ByModule.train_dataloader, mydata.py:21)"),
         ("ByHelper", "your training DataLoader (ByHelper.train_dataloader, mydata.py:29)"),
         ("ByFactory", "your call of make_loader (ByFactory.train_dataloader, mydata.py:43)"),
+        ("ByMethod", "your call of make (ByMethod.train_dataloader, mydata.py:48)"),
+        (
+            "ByFactoryThatDoesNotListen",
+            "your training DataLoader (ByFactoryThatDoesNotListen.train_dataloader, mydata.py:55)",
+        ),
     ],
 )
 def test_the_line_of_the_call(program: ModuleType, name: str, words: str) -> None:
     place = _place(datamodule=getattr(program, name)())
     assert (place.words, place.form, place.datamodule) == (words, "arguments", name)
-    assert place.names == ((("num_workers", "workers"),) if name == "ByFactory" else ())
+    assert place.names == ((("num_workers", "workers"),) if "call of" in words else ())
 
 
 def test_loaders_side_by_side_are_all_named(program: ModuleType) -> None:
@@ -178,7 +200,7 @@ def _source(owner: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_a_loader_that_was_made_elsewhere(program: ModuleType) -> None:
     place = _place(datamodule=program.Given(DataLoader(program.ROWS)))
-    assert place.words == "your training DataLoader (Given.train_dataloader, mydata.py:51)"
+    assert place.words == "your training DataLoader (Given.train_dataloader, mydata.py:68)"
 
 
 FITS = """

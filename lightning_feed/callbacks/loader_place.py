@@ -39,6 +39,16 @@ class _Call:
     """As in :class:`Place`; empty for a loader class."""
 
 
+@dataclass(frozen=True)
+class _Sought:
+    """What is looked for: the calls that make these loaders."""
+
+    owner: Any
+    """Has the ``train_dataloader``; None where ``trainer.fit`` is given the loaders."""
+    num_workers: set[Any]
+    """Of the loaders; None among them: of one that has no such number."""
+
+
 def find_place(trainer: Any, loaders: Sequence[Any]) -> Place:
     """Where the training loaders of a Trainer are set up.
 
@@ -61,7 +71,7 @@ def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Pla
     datamodule = type(data).__name__ if data is not None else ""
     if loaders and all(isinstance(loader, FeedLoader) for loader in loaders):
         return Place(words=f"loader=LoaderSettings(...) of your {datamodule}", form="settings", datamodule=datamodule)
-    words, names = _words(owner, len(loaders))
+    words, names = _words(owner, loaders)
     if "_feed_wrapped" in getattr(owner, "__dict__", {}):
         wrapped = f"the LoaderSettings(...) of FastDataModule.wrap({type(owner).__name__}(...), LoaderSettings(...))"
         return Place(words=wrapped, form="settings", inner=words, datamodule=datamodule)
@@ -70,11 +80,12 @@ def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Pla
     return Place(words=words, names=names, overrides=overrides, datamodule=datamodule, trainer_key=key)
 
 
-def _words(owner: Any, loaders: int) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _words(owner: Any, loaders: Sequence[Any]) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The place in words, and what the settings are called there."""
-    which = "your training DataLoader" if loaders < 2 else f"each of your {loaders} training DataLoaders"
+    which = "your training DataLoader" if len(loaders) < 2 else f"each of your {len(loaders)} training DataLoaders"
     method = getattr(owner, "train_dataloader", None)
-    found = _given_to_fit() if owner is None else _calls(method, owner, _DEEPEST)
+    sought = _Sought(owner, {getattr(loader, "num_workers", None) for loader in loaders})
+    found = _given_to_fit(sought) if owner is None else _calls(method, sought, _DEEPEST)
     calls = list(dict.fromkeys(found))
     where = "" if owner is None else f"{type(owner).__name__}.train_dataloader"
     places = " and ".join(call.at for call in calls) or _line_of(method)
@@ -88,7 +99,7 @@ def _words(owner: Any, loaders: int) -> tuple[str, tuple[tuple[str, str], ...]]:
 # --- the call -----------------------------------------------------------------------------------------------------
 
 
-def _calls(function: Any, owner: Any, deeper: int) -> Iterator[_Call]:
+def _calls(function: Any, sought: _Sought, deeper: int) -> Iterator[_Call]:
     """The calls in a function, and in functions of the user's that it calls, that make a loader."""
     function = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None
     function = getattr(function, "__func__", function)
@@ -101,36 +112,56 @@ def _calls(function: Any, owner: Any, deeper: int) -> Iterator[_Call]:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            called = _look_up(node.func, function, owner)
-            yield from _made_by(
-                node, called, source_line(function.__code__.co_filename, first + node.lineno - 1), owner, deeper
-            )
+            called = _look_up(node.func, function, sought.owner)
+            at = source_line(function.__code__.co_filename, first + node.lineno - 1)
+            yield from _made_by(node, called, at, sought, deeper)
 
 
-def _made_by(node: ast.Call, called: Any, at: str, owner: Any, deeper: int) -> Iterator[_Call]:
+def _made_by(node: ast.Call, called: Any, at: str, sought: _Sought, deeper: int) -> Iterator[_Call]:
     """This call, where it makes a loader; else those in the function that it calls."""
-    found = _as_call(called, ast.unparse(node.func), at)
+    found = _as_call(node, called, at, sought)
     if found is not None:
         yield found
     elif deeper and not isinstance(called, type):
-        yield from _calls(called, owner, deeper - 1)
+        yield from _calls(called, sought, deeper - 1)
 
 
-def _as_call(called: Any, name: str, at: str) -> _Call | None:
-    last = name.rpartition(".")[2]
+def _as_call(node: ast.Call, called: Any, at: str, sought: _Sought) -> _Call | None:
+    last = ast.unparse(node.func).rpartition(".")[2]
     if isinstance(called, type):
         is_loader = issubclass(called, DataLoader) or called.__name__ in _LOADERS
         return _Call(at, called.__name__ if called.__name__ in _LOADERS else last) if is_loader else None
     if called is None:
         return _Call(at, last) if last in _LOADERS else None
     try:
-        parameters = inspect.signature(called).parameters
+        signature = inspect.signature(called)
     except (TypeError, ValueError):
         return None
     names = tuple(
-        (setting, one) for setting in SETTINGS for one in (setting, *OTHER_NAMES.get(setting, ())) if one in parameters
+        (setting, one)
+        for setting in SETTINGS
+        for one in (setting, *OTHER_NAMES.get(setting, ()))
+        if one in signature.parameters
     )
-    return _Call(at, last, names) if names and names[0][0] == "num_workers" else None
+    if not names or names[0][0] != "num_workers":
+        return None
+    given = _given(node, signature, names[0][1])
+    # A number that the loaders do not have: the function makes nothing of it.
+    return _Call(at, last, names) if given is None or sought.num_workers & {given, None} else None
+
+
+def _given(node: ast.Call, signature: inspect.Signature, name: str) -> int | None:
+    """The number that a call gives an argument, or leaves it to have; None: it cannot be told."""
+    if any(isinstance(one, ast.Starred) for one in node.args) or any(word.arg is None for word in node.keywords):
+        return None
+    owner = [None] if "self" in signature.parameters else []
+    try:
+        bound = signature.bind_partial(*owner, *node.args, **{str(word.arg): word.value for word in node.keywords})
+    except TypeError:  # not a call of what the name stands for now
+        return None
+    value = bound.arguments.get(name, signature.parameters[name].default)
+    value = value.value if isinstance(value, ast.Constant) else value
+    return value if type(value) is int else None
 
 
 def _look_up(node: ast.expr, function: Callable[..., Any], owner: Any) -> Any:
@@ -163,7 +194,7 @@ def users_line(function: Any) -> str:
     return _line_of(function) if hasattr(function, "__code__") and _of_the_user(function) else ""
 
 
-def _given_to_fit() -> Iterator[_Call]:
+def _given_to_fit(sought: _Sought) -> Iterator[_Call]:
     """The calls that make what ``trainer.fit`` is given, where the function that calls it makes it."""
     frame: Any = sys._getframe(1)
     while frame is not None and not ("fit" in frame.f_code.co_names and _of_a_user(frame)):
@@ -190,7 +221,7 @@ def _given_to_fit() -> Iterator[_Call]:
             at, calls = source_line(frame.f_code.co_filename, max(first, 1) + node.lineno - 1), []
             if isinstance(node, ast.Call):
                 called = _look_up_in(node.func, {**frame.f_globals, **frame.f_locals})
-                calls = list(_made_by(node, called, at, None, _DEEPEST))
+                calls = list(_made_by(node, called, at, sought, _DEEPEST))
             # Where what makes it cannot be told, the line that hands it on.
             yield from calls or [_Call(at, _LOADERS[0])]
 

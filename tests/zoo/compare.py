@@ -1,5 +1,6 @@
 """Whether two runs of a project trained on the same: samples, their order, and the scale of what the model is given."""
 
+import ast
 from typing import Any
 
 from zoo.harness import Outcome, Project
@@ -29,6 +30,16 @@ def differences(project: Project, before: Outcome, after: Outcome, *, any_order:
             found.append("other values")
         found += _scales(pairs)
     return found
+
+
+def not_done(remedy: Any, after: Outcome) -> list[str]:
+    """What the remedy changes, where the run does not have it."""
+    name, _, value = remedy.changes.partition("=")
+    return [
+        f"pasted {remedy.code}, and {name} is {settings[name]}"
+        for settings in (rank["settings"] for rank in after.ranks)
+        if name in settings and ast.literal_eval(value) not in settings[name]
+    ]
 
 
 def _scales(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:

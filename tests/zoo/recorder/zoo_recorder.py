@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LOADER_SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "in_order")
+
 
 def callbacks() -> list[Any]:
     from lightning.pytorch import Callback
@@ -74,6 +76,12 @@ def scale(several: Iterator[Any]) -> list[tuple[float, float]]:
     return [(float(leaf.mean()), float(leaf.std())) for leaf in floats]
 
 
+def pipeline_of(loader: Any) -> list[Any]:
+    """The loader, or what a WebLoader is made of: a loader, and what is done with its batches."""
+    pipeline: list[Any] = getattr(loader, "pipeline", [loader])
+    return pipeline
+
+
 class _Records:
     """Mixed into the Callback of whichever Lightning trains."""
 
@@ -84,6 +92,7 @@ class _Records:
         self.batches: list[dict[str, Any]] = []
         self.weights = self.error = ""
         self.hooks: list[Any] = []
+        self.settings: dict[str, list[Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"hooks": []}
@@ -91,6 +100,10 @@ class _Records:
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         for name, child in pl_module.named_children():
             self.hooks.append(child.register_forward_pre_hook(self._input_of(name), with_kwargs=True))
+
+        loaders = [pipeline_of(loader)[0] for loader in trainer.fit_loop._combined_loader.flattened]
+        self.settings = {name: [getattr(one, name, None) for one in loaders] for name in LOADER_SETTINGS}
+        self.settings["log_every_n_steps"] = [trainer.log_every_n_steps]
 
     def _input_of(self, name: str) -> Any:
         """Notes what a part of the model is given first in each step."""
@@ -133,7 +146,7 @@ class _Records:
         if stage != "fit":
             return
         out = Path(os.environ["ZOO_OUT"])
-        record = {key: getattr(self, key) for key in ("batches", "weights", "error")}
+        record = {key: getattr(self, key) for key in ("batches", "weights", "error", "settings")}
         record["ends"] = [end - self.began for end in self.ends]
         record["report"] = None
         ours = [one for one in trainer.callbacks if type(one).__name__ == "GPUStarvationCallback"]
