@@ -8,7 +8,7 @@ from the end of one to the end of the next, with all that lies between: first ba
 - right: the gain is beyond noise, and the step within 15 % of what was predicted, or shorter
 - less than predicted: the gain is beyond noise, and smaller
 - useless: no gain beyond noise
-- harmful: slower beyond noise, other samples, another scale of inputs, or it cannot be pasted or does not run
+- harmful: slower beyond noise, other samples, another scale of inputs; cannot be pasted, changes nothing, does not run
 
 The two runs of a round follow each other, so that a machine that gets slower does so for both. Noise is what the mean
 of the rounds' differences may be off by, at 95 % (Student's t), and 2 % of a step at least. Where the two sides are no
