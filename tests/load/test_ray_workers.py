@@ -572,7 +572,8 @@ def test_what_nobody_waits_for_is_not_begun(how, tmp_path):
 
 def test_without_an_address_ray_starts_here(monkeypatch):
     asked = {}
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    was = iter([False])
+    monkeypatch.setattr(ray, "is_initialized", lambda: next(was, True))
     monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
     iter(on_ray(Rows(), num_workers=2))
     assert (asked["address"], asked["num_cpus"]) == ("local", 2)
