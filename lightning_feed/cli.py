@@ -421,8 +421,8 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 def _add_target(command: argparse.ArgumentParser) -> None:
     what = command.add_mutually_exclusive_group(required=True)
-    target = "your program, or module.py:NAME, package.module:NAME"
-    what.add_argument("target", nargs="?", metavar="SCRIPT.py or TARGET", help=target)
+    target = "your program (train.py), or module.py:NAME, package.module:NAME"
+    what.add_argument("target", nargs="?", metavar="TARGET", help=target)
     what.add_argument("-m", dest="module", metavar="MODULE", help="your program, as for python -m")
     command.add_argument("--accelerator", metavar="A", help="of TARGET's Trainer (default: auto)")
 

@@ -585,7 +585,8 @@ def test_a_wrong_stage_is_told_the_right_ones() -> None:
         ([], "an empty list"),
         ({}, "an empty dict"),
         (7, "gave a int for train, which has no __getitem__ and __len__"),
-        (iter([1, 2]), "derive it from torch.utils.data.IterableDataset"),
+        (iter([1, 2]), "one derived from torch.utils.data.IterableDataset"),
+        (DataLoader([1, 2]), "Return its dataset: the data module makes the loader"),
         ([(torch.zeros(2), 1)], r"gave a tuple for train\[0\], which is how a sample looks"),
         ((Rows(4), Rows(4)), "gave a tuple for train"),
         ([[Rows(4)]], r"gave a list for train\[0\]"),
@@ -638,6 +639,18 @@ def test_a_dataset_that_cannot_be_sent_to_workers(start_method: Any) -> None:
         LoaderError, match=r"train\[1\] cannot have its workers.*dataset cannot be sent.*<lambda>.*num_workers=0"
     ):
         trainer().fit(module(), datamodule=data)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"num_workers": 2}, r"Write Data\(\.\.\., loader=LoaderSettings\(num_workers=2\)\)"),
+        ({"colour": "red"}, "Data has no argument colour"),
+    ],
+)
+def test_arguments_that_belong_elsewhere_are_sent_there(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        Data({}, 4, **given)
 
 
 def test_what_is_shared_with_workers_is_not_refused() -> None:

@@ -60,7 +60,7 @@ def test_the_tour_runs_and_shows_what_it_is_committed_with(tmp_path: Path) -> No
         tour = nbformat.read(EXAMPLES / "tour.ipynb", as_version=4)
         committed = _shown(tour)
         place = {"metadata": {"path": str(tmp_path)}}
-        NotebookClient(tour, timeout=240, kernel_name="python3", resources=place).execute()
+        NotebookClient(tour, timeout=240, iopub_timeout=60, kernel_name="python3", resources=place).execute()
     assert _shown(tour) == committed
     assert "image/png" in str(committed)
 

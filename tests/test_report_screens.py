@@ -41,7 +41,7 @@ def _run_cells(*cells: str) -> list[list[Any]]:
         from nbclient import NotebookClient
 
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(one) for one in cells])
-        NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+        NotebookClient(notebook, timeout=120, iopub_timeout=60, kernel_name="python3").execute()
     return [one.outputs for one in notebook.cells]
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Any, cast, final
 
 import torch
@@ -11,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_feed import _host
 from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
-from lightning_feed.load.settings import SEEDS
+from lightning_feed.load.settings import SEEDS, LoaderSettings
 from lightning_feed.load.trace import traced
 from lightning_feed.transfer.batch_tree import release
 
@@ -37,6 +38,19 @@ def check_batch_sizes(batch_size: object, eval_batch_size: object) -> None:
     check_whole("batch_size", batch_size, "the samples in a batch")
     if eval_batch_size not in (None, "even"):
         check_whole("eval_batch_size", eval_batch_size, "the samples in a batch")
+
+
+def check_misplaced(owner: str, given: Mapping[str, object]) -> None:
+    """Refuse arguments that a data module does not have; of a loader's settings say where they belong.
+
+    Raises:
+        SettingsError: names the first.
+    """
+    for name, value in given.items():
+        if name in LoaderSettings.__dataclass_fields__:
+            where = f"Write {owner}(..., loader=LoaderSettings({name}={value!r}))."
+            raise SettingsError(f"{name} is a setting of the loaders. {where}")
+        raise SettingsError(f"{owner} has no argument {name}.")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

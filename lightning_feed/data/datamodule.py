@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
@@ -14,7 +14,7 @@ from lightning_feed import _host
 from lightning_feed.archive.remote import RemotePlace
 from lightning_feed.archive.remote_folder import RemoteFolder
 from lightning_feed.archive.shared_cache import CacheStats
-from lightning_feed.data.base import SPLITS, DataModuleBase, check_batch_sizes
+from lightning_feed.data.base import SPLITS, DataModuleBase, check_batch_sizes, check_misplaced
 from lightning_feed.data.build_loaders import Loaders, job_of
 from lightning_feed.data.storage import Cache, Storage
 from lightning_feed.data.wrapping import wrap
@@ -72,7 +72,9 @@ class FeedDataModule(DataModuleBase):
         cache: Cache | None = None,
         cache_limit: int | str = "50%",
         cache_shard: bool = False,
+        **misplaced: NoReturn,
     ) -> None:
+        check_misplaced(type(self).__name__, misplaced)
         check_batch_sizes(batch_size, eval_batch_size)
         loader = LoaderSettings() if loader is None else loader
         if not isinstance(loader, LoaderSettings):

@@ -47,7 +47,10 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
     """
     kind: Any = type(datamodule)
     if not hasattr(datamodule, "train_dataloader") or not hasattr(datamodule, "prepare_data"):
-        raise SettingsError(f"A {kind.__name__} cannot be wrapped. Give a LightningDataModule.")
+        raise SettingsError(
+            f"A {kind.__name__} cannot be wrapped. Give a LightningDataModule: one of plain datasets is "
+            "LightningDataModule.from_datasets(train_set, val_set, batch_size=32)."
+        )
     _host.package_of(datamodule)
     if isinstance(datamodule, FeedDali):
         raise SettingsError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.background import Watch
@@ -188,11 +188,15 @@ def _check_dataset(name: str, dataset: Any, split: str) -> None:
             f"make_dataset({split!r}) gave a {kind} for {name}, which is how a sample looks, not a dataset. Give a "
             "torch.utils.data.Dataset or IterableDataset, or a dict or list of them; TensorDataset is one of tensors."
         )
+    if isinstance(dataset, DataLoader):
+        raise DatasetError(
+            f"make_dataset({split!r}) gave a {kind} for {name}. Return its dataset: the data module makes the loader."
+        )
     if not stream and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         missing = " and ".join(part for part in ("__getitem__", "__len__") if not hasattr(dataset, part))
         raise DatasetError(
-            f"make_dataset({split!r}) gave a {kind} for {name}, which has no {missing}. Write them, or, for a stream, "
-            "derive it from torch.utils.data.IterableDataset."
+            f"make_dataset({split!r}) gave a {kind} for {name}, which has no {missing}. Write a dataset with both, or, "
+            "for a stream, one derived from torch.utils.data.IterableDataset."
         )
     if size_of(dataset) == 0:
         raise DatasetError(

@@ -338,9 +338,11 @@ def test_images_that_are_decoded_whole_and_then_cropped_are_a_note() -> None:
 def test_pictures_that_stay_uint8_are_a_note_where_that_was_timed() -> None:
     def noted(**facts: Any) -> bool:
         found = {"loader_per_s": 20.0, "as_uint8_per_s": 30.0}
-        return any("uint8" in one for one in diagnose(measured(found=found, loaders=BUSY, **facts)).notes)
+        given = {"device_type": "cuda"} | facts
+        return any("uint8" in one for one in diagnose(measured(found=found, loaders=BUSY, **given)).notes)
 
     assert noted()
     assert not noted(device_transform=True)
+    assert not noted(device_type="cpu")  # there the rest takes the CPUs that load
     assert not noted(decoder="turbo", own_transforms=False)  # they are uint8 already
     assert "uint8" not in str(diagnose(measured(loaders=BUSY)))

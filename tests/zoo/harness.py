@@ -159,7 +159,8 @@ def _notebook(path: Path) -> None:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
+    place = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(notebook, timeout=120, iopub_timeout=60, resources=place).execute()
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             sys.stdout.write(output.get("text") or output.get("data", {}).get("text/plain", ""))

@@ -210,6 +210,7 @@ def comparison_text(found: Comparison) -> str:
     lines = [
         f"before   {found.before}",
         f"after    {found.after}",
+        *_result(found),
         f"verdict  {verdict}{'' if found.verdict_changed else ' (unchanged)'}",
         f"changed  {_changes(found.settings) or 'no setting that the reports tell of'}",
     ]
@@ -219,13 +220,26 @@ def comparison_text(found: Comparison) -> str:
     lines += [_row(one) for one in found.figures if (one.before, one.after) != (None, None)]
     if found.starved_within_noise is not None:
         said = "overlap: within noise" if found.starved_within_noise else "do not overlap: more than noise"
-        lines.append(f"noise    the 95 % intervals of starved_pct {said}")
+        lines.append(f"noise    of starved_pct: the 95 % intervals {said}; of step times it is not known")
     lines += [f"check    {check_text(one)}" for one in found.predictions]
     if not found.predictions:
         lines.append("check    none of the earlier report's remedies is in effect in the later run")
     if found.unchecked:
         lines.append(f"unknown  the reports do not tell whether these are in effect: {'; '.join(found.unchecked)}")
     return printable_lines("\n".join([*lines, *(f"caution  {one}" for one in found.cautions)]))
+
+
+def _result(found: Comparison) -> Iterator[str]:
+    """Whether it got faster: by samples a second where they are known, since batch sizes may differ."""
+    known = {one.name: one for one in found.figures if one.before and one.after}
+    rate, step = known.get("samples_per_s"), known.get("step_ms")
+    if rate is not None and rate.before and rate.after:
+        times, unit = rate.after / rate.before, f"{rate.before:.1f} -> {rate.after:.1f} samples/s"
+    elif step is not None and step.before and step.after:
+        times, unit = step.before / step.after, f"step {step.before:.1f} -> {step.after:.1f} ms"
+    else:
+        return
+    yield f"result   {times:.2f} times as fast: {unit}"
 
 
 def check_text(check: RemedyCheck) -> str:

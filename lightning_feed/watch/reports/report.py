@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
-from lightning_feed.watch.verdict.causes import LOOP_WORDS, grade_of, shares_of, toy_sentence
+from lightning_feed.watch.verdict.causes import LOOP_WORDS, OTHERS_PCT, grade_of, shares_of, toy_sentence
 from lightning_feed.watch.verdict.decide import share_text
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
@@ -154,13 +154,18 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
     if diagnosis.bottleneck == "data":
         return diagnosis.grade, waits
     if diagnosis.bottleneck == "compute":
-        return _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data"), waits
-    part, where = stats.other_ms, "between the steps"
+        verdict = _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data")
+        others = diagnosis.measurements.facts.others_cpu_pct or 0.0
+        if diagnosis.device_type == "cpu" and others >= OTHERS_PCT:
+            verdict += f", beside other programs that take {others:.0f} % of the CPUs"
+        return verdict, waits
+    verdict, part, where = f"{diagnosis.bottleneck}-bound", stats.other_ms, "between the steps"
     if diagnosis.bottleneck == "copy":
-        part = stats.h2d_ms
-        where = "in batch hooks" if diagnosis.device_type == "cpu" else "copying batches to the device"
+        part, where = stats.h2d_ms, "copying batches to the device"
+        if diagnosis.device_type == "cpu":
+            verdict, where = "limited by transfer hooks", "in them"
     taken = 100 * (part or 0.0) / (stats.step_ms or 1.0)
-    return f"{diagnosis.bottleneck}-bound", f"{taken:.0f} % of each step {where}; {waits}"
+    return verdict, f"{taken:.0f} % of each step {where}; {waits}"
 
 
 def is_toy(diagnosis: Diagnosis) -> bool:

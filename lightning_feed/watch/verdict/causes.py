@@ -427,7 +427,8 @@ def copy_cause(measured: Measurements, shares: Shares) -> Reason:
     count, size = facts.batch_tensors, facts.batch_bytes
     link_gb_per_s, rate = (found.pinned_gb_per_s if found is not None else None), (size or 0) / (h2d or 1.0) * 1e-6
     if facts.device_type == "cpu":
-        return Reason("transfer hooks", ["nothing is copied on the CPU: transfer hooks take the time"])
+        what = "device_transform takes" if facts.device_transform else "transfer hooks take"
+        return Reason("transfer hooks", [f"nothing is copied on the CPU: {what} the time"])
     if facts.backend == "nvjpeg" and (alone is None or hidden):
         said = "nvJPEG decodes in the transfer to the device, and the host waits for it: this is decoding, not the copy"
         return Reason("decoding on the GPU", [said])

@@ -172,7 +172,7 @@ def _pixels(case: Case) -> Iterator[str]:
     """The rate of the loader with images that stay uint8: that takes a change of the data set and of a hook."""
     facts, found = case.facts, case.measured.experiments
     done = facts.device_transform or (facts.decoder is not None and facts.own_transforms is False)
-    if done or found is None or not found.as_uint8_per_s or not found.loader_per_s:
+    if done or facts.device_type == "cpu" or found is None or not found.as_uint8_per_s or not found.loader_per_s:
         return
     if found.as_uint8_per_s >= found.loader_per_s * predict.SAME:
         yield (
@@ -242,7 +242,8 @@ def _slow_hook(case: Case, hook: HookTime) -> str:
 def _copy(case: Case) -> Iterator[str]:
     cause = case.causes.get("copy")
     if cause is not None and case.facts.device_type == "cpu":
-        yield "nothing is copied on a CPU: your transfer hooks take this time, and the loader's workers could do it"
+        hook = "device_transform" if case.facts.device_transform else "your transfer hooks"
+        yield f"nothing is copied on a CPU, so this is {hook}: done in the dataset, workers can do it beside training"
     elif cause == "unpinned":
         yield "batches lie in pageable memory, and copying them makes the host wait: try pin_memory=True"
     elif cause == "small tensors" and case.measured.stats.prefetch_active:

@@ -208,6 +208,7 @@ def test_the_comparison_in_words() -> None:
     assert text.splitlines() == [
         "before   the earlier report",
         "after    the later report",
+        "result   1.45 times as fast: 367.0 -> 533.3 samples/s",
         "verdict  data (cpu), highly data-bound -> compute, fed, some jitter",
         "changed  num_workers 6 -> 14; pin_memory True -> False",
         "                   before      after",
@@ -221,7 +222,7 @@ def test_the_comparison_in_words() -> None:
         "starved_pct          33.9        3.3   -30.6 points",
         "input_pct            35.2       35.2    +0.0 points",
         "epoch_start_s         0.8          -",
-        "noise    the 95 % intervals of starved_pct do not overlap: more than noise",
+        "noise    of starved_pct: the 95 % intervals do not overlap: more than noise; of step times it is not known",
         "check    num_workers=14: predicted step 57.6 ms, achieved 60.0 ms, error -4.0 % (also changed: pin_memory)",
     ]
 
@@ -229,7 +230,8 @@ def test_the_comparison_in_words() -> None:
 def test_the_comparison_of_two_runs_of_the_same() -> None:
     text = comparison_text(compare(sample_report(), sample_report()))
     assert "verdict  data (cpu), highly data-bound (unchanged)\nchanged  no setting that the reports tell of\n" in text
-    assert "starved_pct overlap: within noise" in text
+    assert "result   1.00 times as fast" in text
+    assert "of starved_pct: the 95 % intervals overlap: within noise" in text
     assert "check    none of the earlier report's remedies is in effect" in text
 
 

@@ -154,7 +154,7 @@ def test_no_verdict() -> None:
         ),
         (
             {"bottleneck": "copy", "facts": sample_facts(device_type="cpu")},
-            "FEED  copy-bound: 1 % of each step in batch hooks; training waits for data 34 % of each step",
+            "FEED  limited by transfer hooks: 1 % of each step in them; training waits for data 34 % of each step",
         ),
     ],
 )
