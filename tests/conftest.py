@@ -56,6 +56,16 @@ def _loaders_are_torchs_again() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _forks_may_go_backward() -> None:
+    """From the first FakeTensorMode on, torch says that there is a CUDA device (``_ensureCUDADeviceGuardSet``). If the
+    first backward of a process comes after that, no process that it forks can go backward."""
+    import torch
+
+    if not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        torch.ones(1, requires_grad=True).sum().backward()
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _short_waits_for_lost_workers() -> Iterator[None]:
     """A DataLoader's pass that is collected as part of a cycle has its queues closed before it can tell its workers to
     end, so torch waits 5 s for each of them and then kills it. Tests that raise and break off leave hundreds."""
