@@ -4,6 +4,7 @@ import dataclasses
 import sqlite3
 import threading
 from collections import OrderedDict, namedtuple
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -109,5 +110,6 @@ class InOneThread(Dataset[int]):
 
 
 def test_what_is_bound_to_a_thread_is_told_apart_from_a_broken_sample() -> None:
-    with pytest.raises(DatasetError, match=r"works only in the thread that made it \(ProgrammingError"):
-        make_sample(LoaderPart("", DataLoader(InOneThread(), batch_size=2)))
+    dataset = InOneThread()
+    with closing(dataset._connection), pytest.raises(DatasetError, match=r"works only in the thread.*ProgrammingError"):
+        make_sample(LoaderPart("", DataLoader(dataset, batch_size=2)))
