@@ -279,7 +279,8 @@ class FeedLoader(DataLoader[Any]):
         device = drawing_device(inner.generator)
         try:
             # Entered only where it changes something: workers that are forked here inherit it, and it slows each call.
-            with nullcontext() if torch.get_default_device() == device else device:
+            # Asked of a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
+            with nullcontext() if torch.empty(0).device == device else device:
                 source = iter(inner)
         except (TypeError, AttributeError, PicklingError):
             context: Any = inner.multiprocessing_context or torch.multiprocessing
