@@ -156,6 +156,15 @@ def test_no_verdict() -> None:
             {"bottleneck": "copy", "facts": sample_facts(device_type="cpu")},
             "FEED  limited by transfer hooks: 1 % of each step in them; training waits for data 34 % of each step",
         ),
+        (
+            {
+                "bottleneck": "compute",
+                "cause": "compute",
+                "grade": "fed",
+                "facts": sample_facts(device_type="cpu", others_cpu_pct=78.0),
+            },
+            "FEED  OK: limited by the model, beside other programs that take 78 % of the CPUs. ",
+        ),
     ],
 )
 def test_headlines(changes: dict[str, Any], headline: str) -> None:
