@@ -1,7 +1,9 @@
 """What a worker process of Ray does: batches, taken apart for the object store, and word of what takes long."""
 
+import functools
 import io
 import os
+import pickle
 import random
 import socket
 import sys
@@ -9,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,7 +116,7 @@ class _Worker:
     def _attempt(self, plan: Plan, job: Job) -> Any:
         with relayed() as bad:
             try:
-                return *_take_apart(plan.make(job.index, partial(self._begin, job))), bad, self._node
+                return *_take_apart(plan.make(job.index, functools.partial(self._begin, job))), bad, self._node
             except BaseException as error:  # noqa: BLE001  # SystemExit, too: raised in the training process
                 where = f"in a Ray worker ({self.name}), {self._doing}"
                 if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch
@@ -152,15 +153,23 @@ class _Worker:
 _worker: _Worker | None = None
 
 
-def make_batch(_after: None, plan: list[Any], *job: Any) -> tuple[None, Any]:
+def make_batch(_after: None, plan: list[Any], job: bytes) -> tuple[None, Any]:
     """A task of Ray: that it has ended, and what came of it."""
     global _worker
     _worker = _worker or _Worker()
-    return None, _worker.make(plan, Job(*job))
+    return None, _worker.make(plan, pickle.loads(job))
 
 
 def _take_apart(batch: Any) -> tuple[bytes, list[Any]]:
     """A batch as a pickle and its buffers. Ray alone would copy each tensor several times."""
+    buffers: list[Any] = []
+    stream = io.BytesIO()
+    _pickler()(stream, protocol=5, buffer_callback=buffers.append).dump(batch)
+    return stream.getvalue(), [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
+
+
+@functools.cache
+def _pickler() -> Any:
     cloudpickle: Any = sys.modules["ray"].cloudpickle  # in a worker it is there
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -168,10 +177,7 @@ def _take_apart(batch: Any) -> tuple[bytes, list[Any]]:
             found = _reduced(thing) if type(thing) is torch.Tensor else None
             return super().reducer_override(thing) if found is None else found
 
-    buffers: list[Any] = []
-    stream = io.BytesIO()
-    Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(batch)
-    return stream.getvalue(), [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
+    return Pickler
 
 
 def _reduced(tensor: torch.Tensor) -> Any:

@@ -1,6 +1,7 @@
 """Ray workers: the batches of a DataLoader, random numbers, errors, waits that end, lost workers."""
 
 import gc
+import itertools
 import os
 import pickle
 import random
@@ -186,6 +187,18 @@ def test_no_more_is_loaded_ahead_than_said(tmp_path):
 
     for taken, _ in enumerate(on_ray(Noting(60), batch_size=4, prefetch_factor=1), 1):
         assert len(list(tmp_path.iterdir())) - 4 * taken <= 4 * 2
+
+
+def test_no_more_are_at_work_than_said_where_more_cpus_are_free():
+    class Timed(Rows):
+        def __getitem__(self, index):
+            began = time.monotonic()
+            time.sleep(0.02)
+            return began, time.monotonic()
+
+    options = {"batch_size": 1, "prefetch_factor": 4, "collate_fn": lambda samples: samples[0]}
+    spans = list(on_ray(Timed(), num_workers=1, **options))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
 def test_what_is_ahead_takes_no_more_of_the_object_store_than_its_share(monkeypatch):
