@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from recording import NullStreamPrefetch, Numbers, assert_same_run, first_tensor, fit
+from recording import NullStreamPrefetch, Numbers, Recording, assert_same_run, first_tensor, fit, quiet_trainer
 from resuming import assert_resumes_exactly
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
+from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, diagnose
 from lightning_feed.errors import DatasetError
 from lightning_feed.watch import loop
 
@@ -273,6 +273,15 @@ def steps_are_measured(kind: Kind, folder: Path) -> None:
     assert stats.starved_pct is not None
 
 
+def it_is_diagnosed(kind: Kind, folder: Path) -> None:
+    loader = kind.loader(folder)
+    found = diagnose(quiet_trainer([]), Recording(), train_dataloaders=loader, budget_s=4).measurements.experiments
+    assert found is not None
+    assert found.model_per_s is not None
+    assert found.loader_per_s is not None
+    assert not [reason for _, reason in found.left_out if "failed" in reason]
+
+
 def our_loader_resumes(kind: Kind, folder: Path) -> None:
     assert kind.dataset is not None
     assert_resumes_exactly(lambda: {"datamodule": module_of(kind, folder)}, list, folder / "run.ckpt", count=(1, 7))
@@ -291,9 +300,13 @@ CHECKS = {
     "`FastDataModule`": each_sample_comes_once,
     "`PrefetchCallback`": prefetching_changes_nothing,
     "`GPUStarvationCallback`": steps_are_measured,
+    "`diagnose`": it_is_diagnosed,
     "exact resume, our loader": our_loader_resumes,
     "exact resume, its loader": its_loader_resumes,
 }
+
+
+TAKES_LONG = ("`diagnose`", "exact resume, our loader", "exact resume, its loader")
 
 
 def table() -> list[tuple[str, str, str]]:
@@ -313,7 +326,7 @@ def test_the_table_has_all_that_is_tried() -> None:
 @pytest.mark.parametrize(
     ("row", "column", "cell"),
     [
-        pytest.param(*cell, marks=[pytest.mark.slow] if "resume" in cell[1] else [], id=f"{cell[0]}: {cell[1]}")
+        pytest.param(*cell, marks=[pytest.mark.slow] if cell[1] in TAKES_LONG else [], id=f"{cell[0]}: {cell[1]}")
         for cell in table()
     ],
 )

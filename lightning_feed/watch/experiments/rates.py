@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as torch_mp
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_feed.errors import FeedError, LoaderError
+from lightning_feed.errors import DatasetError, FeedError, LoaderError
 from lightning_feed.load.cloning import Changes, clone_loader, iter_is_itself
 from lightning_feed.load.crop import EvalRecipe, TrainRecipe
 from lightning_feed.load.image_dataset import ImageDataset, collate_encoded
@@ -173,10 +173,18 @@ def _null(part: LoaderPart, sample: Any) -> Any:
 
 
 def measure_ceiling(session: Session) -> None:
-    """The rate of the loaders with constant samples: what handing over, collating and pinning allow."""
+    """The rate of the loaders with constant samples: what handing over, collating and pinning allow.
+
+    Raises:
+        LeftOut: for a loader of a class that needs a data set of its own kind, such as LitData's.
+    """
     session.check_memory()
     samples = dict(zip(session.parts, session.samples, strict=True))
-    rate = session.rate(lambda part: Changes(dataset=_null(part, samples[part]), endless=True))
+    try:
+        rate = session.rate(lambda part: Changes(dataset=_null(part, samples[part]), endless=True))
+    except DatasetError as error:
+        kinds = ", ".join(sorted({type(part.loader).__name__ for part in session.parts}))
+        raise LeftOut(f"a {kinds} takes no constant samples in place of its data set: {error.__cause__}") from error
     session.note(ceiling_per_s=rate)
 
 

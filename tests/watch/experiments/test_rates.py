@@ -162,6 +162,20 @@ def test_the_ceiling_does_without_the_data_sets_own_work() -> None:
     assert (session.results.ceiling_per_s or 0) > 2 / (4 * 0.003)
 
 
+class Choosy(DataLoader[Any]):
+    """As LitData's: it calls what only its own data set has."""
+
+    def __iter__(self) -> Any:
+        assert isinstance(self.dataset, Images), "this is no data set of mine"
+        return super().__iter__()
+
+
+def test_a_loader_that_needs_its_own_kind_of_data_set_has_no_ceiling() -> None:
+    session = session_of(Choosy(Images(), batch_size=4))
+    with pytest.raises(LeftOut, match="a Choosy takes no constant samples in place of its data set: this is no data"):
+        measure_ceiling(session)
+
+
 # --- handing a batch over ---------------------------------------------------------------------------------------------
 
 
