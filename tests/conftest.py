@@ -127,6 +127,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell's background job ignores Ctrl-C, and all that it starts does: tests send it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What "forkserver" pickles for a process is what "spawn" does, and the process need not import torch and Lightning,
+    # which takes 13 s here. The programs of the zoo come from the same server.
+    if "slow" in marks and "not slow" not in marks:
+        from zoo.harness import PRELOADED
+
+        multiprocessing.set_forkserver_preload(PRELOADED)
     # Ray gives its workers so low a priority that they starve beside other tests.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # cuBLAS is deterministic with this only, and reads it once.

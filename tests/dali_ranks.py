@@ -1,4 +1,4 @@
-"""Two ranks on the CPU that train on DALI's readers. Started afresh, since DALI does not survive a fork."""
+"""Two ranks on the CPU that train on DALI's readers, from a process without DALI, which does not survive a fork."""
 
 import json
 import os
@@ -21,7 +21,9 @@ def in_two_ranks(folder: Path, *, train: int, val: int) -> list[Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(_one_rank, (port, str(folder), train, val), nprocs=2, start_method="spawn")
+    torch.multiprocessing.start_processes(
+        _one_rank, (port, str(folder), train, val), nprocs=2, start_method="forkserver"
+    )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

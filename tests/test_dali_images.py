@@ -432,7 +432,7 @@ def tell_growth(photos: Path, told: Any) -> None:
 @pytest.mark.slow
 def test_fifty_rebuilds_do_not_grow(photos: Path) -> None:
     """Seen: less than 2 MB; 42 MB where each pipeline is left behind, which is planted to see the bound break."""
-    fresh = multiprocessing.get_context("spawn")
+    fresh = multiprocessing.get_context("forkserver")
     told = fresh.SimpleQueue()
     process = fresh.Process(target=tell_growth, args=(photos, told))
     process.start()

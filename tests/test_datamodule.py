@@ -356,7 +356,7 @@ class Unshared(Collating):
         return {**state, "given": {}}
 
 
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_a_collate_of_ones_own(start_method: Any) -> None:
     data = Unshared({"train": Rows(8), "val": Rows(4)}, loader=LoaderSettings(num_workers=1, start_method=start_method))
     data.trainer = trainer()

@@ -52,7 +52,7 @@ def batches(module: FastDataModule, epochs: int = 2) -> list[list[list[float]]]:
         HERE,
         LoaderSettings(num_workers=2, seed=1),
         LoaderSettings(num_workers=2, seed=1, workers="thread"),
-        pytest.param(LoaderSettings(num_workers=1, seed=1, start_method="spawn"), marks=pytest.mark.slow),
+        pytest.param(LoaderSettings(num_workers=1, seed=1, start_method="forkserver"), marks=pytest.mark.slow),
     ],
     ids=["here", "processes", "threads", "spawned"],
 )

@@ -33,6 +33,7 @@ def default_device(device: str | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
+        vars(torch._GLOBAL_DEVICE_CONTEXT).clear()  # else torch 2.6's get_default_device() fails from now on
 
 
 def assert_same_under_a_default_device(make: Callable[[], Any]) -> None:

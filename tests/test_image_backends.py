@@ -176,7 +176,7 @@ def test_a_data_set_of_another_kind_is_refused(photos: Path) -> None:
 @pytest.mark.slow
 def test_spawned_workers_hand_over_the_same_batches(photos: Path) -> None:
     """They get a copy of the data module, which has a backend by then."""
-    loader = {"workers": "process", "num_workers": 1, "start_method": "spawn"}
+    loader = {"workers": "process", "num_workers": 1, "start_method": "forkserver"}
     module = made(photos, "nvjpeg", loader=loader, batch_size=20, decoder="pillow")
     torch.manual_seed(1)
     (batch,) = module.train_dataloader()

@@ -312,6 +312,6 @@ def test_what_is_impossible_is_refused(given: dict[str, Any], photos: Path) -> N
 @pytest.mark.slow
 def test_a_copy_for_a_spawned_worker_carries_no_open_file(photos: Path) -> None:
     module = ImageFolderDataModule(
-        photos, batch_size=6, image_size=16, loader=LoaderSettings(num_workers=1, start_method="spawn")
+        photos, batch_size=6, image_size=16, loader=LoaderSettings(num_workers=1, start_method="forkserver")
     )
     assert sum(len(labels) for _, labels in module.train_dataloader()) == 24

@@ -583,14 +583,14 @@ def test_profilers_see_the_look_ahead(profiler: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*barrier.*using the device under current context")
 def test_two_ranks(strategy: str, tmp_path: Path) -> None:
     results = []
-    for name, callbacks in (("plain", []), ("ours", [NullStreamPrefetch()])):
+    for name, callbacks, how in (("plain", [], "ddp_fork"), ("ours", [NullStreamPrefetch()], strategy)):
         folder = tmp_path / name
         folder.mkdir()
         torch.manual_seed(3)
         _, _, error = fit(
             [*callbacks, WritesPerRank(str(folder))],
             lambda: {"train_dataloaders": DataLoader(Numbers(20), batch_size=2, shuffle=True)},
-            strategy=strategy,
+            strategy=how,
             devices=2,
         )
         assert error is None

@@ -364,7 +364,7 @@ def fork_warning_ignored() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_workers_count_where_the_main_process_reads(method: str, fork_warning_ignored: None) -> None:
     decoder = with_fallback(TurboDecoder())
     images = [WHOLE[image] for image in ("RGB PNG", "colour", "GIF", "colour")]

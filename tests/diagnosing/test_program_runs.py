@@ -1,6 +1,9 @@
 """``lightning-feed diagnose`` and ``tune`` on programs as users write them, most in a process of its own."""
 
 import json
+import multiprocessing
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -151,10 +154,28 @@ def project(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "lightning_feed", *arguments]
-    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    """As ``python -m lightning_feed`` does, in a process that has imported Lightning already."""
+    process = multiprocessing.get_context("forkserver").Process(target=_command, args=(folder, arguments))
+    process.start()
+    process.join(300)
+    assert process.exitcode is not None
+    out, err = (folder.with_name(name).read_text() for name in (OUT, ERR))
+    return subprocess.CompletedProcess(arguments, process.exitcode, out, err)
 
 
+def _command(folder: Path, arguments: tuple[str, ...]) -> None:
+    os.chdir(folder)
+    for stream, name in ((1, OUT), (2, ERR)):
+        os.dup2(os.open(f"../{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+    multiprocessing.set_start_method("fork", force=True)  # this process was told to use "forkserver" for its own
+    sys.path.insert(0, str(folder))
+    sys.argv = ["lightning_feed", *arguments]
+    runpy.run_module("lightning_feed", run_name="__main__", alter_sys=True)
+
+
+OUT, ERR = "printed.out", "printed.err"
+"""Beside the folder of the program, which is looked through."""
 QUICK = ("diagnose", "--quick", "--only", "model")
 END = "Neither this nor anything else that follows in it was run."
 

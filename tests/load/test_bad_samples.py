@@ -88,7 +88,7 @@ def test_more_than_max_failures_end_the_run(on_error: Any) -> None:
         batches(dataset)
 
 
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_failures_in_workers_are_counted_here(start_method: str) -> None:
     dataset = Breakable(16, {1, 6, 11}, BadSamples("skip"))
     assert batches(dataset, workers=2, start_method=start_method)[0] == [0, 0, 2, 3]

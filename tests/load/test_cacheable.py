@@ -173,7 +173,7 @@ def test_the_sample_without_augmentation_is_asked_for_where_there_is_one() -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [("bytes", "fork"), pytest.param("decoded", "spawn", marks=pytest.mark.slow)]
+    ("kind", "method"), [("bytes", "fork"), pytest.param("decoded", "forkserver", marks=pytest.mark.slow)]
 )
 def test_workers_share_what_they_read(kind: Kind, method: str) -> None:
     dataset = Squares()

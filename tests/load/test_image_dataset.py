@@ -134,7 +134,7 @@ def in_shared_memory(samples: list[Any]) -> Any:
     return batch
 
 
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_worker_processes_hand_over_whole_batches_in_shared_memory(start_method: str) -> None:
     made = dataset(jpegs(6), EvalRecipe(size=32, short_side=37))
     loader = DataLoader(
