@@ -124,6 +124,10 @@ def pytest_configure(config: pytest.Config) -> None:
     marks = str(config.getoption("markexpr"))
     if os.environ.get("LIGHTNING_FEED_REQUIRE_GPU") != "1" and ("gpu" not in marks or "not gpu" in marks):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from hypothesis import settings
+
+    settings.register_profile("a busy machine is no error", deadline=None)
+    settings.load_profile("a busy machine is no error")
     # A shell's background job ignores Ctrl-C, and all that it starts does: tests send it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch
@@ -413,7 +414,8 @@ def test_other_programs_lower_the_confidence(clock: Clock, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 def test_a_simple_profiler_sees_each_fetch_once(stage: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning.pytorch.profilers.simple.time.perf_counter", lambda: clock.now * 1e-9)
+    timer = SimpleNamespace(perf_counter=lambda: clock.now * 1e-9, monotonic=lambda: clock.now * 1e-9)  # of 2.4
+    monkeypatch.setattr("lightning.pytorch.profilers.simple.time", timer)
     seen = []
     for others in ((), (CpuPrefetch(),)):
         trainer = make_trainer(*others, profiler="simple", limit_val_batches=1.0)
@@ -440,12 +442,14 @@ def test_the_other_package_tells_the_same(clock: Clock) -> None:
     import pytorch_lightning
     from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
 
+    from lightning_feed import pl
+
     class Other(OtherModel):  # type: ignore[misc, valid-type]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             clock.sleep(2)
             return super().training_step(batch, batch_idx)
 
-    starvation = GPUStarvationCallback(nvml=False, report=False)
+    starvation = pl.GPUStarvationCallback(nvml=False, report=False)
     trainer = make_trainer(starvation, package=pytorch_lightning, limit_val_batches=1.0, num_sanity_val_steps=0)
     trainer.fit(Other(), loader(clock, 6, 1), loader(clock, 4, 1))
     wall = starvation.report().measurements.wall

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -91,7 +92,9 @@ def is_known(iterator: Any) -> bool:
 
 def _references(one: Any) -> list[Any]:
     attributes = getattr(one, "__dict__", None)
-    return gc.get_referents(one) + (list(attributes.values()) if isinstance(attributes, dict) else [])
+    held = gc.get_referents(one) + (list(attributes.values()) if isinstance(attributes, dict) else [])
+    # In Python 3.10 what a generator goes through is held by its frame.
+    return held + [deeper for frame in held if isinstance(frame, FrameType) for deeper in gc.get_referents(frame)]
 
 
 # What reading a private part can meet: it is absent, another thing, closed, has no length (queues on macOS), or another

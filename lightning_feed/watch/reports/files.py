@@ -200,7 +200,8 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise ReportError(
-            f"reports cannot be written into {folder}: {error.strerror or error}. Give another folder."
+            f"reports cannot be written into {folder}: {error.strerror or error}. Give another folder; on the command "
+            "line with --out."
         ) from error
 
 
