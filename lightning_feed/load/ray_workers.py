@@ -5,9 +5,9 @@ it was begun, cannot be seen in it. So the rest is left to Ray: it places tasks 
 processes for the next ones, and makes a batch again whose process or node died. Actors would each hold a CPU for as
 long as they live, and what is given to one waits for it, whatever it hangs in.
 
-Where the cluster has more CPUs than ``num_workers``, a task begins after the end of the one ``num_workers`` before it,
-so that no more are taken. Elsewhere it waits for a CPU only: Ray then hands a worker its next task without asking for a
-CPU anew.
+A task begins after the end of the one ``num_workers`` before it, so no more CPUs are taken than that, and a cluster that
+adds machines by itself adds none for more. It costs 1 ms of CPU for each batch: tasks that wait for nothing are handed to
+a worker one after the other, without asking for a CPU each time.
 """
 
 import contextlib
@@ -129,8 +129,9 @@ class RemotePlan:
 
     def __init__(self, loader: DataLoader[Any], cluster: RayCluster) -> None:
         self.ray = ray = connect(cluster.address, loader.num_workers)
-        self.store_bytes = int(min(self._each_node("object_store_memory")))
-        _warn_of_few(self.cpus(), loader.num_workers)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self.store_bytes = int(min(node.get("object_store_memory", 0) for node in nodes))
+        _warn_of_few(sum(node.get("CPU", 0) for node in nodes), loader.num_workers)
         self.address: str = ray.get_runtime_context().gcs_address
         self.node: str = ray.get_runtime_context().get_node_id()
         plan = Plan(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
@@ -146,22 +147,15 @@ class RemotePlan:
         packed = self.ray.cloudpickle.dumps(Job(keys, REPORT_S, GRACE_S, *job))
         return _task(TRIES).remote(after, self._plan, packed)
 
-    def cpus(self) -> float:
-        """How many the cluster has now."""
-        return sum(self._each_node("CPU"))
-
     def close_passes(self, last: int) -> None:
         """Let workers know that nobody waits for batches of these passes any more."""
         if self.ray.is_initialized() and self.ray.get_runtime_context().gcs_address == self.address:
             close_passes(self.key, last)
 
-    def in_words(self) -> str:
+    def cpus(self) -> str:
         """The CPUs of the cluster, in words."""
         there, free = (found.get("CPU", 0) for found in (self.ray.cluster_resources(), self.ray.available_resources()))
         return f"The Ray cluster has {there:g} CPUs, {free:g} of them free"
-
-    def _each_node(self, resource: str) -> list[float]:
-        return [node["Resources"].get(resource, 0.0) for node in self.ray.nodes() if node["Alive"]]
 
     def _put(self, plan: Plan) -> Any:
         exceptions = self.ray.exceptions
@@ -222,7 +216,6 @@ class RayPass(OwnPass):
         self._ends: deque[Any] = deque([None] * loader.num_workers, maxlen=loader.num_workers)
         # No more ranks share a node than it has devices.
         self._sharers = min(ranks_of_run(), torch.accelerator.device_count() or ranks_of_run())
-        self._cpus_to_spare = plan.cpus() > loader.num_workers
         self._asked: deque[_Asked] = deque()
         self._largest = 0
         self._far = False
@@ -264,7 +257,7 @@ class RayPass(OwnPass):
         """What is waited for, in words. Any thread may ask."""
         reports = [f"{one}. `ray stack` on that machine shows where." for one in told(self._plan.key)]
         return "\n".join(
-            [f"{self._plan.in_words()}.", *(reports or [f"No worker has been at a batch for {REPORT_S:g} s."])]
+            [f"{self._plan.cpus()}.", *(reports or [f"No worker has been at a batch for {REPORT_S:g} s."])]
         )
 
     def close(self, patience_s: float | None = None) -> None:
@@ -280,7 +273,7 @@ class RayPass(OwnPass):
             self._drawn = index is _END
             if not self._drawn:
                 refs = self._plan.make(self._ends[0], self._of_pass, self._seed, self._number, index)
-                self._ends.append(refs[0] if self._cpus_to_spare else None)
+                self._ends.append(refs[0])
                 self._asked.append(_Asked(self._number, index, *refs))
                 self._number += 1
 
@@ -352,7 +345,7 @@ class RayPass(OwnPass):
             return
         raise LoaderError(
             f"No Ray worker has begun with any of {len(self._asked)} batches for {now - began:.0f} s. "
-            f"{self._plan.in_words()}. Others may hold them, or workers do not start: see `ray status` and `ray logs`. "
+            f"{self._plan.cpus()}. Others may hold them, or workers do not start: see `ray status` and `ray logs`. "
             "Add machines, or end what takes their CPUs."
         )
 
