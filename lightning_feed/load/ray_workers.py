@@ -5,9 +5,9 @@ it was begun, cannot be seen in it. So the rest is left to Ray: it places tasks 
 processes for the next ones, and makes a batch again whose process or node died. Actors would each hold a CPU for as
 long as they live, and what is given to one waits for it, whatever it hangs in.
 
-A task begins after the end of the one ``num_workers`` before it, so no more CPUs are taken than that, and a cluster that
-adds machines by itself adds none for more. It costs 1 ms of CPU for each batch: tasks that wait for nothing are handed to
-a worker one after the other, without asking for a CPU each time.
+A task begins after the end of the one ``num_workers`` before it, so no more CPUs are taken than that, and a cluster
+that adds machines by itself adds none for more. It costs 1 ms of CPU for each batch: tasks that wait for nothing are
+handed to a worker one after the other, without asking for a CPU each time.
 """
 
 import contextlib
