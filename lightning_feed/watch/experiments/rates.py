@@ -184,7 +184,9 @@ def measure_ceiling(session: Session) -> None:
         rate = session.rate(lambda part: Changes(dataset=_null(part, samples[part]), endless=True))
     except DatasetError as error:
         kinds = ", ".join(sorted({type(part.loader).__name__ for part in session.parts}))
-        raise LeftOut(f"a {kinds} takes no constant samples in place of its data set: {error.__cause__}") from error
+        lines = str(error.__cause__).strip().splitlines() or [type(error.__cause__).__name__]
+        why = lines[-1] if lines[0].startswith("Caught ") else lines[0]  # a worker's has its traceback before it
+        raise LeftOut(f"a {kinds} takes no constant samples in place of its data set: {why}") from error
     session.note(ceiling_per_s=rate)
 
 

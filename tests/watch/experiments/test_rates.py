@@ -176,6 +176,20 @@ def test_a_loader_that_needs_its_own_kind_of_data_set_has_no_ceiling() -> None:
         measure_ceiling(session)
 
 
+def refusing(samples: list[Any]) -> Any:
+    if torch.equal(samples[0][0], samples[1][0]):
+        raise ValueError("twice the same")
+    return default_collate(samples)
+
+
+def test_what_a_worker_says_of_constant_samples_is_told_in_a_line() -> None:
+    session = session_of(DataLoader(Images(), batch_size=4, num_workers=1, collate_fn=refusing))
+    with pytest.raises(LeftOut) as reason:
+        measure_ceiling(session)
+    assert str(reason.value).endswith("in place of its data set: ValueError: twice the same")
+    assert "\n" not in str(reason.value)
+
+
 # --- handing a batch over ---------------------------------------------------------------------------------------------
 
 
