@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_feed import _host
@@ -13,6 +12,7 @@ from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, read_machine
+from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import MOST, TORCH_PREFETCH
 from lightning_feed.load.trials.epoch_controller import (
     FEWEST_STEPS,
@@ -26,7 +26,6 @@ from lightning_feed.load.trials.epoch_controller import (
     why_no_workers,
     worst,
 )
-from lightning_feed.load.trials.in_fit import gather
 from lightning_feed.transfer.resident import ResidentLoader
 from lightning_feed.watch.guard import Guard, Once, guarded, say
 from lightning_feed.watch.loop import LoopSums
@@ -275,7 +274,7 @@ class AutotuneCallback(Callback):
         loaders = _host.train_loaders(trainer)
         if len(loaders) != 1:
             return f"there are {len(loaders)} training loaders, and which of them is waited for is not measured"
-        if trainer.world_size > 1 and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if trainer.world_size > 1 and not connected():
             return "the ranks are not connected by torch.distributed, so they cannot agree"
         if isinstance(loaders[0], ResidentLoader):
             return "the training set is on the device, so there is nothing to load"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_feed.load.rank_store import default_store, read_all
 from lightning_feed.watch.stats import Additive, RankStats
 from lightning_feed.watch.step_meter import StepTimes
 from lightning_feed.watch.windows import FEW_STEPS
@@ -248,12 +249,7 @@ class RankExchange:
 
     def _read(self, keys: list[str]) -> list[bytes] | None:
         """The values of all ``keys``; None where one of them is not there: to get it would be to wait for it."""
-        if not self._store.check(keys):
-            return None
-        if self._store.has_extended_api():
-            values: list[bytes] = self._store.multi_get(keys)
-            return values
-        return [self._store.get(key) for key in keys]
+        return read_all(self._store, keys) if self._store.check(keys) else None
 
     def _miss(self, keys: list[str]) -> None:
         self._missed += 1
@@ -299,23 +295,11 @@ def open_rank_exchange(*, warm_up: int = 0) -> RankExchange | None:
     Args:
         warm_up: as for :class:`RankExchange`.
     """
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
+    store = default_store()
+    if store is None or torch.distributed.get_world_size() < 2:
         return None
-    store = _default_store()
-    if store is None:
-        return None
-    return RankExchange(
-        store, distributed.get_rank(), distributed.get_world_size(), session=next(_sessions), warm_up=warm_up
-    )
-
-
-def _default_store() -> Any:
-    """The store at which the ranks met. Private in torch 2.6 to 2.15; absent with the MPI backend."""
-    from torch.distributed import distributed_c10d
-
-    find = getattr(distributed_c10d, "_get_default_store", None)
-    return find() if find is not None else None
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return RankExchange(store, rank, world_size, session=next(_sessions), warm_up=warm_up)
 
 
 def _unpack(value: bytes, window: int) -> Tensor | None:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import LoaderSettings, Recommendation
 from lightning_feed.load.trials.search import Goal, Tuned
 from lightning_feed.load.trials.trial import Trial
@@ -93,27 +93,6 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
             )
     tuned: Tuned = next(found for node, found in every if node == trainer.node_rank and found is not None)
     return tuned
-
-
-def connected() -> bool:
-    """Whether the ranks of this run can tell each other anything."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def gather(trainer: Any, mine: Any) -> list[Any]:
-    """The same kind of thing from each rank, by rank. All take part, and wait for each other.
-
-    Through gloo, whatever trains: a rank that waits in NCCL keeps a CPU busy, which the trials of another would lack.
-    """
-    if trainer.world_size == 1 or not connected():
-        return [mine]
-    group: Any = torch.distributed.new_group(backend="gloo")
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    try:
-        torch.distributed.all_gather_object(every, mine, group=group)
-    finally:
-        torch.distributed.destroy_process_group(group)
-    return every
 
 
 def for_trials(loader: FeedLoader, settings: LoaderSettings) -> DataLoader[Any]:

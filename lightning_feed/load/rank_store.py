@@ -1,0 +1,64 @@
+"""What ranks tell each other, through the store at which they met."""
+
+import itertools
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+_gathered = itertools.count()
+"""Numbers :func:`gather`'s calls, as many on each rank."""
+_PATIENCE = timedelta(minutes=30)
+"""How long :func:`gather` waits for the slowest rank: as long as torch's groups do by default."""
+
+
+def default_store() -> Any:
+    """The store at which the ranks met; None where they did not, or with the MPI backend."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    from torch.distributed import distributed_c10d
+
+    find = getattr(distributed_c10d, "_get_default_store", None)  # private in torch 2.6 to 2.15
+    return find() if find is not None else None
+
+
+def connected() -> bool:
+    """Whether the ranks of this run can tell each other anything."""
+    return default_store() is not None
+
+
+def read_all(store: Any, keys: list[str]) -> list[bytes]:
+    """The values of ``keys``, which are there, in one request where the store knows such."""
+    if not store.has_extended_api():
+        return [store.get(key) for key in keys]
+    values: list[bytes] = store.multi_get(keys)
+    return values
+
+
+def gather(trainer: Any, mine: Any) -> list[Any]:
+    """The same kind of thing from each rank, by rank. All take part, and wait for each other.
+
+    Not through NCCL: a rank that waits in it keeps a CPU busy, which the trials of another would lack. Nor through a
+    gloo group of our own: up to torch 2.7 it can hang as it ends (https://github.com/pytorch/pytorch/pull/154976).
+
+    Args:
+        trainer: of the run.
+        mine: can be pickled.
+
+    Raises:
+        RuntimeError: torch's; a rank said nothing for 30 minutes, or the process with the store is gone.
+    """
+    store = default_store()
+    if trainer.world_size == 1 or store is None:
+        return [mine]
+    number, rank = next(_gathered), torch.distributed.get_rank()
+
+    def key(number: int, rank: int) -> str:
+        return f"lightning_feed/gather/{number}/{rank}"
+
+    store.set(key(number, rank), pickle.dumps(mine))
+    every = [key(number, other) for other in range(torch.distributed.get_world_size())]
+    store.wait(every, _PATIENCE)
+    store.delete_key(key(number - 1, rank))  # each rank has said something since it read this
+    return [pickle.loads(value) for value in read_all(store, every)]
