@@ -249,7 +249,7 @@ class SharedCounts:
     def __init__(self, *names: str) -> None:
         self._names = names
         self._counts = torch.zeros((_ROWS, len(names)), dtype=torch.int64, device="cpu")
-        self._counts.share_memory_()  # type: ignore[no-untyped-call]
+        self._counts.share_memory_()
 
     def add(self, name: str) -> bool:
         """Count one. True for the first of this name, of all workers (two may be first at once)."""

@@ -319,7 +319,8 @@ def resize(pixels: Pixels, size: tuple[int, int], *, fidelity: Literal["exact", 
     batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))[None].permute(0, 3, 1, 2)
     # As a batch in channels last: torch's AVX2 code for uint8 then takes and gives pixels as they lie. With any other
     # strides, also of the one image in the batch, it unpacks planes, gives planes, and takes half as long again.
-    return interpolate(batch, size=list(size), mode="bilinear", antialias=True, align_corners=False)[0]
+    resized: Tensor = interpolate(batch, size=list(size), mode="bilinear", antialias=True, align_corners=False)
+    return resized[0]
 
 
 # --- random crops ---------------------------------------------------------------------------------------------------

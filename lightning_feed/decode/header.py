@@ -40,7 +40,7 @@ class JpegHeader(NamedTuple):
     """1 greyscale, 3 colour, 4 CMYK or YCCK."""
 
 
-def as_array(data: Encoded) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+def as_array(data: Encoded) -> npt.NDArray[np.uint8]:
     """The bytes as a flat array, without a copy."""
     return np.frombuffer(data, dtype=np.uint8)
 

@@ -102,7 +102,7 @@ class DiagnosisSession:
     def restoring(self) -> Iterator[ModelState]:
         """A context that hears signals, and after which what the fits change is as before. Gives the module's state."""
         if self.device.type == "cuda":
-            torch.cuda.init()  # type: ignore[no-untyped-call]  # its generators are kept too
+            torch.cuda.init()  # its generators are kept too
         with self.stops, preserve_state(self.datamodule, self.loaders, self.callbacks):
             state = ModelState(self.model)
             try:

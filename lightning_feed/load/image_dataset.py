@@ -257,7 +257,7 @@ def _empty(*shape: int) -> Tensor:
     torch's own collate does."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8, device="cpu")
-    storage = torch.UntypedStorage._new_shared(math.prod(shape), device="cpu")  # type: ignore[no-untyped-call]
+    storage = torch.UntypedStorage._new_shared(math.prod(shape), device="cpu")
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).view(shape)
 
 

@@ -228,7 +228,7 @@ class FeedLoader(DataLoader[Any]):
     def check_worker_number_rationality(self) -> None:
         """Torch's warning of more worker processes than this machine has CPUs."""
         if self.workers == "process":
-            super().check_worker_number_rationality()
+            DataLoader.check_worker_number_rationality(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # ddp_spawn pickles loaders. A pass cannot go along, but its place can.

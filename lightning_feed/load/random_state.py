@@ -127,7 +127,7 @@ def preserve_state(*owners: Any) -> Iterator[None]:
         owners: loaders, datasets, or containers of them. Iterators of loaders are not looked into.
     """
     undo: list[Undo] = [DefaultGenerators().restore, *_reached(owners)]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         undo.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     try:
         yield

@@ -121,7 +121,7 @@ class _Worker:
                 where = f"in a Ray worker ({self.name}), {self._doing}"
                 if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch
                     error = LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.")
-                return ExceptionWrapper((type(error), error, error.__traceback__), where=where)  # type: ignore[no-untyped-call]
+                return ExceptionWrapper((type(error), error, error.__traceback__), where=where)
 
     def _begin(self, job: Job, place: int, what: str) -> None:
         self._doing = what

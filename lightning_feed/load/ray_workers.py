@@ -237,7 +237,7 @@ class RayPass(OwnPass):
         if isinstance(made, BaseException):
             raise made
         if isinstance(made, ExceptionWrapper):
-            made.reraise()  # type: ignore[no-untyped-call]
+            made.reraise()
         data, buffers, bad, node = made
         self._far = self._far or node != self._plan.node
         self._largest = max(self._largest, sum(buffer.nbytes for buffer in buffers))

@@ -178,7 +178,7 @@ class _Job:
         if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch
             raise LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.") from error
         try:
-            return ExceptionWrapper((type(error), error, error.__traceback__), where=where).reraise()  # type: ignore[no-untyped-call]
+            return ExceptionWrapper((type(error), error, error.__traceback__), where=where).reraise()
         finally:
             del error  # its traceback holds this frame
 

@@ -67,7 +67,7 @@ def disable_opencv_threads() -> None:
 def on_this_device() -> Callable[[], None]:
     """What puts another thread on this thread's CUDA device: it would start on device 0, with which pinned memory would
     then be registered."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return lambda: None
     return partial(torch.cuda.set_device, torch.cuda.current_device())
 

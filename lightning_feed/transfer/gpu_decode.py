@@ -314,7 +314,7 @@ def crop_on_device(
     # In one copy, and from pinned memory, so that nothing waits for it.
     host = torch.tensor(rows, dtype=torch.float32, device="cpu", pin_memory=pixels.device.type != "cpu")
     table = host.to(pixels.device, non_blocking=True)
-    tables = table.split([len(group) for group, _, _ in groups])  # type: ignore[no-untyped-call]
+    tables = table.split([len(group) for group, _, _ in groups])
     for (group, high, wide), numbers in zip(groups, tables, strict=True):
         boxes = {place: (wholes[place], cuts[place].region) for place in group}
         _resize_group(boxes, (high, wide), numbers, pixels)

@@ -143,7 +143,7 @@ class Feasible:
         return max(measured) if measured else WORKER_BYTES[self.start_method]
 
     def _too_many_files(self, workers: int, batches: int, trials: Sequence[Trial]) -> str:
-        kept = multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
+        kept = multiprocessing.get_sharing_strategy() == "file_descriptor"
         tensors = max((trial.batch_tensors or 0 for trial in trials), default=0) if kept else 0
         needed = workers * WORKER_FILES + batches * tensors
         if needed + OTHER_FILES <= self.open_files:

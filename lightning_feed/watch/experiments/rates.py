@@ -256,14 +256,14 @@ def _in_a_process(work: Callable[[], Any]) -> Any:
 
 def _compare(session: Session) -> tuple[str, dict[str, float]]:
     """(strategy in force, milliseconds of each strategy)."""
-    now: str = torch_mp.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    now: str = torch_mp.get_sharing_strategy()
     total = {now: 0.0}
     if sys.platform.startswith("linux"):
         total["file_system"] = 0.0
     for part, sample in zip(session.parts, session.samples, strict=True):
         taken: dict[str, list[float]] = {strategy: [] for strategy in total}
         for strategy in [*total, *total]:
-            torch_mp.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
+            torch_mp.set_sharing_strategy(strategy)
             taken[strategy] += taking_times(_constant_loader(part, sample))
         for strategy, times in taken.items():
             if not times:
@@ -351,8 +351,8 @@ def _median_ms(copy: Callable[[], object], device: torch.device) -> float:
     taken: list[float] = []
     with torch.cuda.device(device):
         for _ in range(2 + _REPEATS):
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize(device)
             start.record()
             copy()
