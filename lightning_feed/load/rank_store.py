@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,8 @@ _gathered = itertools.count()
 """Numbers :func:`gather`'s calls, as many on each rank."""
 _PATIENCE = timedelta(minutes=30)
 """How long :func:`gather` waits for the slowest rank: as long as torch's groups do by default."""
+_GRACE = timedelta(seconds=5)
+"""How long rank 0 waits for the others to read what all have said."""
 
 
 def default_store() -> Any:
@@ -52,13 +55,19 @@ def gather(trainer: Any, mine: Any) -> list[Any]:
     store = default_store()
     if trainer.world_size == 1 or store is None:
         return [mine]
-    number, rank = next(_gathered), torch.distributed.get_rank()
-
-    def key(number: int, rank: int) -> str:
-        return f"lightning_feed/gather/{number}/{rank}"
-
-    store.set(key(number, rank), pickle.dumps(mine))
-    every = [key(number, other) for other in range(torch.distributed.get_world_size())]
-    store.wait(every, _PATIENCE)
-    store.delete_key(key(number - 1, rank))  # each rank has said something since it read this
-    return [pickle.loads(value) for value in read_all(store, every)]
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    prefix = f"lightning_feed/gather/{next(_gathered)}"
+    keys = [f"{prefix}/{each}" for each in range(world_size)]
+    readers, read_by_all = f"{prefix}/readers", f"{prefix}/read"
+    store.set(keys[rank], pickle.dumps(mine))
+    store.wait(keys, _PATIENCE)
+    every = [pickle.loads(value) for value in read_all(store, keys)]
+    if store.add(readers, 1) == world_size:
+        store.set(read_by_all, b"yes")
+    if rank == 0:
+        # The store is often in this process. If it ended now, ranks that still read would get a network error.
+        with suppress(RuntimeError):  # one of them is gone
+            store.wait([read_by_all], _GRACE)
+        for key in (*keys, readers, read_by_all):
+            store.delete_key(key)
+    return every
