@@ -75,3 +75,19 @@ class ReportError(FeedError, ValueError):
 def plural(count: int, thing: str, things: str = "") -> str:
     """A count with its noun: ``1 worker``, ``2 workers``, ``3 batches``."""
     return f"{count} {thing if count == 1 else things or thing + 's'}"
+
+
+def throughput(batches_per_s: float, batch_size: int | None) -> str:
+    """A rate in samples per second; in batches, where nobody knows how many samples one has."""
+    return f"{in_rate(batches_per_s * (batch_size or 1))} {rate_unit(batch_size)}"
+
+
+def rate_unit(batch_size: int | None) -> str:
+    """The unit of :func:`throughput`."""
+    return "samples/s" if batch_size else "batches/s"
+
+
+def in_rate(per_s: float) -> str:
+    """A rate with three digits or more, thousands apart."""
+    digits = 0 if per_s >= 100 else 1 if per_s >= 10 else 2
+    return f"{per_s:,.{digits}f}".replace(",", " ")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_feed.archive.system import atomic_write
-from lightning_feed.errors import plural
+from lightning_feed.errors import in_rate, plural, rate_unit, throughput
 from lightning_feed.extras import require
 from lightning_feed.load.trials.search import Tuned
 from lightning_feed.load.trials.trial import Setting, Trial
@@ -38,24 +38,23 @@ def tuned_text(tuned: Tuned, place: Place | None = None) -> str:
         tuned: what was found.
         place: where the loader is set up; None: not known.
     """
-    per, unit = _unit(tuned.batch_size)
-    lines = [f"workers  ahead  {unit:>11}  start  note"]
-    lines += [_row(trial, tuned, per) for trial in tuned.trials]
+    lines = [f"workers  ahead  {rate_unit(tuned.batch_size):>11}  start  note"]
+    lines += [_row(trial, tuned) for trial in tuned.trials]
     lines += [f"not run: {_short(setting)}: {why}" for setting, why in tuned.rejected]
     known = "remembered, and checked now" if tuned.remembered else plural(len(tuned.trials), "trial")
     lines += ["", f"{_short(tuned.setting)}: {tuned.reason}", f"{known}, {tuned.seconds:.0f} s"]
     if tuned.batches_per_s is not None:
         starved = "; what the model can take is not known"
         if tuned.starved_pct is not None and tuned.demand_per_s is not None:
-            can_take = f"{tuned.demand_per_s * per:,.0f} {unit}"
+            can_take = throughput(tuned.demand_per_s, tuned.batch_size)
             starved = f"; the model can take {can_take}, so it starves {tuned.starved_pct:.0f} %"
-        lines.append(f"predicted: {tuned.batches_per_s * per:,.0f} {unit}{starved}")
+        lines.append(f"predicted: {throughput(tuned.batches_per_s, tuned.batch_size)}{starved}")
     for one in pastes(tuned, place):
         lines += ["", f"{one.where}:", *(f"    {line}" for line in one.code.splitlines())]
     return "\n".join(lines)
 
 
-def _row(trial: Trial, tuned: Tuned, per: int) -> str:
+def _row(trial: Trial, tuned: Tuned) -> str:
     setting, chosen = trial.setting, tuned.setting
     head = f"{setting.num_workers:>7}  {setting.prefetch_factor or '-':>5}  "
     if trial.batches_per_s is None:
@@ -64,7 +63,8 @@ def _row(trial: Trial, tuned: Tuned, per: int) -> str:
     note = "threads " if setting.workers == "thread" and setting.num_workers else ""
     if _same_workers(setting, chosen) and setting.prefetch_factor == chosen.prefetch_factor:
         note += "<- chosen"
-    return f"{head}{trial.batches_per_s * per:>11,.0f}  {start:>5}  {note}".rstrip()
+    per_s = in_rate(trial.batches_per_s * (tuned.batch_size or 1))
+    return f"{head}{per_s:>11}  {start:>5}  {note}".rstrip()
 
 
 def _same_workers(one: Setting, other: Setting) -> bool:
@@ -74,10 +74,6 @@ def _same_workers(one: Setting, other: Setting) -> bool:
 def _short(setting: Setting) -> str:
     ahead = f", prefetch_factor={setting.prefetch_factor}" if setting.num_workers else ""
     return f"{plural(setting.num_workers, 'thread' if setting.workers == 'thread' else 'worker')}{ahead}"
-
-
-def _unit(batch_size: int | None) -> tuple[int, str]:
-    return (batch_size, "samples/s") if batch_size else (1, "batches/s")
 
 
 def tuned_document(tuned: Tuned, place: Place | None = None) -> dict[str, Any]:
@@ -185,14 +181,13 @@ class Sweep:
 
     def text(self) -> str:
         """A table with a bar for each rate, in plain characters."""
-        per, unit = _unit(self.batch_size)
         top = max((self.rate(trial) or 0.0 for trial in self.trials), default=0.0)
-        lines = [f"workers {unit:>11}    CPU   memory"]
+        lines = [f"workers {rate_unit(self.batch_size):>11}    CPU   memory"]
         lines += [self._line(trial, top) + ("  <- tuned" if self._is_chosen(trial) else "") for trial in self.trials]
         if self.chosen is not None and not any(map(self._is_chosen, self.trials)):
             lines.append(f"tuned: {self.chosen}, which is not on this grid")
         if self.demand_per_s is not None:
-            lines.append(f"the model can take {self.demand_per_s * per:,.0f} {unit}")
+            lines.append(f"the model can take {throughput(self.demand_per_s, self.batch_size)}")
         return "\n".join(lines)
 
     def _is_chosen(self, trial: Trial) -> bool:
@@ -206,7 +201,7 @@ class Sweep:
         cpu_text = f"{cpu:.0f} %" if cpu is not None else "-"
         memory_text = f"{memory / _MIB:,.0f}M" if memory is not None else "-"
         bar = "#" * max(1, round(_BAR * rate / top)) if top else ""
-        return f"{workers:>7} {rate:>11,.0f} {cpu_text:>6} {memory_text:>8}  {bar:<{_BAR}}".rstrip()
+        return f"{workers:>7} {in_rate(rate):>11} {cpu_text:>6} {memory_text:>8}  {bar:<{_BAR}}".rstrip()
 
 
 def write_plot(found: Sweep, path: Path) -> Path:
@@ -219,10 +214,10 @@ def write_plot(found: Sweep, path: Path) -> Path:
         OSError: when the file cannot be written.
     """
     figure = require("matplotlib.figure", extra="plot", why="the plot of a sweep").Figure
-    canvas, (per, unit) = figure(figsize=(7, 8), layout="constrained"), _unit(found.batch_size)
+    canvas = figure(figsize=(7, 8), layout="constrained")
     axes: Any = canvas.subplots(3, sharex=True)
     rows: list[tuple[str, Callable[[Trial], float | None]]] = [
-        (unit, found.rate),
+        (rate_unit(found.batch_size), found.rate),
         ("CPU share in %", found.cpu_pct),
         ("memory of the workers in MiB", lambda one: None if one.memory_bytes is None else one.memory_bytes / _MIB),
     ]
@@ -237,7 +232,12 @@ def write_plot(found: Sweep, path: Path) -> Path:
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
     if found.demand_per_s is not None:
-        axes[0].axhline(found.demand_per_s * per, color="tab:red", linestyle="--", label="what the model can take")
+        axes[0].axhline(
+            found.demand_per_s * (found.batch_size or 1),
+            color="tab:red",
+            linestyle="--",
+            label="what the model can take",
+        )
     if axes[0].get_legend_handles_labels()[0]:
         axes[0].legend()
     axes[-1].set_xlabel("num_workers")

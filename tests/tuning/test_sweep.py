@@ -83,12 +83,12 @@ def test_the_table() -> None:
     assert found.text() == "\n".join(
         [
             "workers   samples/s    CPU   memory",
-            "      0          15   19 %       0M  ######",
-            "      1          20   25 %     100M  ########",
-            "      2          40   50 %     200M  ###############",
-            "      4          80  100 %     400M  ##############################  <- tuned",
-            "      8          57   71 %     800M  #####################",
-            "the model can take 70 samples/s",
+            "      0        15.0   19 %       0M  ######",
+            "      1        20.0   25 %     100M  ########",
+            "      2        40.0   50 %     200M  ###############",
+            "      4        80.0  100 %     400M  ##############################  <- tuned",
+            "      8        57.1   71 %     800M  #####################",
+            "the model can take 70.0 samples/s",
         ]
     )
     assert found.text().isascii()
@@ -113,7 +113,7 @@ def test_it_is_a_value_and_goes_into_json() -> None:
 
 def test_unknown_figures_are_left_out() -> None:
     bare = Sweep(trials=(Trial(setting=Setting(num_workers=1, prefetch_factor=2), batches_per_s=3.0),), cpus=4)
-    assert bare.text().splitlines()[1].split() == ["1", "3", "-", "-", "#" * 30]
+    assert bare.text().splitlines()[1].split() == ["1", "3.00", "-", "-", "#" * 30]
     assert bare.cpu_pct(bare.trials[0]) is None
 
 

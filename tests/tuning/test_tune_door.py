@@ -191,7 +191,7 @@ def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
     text = tuned_text(found())
     rows = text.splitlines()
     assert rows[0].split() == ["workers", "ahead", "samples/s", "start", "note"]
-    assert rows[1].split() == ["0", "-", "40", "0.10"]
+    assert rows[1].split() == ["0", "-", "40.0", "0.10"]
     assert rows[2].split() == ["2", "4", "200", "0.30", "<-", "chosen"]
     assert "could not run: a worker was killed" in rows[3]
     assert "not run: 64 workers, prefetch_factor=2: /dev/shm would be full" in text
@@ -204,7 +204,7 @@ def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
         "in the call that makes your FastDataModule:",
         f"    loader=LoaderSettings({arguments})",
     ]
-    assert "50 batches/s; what the model can take is not known" in tuned_text(
+    assert "50.0 batches/s; what the model can take is not known" in tuned_text(
         found(batch_size=None, demand_per_s=None, starved_pct=None)
     )
     assert "remembered" in tuned_text(found(remembered=True))

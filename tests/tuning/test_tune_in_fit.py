@@ -136,7 +136,7 @@ def test_the_training_loader_is_tuned_once_and_others_are_not(tunes: Tunes) -> N
     assert tunes.goals[0].device_type == "cpu"
     train, val = data.recommendations["train"], data.recommendations["val"]
     assert (train.num_workers, train.prefetch_factor, train.persistent_workers) == (2, 3, True)
-    assert train.reasons["num_workers"] == "tuned: the fastest of 1 tried, 50 batches/s in the trial"
+    assert train.reasons["num_workers"] == "tuned: the fastest of 1 tried, 50.0 batches/s in the trial"
     assert train.reasons["prefetch_factor"] == "tuned"
     assert "only training loaders" in val.reasons["num_workers"]
     assert val.num_workers >= 1

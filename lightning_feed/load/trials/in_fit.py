@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
-from lightning_feed.errors import LoaderError
+from lightning_feed.errors import LoaderError, throughput
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import LoaderSettings, Recommendation
@@ -153,7 +153,7 @@ def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | No
         reasons["num_workers"] = f"{reasons['num_workers']} ({why_not})"
         return replace(found, reasons=reasons)
     short = "tuned" if not tuned.remembered else "tuned by an earlier run, and checked"
-    rate = "" if tuned.batches_per_s is None else f", {tuned.batches_per_s:.4g} batches/s in the trial"
+    rate = "" if tuned.batches_per_s is None else f", {throughput(tuned.batches_per_s, tuned.batch_size)} in the trial"
     reasons["num_workers"] = f"{short}: {tuned.reason}{rate}"
     for name in ("prefetch_factor", "pin_memory", "persistent_workers"):
         # A value as the user gave it stays so; what has no effect with num_workers=0 has its own reason.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 
-from lightning_feed.errors import SettingsError
+from lightning_feed.errors import SettingsError, throughput
 from lightning_feed.load.settings import TORCH_PREFETCH, LoaderSettings
 from lightning_feed.load.trials.trial import Kind, Setting, Trial
 
@@ -111,9 +111,7 @@ class Tuned:
         return f"<p><b>{found}</b><br>{escape(self.reason)}</p><table>{''.join(rows)}</table>"
 
     def _line(self, setting: Setting, per_s: float | None) -> str:
-        unit = "samples/s" if self.batch_size else "batches/s"
-        rate = "could not run" if per_s is None else f"{per_s * (self.batch_size or 1):,.0f} {unit}"
-        return f"{setting}: {rate}"
+        return f"{setting}: {'could not run' if per_s is None else throughput(per_s, self.batch_size)}"
 
     @property
     def settings(self) -> LoaderSettings:
@@ -315,15 +313,12 @@ class Search:
             if best.setting.num_workers == 0:
                 load_ms, step_ms = 1e3 / (best.batches_per_s or 1), 1e3 / demand
                 return f"loading adds {load_ms:.3g} ms to steps of {step_ms:.3g} ms: workers would have little to gain"
-            return (
-                f"the smallest tried that gives the {demand:.4g} batches/s that the model can take, and "
-                f"{SPARE - 1:.0%} to spare"
-            )
+            return f"the smallest tried that gives what the model can take, and {SPARE - 1:.0%} to spare"
         gain = max(self._effective(trial) for trial in self.trials) / self._effective(best) - 1
         why = f"the fastest of {tried} tried"
         if gain > 0:
             why = f"the smallest of {tried} tried that is within {TIE:.0%} of the fastest ({gain:.1%})"
-        return why if demand is None else f"{why}; the model could take {demand:.4g} batches/s"
+        return why if demand is None else f"{why}; less than the model can take and {SPARE - 1:.0%} to spare"
 
 
 def _size(trial: Trial) -> tuple[int, int, float]:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_feed.archive.system import atomic_write
-from lightning_feed.errors import ReportError, printable, printable_lines
+from lightning_feed.errors import ReportError, in_rate, printable, printable_lines
 from lightning_feed.watch.reports import sections
 from lightning_feed.watch.reports.document import NAME, as_json
 from lightning_feed.watch.reports.report import Report, headline, headline_parts, if_free, is_toy, rate, speedup, trust
-from lightning_feed.watch.reports.sections import Section, in_rate
+from lightning_feed.watch.reports.sections import Section
 from lightning_feed.watch.verdict.causes import in_ms, toy_sentence
 from lightning_feed.watch.verdict.diagnosis import Diagnosis
 

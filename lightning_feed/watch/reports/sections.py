@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from lightning_feed.errors import plural, source_line
+from lightning_feed.errors import in_rate, plural, rate_unit, source_line, throughput
 from lightning_feed.watch.experiments.results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
 from lightning_feed.watch.reports.compare import check_text
 from lightning_feed.watch.reports.report import Report, cause_text, if_free, rate
@@ -74,7 +74,7 @@ def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     rates = [one.per_s for one in bars if one.kind in ("stage", "part")]
     if not rates:
         return None
-    return Pipeline("samples/s" if size else "batches/s", bars, min(max(rates), _CUT * min(rates)))
+    return Pipeline(rate_unit(size), bars, min(max(rates), _CUT * min(rates)))
 
 
 def pipeline_text(pipeline: Pipeline) -> list[str]:
@@ -93,12 +93,6 @@ def pipeline_text(pipeline: Pipeline) -> list[str]:
             remark = "<- bottleneck" if one.kind == "stage" else "<- slowest part"
         lines.append(f"{name:{width}}{in_rate(one.per_s):>13}  {bar:{_CHARACTERS}}  {remark}".rstrip())
     return lines
-
-
-def in_rate(per_s: float) -> str:
-    """A rate with three digits or more, thousands apart."""
-    digits = 0 if per_s >= 100 else 1 if per_s >= 10 else 2
-    return f"{per_s:,.{digits}f}".replace(",", " ")
 
 
 def _short(code: str, most: int = 44) -> str:
@@ -344,10 +338,12 @@ def _experiments(found: ExperimentResults, *, stepped: bool) -> Iterator[Section
     yield from _table("What one sample costs", rows, ("", "wall time", "CPU time"), "costs")
     rows = [(_code_place(one), f"{one.ms_per_batch:.1f} ms a batch") for one in found.functions]
     yield from _table("Where in your code a batch is made", rows, console="code")
-    size, unit = (found.batch_size, "samples/s") if found.batch_size else (1, "batches/s")
+    size = found.batch_size or 1
     spread = {workers: f"{in_rate(size * low)} to {in_rate(size * high)}" for workers, low, high in found.worker_spread}
-    tried = ((plural(workers, "worker"), workers, size * per_s) for workers, per_s in found.worker_scaling)
-    rows = [(name, f"{in_rate(per_s)} {unit}", spread.get(workers, "")) for name, workers, per_s in tried]
+    rows = [
+        (plural(workers, "worker"), throughput(per_s, found.batch_size), spread.get(workers, ""))
+        for workers, per_s in found.worker_scaling
+    ]
     yield from _table("The loader alone, by number of workers", rows, ("", "rate", "tried again"), "tried")
     yield from _table("What one batch takes", _batch_rows(found), console="batch")
     if found.disk is not None:

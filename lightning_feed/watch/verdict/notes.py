@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from lightning_feed.errors import plural
+from lightning_feed.errors import in_rate, plural, rate_unit, throughput
 from lightning_feed.watch.verdict import predict
 from lightning_feed.watch.verdict.causes import MANY_TENSORS, OTHERS_PCT, in_ms
 from lightning_feed.watch.verdict.diagnosis import SYNCS, Cause, HookTime, Remedy
@@ -44,9 +44,10 @@ def why_not(case: Case, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
     tried = predict.tried_rates(case.measured)
     more = [rate for number, rate in tried.items() if now is not None and number > now]
     if now in tried and more and max(more) < tried[now] * (1 + least_gain_pct(case) / 100):
-        low, high = f"{min(more):.0f}", f"{max(more):.0f}"
-        span = low if low == high else f"{low} to {high}"
-        return (f"more workers: {tried[now]:.0f} -> {span} batches/s from the loader alone, no gain",)
+        size = case.measured.experiments.batch_size if case.measured.experiments is not None else None
+        now_per_s, *span = (in_rate(per_s * (size or 1)) for per_s in (tried[now], min(more), max(more)))
+        gives = " to ".join(dict.fromkeys(span))
+        return (f"more workers: {now_per_s} -> {gives} {rate_unit(size)} from the loader alone, no gain",)
     steps = steps_with_more(case)
     if not steps:
         return ()
@@ -176,8 +177,9 @@ def _pixels(case: Case) -> Iterator[str]:
         return
     if found.as_uint8_per_s >= found.loader_per_s * predict.SAME:
         yield (
-            f"the loader alone gives {found.loader_per_s:.0f} batches/s, and {found.as_uint8_per_s:.0f} where the "
-            "transforms end with uint8 images and the device does the rest (device_transform)"
+            f"the loader alone gives {throughput(found.loader_per_s, found.batch_size)}, and "
+            f"{throughput(found.as_uint8_per_s, found.batch_size)} where the transforms end with uint8 images and the "
+            "device does the rest (device_transform)"
         )
 
 
