@@ -62,7 +62,9 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
             f"{kind.__name__} chooses its loaders itself already. Give its constructor loader=LoaderSettings(...)."
         )
     wrapped = object.__new__(_class_around(kind))
-    wrapped.__dict__ = datamodule.__dict__
+    # A new dict for both: from Python 3.13 on attributes lie in their object, and until 2026 the collector looked for
+    # them there alone, so it emptied what the other held (https://github.com/python/cpython/issues/130327).
+    datamodule.__dict__ = wrapped.__dict__ = dict(datamodule.__dict__)
     methods = {name: datamodule.__dict__.get(name) for name in _SPLIT_OF}
     wrapped.__dict__[_OURS] = WrappedLoaders(loader or LoaderSettings(), methods=methods)
     return wrapped

@@ -1,6 +1,7 @@
 """``FastDataModule.wrap``: any data module of either package, with other workers and nothing else changed."""
 
 import copy
+import gc
 import importlib
 import json
 import logging
@@ -284,6 +285,15 @@ def test_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer.train_dataloader.prefetch_factor == 5
     assert data.recommendations["train"].reasons["num_workers"] == "tuned: the best"
     assert len(loaders) == 1
+
+
+def test_what_the_data_module_holds_outlives_it() -> None:
+    plain = Plain()
+    plain.itself = plain  # type: ignore[attr-defined]  # only the collector ends it
+    data = FastDataModule.wrap(plain)
+    del plain
+    gc.collect()
+    assert data.recommendations == {}
 
 
 def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
