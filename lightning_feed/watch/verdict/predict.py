@@ -92,12 +92,12 @@ def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: f
     return with_batch_in(measured, shares, _beside(measured, shares, rate, now)) if rate else None
 
 
-def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float) -> float:
+def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float, workers: int) -> float:
     """By how much steps get longer when workers take ``loading_ms`` of CPU time for each of them. 0.0: not known.
 
     What training and other programs leave of the CPUs costs nothing. The rest is taken from training: from a single
     thread its share, and from threads that compute on all CPUs together all of it, since each of them waits for the one
-    that was disturbed.
+    that was disturbed. But Linux gives all threads that are ready the same share, so so many workers take no more.
     """
     facts, rest = measured.facts, shares.floor_ms
     training = training_cpu_ms(measured, shares)
@@ -106,20 +106,29 @@ def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float) -> fl
     cpus = facts.usable_cpus
     width = min(cpus, max(1.0, training / rest))
     left = cpus * rest * (1 - (facts.others_cpu_pct or 0.0) / 100) - training
-    return max(0.0, loading_ms - max(0.0, left)) * width / cpus
+    fair = rest * max(0.0, (width + workers) / cpus - 1)
+    return min(fair, max(0.0, loading_ms - max(0.0, left)) * width / cpus)
 
 
 def filled_ms(
-    measured: Measurements, shares: Shares, loading_ms: float, taking_ms: float = 0.0, *, slower: float = 1.0
+    measured: Measurements,
+    shares: Shares,
+    loading_ms: float,
+    taking_ms: float = 0.0,
+    *,
+    workers: int | None = None,
+    slower: float = 1.0,
 ) -> float:
-    """Step time when workers take ``loading_ms`` of CPU time for each step, and no batch is waited for.
+    """Step time when ``workers``, or those of now, take ``loading_ms`` of CPU time for each step, and no batch is
+    waited for.
 
     Not below what all of that CPU time takes on the CPUs that the run can count on: those that other programs leave,
     less :data:`_IDLE_CPUS`, those that it has now, or what its threads were seen to get when they asked, whichever is
     most. ``slower``: times the CPU time that was seen, where there is more than one CPU.
     """
     facts = measured.facts
-    step = floor_ms(measured, shares) + taking_ms + crowding_ms(measured, shares, loading_ms)
+    workers = facts.num_workers or 0 if workers is None else workers
+    step = floor_ms(measured, shares) + taking_ms + crowding_ms(measured, shares, loading_ms, workers)
     if not facts.usable_cpus:
         return step
     training = training_cpu_ms(measured, shares) or 0.0
@@ -188,7 +197,9 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
     tried = tried_rates(measured)
     if number in tried and now in tried:
         after = _beside(measured, shares, tried[number], tried[now])
-    step = max(filled_ms(measured, shares, loading, taking, slower=slower), after)
+        if now == 0:  # workers, of one thread each, spend no more CPU time than time; threads of torch do as they wait
+            loading = min(loading, 1e3 * number / tried[number])
+    step = max(filled_ms(measured, shares, loading, taking, workers=number, slower=slower), after)
     return step if now == 0 else min(shares.step_ms, step)
 
 
