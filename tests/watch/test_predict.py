@@ -186,7 +186,7 @@ def test_small_samples_are_sooner_made_than_handed_over() -> None:
     assert predicted > 6.5
     found = diagnose(measured(**run))
     assert found.remedies == ()
-    assert found.why_not[0].startswith("more workers: step 6.50 -> ")
+    assert found.why_not[0].startswith("more workers: no gain predicted: ")
     hidden = measured(**graphs | {"batch_tensors": 0, "load_cpu_ms": 2.6})  # in a class of the user's
     assert diagnose(hidden).remedies == ()
 

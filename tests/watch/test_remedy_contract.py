@@ -498,7 +498,7 @@ def test_more_workers_that_would_not_help_are_told() -> None:
     found = diagnose(measured(num_workers=0, usable_cpus=1, load_cpu_ms=40.0, process_cpu_ms=99.0))
     assert found.remedies == ()
     (said,) = found.why_not
-    assert said.startswith("more workers: step 100.0 -> 100.5 ms predicted, no gain")
+    assert said.startswith("more workers: no gain predicted: ")
     assert said.endswith("training and loading share 1 CPU")
 
 

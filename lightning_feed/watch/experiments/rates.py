@@ -226,6 +226,7 @@ def _in_a_process(work: Callable[[], Any]) -> Any:
     def answer(there: Connection) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends it
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        torch.set_num_threads(1)  # OpenMP would wait for threads of the parent, to shuffle a large set for example
         try:
             there.send(work())
         except LeftOut as reason:

@@ -20,7 +20,7 @@ _SHARD = (
     "the data set is a stream, and was not seen to divide itself among workers: with num_workers=2 every sample would "
     "come twice. Divide it by torch.utils.data.get_worker_info() before you have more than one"
 )
-_ASK: tuple[Cause, ...] = ("no workers", "cpu", "waiting", "unknown")
+_ASK: tuple[Cause, ...] = ("no workers", "cpu", "oversubscribed", "waiting", "unknown")
 """Causes by which making samples or batches takes the time."""
 _WAYS_OUT = {
     "prog_bar": "self.log(..., prog_bar=False) avoids it",
@@ -51,9 +51,9 @@ def why_not(case: Case, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
     steps = steps_with_more(case)
     if not steps:
         return ()
-    said = (
-        f"more workers: step {in_ms(step, step)} -> {in_ms(min(steps.values()), step)} ms predicted, no gain worth it"
-    )
+    least = min(steps.values())
+    then = f"step {in_ms(step, step)} -> {in_ms(least, step)} ms predicted, no gain worth it"
+    said = f"more workers: {then if least < step else 'no gain predicted'}"
     if facts.others_cpu_pct is not None and facts.others_cpu_pct >= OTHERS_PCT:
         said += f": other programs take {facts.others_cpu_pct:.0f} % of the CPUs"
     elif facts.usable_cpus is not None and facts.device_type == "cpu":
@@ -159,7 +159,7 @@ def _crowded(workers: int, cpus: int) -> str:
         return f"{workers} workers share {cpus} CPUs: fewer may be as fast. `lightning-feed tune` tries it"
     return (
         "other threads or programs take the workers' CPUs. If they are threads of the training process, "
-        "torch.set_num_threads(1) gives them back"
+        "torch.set_num_threads(1) at the start of your program gives them back"
     )
 
 

@@ -213,6 +213,12 @@ def _why_not(loader: Any) -> str:
     return str(reason.value)
 
 
+def test_a_set_is_shuffled_with_one_thread() -> None:
+    """OpenMP's threads stay behind in a fork: above 32,000 samples torch.randperm waited for them for ever."""
+    torch.set_num_threads(2)
+    assert rates._in_a_process(torch.get_num_threads) == 1
+
+
 def test_our_loaders_hand_over_without_their_background_thread() -> None:
     session = session_of(FeedLoader(Images(), batch_size=4, num_workers=1, background=2))
     measure_hand_over(session)
