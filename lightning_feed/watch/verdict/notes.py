@@ -262,6 +262,8 @@ def _fed(case: Case) -> Iterator[str]:
         yield 'model.compile(mode="reduce-overhead") issues many operations at once'
     if "compute" not in case.causes or ready is None or not capacity or ready < FULL_SHARE * capacity:
         return
+    if (case.facts.others_cpu_pct or 0.0) >= OTHERS_PCT:  # they made the step long; by itself it may want more
+        return
     fewer = (workers + 1) // 2
     if found is not None and found.model_per_s and found.loader_per_s:
         fewer = max(1, int(-(-workers * SPARE * found.model_per_s // found.loader_per_s)))
