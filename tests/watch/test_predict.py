@@ -91,6 +91,15 @@ def test_small_steps_beside_workers_are_not_slowed_without_end() -> None:
     assert _with_workers(2, **run, process_cpu_ms=44.1 + 2 * 11.5) == pytest.approx(50.1, rel=0.1)
 
 
+def test_every_loader_has_workers_of_its_own() -> None:
+    """Two loaders with two workers each take as much from training as one with four."""
+    run: dict[str, Any] = {"step": 55.7, "data": 44.2, "num_workers": 0, "usable_cpus": 2, "load_cpu_ms": 44.1}
+    run |= {"process_cpu_ms": 44.1 + 2 * 11.5}
+    one, two = measured(**run), measured(**run, every_num_workers=(0, 0))
+    four, less = (predict.filled_ms(one, _shares(one), 20.0, workers=number) for number in (4, 2))
+    assert predict.filled_ms(two, _shares(two), 20.0, workers=2) == four > less
+
+
 def test_what_other_programs_take_is_not_free() -> None:
     run: dict[str, Any] = {"num_workers": 0, "usable_cpus": 2, "load_cpu_ms": 40.0, "process_cpu_ms": 100.0}
     # 100.8 ms of CPU time for each step, with what sending a batch takes, and one CPU is left for it.

@@ -318,7 +318,7 @@ class Search:
         why = f"the fastest of {tried} tried"
         if gain > 0:
             why = f"the smallest of {tried} tried that is within {TIE:.0%} of the fastest ({gain:.1%})"
-        return why if demand is None else f"{why}; less than the model can take and {SPARE - 1:.0%} to spare"
+        return why if demand is None else f"{why}; with {SPARE - 1:.0%} to spare, the model could take more"
 
 
 def _size(trial: Trial) -> tuple[int, int, float]:

@@ -97,7 +97,7 @@ def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float, worke
 
     What training and other programs leave of the CPUs costs nothing. The rest is taken from training: from a single
     thread its share, and from threads that compute on all CPUs together all of it, since each of them waits for the one
-    that was disturbed. But Linux gives all threads that are ready the same share, so so many workers take no more.
+    that was disturbed. It is never more than an equal share for each thread that is ready: Linux gives workers no more.
     """
     facts, rest = measured.facts, shares.floor_ms
     training = training_cpu_ms(measured, shares)
@@ -119,15 +119,15 @@ def filled_ms(
     workers: int | None = None,
     slower: float = 1.0,
 ) -> float:
-    """Step time when ``workers``, or those of now, take ``loading_ms`` of CPU time for each step, and no batch is
-    waited for.
+    """Step time when ``workers`` of each loader, or those of now, take ``loading_ms`` of CPU time for each step, and no
+    batch is waited for.
 
     Not below what all of that CPU time takes on the CPUs that the run can count on: those that other programs leave,
     less :data:`_IDLE_CPUS`, those that it has now, or what its threads were seen to get when they asked, whichever is
     most. ``slower``: times the CPU time that was seen, where there is more than one CPU.
     """
     facts = measured.facts
-    workers = facts.num_workers or 0 if workers is None else workers
+    workers = facts.loaders_beside * ((facts.num_workers or 0) if workers is None else workers)
     step = floor_ms(measured, shares) + taking_ms + crowding_ms(measured, shares, loading_ms, workers)
     if not facts.usable_cpus:
         return step
@@ -198,7 +198,7 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
     if number in tried and now in tried:
         after = _beside(measured, shares, tried[number], tried[now])
         if now == 0:  # workers, of one thread each, spend no more CPU time than time; threads of torch do as they wait
-            loading = min(loading, 1e3 * number / tried[number])
+            loading = min(loading, 1e3 * facts.loaders_beside * number / tried[number])
     step = max(filled_ms(measured, shares, loading, taking, workers=number, slower=slower), after)
     return step if now == 0 else min(shares.step_ms, step)
 
@@ -257,7 +257,7 @@ def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: floa
     threads = max(now, facts.usable_cpus or 1)  # as many as there are by default, and they start at once
     after = running * left * now / threads
     loading = loading_cpu_ms(measured, shares) * left
-    return min(shares.step_ms, max(filled_ms(measured, shares, loading), after, 1e3 / device_per_s))
+    return min(shares.step_ms, max(filled_ms(measured, shares, loading, workers=threads), after, 1e3 / device_per_s))
 
 
 def with_pinned(measured: Measurements, shares: Shares) -> float | None:
