@@ -16,9 +16,16 @@ its last uses, and whatever is allocated next from the same stream's pool inheri
 a copy from pageable memory makes the host wait for its stream and for itself. Sources: the CUDA C++ programming guide
 (asynchronous concurrent execution) and the CUDA runtime's "API synchronization behavior".
 
+**Refusals**, as torch has them: ``record_stream`` of host tensors, ``elapsed_time`` of events made without timing, and
+what mixes up its two devices. Each has a default stream, a pool of streams and a current stream of its own, and
+``torch.device("meta", 1)`` is the second; without an index the current device is meant, as with ``"cuda"``. Tensors on
+it are known by their memory, since torch keeps no index of meta tensors: their ``device`` is ``"meta"``.
+
 What it does not know: values (but those copied from the host, :meth:`SimulatedDevice.content`), how kernels slow each
-other down, pinned memory that the host writes to while it is copied, and what drivers do beyond their documentation.
-Writes to different parts of one storage are taken for writes to the same.
+other down, pinned memory that the host writes to while it is copied, copies between devices, and what drivers do beyond
+their documentation. Writes to different parts of one storage are taken for writes to the same. Blocks of memory are
+handed out again as a whole and never split, ``cudaMalloc`` and ``cudaHostAlloc`` take no time and stall nothing, and
+the backward pass is queued by the thread that asked for it: autograd's own thread for the device is not there.
 """
 
 from __future__ import annotations  # the device has a method of the name `Stream`, as torch.cuda has
@@ -41,6 +48,7 @@ from lightning_feed.watch.step_meter import EventRing, StepMeter, StepTimes
 
 MS = 1_000_000
 DEVICE = torch.device("meta")
+DEVICES = 2
 POOL = 32
 """Streams of one priority that torch has for a device; ``Stream()`` hands them out in turn (c10/cuda/CUDAStream.h)."""
 LAUNCH_QUEUE = 1024
@@ -68,10 +76,11 @@ class Wait(NamedTuple):
 
 
 class Stream:
-    """A queue of work."""
+    """A queue of work of the device with the number ``index``."""
 
-    def __init__(self, device: SimulatedDevice, name: str) -> None:
-        self._device, self.name = device, name
+    def __init__(self, device: SimulatedDevice, name: str, index: int = 0) -> None:
+        self._device, self.index = device, index
+        self.name = f"{name} of device {index}" if index else name
         self.seen: Seen = {}
         self.free_at = 0
         """When all work queued so far is over."""
@@ -81,6 +90,7 @@ class Stream:
         """When it was held up by an event."""
 
     def wait_event(self, event: Event) -> None:
+        """The event may be of another device."""
         join(self.seen, event.seen)
         assert event.at is not None, "waits for an event that was never recorded"
         began = max(self.free_at, self._device.now)
@@ -115,15 +125,23 @@ class Stream:
 
 
 class Event:
-    """A mark in a stream."""
+    """A mark in a stream. It refuses what torch's refuses (c10/cuda/CUDAEvent.h, torch 2.15), with the same errors.
 
-    def __init__(self, device: SimulatedDevice) -> None:
-        self._device = device
+    Torch takes an event that was never recorded for one that has passed; here that is an error, too.
+    """
+
+    def __init__(self, device: SimulatedDevice, *, enable_timing: bool = False) -> None:
+        self._device, self._enable_timing = device, enable_timing
         self.seen: Seen = {}
         self.at: int | None = None
+        self.index: int | None = None
+        """Of the device, that of the first stream that it was recorded on."""
 
     def record(self, stream: Stream | None = None) -> None:
         stream = self._device.current_stream() if stream is None else stream
+        self.index = stream.index if self.index is None else self.index
+        if self.index != stream.index:
+            raise RuntimeError(f"Event device {self.index} does not match recording stream's device {stream.index}.")
         self.seen = join(dict(stream.seen), self._device.host_seen)
         self.at = max(stream.free_at, self._device.now)
 
@@ -135,8 +153,12 @@ class Event:
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
+        if not (self._enable_timing and end_event._enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self.query() and end_event.query()):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        if self.index != end_event.index:  # CUDA C++ programming guide, "Stream and Event Behavior" of several devices
+            raise RuntimeError("CUDA error: invalid resource handle")
         assert self.at is not None
         assert end_event.at is not None
         return (end_event.at - self.at) / MS
@@ -199,7 +221,7 @@ class Pool:
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """The device, its module, and the host's clock.
+    """The devices, their module, and the host's clock.
 
     Args:
         copy_bytes_per_ms: of the link to the host.
@@ -211,7 +233,9 @@ class SimulatedDevice(TorchDispatchMode):
         self.now = 1_000 * MS
         """The host's clock."""
         self.host_seen: Seen = {}
-        self.compute = Stream(self, "compute")
+        self.defaults = [Stream(self, "compute", index) for index in range(DEVICES)]
+        """The default stream of each device."""
+        self.compute = self.defaults[0]
         self.races: list[str] = []
         self.waits: list[Wait] = []
         self.copied: list[tuple[Stream, Span]] = []
@@ -219,34 +243,53 @@ class SimulatedDevice(TorchDispatchMode):
         self.kernels = self.copies = self.events = self.waited = 0
         self._copy_bytes_per_ms, self._launch_ns = copy_bytes_per_ms, launch_ns
         self._numbers = count(1)
-        self._streams = cycle([Stream(self, f"side {number}") for number in range(POOL)])
-        self._current = self.compute
+        self._streams = [
+            cycle([Stream(self, f"side {number}", index) for number in range(POOL)]) for index in range(DEVICES)
+        ]
+        self._currents = [*self.defaults]
+        self._index = 0
         self._blocks: dict[int, Block] = {}
         self._pools: dict[Stream, Pool] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
-        self._copying_until = 0
+        self._copying_until = [0] * DEVICES
         self._queued: deque[int] = deque(maxlen=LAUNCH_QUEUE)
         self._captures = False
 
     # --- the device module --------------------------------------------------------------------------------------------
 
     def Stream(self, device: Any = None) -> Stream:  # torch's name
-        return next(self._streams)
+        return next(self._streams[self._index_of(device)])
 
     def Event(self, enable_timing: bool = False, blocking: bool = False) -> Event:  # torch's name
         self.events += 1
-        return Event(self)
+        return Event(self, enable_timing=enable_timing)
 
-    def current_stream(self, device: Any = None) -> Stream:
-        return self._current
+    def current_device(self) -> int:
+        return self._index
+
+    def set_device(self, device: Any) -> None:
+        self._index = self._index_of(device)
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self._current = self._current, stream
+    def device(self, device: Any) -> Iterator[None]:
+        before, self._index = self._index, self._index_of(device)
         try:
             yield
         finally:
-            self._current = before
+            self._index = before
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self._currents[self._index_of(device)]
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """Makes the stream's device the current one, too (torch/cuda/__init__.py, StreamContext)."""
+        with self.device(stream.index):
+            before, self._currents[stream.index] = self._current, stream
+            try:
+                yield
+            finally:
+                self._currents[stream.index] = before
 
     @contextmanager
     def graph(self) -> Iterator[None]:
@@ -264,8 +307,10 @@ class SimulatedDevice(TorchDispatchMode):
         return self._captures
 
     def synchronize(self, device: Any = None) -> None:
-        for stream in {self.compute, self._current, *self._pools}:
-            self.wait_for(stream.record_event(), "synchronize")
+        index = self._index_of(device)
+        for stream in {self.defaults[index], self._currents[index], *self._pools}:
+            if stream.index == index:
+                self.wait_for(stream.record_event(), "synchronize")
 
     # --- the host -----------------------------------------------------------------------------------------------------
 
@@ -318,7 +363,7 @@ class SimulatedDevice(TorchDispatchMode):
     def decode(self, shapes: Iterable[tuple[int, ...]], ms: float = 0.0) -> list[Tensor]:
         """As torchvision's ``decode_jpegs_cuda``: allocates on the current stream, writes on none, waits for itself."""
         made = [torch.empty(shape, dtype=torch.uint8, device=DEVICE) for shape in shapes]
-        decoder = Stream(self, "decoder")  # a new one has waited for nothing
+        decoder = Stream(self, "decoder", self._index)  # a new one has waited for nothing
         self._touch("decode", decoder, [], made)
         decoder.run(round(ms * MS))
         decoder.synchronize()
@@ -336,6 +381,11 @@ class SimulatedDevice(TorchDispatchMode):
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Torch has a kernel for CUDA, XPU and MPS only (aten/src/ATen/native/native_functions.yaml)."""
+        if tensor.device.type != DEVICE.type:
+            raise NotImplementedError(
+                f"Could not run 'aten::record_stream' with arguments from the '{tensor.device.type.upper()}' backend."
+            )
         block = self._block(tensor)
         if stream is not block.pool.stream:
             block.recorded.add(stream)
@@ -347,9 +397,13 @@ class SimulatedDevice(TorchDispatchMode):
                 done = func.decompose(*args, **kwargs)
             if done is not NotImplemented:
                 return done
+        ins = _on_device((args, kwargs))
+        index = self._device_of(ins, kwargs.get("device"))
+        if index != self._index:
+            with self.device(index):
+                return self.__torch_dispatch__(func, types, args, kwargs)
         pin = kwargs.pop("pin_memory", None)
         name = str(func)
-        ins = _on_device((args, kwargs))
         looked = self._look(name, func, args, kwargs, ins) if ins else NotImplemented
         if looked is not NotImplemented:
             return looked
@@ -382,6 +436,25 @@ class SimulatedDevice(TorchDispatchMode):
 
     # --- details ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _current(self) -> Stream:
+        return self._currents[self._index]
+
+    def _index_of(self, device: Any) -> int:
+        """A number, a device or its name; the current device where there is no number."""
+        index = device if device is None or isinstance(device, int) else torch.device(device).index
+        return self._index if index is None else index
+
+    def _device_of(self, ins: list[Tensor], device: Any) -> int:
+        """The device of an operation: that of its tensors, else the one that it names."""
+        blocks = [self._blocks.get(each.untyped_storage()._cdata) for each in ins]
+        indices = {block.pool.stream.index for block in blocks if block is not None and not block.ref.expired()}
+        if device is not None and torch.device(device).type == DEVICE.type and torch.device(device).index is not None:
+            indices.add(torch.device(device).index)
+        if len(indices) > 1:
+            raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices.")
+        return indices.pop() if indices else self._index
+
     def _from_host(self, name: str, source: Tensor, outs: list[Tensor], non_blocking: bool) -> None:
         stream = self._current
         pageable = not self.is_pinned(source)
@@ -392,8 +465,9 @@ class SimulatedDevice(TorchDispatchMode):
             whole = each.numel() * each.element_size() == each.untyped_storage().nbytes()
             self._block(each).content = source.detach().to(each.dtype).clone() if whole else None
         duration = round(source.nbytes / self._copy_bytes_per_ms * MS)
-        self._copying_until = stream.run(duration, begin_at=self._copying_until)
-        self.copied.append((stream, (self._copying_until - duration, self._copying_until)))
+        ended = stream.run(duration, begin_at=self._copying_until[stream.index])
+        self._copying_until[stream.index] = ended
+        self.copied.append((stream, (ended - duration, ended)))
         self.copies += 1
         if not non_blocking:
             self.wait_for(stream.record_event(), "a blocking copy")

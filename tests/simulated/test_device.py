@@ -211,9 +211,10 @@ def test_looking_at_values_waits(device: SimulatedDevice, look: Callable[[Tensor
 
 
 def test_events_tell_the_time_between_them_once_they_have_passed(device: SimulatedDevice) -> None:
-    first = device.compute.record_event()
+    first, last = device.event(), device.event()
+    first.record()
     device.launch(10)
-    last = device.compute.record_event()
+    last.record()
     assert (first.query(), last.query()) == (True, False)
     with pytest.raises(RuntimeError, match="completed"):
         first.elapsed_time(last)
@@ -227,3 +228,79 @@ def test_the_values_of_a_copy_are_known_also_of_its_parts(device: SimulatedDevic
     batch.zero_()
     assert device.content(there).tolist() == list(range(12))
     assert device.content(there[3:9].view(2, 3)[1]).tolist() == [6, 7, 8]
+
+
+# --- refusals, as torch has them --------------------------------------------------------------------------------------
+
+
+def test_host_tensors_refuse_record_stream_in_the_words_of_torch(device: SimulatedDevice) -> None:
+    made: Any = torch.zeros(8)
+    with pytest.raises(NotImplementedError) as ours:
+        made.record_stream(device.compute)
+    on_host: Any = torch.Stream(device="cpu")
+    with pytest.raises(NotImplementedError) as torchs:
+        torch._C.TensorBase.record_stream(made, on_host)
+    assert str(torchs.value).startswith(str(ours.value))
+
+
+def test_events_made_without_timing_refuse_to_tell_it(device: SimulatedDevice) -> None:
+    events: list[Any] = [device.Event(), device.Event(), device.event()]
+    for event in events:
+        event.record()
+    for first, last in ((0, 1), (0, 2), (2, 1)):
+        with pytest.raises(ValueError, match="enable_timing=True"):
+            events[first].elapsed_time(events[last])
+
+
+# --- two devices ------------------------------------------------------------------------------------------------------
+
+SECOND = torch.device("meta", 1)
+
+
+def test_each_device_has_streams_of_its_own(device: SimulatedDevice) -> None:
+    there = device.current_stream(SECOND)
+    assert there is not device.current_stream()
+    assert [device.Stream().index, device.Stream(DEVICE).index, device.Stream(device=SECOND).index] == [0, 0, 1]
+    with device.device(1):
+        assert device.current_device() == 1
+        assert device.current_stream() is there
+        assert device.Stream().index == 1
+    assert device.current_device() == 0
+
+
+def test_entering_a_stream_makes_its_device_the_current_one(device: SimulatedDevice) -> None:
+    here, there = device.Stream(), device.Stream(SECOND)
+    with device.stream(here):
+        with device.stream(there):
+            assert (device.current_device(), device.current_stream()) == (1, there)
+            assert device.current_stream(0) is here
+        assert (device.current_device(), device.current_stream()) == (0, here)
+        assert device.current_stream(SECOND) is not there
+
+
+def test_work_goes_to_the_device_of_its_tensors(device: SimulatedDevice) -> None:
+    began = device.now
+    batch = host(device).to(SECOND, non_blocking=True)
+    device.launch(10)
+    assert batch.device == DEVICE
+    with device.device(1):
+        again = zeros()
+    _ = (batch + 1) * again
+    assert [stream.free_at - began for stream in device.defaults] == [10 * MS, 8 * MS]
+    assert device.memory_bytes(device.compute) == 0
+    assert device.races == []
+    with pytest.raises(RuntimeError, match="same device"):
+        _ = batch + zeros()
+
+
+def test_events_belong_to_the_device_that_they_were_first_recorded_on(device: SimulatedDevice) -> None:
+    here, there = device.event(), device.event()
+    here.record()
+    there.record(device.current_stream(SECOND))
+    with pytest.raises(RuntimeError, match="Event device 1 does not match recording stream's device 0"):
+        there.record()
+    with pytest.raises(RuntimeError, match="invalid resource handle"):
+        here.elapsed_time(there)
+    device.launch(10)
+    device.current_stream(SECOND).wait_event(device.compute.record_event())  # that is allowed
+    assert device.current_stream(SECOND).free_at == device.compute.free_at

@@ -17,7 +17,7 @@ class FailingDevice(SimulatedDevice):
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
 
     def event(self) -> "FailingEvent":
-        return FailingEvent(self)
+        return FailingEvent(self, enable_timing=True)
 
 
 class FailingEvent(Event):
