@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -27,11 +28,17 @@ def record_stream(batch: Any, stream: Any) -> None:
 
     Without it the allocator may hand the memory of a tensor that was made on another stream to the next copy while
     ``stream`` still reads it (https://pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html). An object
-    with a ``record_stream`` of its own, as PyTorch Geometric's batches have, is asked to do it itself.
+    with a ``record_stream`` of its own, as PyTorch Geometric's batches have, is asked as well, unless all its tensors
+    are on the host: it may hold memory that only it can find.
     """
     for leaf in _leaves(batch, to_record=True):
-        if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":
-            leaf.record_stream(stream)
+        found = [leaf] if isinstance(leaf, Tensor) else list(tensors(leaf))
+        on_device = [tensor for tensor in found if tensor.device.type != "cpu"]
+        for tensor in on_device:
+            tensor.record_stream(stream)
+        if not isinstance(leaf, Tensor) and (on_device or not found):
+            with suppress(NotImplementedError):  # it asked a tensor on the host, for which torch has no kernel
+                leaf.record_stream(stream)
 
 
 def off_host(batch: Any) -> bool:

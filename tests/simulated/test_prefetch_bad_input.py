@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import PrefetchCallback
+from lightning_feed.transfer import prefetcher
 from lightning_feed.transfer.prefetcher import DeviceStream
 
 pytestmark = [
@@ -32,9 +33,9 @@ class AnyBatch(Model):
         return self.net(torch.ones(1, 8, device=self.device)).mean()
 
 
-def trained(model: Model, make: Any = numbers, *others: Callback, depth: int = 1) -> Model:
+def trained(model: Model, make: Any = numbers, *others: Callback, **options: Any) -> Model:
     """Seven steps with the callback, without a race."""
-    callback = PrefetchCallback(depth=depth)
+    callback = PrefetchCallback(**options)
     fit(model.sim, model, SimulatedLoader(model.sim, 7, make=make), callback, *others)
     assert callback.active
     assert model.sim.races == []
@@ -67,6 +68,63 @@ def test_a_batch_that_lies_in_two_places() -> None:
             return {"there": super().transfer_batch_to_device(batch, device, dataloader_idx), "here": batch.clone()}
 
     trained(Halves(SimulatedDevice()))
+
+
+def graph(index: int) -> Any:
+    """Under a key of a batch, as ``host_keys`` needs it."""
+    data: Any = pytest.importorskip("torch_geometric.data")
+    edges = torch.tensor([[0, 1], [1, 0]])
+    graphs = [data.Data(x=torch.full((2, 8), float(index)), edge_index=edges) for _ in range(3)]
+    return {"x": numbers(index), "graph": data.Batch.from_data_list(graphs)}
+
+
+class LeavesGraphs(AnyBatch):
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return {**super().transfer_batch_to_device({"x": batch["x"]}, device, dataloader_idx), "graph": batch["graph"]}
+
+
+class DividesGraphs(AnyBatch):
+    """Copies one tensor of a graph to the device; the others stay where they are."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        there = super().transfer_batch_to_device({"x": batch["x"]}, device, dataloader_idx)
+        batch["graph"].x = batch["graph"].x.to(device, non_blocking=True)
+        return {**there, "graph": batch["graph"]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        graph = batch.pop("graph").to_dict()
+        on_host = {name for name in graph if graph[name].device.type == "cpu"}
+        assert on_host == {"edge_index", "batch", "ptr"}
+        self.sim.launch(self.compute_ms, what="training_step", reads=[graph[name] for name in graph.keys() - on_host])
+        return super().training_step(batch, batch_idx)
+
+
+class AddsToGraphs(DividesGraphs):
+    """Puts a new tensor beside them, before the transfer."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch["graph"].noise = torch.rand(6, 8, device=self.device)
+        return batch
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(
+    ("model", "host_keys"),
+    [(AnyBatch, ()), (AnyBatch, ("graph",)), (LeavesGraphs, ()), (DividesGraphs, ()), (AddsToGraphs, ())],
+)
+def test_graphs_on_the_device_on_the_host_and_in_both_places(
+    model: type[Model], host_keys: tuple[str, ...], depth: int
+) -> None:
+    """PyTorch Geometric's, whose ``record_stream`` asks each tensor, and fails at those on the host."""
+    trained(model(SimulatedDevice()), graph, depth=depth, host_keys=host_keys)
+
+
+def test_tensors_of_a_graph_in_both_places_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    monkeypatch.setattr(prefetcher, "record_stream", lambda batch, stream: None)
+    with pytest.raises(AssertionError, match="handed out again"):
+        trained(DividesGraphs(SimulatedDevice()), graph)
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated.device import DEVICE, SimulatedDevice, simulated
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_feed.transfer.batch_tree import hold, off_host, record_stream, release, tensors
@@ -135,19 +136,35 @@ def test_sparse_tensors_come_as_the_strided_ones_inside(layout: torch.layout) ->
 
 
 class Recorder:
-    """Has a ``record_stream`` of its own, as PyTorch Geometric's batches."""
+    """Has a ``record_stream`` of its own that passes the call on to each tensor, as PyTorch Geometric's batches."""
 
-    def __init__(self) -> None:
-        self.x, self.streams = torch.ones(1), list[Any]()
+    def __init__(self, *tensors: Any) -> None:
+        self.tensors, self.asked = tensors, 0
 
     def record_stream(self, stream: Any) -> None:
-        self.streams.append(stream)
+        self.asked += 1
+        for tensor in self.tensors:
+            tensor.record_stream(stream)
 
 
-def test_record_stream_asks_objects_that_know_how_and_leaves_host_tensors_alone() -> None:
-    recorder = Recorder()
-    record_stream({"graph": [recorder], "on_host": X}, "stream")  # Tensor.record_stream would refuse a string
-    assert recorder.streams == ["stream"]
+def test_every_tensor_on_the_device_is_recorded_and_none_on_the_host() -> None:
+    with simulated(SimulatedDevice()) as device:
+        there = [torch.ones(4, device=DEVICE) for _ in range(4)]
+        side, here = device.Stream(), torch.ones(4)
+        whole, mixed, on_host, hidden = Recorder(there[0]), Recorder(here, there[1]), Recorder(here), Recorder()
+        record_stream({"plain": [there[2], here], "graphs": (whole, mixed, on_host, hidden)}, side)
+        assert [device._block(tensor).recorded for tensor in there] == [{side}, {side}, {side}, set()]
+        # One that shows no tensor may hold memory that only it can find.
+        assert [each.asked for each in (whole, mixed, on_host, hidden)] == [1, 1, 0, 1]
+
+
+def test_an_error_of_an_objects_own_record_stream_comes_through() -> None:
+    class Fails:
+        def record_stream(self, stream: Any) -> None:
+            raise RuntimeError("CUDA error")
+
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        record_stream([Fails()], "stream")
 
 
 def test_off_host() -> None:
