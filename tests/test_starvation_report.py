@@ -179,6 +179,19 @@ def test_mlflow_keeps_the_report_as_artifacts_and_beside_the_run(
     assert read_document(next(tmp_path.rglob("artifacts/*.json"))).diagnosis == starvation.report()
 
 
+def test_an_empty_folder_is_not_the_current_one(
+    starvation: GPUStarvationCallback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Nowhere(Memory):
+        log_dir = ""
+
+    monkeypatch.chdir(tmp_path)
+    run_fit(starvation, logger=Nowhere())
+    assert list(tmp_path.iterdir()) == []
+    checkpoints = SimpleNamespace(dirpath="")
+    assert run_folder(SimpleNamespace(loggers=[Nowhere()], fast_dev_run=0, checkpoint_callback=checkpoints)) is None
+
+
 @pytest.mark.parametrize("folder", [{"log_dir": "s3://bucket/runs"}, {"log_dir": None, "save_dir": "gs://bucket"}])
 def test_an_address_is_not_taken_for_a_folder(folder: dict[str, Any]) -> None:
     remote = SimpleNamespace(name="project", version=3, **folder)

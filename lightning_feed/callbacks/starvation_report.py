@@ -47,18 +47,19 @@ def tells_nothing(found: Diagnosis, steps: int) -> bool:
 def run_folder(trainer: Any) -> Path | None:
     """The folder of this run: of the first logger that has one on this machine, else that of the checkpoints.
 
-    Not ``trainer.log_dir``: that is a broadcast, which all ranks have to take part in. Loggers may give anything.
+    Not ``trainer.log_dir``: that is a broadcast, which all ranks have to take part in. Loggers may give anything; an
+    empty ``log_dir`` is none, and not the current folder.
     """
     if not trainer.loggers or trainer.fast_dev_run:
         return None
     for one in trainer.loggers:
-        found = _path(getattr(one, "log_dir", None))
+        found = _path(getattr(one, "log_dir", None) or None)
         if found is None and (saved := _path(getattr(one, "save_dir", None))) is not None:
             version = one.version if isinstance(one.version, str) else f"version_{one.version}"
             found = saved / str(one.name) / version  # where ModelCheckpoint puts its checkpoints
         if found is not None:
             return found
-    return _path(getattr(trainer.checkpoint_callback, "dirpath", None))
+    return _path(getattr(trainer.checkpoint_callback, "dirpath", None) or None)
 
 
 def _path(folder: Any) -> Path | None:
