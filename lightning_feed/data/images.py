@@ -29,6 +29,7 @@ from lightning_feed.load.loader import BatchDecoder
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.transfer import prefetcher
 from lightning_feed.transfer.device_augment import crop_and_flip, draw_boxes
 from lightning_feed.transfer.gpu_decode import decode_batch
 
@@ -344,10 +345,16 @@ def _scaling(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """scale and offset, shape (3, 1, 1): (x / 255 - mean) / std = x * scale + offset.
 
-    Kept, since making them from numbers is a copy that waits for the device.
+    Kept, since making them from numbers is a copy that the host waits for: whatever stream uses them has them.
     """
     means, stds = torch.tensor([mean, std], dtype=torch.float64, device="cpu").view(2, 3, 1, 1)
-    return (1 / (255 * stds)).float().to(device), (-means / stds).float().to(device)
+    values = torch.stack([1 / (255 * stds), -means / stds]).float()
+    if device.type in prefetcher.STREAM_BACKENDS:
+        # torch.cuda.set_sync_debug_mode("error") raises at a blocking copy, and not at an event that is waited for.
+        values = values.to(device, non_blocking=True)
+        torch.get_device_module(device).current_stream(device).record_event().synchronize()
+    scale, offset = values.to(device).unbind()
+    return scale, offset
 
 
 def _images_in(dataset: Any) -> ImageDataset | None:

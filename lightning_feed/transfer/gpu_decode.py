@@ -60,10 +60,11 @@ class NvJpeg:
         # while kernels queued there still read it. Therefore:
         # 1. The images are allocated on a stream on which nothing is queued: what was freed there is not in use. As a
         #    rule it is empty. But torch hands out 32 streams in turn, so that another part of the program may have got
-        #    this one, too; the host waits for what that has queued.
+        #    this one, too; the host waits for what that has queued. By an event: torch.cuda.set_sync_debug_mode, by
+        #    which users look for waits of their own, would raise at Stream.synchronize.
         # 2. The current stream waits for that one, not the host.
         # 3. record_stream: their memory goes back to it only when the current stream is done with them.
-        self._stream.synchronize()
+        self._stream.record_event().synchronize()
         current = self._module.current_stream(self._device)
         try:
             with self._module.stream(self._stream):

@@ -179,6 +179,19 @@ def test_resizing_waits_for_nothing() -> None:
     assert torch.equal(found, expected)
 
 
+def test_decoding_passes_torchs_check_for_waiting() -> None:
+    """The host does wait for nvJPEG, by an event, and torchvision does by a call of its own."""
+    made = dataset([*large_jpegs(3), WHOLE["WebP"]], RECIPES[1])
+    batch = batch_of(made).to(CUDA)
+    decode_batch(batch, made)  # makes the memory that is used again below
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        images, _ = decode_batch(batch, made)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert images.is_cuda
+
+
 def test_resizing_takes_bounded_memory() -> None:
     """For boxes that take four times as much in all; one image stands for all of them."""
     wholes = dict.fromkeys(range(16), noise(3000, 4000).to(CUDA))

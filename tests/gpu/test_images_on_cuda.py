@@ -10,6 +10,7 @@ from on_cuda import Seen, fitted
 from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
+from lightning_feed.data.images import IMAGENET_MEAN, IMAGENET_STD, _scaling
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +41,16 @@ def test_prefetched_batches_are_those_of_the_cpu(class_folders: Path, dtype: tor
     for (images, labels), (host_images, host_labels) in zip(batches, expected, strict=False):
         torch.testing.assert_close(images, host_images.float(), atol=1e-2, rtol=1e-2)
         assert torch.equal(labels, host_labels)
+
+
+def test_the_constants_of_normalising_pass_torchs_check_for_waiting() -> None:
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        scale, offset = _scaling.__wrapped__(IMAGENET_MEAN, IMAGENET_STD, torch.device("cuda", 0))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = _scaling.__wrapped__(IMAGENET_MEAN, IMAGENET_STD, torch.device("cpu"))
+    assert torch.equal(torch.stack([scale, offset]).cpu(), torch.stack(expected))
 
 
 def test_a_set_on_the_device_is_cropped_there_and_differs_in_each_epoch(class_folders: Path) -> None:

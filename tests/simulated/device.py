@@ -61,6 +61,10 @@ ALLOCATES = ("aten.empty", "aten.new_empty")
 SCALES_GRADIENTS = ("aten._amp_foreach_non_finite_check_and_unscale_", "aten._amp_update_scale_")
 """Operations of a GradScaler that change their arguments, and that torch has no ``meta`` kernels for."""
 
+NOT_CHECKED = {"Event.synchronize", "synchronize", "a copy from pageable memory", "decode_jpegs_cuda"}
+"""Waits at which ``torch.cuda.set_sync_debug_mode("error")`` does not raise. It does where torch synchronises a stream,
+and at copies that are not ``non_blocking`` (c10/cuda/CUDAFunctions.h). torchvision's decoder waits by itself."""
+
 Span = tuple[int, int]
 """From and to, nanoseconds."""
 Seen = dict["Stream", int]
@@ -366,7 +370,7 @@ class SimulatedDevice(TorchDispatchMode):
         decoder = Stream(self, "decoder", self._index)  # a new one has waited for nothing
         self._touch("decode", decoder, [], made)
         decoder.run(round(ms * MS))
-        decoder.synchronize()
+        self.wait_for(decoder.record_event(), "decode_jpegs_cuda")
         return made
 
     def memory_bytes(self, stream: Stream | None = None) -> int:
@@ -565,6 +569,7 @@ def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
         patch(torch, "get_device_module", get_device_module)
         patch(torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream))
         patch(torch.Tensor, "is_pinned", lambda tensor: device.is_pinned(tensor))
+        patch(torch.Tensor, "pin_memory", lambda tensor: device.pin(tensor.clone()))
         make = torch.tensor
 
         def tensor(

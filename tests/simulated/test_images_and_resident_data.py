@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from decode.made_images import WHOLE
 from made_samples import batch_of, dataset, jpegs
-from simulated.device import DEVICE, POOL, SimulatedDevice, simulated
+from simulated.device import DEVICE, NOT_CHECKED, POOL, SimulatedDevice, simulated
 from simulated.training import Model, SimulatedLoader, fit
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.load.crop import TrainRecipe
+from lightning_feed.data.images import IMAGENET_MEAN, IMAGENET_STD, _scaling
+from lightning_feed.load.crop import EvalRecipe, TrainRecipe
+from lightning_feed.load.dali.binding import DaliOptions
+from lightning_feed.load.dali.images import DaliImageDecoder, PipelineSpec, _Waiting
 from lightning_feed.transfer.gpu_decode import NvJpeg, decode_batch
 from lightning_feed.transfer.resident import ResidentLoader, load_resident
 
@@ -85,6 +89,39 @@ def test_decoded_images_are_ordered_with_and_without_prefetching(device: Simulat
     assert train(Images(device), PrefetchCallback(), starvation) == []
 
 
+def test_torchs_check_for_waiting_lets_decoding_pass(device: SimulatedDevice) -> None:
+    model = Images(device)
+    train(model, PrefetchCallback())
+    assert {wait.what for wait in model.waits} <= NOT_CHECKED
+    device.waits.clear()
+    with simulated(device):
+        _scaling.__wrapped__(IMAGENET_MEAN, IMAGENET_STD, DEVICE)
+    assert {wait.what for wait in device.waits} <= NOT_CHECKED
+    assert device.waits  # and it is safe on any stream
+
+
+def test_what_the_host_decodes_beside_dali_is_copied_without_waiting() -> None:
+    """On the GPU, where the batch is normalised. The second image is broken, and the first takes its place."""
+    device = SimulatedDevice()
+    files = dataset([WHOLE["GIF"], None, *jpegs(1)], EvalRecipe(size=16), decoder="pillow", on_error="skip")
+    spec = PipelineSpec(
+        batch_size=3,
+        device=DEVICE,
+        threads=1,
+        options=DaliOptions(),
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
+        half=False,
+    )
+    batch = batch_of(files)
+    waiting = _Waiting(batch, batch.images(), {0: "GIF", 1: "broken"})
+    with simulated(device):
+        made = torch.empty((3, 3, 16, 16), device=DEVICE)
+        images, labels = DaliImageDecoder(files, spec, keep=False)._put_host_images(made, waiting)
+    assert (images.shape, images.device, labels.tolist()) == (made.shape, DEVICE, [0, 0, 20])
+    assert device.waits == []
+
+
 def test_decoding_runs_beside_the_step(device: SimulatedDevice) -> None:
     """The host waits for the decoder, and the device computes meanwhile."""
     steps = {}
@@ -109,7 +146,7 @@ def test_a_stream_that_was_handed_out_twice_is_empty_before_decoding(
             return made
 
     assert train(Shared(device), PrefetchCallback()) == []
-    monkeypatch.setattr("simulated.device.Stream.synchronize", lambda self: None)
+    monkeypatch.setattr("simulated.device.Event.synchronize", lambda self: None)
     assert any(race.startswith("decode on decoder") for race in train(Shared(device), PrefetchCallback()))
 
 

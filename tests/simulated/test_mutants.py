@@ -203,7 +203,12 @@ MUTANTS = {
         DeviceStream, "stamp", "enable_timing=True", "", copies_are_timed, "enable_timing=True"
     ),
     "the decoder's stream is not empty": Mutant(
-        NvJpeg, "__call__", "self._stream.synchronize()", "pass", images_are_decoded_into_free_memory, "decode on"
+        NvJpeg,
+        "__call__",
+        "self._stream.record_event().synchronize()",
+        "pass",
+        images_are_decoded_into_free_memory,
+        "decode on",
     ),
     "images are not recorded": Mutant(
         NvJpeg, "__call__", "image.record_stream(current)", "pass", images_are_decoded_into_free_memory, "handed out"
