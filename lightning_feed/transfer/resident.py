@@ -336,7 +336,7 @@ class _Batches:
             return _order_in_shard(self.sampler, self.data.shard, self.data.held)
         if not hasattr(self.sampler, "__len__"):
             return None
-        order = torch.tensor(list(self.sampler), dtype=torch.int64)
+        order = torch.tensor(list(self.sampler), dtype=torch.int64, device="cpu")
         if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(self.data):
             raise LoaderError(
                 f"The sampler {type(self.sampler).__name__} gave indices from {int(order.min())} to "
@@ -353,11 +353,11 @@ def _order_in_shard(sampler: Any, shard: Shard, held: int) -> Tensor:
             f"{type(sampler).__name__} that does not divide the set in this way. Leave the sampler to Lightning "
             "(use_distributed_sampler=True, and no sampler()), or keep the whole set on each rank."
         )
-    rows = torch.arange(held)
+    rows = torch.arange(held, device="cpu")
     if sampler.shuffle:
         generator = torch.Generator()
         generator.manual_seed(mix_seed(sampler.seed, sampler.epoch, shard.rank, "shard"))
-        rows = torch.randperm(held, generator=generator)
+        rows = torch.randperm(held, generator=generator, device="cpu")
     # One short where the samples do not go evenly into the ranks: the first again, as DistributedSampler repeats some.
     return rows.repeat(-(-len(sampler) // held))[: len(sampler)] if held < len(sampler) else rows[: len(sampler)]
 

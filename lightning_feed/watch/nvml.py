@@ -55,7 +55,7 @@ class NvmlSampler:
             try:
                 with _readings(pynvml, find_handle(pynvml, self._uuid)) as readings:
                     while readings and not self._stopped.wait(self._period_s):
-                        self._sample(readings, pynvml.NVMLError)
+                        self._sample(readings, pynvml)
                     if not readings:
                         logger.info("No GPU figures from NVML: it gives none for the GPU %s", self._uuid)
             finally:
@@ -63,14 +63,14 @@ class NvmlSampler:
         except Exception as error:  # noqa: BLE001  # a meter beside the training must not end it; said, not swallowed
             logger.info("No GPU figures from NVML: %s: %s", type(error).__name__, error)
 
-    def _sample(self, readings: dict[str, Callable[[], float]], nvml_error: type[Exception]) -> None:
+    def _sample(self, readings: dict[str, Callable[[], float]], pynvml: Any) -> None:
         for name, read in list(readings.items()):
             try:
                 value = read()
-            except nvml_error as error:
-                # Not every board knows every figure: what it does not know is not asked again.
+            except pynvml.NVMLError as error:
                 logger.debug("NVML does not give %s: %s", name, error)
-                del readings[name]
+                if isinstance(error, pynvml.NVMLError_NotSupported):  # by this board, at any time
+                    del readings[name]
                 continue
             if not math.isfinite(value):  # no error and no figure: the next sample may have one
                 continue

@@ -17,11 +17,17 @@ UUID = "ba4d9f52-91d3-4d3f-9a1e-3f6a0e0a1234"
 
 
 class FakeNvmlError(Exception):
-    """What the bindings raise."""
+    """What the bindings raise: of a class of its own for each number that they know."""
+
+    def __new__(cls, value: Any) -> "FakeNvmlError":
+        return super().__new__(FakeNotSupported if value == FakeNvml.NVML_ERROR_NOT_SUPPORTED else cls)
 
     def __str__(self) -> str:
         known = {FakeNvml.NVML_ERROR_NOT_SUPPORTED: "Not Supported"}
         return known.get(self.args[0], str(self.args[0]))
+
+
+class FakeNotSupported(FakeNvmlError): ...
 
 
 class FakeNvml:
@@ -30,11 +36,12 @@ class FakeNvml:
     Args:
         prefix: of the UUID by which the board is known.
         gpm: whether the board has the performance monitor.
-        cannot: calls that fail.
+        cannot: calls that the board does not support.
+        fail_once: calls that fail the first time, for another reason.
         sm: what the monitor gives for each pair of samples: the metric's ``nvmlReturn`` and ``value``.
     """
 
-    NVMLError = FakeNvmlError
+    NVMLError, NVMLError_NotSupported = FakeNvmlError, FakeNotSupported
     NVML_SUCCESS = 0
     NVML_ERROR_NOT_SUPPORTED = 3
     NVML_PCIE_UTIL_RX_BYTES = 1
@@ -47,9 +54,10 @@ class FakeNvml:
         prefix: str = "GPU-",
         gpm: bool = True,
         cannot: tuple[str, ...] = (),
+        fail_once: tuple[str, ...] = (),
         sm: tuple[tuple[int, float], ...] = ((0, 25.0),),
     ) -> None:
-        self.prefix, self.gpm, self.cannot = prefix, gpm, cannot
+        self.prefix, self.gpm, self.cannot, self.fail_once = prefix, gpm, cannot, fail_once
         self.sm = itertools.cycle(sm)
         self.calls: list[str] = []
         self.open = self.samples = 0
@@ -57,7 +65,9 @@ class FakeNvml:
     def _call(self, name: str) -> None:
         self.calls.append(name)
         if name in self.cannot:
-            raise FakeNvmlError(f"{name}: Not Supported")
+            raise FakeNotSupported(f"{name}: Not Supported")
+        if name in self.fail_once and self.calls.count(name) == 1:
+            raise FakeNvmlError(f"{name}: Unknown Error")
 
     def nvmlInit(self) -> None:
         self._call("init")
@@ -111,7 +121,7 @@ class FakeNvml:
         assert request.version == 1
         assert request.numMetrics == 1
         assert request.metrics[0].metricId == self.NVML_GPM_METRIC_SM_UTIL
-        assert request.sample2[0] == request.sample1[0] + 1, "the newer sample comes second"
+        assert request.sample2[0] > request.sample1[0], "the newer sample comes second"
         request.metrics[0].nvmlReturn, request.metrics[0].value = next(self.sm)
 
 
@@ -156,6 +166,12 @@ def test_a_metric_that_failed_by_itself_is_absent_and_not_asked_again(sampled: C
     assert stats.sm_pct is None
     assert stats.power_w == 250.0
     assert nvml.calls.count("metrics") == 1
+
+
+def test_a_figure_that_failed_once_is_asked_for_again(sampled: Callable[..., Any]) -> None:
+    every = ("util", "memory", "power", "pcie", "metrics")
+    stats, _ = sampled(FakeNvml(fail_once=every), rounds=3)
+    assert stats == GpuStats(util_pct=60.0, sm_pct=25.0, mem_used_mib=3072.0, power_w=250.0, pcie_rx_mb_per_s=1500.0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

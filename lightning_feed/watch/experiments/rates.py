@@ -336,7 +336,7 @@ def measure_copies(session: Session) -> None:
         raise LeftOut(
             f"a batch of {batch_bytes >> 20} MiB and a buffer would take more than half of the free device memory"
         )
-    pageable = torch.empty(BUFFER_BYTES, dtype=torch.uint8).fill_(1)  # written: else its pages are not there
+    pageable = torch.ones(BUFFER_BYTES, dtype=torch.uint8, device="cpu")  # written: else its pages are not there
     pinned = pageable.pin_memory()
     target = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
     gb_ms = BUFFER_BYTES / 1e6
