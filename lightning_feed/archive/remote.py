@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -71,6 +72,7 @@ class Request(NamedTuple):
     """Which version of it was listed."""
     begin: int | None = None
     """Where the sample begins in the file; None for the whole file."""
+    options: dict[str, Any] | None = None  # of `cat_file`
 
 
 def _joined(url: str, name: str) -> str:
@@ -128,6 +130,7 @@ class RemotePlace:
             )
         self.url = url if "::" in url else url.rstrip("/")
         self.options, self.cache, self.timeout_s = dict(options or {}), cache, timeout_s
+        self.is_http = self.url.startswith(("http://", "https://"))
         self.readahead_bytes = 0
         """How much of what an order needs next is fetched into the cache."""
         about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0])))
@@ -192,12 +195,8 @@ class Connection:
         options = dict(place.options)
         if protocol in ("s3", "s3a"):
             # botocore and s3fs would each try five times more within each attempt of ours.
-            config = options.get("config_kwargs", {})
-            options["config_kwargs"] = {
-                "retries": {"total_max_attempts": 1},
-                "max_pool_connections": REQUESTS,
-                **config,
-            }
+            once = {"retries": {"total_max_attempts": 1}, "max_pool_connections": REQUESTS}
+            options["config_kwargs"] = {**once, **options.get("config_kwargs", {})}
         try:
             # Not out of fsspec's own cache of instances, which a forked child empties.
             self.fs, self.root = fsspec.url_to_fs(place.url, skip_instance_cache=True, **options)
@@ -233,11 +232,11 @@ class Connection:
         """What the file system calls a file below the place."""
         return f"{self.root}/{name}" if name and self.root else name or self.root
 
-    async def fetch(self, name: str = "", begin: int = 0, size: int | None = None, *, whole: bool = False) -> bytes:
-        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole`` says that there must be no more.
+    async def fetch(self, name: str = "", begin: int = 0, size: int | None = None, **options: Any) -> bytes:
+        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole=True`` says that there must be no more.
 
         Raises:
-            GoneError: when it is not there, or of another size.
+            GoneError: when it is not there, or another than was listed.
             ArchiveError: when it cannot be read.
         """
         if size == 0:
@@ -245,11 +244,11 @@ class Connection:
         quick = self._quick if size is not None or not begin else None  # it knows no "all from here on"
         if quick is not None:
             async with self._slots:
-                found = await quick(self.path(name), begin, size, whole=whole or size is None)
+                found = await quick(self.path(name), begin, size, whole=size is None or options.get("whole", False))
             if found is not None:
                 self._quick_failures = 0
                 return found
-        data = await self._fetch(name, begin, size, whole=whole)
+        data = await self._fetch(name, begin, size, **options)
         if quick is not None:
             self._count_failure(quick)
         return data
@@ -263,9 +262,9 @@ class Connection:
                 "%s is read ahead by s3fs alone from now on, which takes more CPU time: %s", self.place, error
             )
 
-    async def _fetch(self, name: str, begin: int, size: int | None, *, whole: bool) -> bytes:
+    async def _fetch(self, name: str, begin: int, size: int | None, *, whole: bool = False, **options: Any) -> bytes:
         if size is None and not begin:
-            return bytes(await self.call("cat_file", name))
+            return bytes(await self.call("cat_file", name, **options))
         # One byte more than there should be, so that a longer object in its place is seen. With both ends given, s3fs
         # asks only once.
         end = None if size is None else begin + size + whole
@@ -274,11 +273,11 @@ class Connection:
         def check(data: bytes) -> None:
             if size is not None and len(data) != size:
                 more = "or more " if whole and len(data) > size else ""
-                raise _WrongSizeError(
+                raise ReplacedError(
                     f"{len(data)} bytes {more}came where {size} were listed: it was replaced, or cut short"
                 )
 
-        return bytes(await self.call("cat_file", name, start=begin, end=end, grace_s=grace_s, check=check))
+        return bytes(await self.call("cat_file", name, start=begin, end=end, grace_s=grace_s, check=check, **options))
 
     async def call(
         self,
@@ -305,10 +304,13 @@ class Connection:
                     check(found)
                 return found
             except Exception as error:
-                expired = _is_refusal(error) and "expired" in str(error).lower()
+                cause = error
+                if method == "info" and self.place.is_http and isinstance(error.__cause__, Exception):
+                    cause = error.__cause__  # each failure is called a missing file there
+                expired = _is_refusal(cause) and "expired" in str(cause).lower()
                 renewed = expired and await self._renew(began_s)
-                if delay_s is None or not (renewed or _may_pass(error)):
-                    raise self.told(error, name) from error
+                if delay_s is None or not (renewed or _may_pass(cause)):
+                    raise self.told(cause, name) from error
                 await asyncio.sleep(delay_s)
         raise AssertionError("the last attempt returns or raises")
 
@@ -321,11 +323,7 @@ class Connection:
         return begun
 
     async def _renew(self, since_s: float) -> bool:
-        """Have the file system made anew since then: credentials are read from their files again.
-
-        Returns:
-            Whether it is new now; at most once in a while.
-        """
+        """Make the file system again, with credentials read again, at most once in a while; whether it is new since."""
         async with self._renewing:
             if self._renewed_s > since_s:
                 return True
@@ -337,10 +335,10 @@ class Connection:
 
     def told(self, error: Exception, name: str) -> ArchiveError:
         """The error to raise for one of a library's: what was read, what happened, what to do."""
-        url, status = self.place.url_of(name), _status_of(error)
+        url, status = self.place.url_of(name), status_of(error)
         if isinstance(error, ArchiveError):
             return error
-        if isinstance(error, _WrongSizeError) or status == 416:
+        if isinstance(error, ReplacedError) or status == 416:
             what = "it ends before what was to be read" if status == 416 else error
             return GoneError(f"{url} cannot be used: {what}. Start the run again, which lists the files anew.")
         if isinstance(error, FileNotFoundError) or status == 404:
@@ -368,14 +366,14 @@ class RemoteSamples(NamedTuple):
 
     reads: "RemoteReads"
     numbers: npt.NDArray[np.int64] | None = None
-    """The number there of each sample; None where they are the same."""
+    """The number there of each sample, where it is another."""
 
 
 class RemoteReads(ABC):
     """Samples at a remote place by their numbers, each read by one request; those that are expected, at the same time.
 
     Attributes:
-        sizes: bytes of each; -1 where the server does not say.
+        sizes: bytes of each; -1 where the server does not say, so that the cache keeps none that may be cut short.
         again_late: whether each is read once in an epoch, so that one that was just read will be needed last.
     """
 
@@ -400,8 +398,9 @@ class RemoteReads(ABC):
         Returns:
             What holds them: to be kept until they were read. A pass that is broken off lets go of it.
         """
-        cache, begun = self.place.cache, list[Future[bytes]]()
+        begun = list[Future[bytes]]()
         for number in numbers:
+            cache = self._cache(number)
             key = "" if cache is None else self._key(number)
             # Not what is fetched already: to wait for many files at once is to look for all of them again and again.
             if number not in self._expected and (cache is None or not (cache.holds(key) or cache.is_coming(key))):
@@ -416,7 +415,7 @@ class RemoteReads(ABC):
             GoneError: when it is not there any more, or was replaced.
             ArchiveError: when it cannot be read for another reason.
         """
-        waiting, cache = self._expected.pop(number, None), self.place.cache
+        waiting, cache = self._expected.pop(number, None), self._cache(number)
         if waiting is None and cache is not None:
             found = cache.read(self._key(number), int(self.sizes[number]), again_late=self.again_late)
             if found is not None:
@@ -427,19 +426,22 @@ class RemoteReads(ABC):
             raise type(error)(f"Sample {number}: {error}") from error
 
     def begin_ahead(self, number: int) -> "Future[bytes] | None":
-        """Begin to bring a sample into the cache, which there must be; None where it is there."""
-        cache = self.place.cache
-        assert cache is not None
-        return None if cache.keep(self._key(number)) else self._begin(number)
+        """Begin to bring a sample into the cache; None where it is there, or cannot be kept."""
+        cache = self._cache(number)
+        return None if cache is None or cache.keep(self._key(number)) else self._begin(number)
 
     def _begin(self, number: int) -> "Future[bytes]":
         connection, asked = self.place.connection(), self.request(number)
         size = int(self.sizes[number])
-        whole = asked.begin is None
-        fetch = partial(connection.fetch, asked.name, asked.begin or 0, size if size >= 0 else None, whole=whole)
-        if self.place.cache is None:
+        given = {"whole": asked.begin is None, **(asked.options or {})}
+        fetch = partial(connection.fetch, asked.name, asked.begin or 0, size if size >= 0 else None, **given)
+        cache = self._cache(number)
+        if cache is None:
             return connection.submit(fetch())
-        return connection.submit(self.place.cache.through(self._key(number), size, fetch, again_late=self.again_late))
+        return connection.submit(cache.through(self._key(number), size, fetch, again_late=self.again_late))
+
+    def _cache(self, number: int) -> ReadThrough | None:
+        return self.place.cache if self.sizes[number] >= 0 else None
 
     def _key(self, number: int) -> str:
         asked = self.request(number)
@@ -453,17 +455,17 @@ class RemoteReads(ABC):
         self.__dict__.update(state, _expected=WeakValueDictionary())
 
 
-class _WrongSizeError(OSError):
-    """More or fewer bytes came than were listed."""
+class ReplacedError(OSError):
+    """What came is not what was listed."""
 
 
 def _is_refusal(error: Exception) -> bool:
-    return isinstance(error, PermissionError) or _status_of(error) in (401, 403)
+    return isinstance(error, PermissionError) or status_of(error) in (401, 403)
 
 
 def _may_pass(error: Exception) -> bool:
     """Whether another attempt may go better."""
-    status = _status_of(error)
+    status = status_of(error)
     if isinstance(error, FileNotFoundError) or _is_refusal(error):
         return False
     if status is not None:
@@ -480,14 +482,14 @@ def _delays() -> Iterator[float | None]:
     yield None
 
 
-def _status_of(error: BaseException | None) -> int | None:
+def status_of(error: BaseException | None) -> int | None:
     """The HTTP status that an error of any library tells of; None where it does not."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):  # botocore
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         found = (getattr(error, name, None) for name in ("status", "status_code", "code"))  # aiohttp, Azure, gcsfs
-        for status in (response, getattr(response, "status_code", None), *found):
+        for status in chain((response, getattr(response, "status_code", None)), found):  # aiohttp warns of its `code`
             # What aiohttp says of a broken response has a code, too, which no server sent.
             if isinstance(status, int) and 400 <= status < 600 and type(error).__module__ != "aiohttp.http_exceptions":
                 return status

@@ -5,10 +5,11 @@ import calendar
 import hashlib
 import io
 import logging
+import os
 import time
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -26,19 +27,31 @@ from lightning_feed.archive.folder import (
     check_classes,
     check_images,
 )
-from lightning_feed.archive.remote import GoneError, RemotePlace, RemoteReads, Request
+from lightning_feed.archive.remote import (
+    Connection,
+    GoneError,
+    RemotePlace,
+    RemoteReads,
+    ReplacedError,
+    Request,
+    status_of,
+)
 from lightning_feed.archive.system import cache_folder, read_private, write_private
 from lightning_feed.errors import ArchiveError, printable
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
-_KEPT_S = 24 * 3600
-"""How long a listing is used. An object that is not as listed has it taken anew by the next run, too."""
+_VERSION = 2
+_STARTED_S = time.time()
+_RANKS_START_WITHIN_S = 60
+"""A process uses a listing that it, or the process that it was forked from, has taken. Ranks of one run share one."""
 _DIGEST_BYTES = 16
 _CHANGED = ("LastModified", "last_modified", "updated", "modified", "mtime", "created")
-_CONTENT = ("ETag", "etag", "md5Hash", "content_settings", "blob_id", "sha", "ino")
+_CONTENT = ("ETag", "Last-Modified", "etag", "md5Hash", "content_settings", "blob_id", "sha", "CRC", "ino")
 """What the entries of a listing call the time of a change, and what is another for other contents, by file system."""
+_HEADERS = ("ETag", "Last-Modified")
+"""Those of them that HTTP knows."""
+_ASKED_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +69,8 @@ class Listing:
     sizes: npt.NDArray[np.int64]
     """Shape (n,): bytes; -1 where the server does not say."""
     stamps: npt.NDArray[np.int64]
-    """Shape (n,): another one for another version of the file; the time of its change, in ns since 1970."""
+    """Shape (n,): another one for another version of the file; the time of its change, in ns since 1970, or less than a
+    second for a hash alone. The time of the listing where the server tells nothing that would be another."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -89,7 +103,7 @@ class Listing:
 
 
 def list_files(place: RemotePlace, *, fresh: bool = False) -> Listing:
-    """The files of a place: as remembered for a day, or listed, many folders at a time; one process of a node lists.
+    """The files of a place: as this run has listed them, else listed now, many folders at a time, by one rank.
 
     Args:
         place: a folder, or a single file, which has the name ``""``.
@@ -117,7 +131,7 @@ def list_files(place: RemotePlace, *, fresh: bool = False) -> Listing:
 
 
 def forget_listing(place: RemotePlace) -> None:
-    """Have the next run list a place anew."""
+    """Have a place listed again by whoever asks next."""
     _kept(place).unlink(missing_ok=True)
 
 
@@ -127,7 +141,8 @@ def _kept(place: RemotePlace) -> Path:
 
 def _load(kept: Path) -> Listing | None:
     try:
-        if kept.stat().st_mtime < time.time() - _KEPT_S:
+        ranks = any(os.environ.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+        if kept.stat().st_mtime < _STARTED_S - (_RANKS_START_WITHIN_S if ranks else 0):
             return None
         content = read_private(kept)
     except OSError:
@@ -135,7 +150,6 @@ def _load(kept: Path) -> Listing | None:
     stored = content[_DIGEST_BYTES:]
     if content[:_DIGEST_BYTES] != hashlib.blake2b(stored, digest_size=_DIGEST_BYTES).digest():
         return None
-    logger.info("The files are those that were listed within the last day. To list them anew, remove %s.", kept)
     with np.load(io.BytesIO(stored), allow_pickle=False) as found:
         arrays = {field.name: found[field.name] for field in fields(Listing)}
     arrays["folders"] = tuple(arrays["folders"].tobytes().decode("utf-8", "surrogateescape").split("\0"))
@@ -151,7 +165,7 @@ def _save(listing: Listing, kept: Path) -> None:
     try:
         write_private(kept, hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() + content)
     except OSError as error:
-        logger.info("The listing could not be remembered in %s: %s. The next run lists again.", kept, error)
+        logger.info("The listing could not be remembered in %s: %s. Each rank lists by itself.", kept, error)
 
 
 def _take(place: RemotePlace) -> Listing:
@@ -187,6 +201,7 @@ async def _walk(place: RemotePlace) -> dict[str, _Folder]:
 
     async def look(folder: str) -> list[str]:
         entries = await connection.call("ls", folder, detail=True)
+        await _complete(entries, folder, connection)
         files, below = sorted_out(entries, folder, connection.path(folder))
         if files:
             names, sizes, stamps = zip(*sorted(files), strict=True)
@@ -211,6 +226,26 @@ async def _walk(place: RemotePlace) -> dict[str, _Folder]:
     return found
 
 
+async def _complete(entries: list[dict[str, Any]], folder: str, connection: Connection) -> None:
+    """Ask for the size and version of each file that is listed without, as all of HTTP are. An object of a list that
+    cannot be read is an error when it is read."""
+
+    async def ask(entry: dict[str, Any]) -> None:
+        base = str(entry["name"]).rpartition("/")[2]
+        name = f"{folder}/{base}" if folder else base
+        try:
+            entry.update({**await connection.call("info", name), "name": entry["name"]})
+            if entry["size"] == 0:  # some servers answer HEAD so, whatever the size is
+                entry["size"] = len(await connection.call("cat_file", name))
+        except ArchiveError as error:
+            if not isinstance(error, GoneError) and status_of(error) not in (401, 403):
+                raise
+
+    asked = [entry for entry in entries if entry["type"] == "file" and entry.get("size") is None]
+    for begin in range(0, len(asked), _ASKED_AT_ONCE):
+        await asyncio.gather(*map(ask, asked[begin : begin + _ASKED_AT_ONCE]))
+
+
 def sorted_out(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[list[tuple[bytes, int, int]], list[str]]:
     """(name, size, stamp) of each file in a folder, and the paths of the folders in it."""
     files, below = [], []
@@ -224,14 +259,16 @@ def sorted_out(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[l
         elif entry["type"] == "file" and not name.endswith("/") and not (itself and folder):
             # A place that is a file lists itself; object stores mark empty folders by an object of their name.
             encoded, size = (b"" if itself else base.encode("utf-8", "surrogateescape")), entry.get("size")
-            files.append((encoded, -1 if size is None else int(size), stamp_of(entry)))
+            known = any(entry.get(name) is not None for name in (*_CHANGED, *_CONTENT))
+            files.append((encoded, -1 if size is None else int(size), stamp_of(entry) if known else time.time_ns()))
     return files, below
 
 
 def stamp_of(entry: dict[str, Any]) -> int:
     """What tells one version of an object from the next: its time in ns, with a hash of its tag below the second."""
     changed = next((entry[name] for name in _CHANGED if entry.get(name) is not None), 0)
-    content = repr([entry[name] for name in _CONTENT if entry.get(name) is not None])
+    # An ETag is weak within a second of the change, and may be strong later.
+    content = repr([str(entry[name]).removeprefix("W/") for name in _CONTENT if entry.get(name) is not None])
     if isinstance(changed, str):
         try:
             changed = datetime.fromisoformat(changed.replace("Z", "+00:00"))
@@ -241,6 +278,29 @@ def stamp_of(entry: dict[str, Any]) -> int:
         changed = calendar.timegm(changed.utctimetuple()) + changed.microsecond / 1e6
     known_ns = int(float(changed) * 1e6) * 1000
     return known_ns // 10**9 * 10**9 + zlib.crc32(f"{known_ns}{content}".encode()) % 10**9
+
+
+def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
+    """Options of a request over HTTP that refuse an answer with another version than was listed.
+
+    Args:
+        stamp: as listed.
+        headers: of all requests.
+    """
+
+    async def check(response: Any) -> None:
+        told = {name: response.headers[name] for name in _HEADERS if name in response.headers}
+        # Some servers tell less to HEAD, by which the listing was made.
+        versions = [stamp_of(some) for some in (told, *({name: value} for name, value in told.items()))]
+        if response.status in (200, 206) and told and stamp < 10**9 and stamp not in versions:
+            response.close()
+            raise ReplacedError(
+                f"its {' or '.join(told)} has changed since it was listed: it was replaced, or the server gives "
+                "another with each answer, so that nothing can be cached (leave out stage_limit)"
+            )
+
+    # Compressed, the same version has another ETag.
+    return {"raise_for_status": check, "headers": {**headers, "Accept-Encoding": "identity"}}
 
 
 # --- class folders ----------------------------------------------------------------------------------------------------
@@ -329,7 +389,10 @@ class RemoteSource(FolderSource, RemoteReads):
 
     def request(self, number: int) -> Request:
         """The file of a sample."""
-        return Request(self.index.path(number), str(self.stamps[number]))
+        stamp, options = int(self.stamps[number]), None
+        if self.place.is_http and self._cache(number) is not None:  # S3 replaces as a whole
+            options = same_version(stamp, self.place.options.get("headers", {}))
+        return Request(self.index.path(number), str(stamp), options=options)
 
     def read(self, index: int) -> bytes:
         """The bytes of file ``index``.

@@ -42,13 +42,11 @@ def scan_remote(place: RemotePlace) -> Tree:
     Raises:
         ArchiveError: when it cannot be listed, or the server does not tell sizes.
     """
-    listing, connection, tree = list_files(place, fresh=True), place.connection(), Tree(str(place))
+    listing, tree = list_files(place, fresh=True), Tree(str(place))
     folders: dict[str, None] = {}
-    unknown = {name: number for name, number in listing.files() if listing.sizes[number] < 0}
-    asked = {name: connection.submit(connection.call("info", name)) for name in unknown}
     for name, number in listing.files():
-        size = int(listing.sizes[number]) if name not in asked else asked[name].result().get("size")
-        if size is None:
+        size = int(listing.sizes[number])
+        if size < 0:
             raise ArchiveError(f"{place.url_of(name)} has no size that its server tells, so no copy can be checked.")
         tree.files[name] = FileStamp(size, int(listing.stamps[number]))
         if name:
