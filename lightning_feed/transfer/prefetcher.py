@@ -32,6 +32,12 @@ batches are long, and two of them are enough; small batches cost little memory. 
 """
 
 
+_OF_EARLIER_WORK: Final = (
+    "PrefetchCallback only met this error, while it waited for the device. It is of work that was queued before, as a "
+    "rule by the training step. CUDA_LAUNCH_BLOCKING=1 in the environment shows where."
+)
+
+
 class SideStream:
     """Where a copy is issued, and how its result becomes safe to use on the stream that computes.
 
@@ -109,10 +115,17 @@ class DeviceStream(SideStream):
     def limit_run_ahead(self) -> None:
         """Wait while the device is too far behind the batch that was handed over last: see ``RUN_AHEAD``."""
         ahead = self._handed_over
-        while ahead and ahead[0][0].query():
-            ahead.popleft()
-        while len(ahead) > MOST_AHEAD or (len(ahead) > RUN_AHEAD and sum(size for _, size in ahead) > RUN_AHEAD_BYTES):
-            ahead.popleft()[0].synchronize()
+        try:
+            while ahead and ahead[0][0].query():
+                ahead.popleft()
+            while len(ahead) > MOST_AHEAD or (
+                len(ahead) > RUN_AHEAD and sum(size for _, size in ahead) > RUN_AHEAD_BYTES
+            ):
+                ahead.popleft()[0].synchronize()
+        except RuntimeError as error:  # asking and waiting do not fail by themselves
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(_OF_EARLIER_WORK)
+            raise
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured on the compute stream: nothing else may be issued then."""

@@ -1,11 +1,12 @@
 """Batches staged ahead: errors wait for their step, and the order of events on a simulated device."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from simulated.device import DEVICE, MS, SimulatedDevice, simulated
+from simulated.device import DEVICE, MS, Event, SimulatedDevice, simulated
 
 from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.prefetcher import RUN_AHEAD, DeviceStream, Prefetcher, SideStream, Staged, open_stream
@@ -81,6 +82,27 @@ def test_an_exception_leaves_the_side_stream_and_waits_for_its_step() -> None:
     with pytest.raises(ValueError, match="odd batch") as caught:
         prefetcher.take(staged)
     assert any(entry.name == "fails" for entry in caught.traceback)
+
+
+@pytest.mark.parametrize("call", ["query", "synchronize"])
+def test_an_error_of_an_earlier_step_says_so(
+    device: SimulatedDevice, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA reports what a kernel did wrong at whatever call is next, and that may be ours."""
+
+    def fails(event: Event) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(streams, "RUN_AHEAD_BYTES", 0)
+    prefetcher = Prefetcher(DeviceStream(DEVICE))
+    for _ in range(RUN_AHEAD + 1):
+        device.launch(10, reads=prefetcher.pass_on(pinned(device), to_device))
+    monkeypatch.setattr(Event, call, fails)
+    staged = prefetcher.stage(pinned(device), prepare=lambda x: x, copy=to_device)
+    with pytest.raises(RuntimeError, match="CUDA error: device-side assert triggered") as caught:
+        prefetcher.take(staged)
+    if sys.version_info >= (3, 11):
+        assert "work that was queued before" in "".join(caught.value.__notes__)
 
 
 def test_interrupts_go_through_at_once() -> None:
