@@ -317,15 +317,19 @@ def overlap_trace(report: Report, device: Device) -> None:
 
 
 def memory(report: Report, device: Device) -> None:
-    """Device memory beyond that of plain Lightning, in batches, with a host that could run far ahead."""
+    """Device memory beyond that of plain Lightning, in batches, with a host that could run far ahead.
+
+    Of the ``depth + 3`` batches that are documented, plain Lightning holds one.
+    """
     plain = _peak_bytes(device)
     size = torch.Size(IMAGES).numel()
     report.row(run="plain", peak_mb=plain / 1e6, batches_beyond_plain=0.0)
-    for depth in (1, 2):
+    for depth in (1, 2, 3):
         callback = PrefetchCallback(depth=depth)
         peak = _peak_bytes(device, callback)
         beyond = (peak - plain) / size
-        claim = at_most(f"memory beyond plain, depth {depth}", beyond, 3, "batches")
+        most = depth + streams.RUN_AHEAD + 0.5  # half a batch for all that is no batch
+        claim = at_most(f"memory beyond plain, depth {depth}", beyond, most, "batches")
         report.add(if_active(claim, active=callback.active))
         report.row(run=f"depth {depth}", peak_mb=peak / 1e6, batches_beyond_plain=beyond)
     with mock.patch.object(streams.DeviceStream, "limit_run_ahead"):
@@ -335,7 +339,7 @@ def memory(report: Report, device: Device) -> None:
 
 def _peak_bytes(device: Device, *callbacks: Callback) -> int:
     device.forget_memory()
-    device.fit(Reads(device, after_ms=LATE_MS), SameBatch(device, IMAGES, BATCHES), *callbacks)
+    device.fit(Reads(device, late_ms=LATE_MS), SameBatch(device, IMAGES, BATCHES), *callbacks)  # in use throughout
     return device.peak_bytes()
 
 

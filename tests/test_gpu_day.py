@@ -387,10 +387,10 @@ def test_memory_is_bounded_and_the_control_sees_a_host_that_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_checks.streams, "RUN_AHEAD_BYTES", 0)  # batches that are large, as those on a GPU are
-    found = checked(gpu_checks.memory, tmp_path)
+    found = checked(gpu_checks.memory, tmp_path, Simulated(copy_bytes_per_ms=4 * 3 * 8 * 8))  # a copy takes 1 ms
     assert all(claim.passed for claim in found.values()), [claim.line() for claim in found.values()]
-    assert found["memory beyond plain, depth 1"].measured == 2
-    assert found["memory beyond plain, depth 2"].measured == 3
+    for depth in (1, 2, 3):  # what is documented, depth + 3, and plain Lightning has one of them
+        assert found[f"memory beyond plain, depth {depth}"].measured == depth + 2
 
 
 @pytest.mark.usefixtures("small_checks")
