@@ -12,14 +12,22 @@ Where no command may take longer than ten minutes, keep gpu_day.json between thr
 
     python benchmarks/gpu_day.py --minutes 9.5 controls share overlap-trace memory same nvjpeg nvml graphs overhead
     python benchmarks/gpu_day.py --minutes 9.5 gpu-tests small-tensors backends
-    python benchmarks/gpu_day.py --minutes 9.5 overlap gpu-tests-sanitizer
+    python benchmarks/gpu_day.py --minutes 9.5 overlap
 
-Exit code: 0 when every claim is met or could not be measured here, 1 otherwise, 130 when interrupted.
+It ends at once where something that it needs is missing, and says what; the list is at the end of the help. DALI, which
+is large, may be missing: its tests are skipped.
+
+Exit code: 0 when every claim is met or could not be measured here, 1 otherwise, 2 when something is missing, 130 when
+interrupted.
 """
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -84,9 +92,26 @@ PARTS = (
     _part("gpu_scripts.py", "overlap", "a step takes no longer than its slowest part", 240, 540),
     _part("gpu_scripts.py", "small-tensors", "packing small tensors pays", 20, 120),
     _part("gpu_scripts.py", "backends", "training with image backends", 230, 360),
-    _part("gpu_scripts.py", "gpu-tests-sanitizer", "the same tests under torch's CUDA sanitizer", 100, 300),
 )
 """The most important first."""
+
+NEEDED = {
+    "torch": "torch>=2.6",
+    "torchvision": "torchvision>=0.21",
+    "lightning": "lightning>=2.4",
+    "fsspec": "fsspec>=2024.2",
+    "filelock": "filelock>=3.32",
+    "jinja2": "jinja2>=3.0",
+    "prefetch_generator": "prefetch_generator>=1.0.3",
+    "pynvml": "nvidia-ml-py>=12.535",
+    "cv2": "opencv-python-headless>=4.11",
+    "simplejpeg": "simplejpeg>=1.8",
+    "turbojpeg": "turbojpeg>=0.0.2",
+    "pytest": "pytest>=8",
+    "pytest_timeout": "pytest-timeout>=2.3",
+    "hypothesis": "hypothesis>=6.100",
+}
+"""Modules that the parts import, and what pip is to be given for each."""
 
 
 def main() -> None:
@@ -94,7 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="parts:\n" + "\n".join(f"  {part.name:20} {part.what}" for part in PARTS),
+        epilog="\n".join(
+            ["parts:", *(f"  {part.name:20} {part.what}" for part in PARTS), "needs:", f"  {' '.join(NEEDED.values())}"]
+        ),
     )
     parser.add_argument("names", nargs="*", metavar="PART", help="run these only")
     parser.add_argument("--minutes", type=float, default=30.0, help="for all parts together")
@@ -102,9 +129,35 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.names) - {part.name for part in PARTS}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}. The parts are {', '.join(part.name for part in PARTS)}")
+    if missing := what_is_missing():
+        parser.error(
+            f"missing: {', '.join(missing)}. Nothing was started, since parts would end where they import it. Install "
+            "it. Of prefetch_generator there may be no wheel: pip wheel --no-deps prefetch_generator builds one."
+        )
     chosen = [part for part in PARTS if not options.names or part.name in options.names]
     probe = (sys.executable, str(HERE / "gpu_machine.py"))
     sys.exit(run_day(chosen, seconds=60 * options.minutes, out=options.out, probe=probe))
+
+
+def what_is_missing() -> list[str]:
+    """Requirements that are not installed, or only in an older version."""
+    missing = []
+    for module, requirement in NEEDED.items():
+        name, _, least = requirement.partition(">=")
+        if module == "turbojpeg" and platform.machine() != "x86_64":
+            continue  # there is none
+        if importlib.util.find_spec(module) is None:
+            missing.append(requirement)
+            continue
+        with suppress(importlib.metadata.PackageNotFoundError):  # the module is of another package, as cv2 may be
+            found = importlib.metadata.version(name)
+            if _numbers(found) < _numbers(least):
+                missing.append(f"{requirement} ({found} is installed)")
+    return missing
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def run_day(parts: Iterable[Part], *, seconds: float, out: Path, probe: Sequence[str]) -> int:

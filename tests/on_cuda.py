@@ -1,12 +1,10 @@
 """What tests on a CUDA device share: work of known length, batches, fits, and side streams with one fault each."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from recording import quiet_trainer
@@ -62,8 +60,6 @@ class NoWaiting(Callback):
 # --- side streams -----------------------------------------------------------------------------------------------------
 
 SLOW_MS = 20
-SANITIZED = "TORCH_CUDA_SANITIZER" in os.environ  # as torch asks
-unless_sanitized = pytest.mark.skipif(SANITIZED, reason="torch's sanitizer raises where the faults of the controls are")
 
 
 class SlowCopies(DeviceStream):

@@ -1,7 +1,11 @@
 """The day on a GPU machine: its parts and their faults, its checks on a simulated device, and its tables."""
 
+import importlib.metadata
+import importlib.util
 import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -248,6 +252,38 @@ def test_every_part_is_there(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "unknown: contols" in capsys.readouterr().err
 
 
+def missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command says of it; it starts nothing."""
+    monkeypatch.setattr(gpu_day, "run_day", lambda *args, **options: pytest.fail("a part was started"))
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", "controls"])
+    with pytest.raises(SystemExit) as caught:
+        gpu_day.main()
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_is_missing_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find, version = importlib.util.find_spec, importlib.metadata.version
+    gone = ("prefetch_generator", "turbojpeg")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else find(name))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.20.3" if name == "filelock" else version(name))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    said = missing(monkeypatch, capsys)
+    assert "filelock>=3.32 (3.20.3 is installed), prefetch_generator>=1.0.3, turbojpeg>=0.0.2. Nothing" in said
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert "prefetch_generator>=1.0.3. Nothing" in missing(monkeypatch, capsys)
+
+
+def test_what_is_needed_is_what_the_project_says() -> None:
+    project = (BENCHMARKS.parent / "pyproject.toml").read_text()
+    for requirement in gpu_day.NEEDED.values():
+        assert f'"{requirement}' in project
+    dependencies = project.partition("\ndependencies = [")[2].partition("\n]")[0]
+    assert set(re.findall(r'^ *"([^"]+)"', dependencies, re.MULTILINE)) <= set(gpu_day.NEEDED.values())
+
+
 # --- claims -----------------------------------------------------------------------------------------------------------
 
 
@@ -440,6 +476,12 @@ def test_copies_under_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert plain.detail == "1.00 ms a copy, 21.00 ms a step"
     assert (ours.measured, ours.passed) == (100, True)
     assert ours.detail == "1.00 ms a copy, 20.00 ms a step"
+
+
+def test_a_driver_that_keeps_the_order_by_itself_is_no_failure() -> None:
+    assert gpu_checks._seen_or_not_to_be_seen(3, "of 20 corrupted").passed is True
+    nothing = gpu_checks._seen_or_not_to_be_seen(0, "of 20 corrupted")
+    assert (nothing.measured, nothing.passed) == (0, None)
 
 
 # --- traces and tests -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from on_cuda import PrefetchOver, SlowCopies, Unordered, Unrecorded, fitted, spin, unless_sanitized, warm_up
+from on_cuda import PrefetchOver, SlowCopies, Unordered, Unrecorded, fitted, spin, warm_up
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -70,7 +70,6 @@ def test_no_tensor_is_corrupted(pack_small: Any, depth: int) -> None:
     assert count_wrong(PrefetchOver(SlowCopies, **options)) == 0
 
 
-@unless_sanitized
 @pytest.mark.parametrize(("stream", "late_ms"), [(Unrecorded, 20), (Unordered, 0)])
 @pytest.mark.parametrize("pack_small", [True, False])
 def test_the_check_sees_a_stream_with_a_fault(stream: Any, late_ms: float, pack_small: bool) -> None:

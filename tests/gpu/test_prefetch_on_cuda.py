@@ -21,7 +21,6 @@ from on_cuda import (
     pinned_loader,
     same_weights,
     spin,
-    unless_sanitized,
     warm_up,
 )
 from torch import Tensor, nn, optim
@@ -85,7 +84,6 @@ def test_no_batch_is_corrupted(depth: int, workers: int) -> None:
     assert count_wrong(slow, workers=workers) == 0
 
 
-@unless_sanitized
 @pytest.mark.parametrize(("stream", "late_ms"), [(Unrecorded, 20), (Unordered, 0)])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_check_sees_a_stream_with_a_fault(stream: Any, late_ms: float, depth: int) -> None:
@@ -156,7 +154,6 @@ def test_the_same_weights_as_without(precision: str, manual: bool) -> None:
     assert torch.equal(torch.stack(ours.val_losses), torch.stack(plain.val_losses))
 
 
-@unless_sanitized
 @pytest.mark.usefixtures("_deterministic")
 def test_weights_show_the_order_of_random_draws_and_an_early_read() -> None:
     """The control: ``depth=2`` transfers batches, and draws, before the step in front of them, as is documented."""
