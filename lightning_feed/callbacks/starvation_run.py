@@ -269,8 +269,10 @@ class StarvationRun:
         self._final = self.measurements()
 
     def time_logger(self, logger: Any) -> None:
-        """What its calls take between the steps is told by its name."""
-        for name in ("log_metrics", "save"):
+        """Name what its calls take between the steps. Of a proxy or a mock nothing can be told: it is left alone."""
+        kind: Any = type(logger)
+        plain = kind.__setattr__ is object.__setattr__ and kind.__delattr__ is object.__delattr__
+        for name in ("log_metrics", "save") if plain and kind.__dictoffset__ else ():
             if callable(getattr(logger, name, None)):
                 around = partial(self._hooks.call, f"logger {type(logger).__name__}.{name}")
                 self.also_undo(_host.Wrap(logger, name, around).undo)
