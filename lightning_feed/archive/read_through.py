@@ -11,7 +11,8 @@ read ahead get the present one. (With the least recently used first, a cache of 
 of shuffled epochs; this way it serves half.)
 
 Kills: a file is written beside its place, under a lock of the kernel's, and renamed. The bytes in use are counted
-before they are written, so that a kill can only leave the count too high, until the next look at all files.
+before they are written, so that a kill can only leave the count too high. A crash of the machine can leave any count:
+the first process that opens a cache counts what is there.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ import fcntl
 import logging
 import os
 import random
+import stat
 import struct
 import threading
 import time
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_feed.archive import system
-from lightning_feed.archive.system import find_mount, memory_limits, size_text
+from lightning_feed.archive.system import find_mount, memory_limits, read_private, size_text
 from lightning_feed.errors import ArchiveError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,12 @@ _SHARE = 0.9
 """How much of what is free on the disk, or in memory, may be taken."""
 _POLL_S = 0.003
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Follow no link, and wait for nobody at the other end of a FIFO."""
 _PART = ".part"
+_MOST = 1 << 62
+"""No real count is larger, whatever a crash has left."""
 
 
 class _Found(NamedTuple):
@@ -70,7 +77,7 @@ class ReadThrough:
         limit_bytes: the most that it may take; cut down, with a warning, to what the disk has.
 
     Raises:
-        ArchiveError: when the folder cannot be made, or is another user's.
+        ArchiveError: when the folder cannot be made, or others own it or may write to it.
     """
 
     def __init__(self, folder: str | Path, limit_bytes: int) -> None:
@@ -79,16 +86,15 @@ class ReadThrough:
         self._said = threading.Event()
         try:
             self.folder.parent.mkdir(mode=0o700, exist_ok=True)
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            if self.folder.lstat().st_uid != os.geteuid():
-                raise PermissionError(errno.EPERM, "it belongs to another user")
-            for bucket in range(_BUCKETS):
-                (self.folder / f"{bucket:02x}").mkdir(mode=0o700, exist_ok=True)
+            for folder in (self.folder, *self._buckets()):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                _check_private(folder)
+            self._join()
             status = os.statvfs(self.folder)
         except OSError as error:
             raise ArchiveError(
-                f"{self.folder} cannot be used for a cache: {error.strerror}. Give a folder of your own as stage_to, "
-                "on a local disk or in memory."
+                f"{self.folder} cannot be used for a cache: {error.strerror or error}. Give a folder of your own as "
+                "stage_to, on a local disk or in memory."
             ) from error
         free, mount = status.f_bavail * status.f_frsize, find_mount(self.folder)
         if mount is not None and mount.in_memory:
@@ -100,6 +106,7 @@ class ReadThrough:
                 "The cache in %s is limited to %s instead of %s, which is what is left there, less a tenth.",
                 self.folder, size_text(room), size_text(limit_bytes),
             )  # fmt: skip
+        self._fit()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -114,7 +121,7 @@ class ReadThrough:
     def keep(self, key: str) -> bool:
         """Have a file stay, if it is there: it will be read soon."""
         try:
-            os.utime(self._path(key))
+            os.utime(self._path(key), follow_symlinks=False)
         except OSError:
             return False
         return True
@@ -129,14 +136,20 @@ class ReadThrough:
         """
         path = self._path(key)
         try:
-            with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - often
-                stored = file.readall()
+            stored = read_private(path)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno in _SHORT:
+                raise
+            stored = b""  # a FIFO, a link, or nothing that can be read
         data = stored[: -_CHECK.size]
         if stored[-_CHECK.size :] != _CHECK.pack(zlib.crc32(data)) or size not in (-1, len(data)):
-            logger.warning("%s was damaged, by a crash or a faulty disk, and is read from its source again.", path)
-            self._remove(_Found(0, len(stored), path))
+            logger.warning(
+                "%s was damaged, by a crash, a faulty disk or another program, and is read from its source again.", path
+            )
+            with suppress(OSError):
+                self._remove(_Found(0, _on_disk(len(stored)), path))
             return None
         self._mark(path, again_late=again_late)
         return data
@@ -172,7 +185,7 @@ class ReadThrough:
         The kernel drops the lock of a process that is killed. What it left is written over.
         """
         path = self._path(key) + _PART
-        part = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        part = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
         mine = False
         try:
             with suppress(BlockingIOError):
@@ -202,7 +215,8 @@ class ReadThrough:
             view, at = memoryview(stored), 0
             while at < len(stored):
                 at += os.pwrite(part, view[at:], at)
-            os.rename(self._path(key) + _PART, self._path(key))  # noqa: PTH104
+            with self._locked(0):  # not while all is counted, which would miss it
+                os.rename(self._path(key) + _PART, self._path(key))  # noqa: PTH104
         except OSError:
             self._count(-taken)
             raise
@@ -221,58 +235,104 @@ class ReadThrough:
 
     def used_bytes(self) -> int:
         """What is counted as taken, in whole blocks of the disk."""
-        return int.from_bytes(os.pread(self._counter(), 8, 0), "little")
+        return min(int.from_bytes(os.pread(self._counter(), 8, 0), "little"), _MOST)
 
     def _count(self, change: int) -> int:
         with self._locked(0):
-            total = max(0, self.used_bytes() + change)
-            os.pwrite(self._counter(), total.to_bytes(8, "little"), 0)
+            return self._set_count(self.used_bytes() + change)
+
+    def _set_count(self, total: int) -> int:
+        total = max(0, total)
+        os.pwrite(self._counter(), total.to_bytes(8, "little"), 0)
         return total
+
+    def _join(self) -> None:
+        """Say that this process uses the cache, and count what is there where no other does."""
+        with self._locked(0):
+            self._in_use = system.open_refcounted(self.folder / "in_use")
+            try:
+                fcntl.flock(self._in_use.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._set_count(self._present_bytes())
+            except BlockingIOError:
+                pass  # the count is right: it is kept by those who use it
+            finally:
+                fcntl.flock(self._in_use.fd, fcntl.LOCK_SH)
+
+    def _present_bytes(self) -> int:
+        """What the files take. Call it under the lock of the count: none must be renamed or removed meanwhile."""
+        return sum(found.size for folder in self._buckets() for found in self._look_into(folder))
 
     def _take(self, taken: int) -> bool:
         """Count bytes that will be written; whether there is room for them, made if need be."""
         if taken > self.limit_bytes:
             return False
         if self._count(taken) > self.limit_bytes:
-            with self._locked(8):  # one process at a time makes room
-                excess = self.used_bytes() - self.limit_bytes
-                if excess > 0:
-                    self._make_room(excess + self.limit_bytes // _AT_ONCE // _BLOCK * _BLOCK)
+            self._fit()
+            if self.used_bytes() > self.limit_bytes:  # which others write now
+                self._count(-taken)
+                return False
         return True
 
-    def _make_room(self, wanted: int) -> None:
-        """Remove the files that go first, of all or of as many as are looked at."""
-        found, buckets, counted = list[_Found](), list(range(_BUCKETS)), self.used_bytes()
+    def _fit(self) -> None:
+        """Make room until what is counted is within the limit, or nothing is left that can go."""
+        with self._locked(8):  # one process at a time makes room
+            while (excess := self.used_bytes() - self.limit_bytes) > 0:
+                if not self._make_room(excess + self.limit_bytes // _AT_ONCE // _BLOCK * _BLOCK):
+                    return
+
+    def _make_room(self, wanted: int) -> bool:
+        """Remove the files that go first, of all or of as many as are looked at. Tells whether there were any."""
+        found, buckets, counted = list[_Found](), self._buckets(), self.used_bytes()
         _chance.shuffle(buckets)
         while buckets and len(found) < _LOOK_AT:
-            found += self._look_into(self.folder / f"{buckets.pop():02x}")
-        if not buckets:  # all were seen: what kills have left in the count goes
-            too_high = counted - sum(each.size for each in found)
-            if too_high > self.limit_bytes // _AT_ONCE:  # less may be files that are written now
-                self._count(-too_high)
-                wanted -= too_high
-        for each in sorted(each for each in found if not each.path.endswith(_PART)):
+            found += self._look_into(buckets.pop())
+        # All were seen: what kills have left in the count goes. A smaller difference may be files that are written now.
+        if not buckets and abs(counted - sum(each.size for each in found)) > self.limit_bytes // _AT_ONCE:
+            with self._locked(0):
+                wanted += self._set_count(self._present_bytes()) - counted
+        going = sorted(each for each in found if not each.path.endswith(_PART))
+        for each in going:
             if wanted <= 0:
-                return
+                break
             self._remove(each)
             wanted -= each.size
+        return bool(going)
 
     def _look_into(self, folder: Path) -> Iterator[_Found]:
+        """The files of a bucket. What a kill has left in the making is removed, and what is no file of this user's."""
         with os.scandir(folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    status = entry.stat()
-                    if entry.name.endswith(_PART) and status.st_mtime < time.time() - 3600:  # left by a kill
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode):
+                        continue
+                    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                         os.unlink(entry.path)  # noqa: PTH108
-                    else:
+                    elif not (entry.name.endswith(_PART) and self._was_left(entry.path)):
                         yield _Found(status.st_mtime_ns, _on_disk(status.st_size), entry.path)
 
+    def _was_left(self, path: str) -> bool:
+        """Remove a file in the making that no process has now. Tells whether it was one."""
+        part = os.open(path, os.O_RDWR | _SAFELY)
+        try:
+            fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._is_at(part, path):
+                os.unlink(path)  # noqa: PTH108
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(part)
+        return True
+
     def _remove(self, found: _Found) -> None:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._locked(0):
             os.unlink(found.path)  # noqa: PTH108
-            self._count(-_on_disk(found.size))
+            self._set_count(self.used_bytes() - found.size)
 
     # --- details ------------------------------------------------------------------------------------------------------
+
+    def _buckets(self) -> list[Path]:
+        return [self.folder / f"{bucket:02x}" for bucket in range(_BUCKETS)]
 
     def _path(self, key: str) -> str:
         return f"{self.folder}/{key[:2]}/{key[2:]}"
@@ -281,7 +341,7 @@ class ReadThrough:
         now = time.time()
         used_ns = int(((1 << 32) - now) / 4 * 1e9) if again_late else int(now * 1e9)
         with suppress(FileNotFoundError):
-            os.utime(path, ns=(used_ns, used_ns))
+            os.utime(path, ns=(used_ns, used_ns), follow_symlinks=False)
 
     def _counter(self) -> int:
         """The descriptor of the count; one for each process, for locks of POSIX go with the first that is closed."""
@@ -289,8 +349,8 @@ class ReadThrough:
             path = self.folder / "used_bytes"
             with system.process_lock:
                 key = (os.getpid(), str(path))
-                if key not in _counters:
-                    _counters[key] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                if key not in _counters or not self._is_at(_counters[key], str(path)):
+                    _counters[key] = _open_counter(path)  # that of a cache that was removed stays open for its users
                 self._opened = (key[0], _counters[key])
         return self._opened[1]
 
@@ -310,6 +370,29 @@ class ReadThrough:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state, _opened=None, _said=threading.Event())
+
+
+def _check_private(folder: Path) -> None:
+    """See that only this user can have changed what is in a folder.
+
+    Raises:
+        OSError: where it is not so.
+    """
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} is no folder")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(status.st_mode)
+        raise PermissionError(errno.EPERM, f"others may write to it (mode {mode:04o}), and may have. Remove it")
+
+
+def _open_counter(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            path.unlink()
+    return os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
 
 
 _chance = random.SystemRandom()  # never the user's generators

@@ -74,7 +74,7 @@ def owner_of(path: str | os.PathLike[str]) -> int | None:
     return None
 
 
-def read_private(path: Path) -> bytes:
+def read_private(path: str | Path) -> bytes:
     """The content of a file that only this user can have written.
 
     Raises:

@@ -1,10 +1,13 @@
-"""What other users can do to a shared cache, and a killed worker to the loader."""
+"""What other users can do to a cache, and crashes and full disks; what a killed worker can do to the loader."""
 
+import errno
 import multiprocessing
 import os
+import random
 import signal
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,15 @@ import numpy as np
 import pytest
 from torch.utils.data._utils import signal_handling
 
+from lightning_feed.archive.read_through import ReadThrough
 from lightning_feed.archive.shared_cache import PREFIX, SampleCache
-from lightning_feed.errors import LoaderError
+from lightning_feed.errors import ArchiveError, LoaderError
 from lightning_feed.load.loader import FeedLoader
 
 STRANGER = 65534
+
+
+LIMIT = 40 * 4096
 
 
 def plant_file(path: Path) -> None:
@@ -111,3 +118,132 @@ def test_an_error_of_the_users_own_connection_stays_what_it_is() -> None:
 
     with pytest.raises(ConnectionResetError, match="the bucket is gone"):
         list(FeedLoader(Remote(), batch_size=2, num_workers=1))
+
+
+# --- a cache of remote files ------------------------------------------------------------------------------------------
+
+
+def put(cache: ReadThrough, key: str, data: bytes) -> None:
+    with cache._claimed(key) as part:
+        if part is not None:
+            cache._put(key, part, data)
+
+
+def fill(folder: Path, seed: int, count: int = 10**6) -> None:
+    draw, cache = random.Random(seed), ReadThrough(folder, LIMIT)
+    for _ in range(count):
+        put(cache, f"{draw.randrange(256):02x}{draw.randrange(10**6)}", bytes(draw.randrange(30_000)))
+
+
+def taken_bytes(folder: Path) -> int:
+    return sum(path.lstat().st_blocks * 512 for path in folder.glob("read-through/??/*"))
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_cache_is_within_its_limit_after_any_kill(tmp_path: Path, processes: int) -> None:
+    draw, fork = random.Random(processes), multiprocessing.get_context("fork")
+    for number in range(8):
+        writers = [fork.Process(target=fill, args=(tmp_path, 10 * number + other)) for other in range(processes)]
+        for writer in writers:
+            writer.start()
+        time.sleep(draw.uniform(0.01, 0.15))
+        for writer in writers:
+            writer.kill()
+            writer.join()
+        assert taken_bytes(tmp_path) <= LIMIT
+        cache = ReadThrough(tmp_path, LIMIT)
+        assert cache.used_bytes() == taken_bytes(tmp_path) <= LIMIT
+        assert not list(cache.folder.glob("??/*.part"))
+        del cache  # who opens it next is alone
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 8, b"\xff" * 8, b"\x01"], ids=repr)
+def test_a_cache_is_within_its_limit_after_a_crash_of_the_machine(tmp_path: Path, left: bytes) -> None:
+    """The count is not synced: the disk has what it was at any time, or nothing."""
+    fill(tmp_path, 1, 60)
+    before = taken_bytes(tmp_path)
+    (tmp_path / "read-through/used_bytes").write_bytes(left)
+    assert ReadThrough(tmp_path, LIMIT).used_bytes() == before
+    fill(tmp_path, 2, 60)
+    assert taken_bytes(tmp_path) <= LIMIT
+
+
+@pytest.mark.parametrize("left", [b"\0" * 8, b"\xff" * 8], ids=repr)
+def test_a_count_that_is_damaged_in_use_ends_no_run(tmp_path: Path, left: bytes) -> None:
+    fill(tmp_path, 1, 60)
+    cache = ReadThrough(tmp_path, LIMIT)
+    (tmp_path / "read-through/used_bytes").write_bytes(left)
+    for number in range(100):
+        put(cache, f"00{number}", bytes(4000))
+    assert taken_bytes(tmp_path) <= LIMIT
+    assert cache.used_bytes() == taken_bytes(tmp_path)
+
+
+def test_who_opens_a_cache_beside_others_counts_nothing_again(tmp_path: Path) -> None:
+    """A million files take seconds, and the ranks of a node open it one after the other."""
+    first = ReadThrough(tmp_path, LIMIT)
+    first._set_count(12345)
+    assert ReadThrough(tmp_path, LIMIT).used_bytes() == 12345
+    del first
+    assert ReadThrough(tmp_path, LIMIT).used_bytes() == 0
+
+
+def test_a_smaller_limit_holds_when_the_cache_is_opened(tmp_path: Path) -> None:
+    fill(tmp_path, 1, 60)
+    ReadThrough(tmp_path, LIMIT // 4)
+    assert taken_bytes(tmp_path) <= LIMIT // 4
+
+
+@pytest.mark.parametrize("inner", ["", "00"])
+def test_a_folder_that_others_could_write_to_is_refused(tmp_path: Path, inner: str) -> None:
+    folder = ReadThrough(tmp_path, LIMIT).folder / inner
+    folder.chmod(0o777)
+    with pytest.raises(ArchiveError, match=r"others may write to it \(mode 0777\), and may have\. Remove it"):
+        ReadThrough(tmp_path, LIMIT)
+
+
+@pytest.mark.parametrize("inner", ["read-through", "read-through/00"])
+def test_a_folder_that_is_a_link_is_refused(tmp_path: Path, inner: str) -> None:
+    (tmp_path / inner).parent.mkdir(mode=0o700, exist_ok=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / inner).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArchiveError, match="is no folder"):
+        ReadThrough(tmp_path, LIMIT)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, plant_link, plant_folder])
+@pytest.mark.parametrize("name", ["00a", "00a.part"])
+def test_nothing_in_a_cache_is_waited_for_or_followed(tmp_path: Path, name: str, plant: Callable[[Path], None]) -> None:
+    cache = ReadThrough(tmp_path, LIMIT)
+    path = cache.folder / name[:2] / name[2:]
+    plant(path)
+    assert cache.read("00a", 5) is None
+    assert cache.keep("00a") == os.path.lexists(cache.folder / "00/a")
+    if plant is not plant_folder:
+        if not os.path.lexists(path):
+            plant(path)
+        del cache
+        cache = ReadThrough(tmp_path, LIMIT)
+        assert not os.path.lexists(path)  # nothing of it is left when it is opened
+        put(cache, "00a", b"hello")
+        assert cache.read("00a", 5) == b"hello"
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, plant_link])
+def test_a_count_that_is_no_file_is_made_again(tmp_path: Path, plant: Callable[[Path], None]) -> None:
+    (tmp_path / "read-through").mkdir(mode=0o700)
+    plant(tmp_path / "read-through/used_bytes")
+    cache = ReadThrough(tmp_path, LIMIT)
+    put(cache, "00a", b"hello")
+    assert cache.used_bytes() == 4096
+
+
+def test_a_link_in_place_of_a_file_in_the_making_is_not_written_through(tmp_path: Path) -> None:
+    cache = ReadThrough(tmp_path, LIMIT)
+    (tmp_path / "precious").write_bytes(b"precious")
+    (cache.folder / "00/a.part").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links") as found:
+        put(cache, "00a", b"hello")
+    assert found.value.errno == errno.ELOOP  # told once, and the sample is read from its source
+    assert (tmp_path / "precious").read_bytes() == b"precious"
