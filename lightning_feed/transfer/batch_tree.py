@@ -32,11 +32,13 @@ def record_stream(batch: Any, stream: Any) -> None:
     are on the host: it may hold memory that only it can find.
     """
     for leaf in _leaves(batch, to_record=True):
-        found = [leaf] if isinstance(leaf, Tensor) else list(tensors(leaf))
-        on_device = [tensor for tensor in found if tensor.device.type != "cpu"]
-        for tensor in on_device:
-            tensor.record_stream(stream)
-        if not isinstance(leaf, Tensor) and (on_device or not found):
+        if isinstance(leaf, Tensor):
+            if leaf.device.type != "cpu":
+                leaf.record_stream(stream)
+            continue
+        found = list(tensors(leaf))
+        if off_host(found) or not found:
+            record_stream(found, stream)
             with suppress(NotImplementedError):  # it asked a tensor on the host, for which torch has no kernel
                 leaf.record_stream(stream)
 
