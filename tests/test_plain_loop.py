@@ -4,8 +4,10 @@ import gc
 import json
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,23 @@ def test_a_step_with_a_validation_in_it_is_left_out() -> None:
     assert loader.summary().step_ms == pytest.approx(10.0)
     assert loader.summary().steps == 40 - 2  # with the warm-up, since little else is left
     assert validation.summary().step_ms == pytest.approx(10.0)
+
+
+def test_loops_in_two_threads_are_two_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    facts_of, both_begin = plain_loop._facts_of, threading.Barrier(2, timeout=10)
+
+    def meet(*args: Any) -> Any:
+        both_begin.wait()
+        return facts_of(*args)
+
+    monkeypatch.setattr(plain_loop, "_facts_of", meet)
+    sources = Source(), Source()
+    loaders = [_watched(source) for source in sources]
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(_train, *one, epochs=3) for one in zip(loaders, sources, strict=True)]:
+            done.result()
+    assert [loader.summary().steps for loader in loaders] == [3 * 40 - 20 - 2] * 2
+    assert caplog.text == ""
 
 
 def test_a_failure_of_the_meter_ends_the_meter_and_not_the_loop(

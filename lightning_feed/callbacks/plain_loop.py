@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -29,8 +30,8 @@ T = TypeVar("T")
 
 _runs: "weakref.WeakKeyDictionary[Any, PlainRun]" = weakref.WeakKeyDictionary()
 """Of loaders that live: each epoch may call watch_loader anew."""
-_open: "weakref.WeakSet[PlainRun]" = weakref.WeakSet()
-"""Those in the middle of an epoch."""
+_open: "dict[PlainRun, int]" = {}
+"""Those in the middle of an epoch, and the threads that their loops run in."""
 
 
 def watch_loader(
@@ -178,9 +179,10 @@ class PlainRun:
 
     def epoch_began(self, loader: Any, started_ns: int = 0) -> None:
         """The loop begins to go through the loader, whose iterator took so long to make."""
-        for other in _open:
-            other.leave_out_step()
-        _open.add(self)
+        thread = threading.get_ident()
+        for other, its_thread in list(_open.items()):  # a copy: loops of other threads begin and end meanwhile
+            if its_thread == thread:
+                other.leave_out_step()
         loaders = loaders_in(loader)
         device = self.device or _device_of(loader)
         facts = _facts_of(loader, loaders, device)
@@ -191,6 +193,7 @@ class PlainRun:
         self._loop.cpu.go_on()
         self._loop.batch_seen = False
         self._loop.begins(facts, self.clock() - started_ns)
+        _open[self] = thread
 
     def batch_came(self, batch: Any) -> None:
         """Look at the first batch of each epoch."""
@@ -199,7 +202,7 @@ class PlainRun:
 
     def epoch_ended(self) -> None:
         """The loop is at its end, or was left."""
-        _open.discard(self)
+        _open.pop(self, None)
         self._loop.cpu.pause()
 
     def leave_out_step(self) -> None:
@@ -273,7 +276,7 @@ class PlainRun:
     def _stop(self) -> None:
         if self._loop is not None:
             self._loop.loaders.close()
-        _open.discard(self)
+        _open.pop(self, None)
 
 
 def _facts_of(loader: Any, loaders: list[Any], device: torch.device) -> LoopFacts:
