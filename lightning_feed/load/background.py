@@ -18,7 +18,7 @@ from typing import Any
 
 from prefetch_generator import BackgroundGenerator
 
-from lightning_feed.errors import LoaderError
+from lightning_feed.errors import LoaderError, plural
 from lightning_feed.load.ray_workers import RayPass
 from lightning_feed.load.threads import Ending, ThreadPass, shortened
 from lightning_feed.load.trace import traced
@@ -262,19 +262,24 @@ def _where(batches: Any, consumer: int) -> str:
 
 
 def _in_processes(iterator: Any, position: Any) -> str:
-    """Torch's list of open tasks: a worker does its own in their order. Read in torch 2.6 and 2.15 (``_task_info``)."""
-    first: dict[int, int] = {}
+    """Torch's list of open tasks: a worker does its own in their order. Read in torch 2.6 and 2.15 (``_task_info``).
+
+    A thread of the worker sends what is ready, so the worker may be at a later task than the first that did not come.
+    """
+    unsent: dict[int, list[int]] = {}
     for number, info in sorted(dict(iterator._task_info).items()):
         if len(info) == 1:  # no data yet
-            first.setdefault(info[0], number)
-    if not first:
+            unsent.setdefault(info[0], []).append(number)
+    if not unsent:
         return "The worker processes have nothing to do: what comes after them hangs, as decoding or pinning memory."
-    worker = min(first, key=lambda one: first[one])
+    worker = min(unsent, key=lambda one: unsent[one])
     pid = iterator._workers[worker].pid
-    index = position.index_of(first[worker])
-    at = f"task {first[worker]} of this pass" if index is None else f"the samples {shortened(index)}"
-    others = f" {len(first) - 1} other workers have work, too." if len(first) > 1 else ""
-    return f"Worker {worker} (process {pid}) is at {at}.{others} Its stack:\n{stack_of(pid)}"
+    first, *more = unsent[worker]
+    index = position.index_of(first)
+    what = f"task {first} of this pass" if index is None else f"the samples {shortened(index)}"
+    later = f", nor {plural(len(more), 'batch', 'batches')} after that. It may be at any of these" if more else ""
+    others = f" {len(unsent) - 1} other workers have work, too." if len(unsent) > 1 else ""
+    return f"Worker {worker} (process {pid}) has not sent {what}{later}.{others} Its stack:\n{stack_of(pid)}"
 
 
 def _stack_here(ident: int | None) -> str:

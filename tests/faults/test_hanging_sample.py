@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,37 @@ def test_it_is_said_once_where_it_hangs(mode: str, caplog: pytest.LogCaptureFixt
         loop.clock.now += 200
         loop.late.look()
         assert len(caplog.records) == 2
+
+
+class Stops(Dataset[int]):
+    """Stops its process at sample 7, which is in the fourth batch."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return index
+
+
+def test_a_worker_that_was_stopped_may_be_at_any_batch_that_it_has_not_sent(caplog: pytest.LogCaptureFixture) -> None:
+    loader = FeedLoader(Stops(), batch_size=2, num_workers=1, prefetch_factor=6, worker_init_fn=WorkerInit())
+    batches, clock = iter(loader), Clock()
+    late = LateBatch(batches, Watch("train", 60.0), clock)
+    (worker,) = batches.source._workers
+    try:
+        while "stopped" not in Path(f"/proc/{worker.pid}/status").read_text():
+            time.sleep(0.01)
+        late._since = 0.0  # as when the loop begins to wait, for the first batch here
+        clock.now += 61
+        late.look()
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+    assert f"Worker 0 (process {worker.pid}) has not sent the samples [0, 1], nor 5 batches after that." in caplog.text
+    assert "It may be at any of these." in caplog.text
+    assert "T (stopped)" in caplog.text
+    assert [batch.tolist() for batch in batches] == [[number, number + 1] for number in range(0, 12, 2)]
 
 
 def test_a_stream_has_a_task_in_place_of_samples(caplog: pytest.LogCaptureFixture) -> None:
