@@ -25,6 +25,7 @@ import stat
 import struct
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -249,14 +250,15 @@ class ReadThrough:
     def _join(self) -> None:
         """Say that this process uses the cache, and count what is there where no other does."""
         with self._locked(0):
-            self._in_use = system.open_refcounted(self.folder / "in_use")
+            in_use = os.open(self.folder / "in_use", os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
+            weakref.finalize(self, os.close, in_use)
             try:
-                fcntl.flock(self._in_use.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._set_count(self._present_bytes())
             except BlockingIOError:
                 pass  # the count is right: it is kept by those who use it
             finally:
-                fcntl.flock(self._in_use.fd, fcntl.LOCK_SH)
+                fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def _present_bytes(self) -> int:
         """What the files take. Call it under the lock of the count: none must be renamed or removed meanwhile."""

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import re
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from fsspec.asyn import get_loop
 
-from lightning_feed.archive import quick_reads, system
+from lightning_feed.archive import quick_reads
 from lightning_feed.archive.quick_reads import SLOWEST_BYTES_PER_S
 from lightning_feed.archive.read_through import ReadThrough
 from lightning_feed.errors import ArchiveError, DatasetError, MissingExtraError, SettingsError, printable
@@ -164,12 +165,14 @@ class RemotePlace:
         """
         key = (os.getpid(), self.key, self.timeout_s)
         if key not in _connections:
-            with system.process_lock:
+            # Not the lock of the process: a finalizer in the event loop may take that, and this waits for the loop.
+            with _connecting.setdefault(os.getpid(), threading.RLock()):
                 if key not in _connections:
                     _connections[key] = Connection(self)
         return _connections[key]
 
 
+_connecting: dict[int, threading.RLock] = {}
 _connections: "dict[tuple[int, str, float], Connection]" = {}
 """By process and place. Those inherited by a fork are never used, and never dropped: closing them needs their loop."""
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,10 @@ from object_store import ObjectStore, birds, running_store
 from torch.utils.data import RandomSampler, Subset
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.archive import remote
+from lightning_feed.archive import quick_reads, remote, remote_folder
 from lightning_feed.archive.read_ahead import ReadAhead
 from lightning_feed.archive.read_through import ReadThrough
-from lightning_feed.archive.remote import RemotePlace
+from lightning_feed.archive.remote import GoneError, RemotePlace
 from lightning_feed.archive.remote_folder import RemoteFolder, RemoteSource, list_files
 from lightning_feed.errors import ArchiveError
 from lightning_feed.load.order import EpochOrder, find_read_ahead
@@ -236,6 +237,51 @@ def test_what_a_kill_left_in_the_count_goes_when_room_is_made(tmp_path: Path) ->
         put(cache, f"{index:02x}x", b"x" * 100)
     assert held(cache) >= 9
     assert cache.used_bytes() == held(cache) * _BLOCK
+
+
+# --- replaced ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("library", ["s3fs", "obstore"])
+def test_objects_replaced_in_mid_epoch_are_read_whole_and_as_new_by_the_next_run(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, cached: bool
+) -> None:
+    if library == "obstore":
+        pytest.importorskip("obstore")
+        monkeypatch.setattr(quick_reads, "allowed", True)
+    monkeypatch.setattr(remote, "_connections", {})
+    bucket = f"changing-{library}-{cached}".lower()
+    store.client.create_bucket(Bucket=bucket)
+
+    def put_all(version: int) -> None:
+        """All but the last two keep their size."""
+        sizes = [100_000 + version * (index > 3) for index in range(6)]
+        store.put(bucket, {f"crow/{index}.jpg": bytes([version]) * size for index, size in enumerate(sizes)})
+
+    def opened() -> RemoteSource:
+        cache = ReadThrough(tmp_path, 1 << 30) if cached else None
+        place = RemotePlace(f"s3://{bucket}", store.options, cache=cache)
+        monkeypatch.setattr(remote_folder, "_STARTED_S", time.time())  # as a process that starts now
+        return RemoteSource.of(place, list_files(place))
+
+    put_all(0)
+    source = opened()
+    assert (source.place.connection()._quick is not None) == (library == "obstore")
+    assert source.read(0) == bytes(100_000)
+    replacing = threading.Thread(target=lambda: [put_all(version) for version in (1, 2, 3)])
+    replacing.start()
+    store.proxy.faults = {"crow/2": ["short"] * 2}
+    for index in (0, 1, 2, 3, 0, 1, 2, 3):
+        data = source.read(index)
+        assert len(data) == 100_000
+        assert len(set(data)) == 1
+    replacing.join()
+    for index in (4, 5):
+        with pytest.raises(GoneError, match="100001 bytes or more came where 100000 were listed: it was replaced"):
+            source.read(index)
+    source = opened()
+    assert [set(source.read(index)) for index in range(6)] == [{3}] * 6
 
 
 # --- ahead ------------------------------------------------------------------------------------------------------------

@@ -27,10 +27,11 @@ from lightning_feed.archive import (
     stage,
     stage_in_background,
     stage_remote,
+    system,
     unstage,
 )
 from lightning_feed.archive.folder import FolderSource, index_of
-from lightning_feed.archive.remote import GoneError, RemotePlace
+from lightning_feed.archive.remote import Connection, GoneError, RemotePlace
 from lightning_feed.archive.remote_folder import RemoteFolder, RemoteSource, list_files
 from lightning_feed.errors import ArchiveError, MissingExtraError, SettingsError
 
@@ -237,6 +238,20 @@ def test_places_that_cannot_be_opened_say_why(store: ObjectStore, monkeypatch: p
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     with pytest.raises(ArchiveError, match="there are no credentials"):
         opened("s3://photos", client_kwargs={})
+
+
+def test_a_finalizer_in_the_event_loop_waits_for_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a shared cache takes the lock of the process, wherever the collector calls it."""
+    taken = []
+
+    async def finalize() -> None:
+        taken.append(system.process_lock.acquire(timeout=5))
+        system.process_lock.release()
+
+    monkeypatch.setattr(Connection, "_open", lambda self: self.submit(finalize()).result())
+    monkeypatch.setattr(Connection, "fs", fsspec.filesystem("memory"), raising=False)
+    RemotePlace("memory://finalized").connection()
+    assert taken == [True]
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
