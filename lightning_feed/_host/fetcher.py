@@ -37,8 +37,10 @@ class FetcherTap:
         """The loaders, by ``dataloader_idx``, whose first batch the prefetcher has looked at."""
         self.closed = False
         """Whether the prefetcher will not touch this fetcher any more."""
+        self.epoch_over = False
+        """True where the epoch is trained: a resumed run draws no batch before its next ``iter()``."""
         self.on_hand_out: Callable[[Fetched], None] | None = None
-        self.track_states = any(_is_stateful(loader) for loader in fetcher.combined_loader.flattened)
+        self.track_states = any(is_stateful(loader) for loader in fetcher.combined_loader.flattened)
         self.trained_states: list[dict[str, Any]] | None = None
         """Loader states after the batch that the loop was handed last, where they differ from the present ones."""
         self.progress: Any = None
@@ -67,7 +69,7 @@ class FetcherTap:
         """The states of the stateful loaders as they stand; None where there is no such loader."""
         if not self.track_states:
             return None
-        return [loader.state_dict() for loader in self._fetcher.combined_loader.flattened if _is_stateful(loader)]
+        return [loader.state_dict() for loader in self._fetcher.combined_loader.flattened if is_stateful(loader)]
 
     def look_ahead(self) -> Fetched:
         """Draw one more batch and keep it for the loop, to which the fetcher looks as if nothing had been drawn.
@@ -102,6 +104,8 @@ def _adopted(kind: type[Any]) -> type[Any]:
     class Adopted(kind):  # type: ignore[misc]  # a class that is known only now
         def __next__(self) -> Any:
             tap: FetcherTap = self._feed_tap
+            if tap.epoch_over:
+                raise StopIteration
             before = tap.trained_states
             if tap.ahead:
                 item = tap.ahead.popleft()  # its fetch was profiled when it took place
@@ -116,7 +120,7 @@ def _adopted(kind: type[Any]) -> type[Any]:
 
         def __iter__(self) -> Any:
             tap: FetcherTap = self._feed_tap
-            tap.trained_states = None
+            tap.trained_states, tap.epoch_over = None, False
             states = tap.present_states()
             super().__iter__()
             if self.length is None:
@@ -159,7 +163,8 @@ def adopt_fetcher(fetcher: Any) -> FetcherTap | None:
     return tap
 
 
-def _is_stateful(loader: Any) -> bool:
+def is_stateful(loader: Any) -> bool:
+    """Check for the two methods for which Lightning keeps the loader's state in checkpoints."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
@@ -191,43 +196,107 @@ def write_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]
         fit_loop.pop("combined_loader", None)
 
 
-def resumes_in_a_new_epoch(trainer: Any, checkpoint: dict[str, Any]) -> bool:
-    """Whether a run resumed from ``checkpoint`` starts a new epoch with the loader states that it loads.
+def epoch_is_trained(checkpoint: dict[str, Any]) -> bool:
+    """Check whether every batch of the epoch that a checkpoint was saved in has been trained.
 
-    It does when the last batch of an epoch had been trained. Lightning gives the loaders their states then too, but no
-    new ``iter()``: a loader that goes on from there has nothing left, and the new epoch would be empty. Read in 2.6.6
-    (``loops/training_epoch_loop.py: reset``).
+    Lightning gives the loaders their states then too, but no new ``iter()``: a loader that goes on from there has
+    nothing left, and the new epoch would be empty. Read in 2.4.0 and 2.6.6 (``loops/training_epoch_loop.py: reset``).
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     current = progress["current"]
-    if not progress["is_last_batch"] or current["ready"] != current["processed"]:
-        return False
-    return current["completed"] == current["processed"] or _counts_the_batch_in_hand(trainer)
+    if current["started"] < current["ready"] == current["processed"]:
+        return True  # `on_train_batch_start` gave -1, which ends the epoch
+    return bool(progress["is_last_batch"] and current["ready"] == current["processed"])
+
+
+def batches_to_skip(checkpoint: dict[str, Any]) -> int:
+    """Trained batches of an epoch that has more of them."""
+    fit_loop = checkpoint["loops"]["fit_loop"]
+    epochs, batches = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]["current"]
+    begun = epochs["processed"] < epochs["ready"] and not epoch_is_trained(checkpoint)
+    return int(batches["processed"]) if begun else 0
+
+
+def end_epoch(checkpoint: dict[str, Any]) -> bool:
+    """Count an epoch whose batches are all trained as over, so that a resumed run begins the next one with batch 0.
+
+    Lightning compares the old count of batches with the loader's present length, which may be another one. An epoch
+    whose ``on_train_epoch_end`` is still to run stays as it is.
+
+    Returns:
+        True where the epoch is over now.
+    """
+    fit_loop = checkpoint["loops"]["fit_loop"]
+    epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
+    if epochs["current"]["processed"] < epochs["current"]["ready"]:
+        if batches["current"]["completed"] == batches["current"]["processed"]:
+            return False
+        # Saved in `on_train_batch_end`, as ModelCheckpoint(every_n_train_steps=...) does: 2.6.6 counts that batch and
+        # the epoch, and 2.4.0 would train one more batch.
+        batches["total"]["completed"] += 1
+        fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+        for part in epochs.values():
+            part["processed"] += 1
+    for part in epochs.values():
+        part["completed"] = part["processed"]
+    batches["current"] = dict.fromkeys(batches["current"], 0)
+    batches["is_last_batch"] = False
+    return True
+
+
+def reopen_epoch(checkpoint: dict[str, Any]) -> None:
+    """Let a resumed run finish an epoch that ``max_steps``, ``max_time`` or ``should_stop`` ended in its middle.
+
+    Lightning counts such an epoch as over, and would train its other half as an epoch of its own.
+    """
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    if epochs["current"]["processed"] == epochs["current"]["ready"] > 0:
+        for part in epochs.values():
+            part["processed"] -= 1
+            part["completed"] = part["processed"]
 
 
 def count_the_batch_in_hand(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """Let an older Lightning know that a batch was trained whose ``on_train_batch_end`` was still running.
 
     ``ModelCheckpoint(every_n_train_steps=...)`` saves there. 2.6.6 counts that batch, and 2.4.0 would train one more in
-    its place. The epoch is ended too where it was the last batch, as 2.6.6 does (``loops/fit_loop.py: reset``).
+    its place.
     """
-    if _counts_the_batch_in_hand(trainer):
+    if hasattr(trainer.fit_loop.epoch_loop, "restarted_on_train_batch_end"):
         return
-    fit_loop = checkpoint["loops"]["fit_loop"]
-    progress = fit_loop["epoch_loop.batch_progress"]
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     current = progress["current"]
     if current["ready"] > current["processed"]:
         progress["is_last_batch"] = False  # it is to be trained again, and 2.4.0 would take the epoch as ended
-    if not current["ready"] == current["processed"] == current["completed"] + 1:
-        return
-    for part in (current, progress["total"]):
-        part["completed"] += 1
-    if progress["is_last_batch"]:
-        for part in fit_loop["epoch_progress"].values():
-            part["processed"] += 1
+    elif current["completed"] == current["processed"] - 1:
+        for part in (current, progress["total"]):
             part["completed"] += 1
-        current.update(dict.fromkeys(current, 0))
-        progress["is_last_batch"] = False
+
+
+def load_states_once(trainer: Any, states: list[dict[str, Any]]) -> None:
+    """Give the training loaders ``states`` when they are made. Lightning does so only inside an epoch.
+
+    Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: _load_combined_loader_states``).
+    """
+
+    def load() -> None:
+        forget_states(trainer)
+        trainer.fit_loop._combined_loader._load_state_dicts(states)
+
+    trainer.fit_loop._load_combined_loader_states = load
+
+
+def forget_states(trainer: Any) -> None:
+    """Drop what :func:`load_states_once` left with a Trainer whose fit ended before it made its loaders."""
+    vars(trainer.fit_loop).pop("_load_combined_loader_states", None)
+
+
+def begin_epoch(trainer: Any) -> None:
+    """Let a resumed run begin a new epoch, also where Lightning counts by steps alone and takes all of them as begun.
+
+    To be called in ``on_train_start``. Read in 2.4.0 and 2.6.6 (``loops/fit_loop.py: restarting``).
+    """
+    trainer.fit_loop.epoch_loop.restarting = False
 
 
 def shift_batches(trainer: Any, shift: int) -> None:
@@ -239,7 +308,3 @@ def shift_batches(trainer: Any, shift: int) -> None:
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     for name in ("ready", "started", "processed", "completed"):
         setattr(current, name, getattr(current, name) + shift)
-
-
-def _counts_the_batch_in_hand(trainer: Any) -> bool:
-    return hasattr(trainer.fit_loop.epoch_loop, "restarted_on_train_batch_end")

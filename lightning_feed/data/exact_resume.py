@@ -6,7 +6,7 @@ several ranks it saves rank zero's state for all of them.
 """
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,15 +15,23 @@ from lightning_feed import _host
 from lightning_feed._host.fetcher import (
     FetcherTap,
     adopt_fetcher,
+    batches_to_skip,
+    begin_epoch,
     checkpoint_loader_states,
     count_the_batch_in_hand,
-    resumes_in_a_new_epoch,
+    end_epoch,
+    epoch_is_trained,
+    forget_states,
+    is_stateful,
+    load_states_once,
+    reopen_epoch,
     shift_batches,
     write_loader_states,
 )
-from lightning_feed.errors import LoaderError
-from lightning_feed.load.carry_over import begin_next_epoch, is_feed_state
+from lightning_feed.errors import LoaderError, ResumeError
+from lightning_feed.load.carry_over import WAY_OUT, begin_next_epoch, is_feed_state
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.state_schema import check_state
 
 logger = logging.getLogger(__name__)
 
@@ -37,21 +45,41 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self._loaded: list[dict[str, Any]] = []
+        self._resumed: Literal["", "in a new epoch", "at the end of an epoch", "without a place"] = ""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin without what an earlier fit of the Trainer left."""
+        forget_states(trainer)
+        self._loaded, self._resumed = [], ""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Remember what Lightning gives to the loaders: it is true until the first batch is trained."""
+        """Remember what Lightning gives to the loaders: it is true until the first batch is trained.
+
+        Raises:
+            ResumeError: a state was changed since it was written, or does not hold what the next epoch needs.
+        """
         if trainer.state.fn != "fit":
             return  # ``trainer.validate(ckpt_path=...)``: no training loader is given a state
         states = checkpoint_loader_states(checkpoint) or []
-        ours = all(map(is_feed_state, states))
-        if states and resumes_in_a_new_epoch(trainer, checkpoint):
+        ours, trained = all(map(is_feed_state, states)), epoch_is_trained(checkpoint)
+        for state in states if ours else []:
+            # Of several loaders, the shorter ones may have begun again.
+            alone = len(states) == 1
+            check_state(state, batches=batches_to_skip(checkpoint) * alone, unfinished=alone and not trained)
+        if not states:
+            self._resumed = "without a place" if batches_to_skip(checkpoint) else ""
+        elif trained:
             # Our loaders can begin the epoch after the one that ended; others can only begin afresh.
             states = [begin_next_epoch(state) for state in states] if ours else []
             write_loader_states(checkpoint, states)
-        elif len(states) > 1 and ours:
+            self._resumed = "at the end of an epoch"
+            if end_epoch(checkpoint):
+                self._resumed = "in a new epoch"
+                load_states_once(trainer, states)
+        elif ours:
             states = [{**state, "beside": len(states) - 1} for state in states]
             write_loader_states(checkpoint, states)
-        if states and ours:
+            reopen_epoch(checkpoint)
             count_the_batch_in_hand(trainer, checkpoint)
         self._loaded = states
 
@@ -60,11 +88,23 @@ class ExactResume(Callback):
 
         Raises:
             LoaderError: the ranks have different numbers of batches, and would hang.
+            ResumeError: the checkpoint was saved inside an epoch and holds no loader state.
         """
         check_equal_ranks(trainer)
-        self._adopt(trainer, self._loaded)
-        self._loaded = []
         loaders = _host.train_loaders(trainer)
+        resumed, self._resumed = self._resumed, ""
+        if resumed == "without a place" and any(isinstance(loader, FeedLoader) for loader in loaders):
+            raise ResumeError(
+                "The checkpoint was saved in the middle of an epoch and holds no state of the training loader, so the "
+                "samples that were trained would be trained again. It was saved without a FastDataModule, or its "
+                f"'combined_loader' was removed. {WAY_OUT}"
+            )
+        tap = self._adopt(trainer, self._loaded)
+        self._loaded = []
+        if tap is not None:
+            tap.epoch_over = resumed == "at the end of an epoch"
+        if resumed == "in a new epoch":
+            begin_epoch(trainer)
         if len(loaders) == 1 and isinstance(loaders[0], FeedLoader) and loaders[0].shift:
             # Lightning ends the epoch by its own count, which comes from the checkpoint.
             shift_batches(trainer, loaders[0].shift)
@@ -85,6 +125,12 @@ class ExactResume(Callback):
             states = checkpoint_loader_states(checkpoint)
         if states is None:
             return
+        if epoch_is_trained(checkpoint):
+            loaders = filter(is_stateful, fetcher.combined_loader.flattened)
+            states = [
+                loader.state_at_end(state) if isinstance(loader, FeedLoader) else state
+                for loader, state in zip(loaders, states, strict=True)
+            ]
         if trainer.world_size > 1 and any(
             getattr(loader, "state_differs_by_rank", False) for loader in fetcher.combined_loader.flattened
         ):
@@ -94,7 +140,7 @@ class ExactResume(Callback):
         write_loader_states(checkpoint, states)
 
     @staticmethod
-    def _adopt(trainer: Trainer, before: list[dict[str, Any]]) -> None:
+    def _adopt(trainer: Trainer, before: list[dict[str, Any]]) -> FetcherTap | None:
         """Follow the fetcher. ``before`` are the states until its first batch is trained."""
         fetcher = _host.train_fetcher(trainer)
         tap = None if fetcher is None else adopt_fetcher(fetcher)
@@ -102,6 +148,7 @@ class ExactResume(Callback):
             tap.progress = _host.train_progress(trainer)
             if tap.track_states and tap.trained_states is None and _host.read_already(trainer):
                 tap.trained_states = before
+        return tap
 
 
 def check_equal_ranks(trainer: Any) -> None:

@@ -10,28 +10,27 @@ iterated again by the ranks that had it, which is enough for another batch size.
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_feed.errors import ResumeError
-from lightning_feed.load.order import rank_of_run, ranks_of_run
+from lightning_feed.load.order import MapPass, rank_of_run, ranks_of_run
 
 logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
-_WAY_OUT = (
+WAY_OUT = (
     "Resume with what the checkpoint was trained with until the end of this epoch, or from a checkpoint that was saved "
     "at the end of an epoch (ModelCheckpoint(save_on_train_epoch_end=True)): there it may change."
 )
 _SIDE_BY_SIDE = "Several loaders are trained side by side, whose places cannot be carried over one by one"
 
 
-def is_feed_state(state: Mapping[str, Any]) -> bool:
+def is_feed_state(state: Any) -> bool:
     """Whether ``state`` is one of a ``FeedLoader``, or such states gathered from all ranks."""
-    return all("begun" in part for part in state.get("ranks", [state]))
+    return isinstance(state, Mapping) and not {"begun", "kind", "ranks"}.isdisjoint(state)
 
 
 def begin_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,11 +39,19 @@ def begin_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
         return {"ranks": [begin_next_epoch(part) for part in state["ranks"]]}
     if state["kind"] == "iterable" or not state["begun"]:
         return {**state, "begun": False}
+    starts = state.get("pass_start", {}).values()
+    if "next_start" not in state and any("generator" in start or "sampler" in start for start in starts):
+        raise ResumeError(
+            "The checkpoint was saved at the end of an epoch by an earlier version of lightning_feed, which did not "
+            "keep where the sampler's own generator, or its state, stood there: the samples of an earlier epoch would "
+            "be drawn again. Resume from a checkpoint that was saved in the middle of an epoch, or with that version."
+        )
     epoch = None if state["epoch"] is None else state["epoch"] + 1
-    state = {key: value for key, value in state.items() if key not in ("sample_seed", "rest")}
+    start = state.get("next_start", {})
+    state = {key: value for key, value in state.items() if key not in ("sample_seed", "rest", "next_start", "drawn")}
     if "done" in state:
         state |= {"done": [], "since": 0}
-    return {**state, "epoch": epoch, "cycle": 0, "batches": 0, "pass_start": {}}
+    return {**state, "epoch": epoch, "cycle": 0, "batches": 0, "pass_start": start}
 
 
 def state_of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,12 +65,7 @@ def state_of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_kind(state: Mapping[str, Any], kind: str, dataset: Any) -> None:
-    """Raise a ResumeError for a state of another version, or of another kind of dataset."""
-    if state.get("version") != STATE_VERSION:
-        raise ResumeError(
-            f"The loader state has version {state.get('version')!r}, and this lightning_feed reads version "
-            f"{STATE_VERSION}. Resume with the version of lightning_feed that wrote the checkpoint."
-        )
+    """Raise a ResumeError for a state of another kind of dataset."""
     if state["kind"] != kind:
         raise ResumeError(
             f"The loader state is of a dataset of kind {state['kind']!r}, and this loader's dataset "
@@ -172,7 +174,7 @@ def _fitted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Mappin
         return state  # written before states held these facts
     new = facts_of(loader, samplers)
     old = {name: state[name] for name in new}
-    parts = _trained(state)
+    parts = trained_parts(state)
     same_samplers = old["order"] == new["order"] and set(state["pass_start"]) == set(samplers)
     if not parts:  # nothing that could be repeated
         kept = state["pass_start"] if same_samplers else {}
@@ -190,7 +192,7 @@ def _fitted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Mappin
     if why:
         raise ResumeError(
             f"The checkpoint was saved in the middle of an epoch, and this run has {what}. {why}, so some samples "
-            f"would be repeated and others missed. {_WAY_OUT}"
+            f"would be repeated and others missed. {WAY_OUT}"
         )
     state = {**state, **new, "order": old["order"], "done": parts, "rest": "dealt" if dealt else "own"}
     left, base, twice = _left(state, loader)
@@ -225,7 +227,7 @@ def _why_refused(state: Mapping[str, Any], loader: DataLoader[Any], *, other_len
     return ""
 
 
-def rest_of(state: Mapping[str, Any], loader: DataLoader[Any]) -> Callable[[], Iterator[Any]] | None:
+def rest_of(state: Mapping[str, Any], loader: DataLoader[Any], position: MapPass) -> Callable[[], Iterator[Any]] | None:
     """What gives the indices of the rest of the epoch; None where whole batches of the loader's own are to be skipped.
     To be called when the samplers have been seeded."""
     if "rest" not in state:
@@ -233,17 +235,22 @@ def rest_of(state: Mapping[str, Any], loader: DataLoader[Any]) -> Callable[[], I
 
     def indices() -> Iterator[Any]:
         sampler, size, drop_last = _batching(loader)
-        own = state["rest"] == "own"
-        share = islice(sampler, _samples_of_rank(state), None) if own else _dealt(state, sampler)
+        if state["rest"] == "dealt":
+            share: Any = _dealt(state, sampler)
+        else:
+            share = position.skip_trained(iter(sampler), _samples_of_rank(state))
         yield from share if loader.batch_sampler is None else BatchSampler(share, size, drop_last)
 
     return indices
 
 
-def _trained(state: Mapping[str, Any]) -> list[list[int]]:
-    """What was trained of the epoch, part by part: [shares, samples of each share]."""
-    size = state["batch_size"] or 1
-    parts = [*state["done"], [state["shares"], (state["batches"] - state["since"]) * size]]
+def trained_parts(state: Mapping[str, Any]) -> list[list[int]]:
+    """The trained parts of the epoch, one for each configuration: [shares, samples of each share]."""
+    shares, samples = state["shares"], (state["batches"] - state["since"]) * (state["batch_size"] or 1)
+    if state["order"] is not None:  # the last batch may have been smaller
+        left = max(0, state["samples"] - samples_of_all(state))
+        samples = min(samples, math.ceil(left / shares))
+    parts = [*state["done"], [shares, samples]]
     return [part for part in parts if part[1]]
 
 
@@ -251,7 +258,8 @@ def _samples_of_rank(state: Mapping[str, Any]) -> int:
     return sum(samples for _, samples in state["done"])
 
 
-def _samples_of_all(state: Mapping[str, Any]) -> int:
+def samples_of_all(state: Mapping[str, Any]) -> int:
+    """Samples of the epoch that all ranks together had trained when a run last went on in another configuration."""
     return sum(shares * samples for shares, samples in state["done"])
 
 
@@ -266,8 +274,11 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [text.format(now[name], before[name]) for name, text in words.items() if now[name] != before[name]]
 
 
-def _order(state: Mapping[str, Any]) -> list[int]:
-    """The whole order of the epoch that ``state`` interrupted, before it was divided among ranks."""
+def _order(state: Mapping[str, Any], sampler: Any) -> list[int]:
+    """The whole order of the epoch that ``state`` interrupted, before it was divided among ranks.
+
+    Drawn from the generator that the user gave to ``sampler`` where there is one, since later epochs go on from there.
+    """
     order, everything = state["order"], range(state["samples"])
     start = state["pass_start"][order["sampler"]]
     if "shuffle" in order:
@@ -284,6 +295,8 @@ def _order(state: Mapping[str, Any]) -> list[int]:
     if "seed" in start:
         generator.manual_seed(start["seed"])
     elif "generator" in start:
+        if type(getattr(sampler, "generator", None)) is torch.Generator:
+            generator = sampler.generator
         generator.set_state(start["generator"])
     else:
         return list(everything)
@@ -292,7 +305,7 @@ def _order(state: Mapping[str, Any]) -> list[int]:
 
 def _dealt(state: Mapping[str, Any], sampler: Any) -> list[int]:
     """This rank's share of what is left."""
-    left = _order(state)[_samples_of_all(state) :]
+    left = _order(state, sampler)[samples_of_all(state) :]
     if not isinstance(sampler, DistributedSampler):
         return left
     lacking = -len(left) % sampler.num_replicas
@@ -319,13 +332,13 @@ def _left(state: Mapping[str, Any], loader: DataLoader[Any]) -> tuple[int | None
             return None, had // size, 0
         left = max(0, len(sampler) - had)
     else:
-        whole, shares = max(0, state["samples"] - _samples_of_all(state)), state["shares"]
+        whole, shares = max(0, state["samples"] - samples_of_all(state)), state["shares"]
         left = whole // shares if getattr(sampler, "drop_last", False) else -(-whole // shares)
         twice = max(0, left * shares - whole)
     batches = left // size if drop_last else -(-left // size)
     if left and not batches:
         raise ResumeError(
             f"{left} samples of the epoch that the checkpoint was saved in are left for each rank, of which "
-            f"drop_last=True makes no batch of {size}. Resume with batch_size={left} or less. {_WAY_OUT}"
+            f"drop_last=True makes no batch of {size}. Resume with batch_size={left} or less. {WAY_OUT}"
         )
     return left, len(loader) - batches, twice

@@ -18,9 +18,16 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from lightning_feed.errors import LoaderError, SettingsError
+from lightning_feed.errors import FeedError, LoaderError, SettingsError
 from lightning_feed.load.background import SOON_S, BackgroundIterator, LateBatch, Watch
-from lightning_feed.load.carry_over import STATE_VERSION, check_kind, facts_of, fitted, rest_of, state_of_rank
+from lightning_feed.load.carry_over import (
+    STATE_VERSION,
+    check_kind,
+    facts_of,
+    fitted,
+    rest_of,
+    state_of_rank,
+)
 from lightning_feed.load.iterable import IterablePass, Stamped, StampingCollate
 from lightning_feed.load.order import (
     EpochOrder,
@@ -32,9 +39,11 @@ from lightning_feed.load.order import (
     find_samplers,
     mix_seed,
     ranks_of_run,
+    state_of_sampler,
 )
 from lightning_feed.load.ray_workers import RayPass, RemotePlan
 from lightning_feed.load.settings import RayCluster
+from lightning_feed.load.state_schema import check_state
 from lightning_feed.load.threads import OwnPass, ThreadPass
 from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import ended_worker, refuse_unsendable, resend_ctrl_c, shut_down_workers, stop_workers
@@ -157,9 +166,6 @@ class FeedLoader(DataLoader[Any]):
         source = self._start(position)
         if isinstance(position, MapPass):
             position.begin(self._index.samplers)  # if torch has not asked for an index yet
-            position.facts = {**facts_of(self, self._index.samplers), "since": 0, "done": []}
-            if resume is not None:
-                position.facts |= {key: resume[key] for key in ("since", "done", "order", "rest") if key in resume}
         self._position = position
         batches = LoaderPass(source, self.background, position, self.decode, self.watch)
         self._live = weakref.ref(batches)
@@ -195,6 +201,11 @@ class FeedLoader(DataLoader[Any]):
             return state
         return {**state, "epoch": now.epoch, "cycle": now.cycle, "batches": now.batches, **now.state()}
 
+    def state_at_end(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` of an epoch that has been trained to its end, from which a run goes on with the next one."""
+        samplers = self._index.samplers.items()
+        return {**state, "next_start": {name: state_of_sampler(sampler) for name, sampler in samplers}}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state`` with the next pass. A live pass is closed, and persistent workers are ended.
 
@@ -206,9 +217,10 @@ class FeedLoader(DataLoader[Any]):
                 of a configuration from which it cannot be carried over: see carry_over.py. An iterable dataset needs
                 the workers and the ranks that it had.
         """
+        # Here, not in iter(): an error there is hidden by one that Lightning's teardown raises on top of it.
+        check_state(state)
         state = copy.deepcopy(state_of_rank(state))
         before = state.get("batches", 0)
-        # Here, not in iter(): an error there is hidden by one that Lightning's teardown raises on top of it.
         check_kind(state, self._kind, self.dataset)
         if state["begun"] and not self._is_stale(state):
             state = fitted(state, self, self._index.samplers)
@@ -262,7 +274,12 @@ class FeedLoader(DataLoader[Any]):
             stream.facts = {"world": ranks_of_run(), "batch_size": self.batch_size}
             return stream
         position = MapPass(self.order, ahead=self.num_workers * (self.prefetch_factor or 1), **begun)
-        position.rest = None if resume is None else rest_of(resume, self)
+        position.facts = {**facts_of(self, self._index.samplers), "since": 0, "done": []}
+        if resume is not None:
+            position.facts |= {key: resume[key] for key in ("since", "done", "order", "rest") if key in resume}
+            position.rest = rest_of(resume, self, position)
+        if position.facts["order"] is None and (self.in_order or self.num_workers < 2):
+            position.drawn = 0  # torch's own samplers draw the same again, others may not
         return position
 
     def _start(self, position: MapPass | IterablePass) -> Iterator[Any]:
@@ -386,10 +403,12 @@ class LoaderPass(Iterator[Any]):
         self.taken += 1
         return self.position.hand_out(item)
 
-    def _ended(self, end: StopIteration) -> LoaderError | None:
+    def _ended(self, end: StopIteration) -> FeedError | None:
         """End the pass; the error to raise where that was not the end of the data."""
         source, position = self.source, self.position
         self.close()
+        if position.refusal is not None:
+            return position.refusal
         if not isinstance(position, MapPass) or self.taken >= position.given:
             position.ended = True
             return None

@@ -3,6 +3,8 @@
 import copy
 import hashlib
 import logging
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -10,10 +12,12 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
 
 from lightning_feed.archive.read_ahead import ReadAhead
 from lightning_feed.archive.remote import RemoteSamples
+from lightning_feed.errors import ResumeError
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +104,27 @@ def find_samplers(*roots: object) -> dict[str, Any]:
     return named
 
 
+def state_of_sampler(sampler: Any) -> dict[str, Any]:
+    """What a sampler carries from one epoch to the next: its own state, and that of a generator which the user gave."""
+    state: dict[str, Any] = {}
+    if callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None)):
+        state["sampler"] = copy.deepcopy(sampler.state_dict())
+    generator = getattr(sampler, "generator", None)
+    if type(generator) is torch.Generator:
+        state["generator"] = generator.get_state()
+    return state
+
+
+def checksum(index: Any, before: int | None) -> int | None:
+    """The CRC-32 of the numbers of all samples drawn so far; None where an index is neither a number nor a list."""
+    if before is None or isinstance(index, Tensor):
+        return None
+    try:
+        return zlib.crc32(array("q", index if isinstance(index, (list, tuple)) else (index,)), before)
+    except (TypeError, OverflowError):
+        return None
+
+
 class Pass:
     """One pass over a loader: where it stands.
 
@@ -117,6 +142,8 @@ class Pass:
         self.batches: int = resume["batches"] if resume is not None else 0
         self.ended = False  # set when the pass has come to the end of its data
         self.exact = True
+        self.refusal: ResumeError | None = None
+        """The error that ends a resumed pass. Raised by ``iter()``, Lightning's teardown would hide it."""
         self.facts: dict[str, Any] = {}
         """The configuration of the loader, as far as its state holds it."""
 
@@ -150,18 +177,44 @@ class MapPass(Pass):
         """Gives the indices of a pass that goes on in another configuration than that of the state."""
         self.given = 0
         """Indices that were asked for in this pass. Each of them is to give a batch."""
+        self.drawn: int | None = None
+        """Checksum of the samples of this epoch that were handed out; None where they are not checked."""
+        self._drawn_ahead: deque[int | None] = deque()
         self._recent: deque[Any] = deque(maxlen=max(1, ahead))
         self._begun = False
 
     def hand_out(self, batch: Any) -> Any:
         """Count a batch that leaves the loader."""
         self.batches += 1
+        if self._drawn_ahead:
+            self.drawn = self._drawn_ahead.popleft()
         return batch
 
     def note(self, index: Any) -> None:
         """Count an index that was asked for."""
         self.given += 1
         self._recent.append(index)
+        if self.drawn is not None:
+            before = self._drawn_ahead[-1] if self._drawn_ahead else self.drawn
+            self._drawn_ahead.append(checksum(index, before))
+
+    def skip_trained(self, indices: Iterator[Any], count: int) -> Iterator[Any]:
+        """``indices`` without those that were trained before the checkpoint; none where they are others now."""
+        if self.drawn is None:
+            return islice(indices, count, None)
+        for index in islice(indices, count):
+            self.drawn = checksum(index, self.drawn)
+        saved = self.origin.get("drawn") if self.origin is not None else None
+        # A checkpoint holds the state of the first rank.
+        if None not in (saved, self.drawn) and saved != self.drawn and rank_of_run() == 0:
+            self.refusal = ResumeError(
+                "The sampler does not draw the samples that it drew before the checkpoint, so some would be repeated "
+                "and others missed. It was changed, or it draws from a random generator that a checkpoint does not "
+                "hold: give it a torch.Generator as its attribute `generator`, or state_dict() and load_state_dict(). "
+                "Or resume from a checkpoint that was saved at the end of an epoch."
+            )
+            return iter(())
+        return indices
 
     def index_of(self, number: int) -> Any:
         """See :meth:`Pass.index_of`."""
@@ -174,7 +227,8 @@ class MapPass(Pass):
 
     def state(self) -> dict[str, Any]:
         """What a resumed pass needs besides its place: seeds, generator and sampler states at the start."""
-        return {"pass_start": copy.deepcopy(self.pass_start), **self.facts}
+        drawn = {} if self.drawn is None else {"drawn": self.drawn}
+        return {"pass_start": copy.deepcopy(self.pass_start), **self.facts, **drawn}
 
     def begin(self, samplers: Mapping[str, Any]) -> None:
         """Seed, restore and record the samplers. Runs once, before the first index is drawn.
@@ -208,16 +262,15 @@ class MapPass(Pass):
             if epoch is not None:
                 sampler.set_epoch(epoch)
             start["epoch"] = epoch if epoch is not None else getattr(sampler, "epoch", None)
-        if callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None)):
-            if "sampler" in saved:
-                sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
-            start["sampler"] = copy.deepcopy(sampler.state_dict())
+        if "sampler" in saved and callable(getattr(sampler, "load_state_dict", None)):
+            sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
         generator = getattr(sampler, "generator", None)
-        if type(generator) is torch.Generator:  # the user's own: never reseeded
-            if "generator" in saved:
-                generator.set_state(saved["generator"])
-            start["generator"] = generator.get_state()
-        elif isinstance(sampler, Sampler) and hasattr(sampler, "generator"):
+        if type(generator) is torch.Generator and "generator" in saved:  # the user's own: never reseeded
+            generator.set_state(saved["generator"])
+        start |= state_of_sampler(sampler)
+        if "generator" in start:
+            return start
+        if isinstance(sampler, Sampler) and hasattr(sampler, "generator"):
             seed = saved["seed"] if "seed" in saved else self.seed_for(name)
             if seed is None and isinstance(sampler, RandomSampler):
                 # What RandomSampler.__iter__ does itself without a generator, so the order is the one of a plain
@@ -293,7 +346,7 @@ class IndexSource:
         now.begin(self.samplers)
         generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())
         device = drawing_device(next(filter(None, generators), None))
-        indices: Iterator[Any] = islice(self.inner, now.skip, None) if now.rest is None else now.rest()
+        indices = now.skip_trained(iter(self.inner), now.skip) if now.rest is None else now.rest()
         if self.ahead is not None:
             indices = self.ahead.through(indices, partial(_order_after, now, self.samplers))
         while True:

@@ -69,6 +69,22 @@ class Plan:
         begin(-1, f"putting together the samples of index {shortened(index)}")
         return self.collate(samples)
 
+    def explain_pickling(self, error: Exception, index: Any, begin: Callable[[int, str], None]) -> LoaderError:
+        """The error for a batch that cannot be pickled; ``begin`` is told of the sample to blame, made again."""
+        for place, one in enumerate(index) if self.batched else ():
+            begin(place, f"at index {shortened(one)} of the dataset")
+            try:
+                _take_apart(self.dataset[one])
+            except Exception as found:  # noqa: BLE001  # of whatever the user's samples hold
+                error = found
+                break
+        else:
+            begin(-1, f"sending the batch of index {shortened(index)}")
+        return LoaderError(
+            f"What a Ray worker makes has to be pickled: {error}. Return tensors, arrays, numbers and text: no locks, "
+            "open files or generators."
+        )
+
 
 class _Worker:
     """What a worker process keeps from one task to the next: the plans that are in use, and what it is at."""
@@ -116,7 +132,12 @@ class _Worker:
     def _attempt(self, plan: Plan, job: Job) -> Any:
         with relayed() as bad:
             try:
-                return *_take_apart(plan.make(job.index, functools.partial(self._begin, job))), bad, self._node
+                begin = functools.partial(self._begin, job)
+                batch = plan.make(job.index, begin)
+                try:
+                    return *_take_apart(batch), bad, self._node
+                except Exception as error:
+                    raise plan.explain_pickling(error, job.index, begin) from error
             except BaseException as error:  # noqa: BLE001  # SystemExit, too: raised in the training process
                 where = f"in a Ray worker ({self.name}), {self._doing}"
                 if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch
