@@ -22,7 +22,6 @@ def callbacks() -> list[Any]:
 
     Raises:
         SettingsError: when the variable holds anything but 1, 0 or nothing.
-        SystemExit: in a process that a program has started which is only to be diagnosed: there nothing may train.
     """
     _refuse_children()
     return _both_from("lightning_feed") if _switched_on() else []
@@ -37,10 +36,12 @@ def pl_callbacks() -> list[Any]:
 def _refuse_children() -> None:
     number, _, program = os.environ.get(PROGRAM, "").partition(" ")
     if number and number != str(os.getpid()):
-        raise SystemExit(
+        said = (
             f"lightning-feed: {program} is only looked at, and makes a Trainer in another process, which is not. "
-            "Nothing was trained there. Name the program that runs in that process."
+            "Nothing was trained there. Name the program that runs in that process.\n"
         )
+        os.write(2, said.encode(errors="backslashreplace"))
+        os._exit(1)  # an exception would run what follows a training: `finally: torch.save(...)`
 
 
 def _switched_on() -> bool:

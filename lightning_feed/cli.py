@@ -14,8 +14,9 @@ import signal
 import sys
 import webbrowser
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from lightning_feed import __version__
 from lightning_feed.errors import FeedError, SettingsError, printable
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
     from lightning_feed.diagnosing.program import Fit
     from lightning_feed.watch.reports.report import Report
-    from lightning_feed.watch.verdict.diagnosis import Diagnosis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,13 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the output cannot encode
-    return _run(arguments)
+    # Each command imports what it needs itself: Lightning takes seconds, and --help should not.
+    return _run(partial(arguments.run, arguments))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(run: Callable[[], object]) -> int:
+    """Call this, and return the exit code. Its errors are printed."""
     try:
-        # Each command imports what it needs itself: Lightning takes seconds, and --help should not.
-        arguments.run(arguments)
+        run()
     except FeedError as error:
         _say(str(error))
         return int(getattr(error, "exit_code", 1))
@@ -313,7 +314,7 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     """Find what limits training by experiments, and what each remedy would give.
 
     Run SCRIPT.py, or a module, with ARGS until it calls Trainer.fit, train for some seconds in the place of that,
-    then change one part of the pipeline at a time; the program ends there. Or TARGET, module.py:NAME or
+    then change one part of the pipeline at a time; nothing of the program is run after it. Or TARGET, module.py:NAME or
     package.module:NAME: a function or class without arguments, or an object, that gives a LightningDataModule, or a
     LightningModule and a LightningDataModule. Takes about 90 s.
     """
@@ -328,33 +329,30 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     options = {name: getattr(arguments, name) for name in ("quick", "only", "callbacks")}
     options |= {"out": arguments.out.absolute(), "previous": earlier}  # a program may change the current folder
 
-    def show(found: "Diagnosis") -> None:
+    early = (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten)
+
+    def look(fit: "Fit") -> None:
+        stop = None
+        try:
+            found = diagnose(fit.trainer, fit.model, fit.datamodule, train_dataloaders=fit.train_dataloaders, **options)
+        except early as error:  # raised again when all is told
+            stop, found = error, error.diagnosis
         report = make_report(found, previous=earlier)
         _print(as_json(report).removesuffix("\n") if arguments.json else _as_text(report))
         if earlier is not None and not report.report_card:
             _say(f"no remedy of {earlier.path} that can be checked is in effect")
+        if stop is None:
+            _print(f"Written to {arguments.out}.", sys.stderr)
+        elif stop.written:
+            _say(f"what was measured until then is in {arguments.out}")
+        if isinstance(stop, DiagnosisInterrupted) and stop.not_written:
+            _say(stop.not_written)
+        if fit.ended:
+            _say(fit.ended)
+        if stop is not None:
+            raise stop
 
-    early = (DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten)
-
-    def look(fit: "Fit") -> Any:
-        try:
-            return diagnose(fit.trainer, fit.model, fit.datamodule, train_dataloaders=fit.train_dataloaders, **options)
-        except early as stop:
-            return stop  # raised when it is told how the program was ended
-
-    found, ended = _with_fit(arguments, look)
-    stop = found if isinstance(found, early) else None
-    show(found if stop is None else stop.diagnosis)
-    if stop is None:
-        _print(f"Written to {arguments.out}.", sys.stderr)
-    elif stop.written:
-        _say(f"what was measured until then is in {arguments.out}")
-    if isinstance(stop, DiagnosisInterrupted) and stop.not_written:
-        _say(stop.not_written)
-    if ended:
-        _say(ended)
-    if stop is not None:
-        raise stop
+    _with_fit(arguments, look)
 
 
 def _add_tune(commands: "Commands") -> None:
@@ -408,15 +406,19 @@ def _tune(arguments: argparse.Namespace) -> None:
         "grid": arguments.sweep,
         "loader": arguments.loader,
     }
-    (tuned, swept, place), ended = _with_fit(arguments, lambda fit: run_tune(fit, goal, **wanted))
-    document, text = tuned_document(tuned, place), tuned_text(tuned, place)
-    if swept is not None:
-        document, text = {**document, "sweep": swept.to_dict()}, f"{text}\n\n{swept.text()}"
-    _print_found(arguments, document, text)
-    if swept is not None and plot is not None:
-        _print(f"Drawn into {write_plot(swept, plot)}.", sys.stderr)
-    if ended:
-        _say(ended)
+
+    def look(fit: "Fit") -> None:
+        tuned, swept, place = run_tune(fit, goal, **wanted)
+        document, text = tuned_document(tuned, place), tuned_text(tuned, place)
+        if swept is not None:
+            document, text = {**document, "sweep": swept.to_dict()}, f"{text}\n\n{swept.text()}"
+        _print_found(arguments, document, text)
+        if swept is not None and plot is not None:
+            _print(f"Drawn into {write_plot(swept, plot)}.", sys.stderr)
+        if fit.ended:
+            _say(fit.ended)
+
+    _with_fit(arguments, look)
 
 
 def _add_target(command: argparse.ArgumentParser) -> None:
@@ -427,17 +429,17 @@ def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument("--accelerator", metavar="A", help="of TARGET's Trainer (default: auto)")
 
 
-def _with_fit(arguments: argparse.Namespace, look: "Callable[[Fit], Any]") -> tuple[Any, str]:
-    """What ``look`` gives for what TARGET makes, or for the first fit of a program, and a line on how that ended."""
+def _with_fit(arguments: argparse.Namespace, look: "Callable[[Fit], None]") -> None:
+    """Call ``look`` with what TARGET makes; or with the first fit of a program, and end the process with it."""
     from lightning_feed.diagnosing.program import Program, fit_of_target, run_until_fit
 
     target, given = arguments.target, tuple(arguments.program_arguments)
     if target is not None and ":" in target and not target.endswith(".py"):
         if given:
             raise SettingsError(f"What follows -- are arguments of a program, and {target} is none. Leave them out.")
-        return look(fit_of_target(target, arguments.accelerator or "auto")), ""
+        look(fit_of_target(target, arguments.accelerator or "auto"))
+        return
     if arguments.accelerator is not None:
         raise SettingsError("--accelerator is for TARGET: a program has a Trainer of its own. Set it there.")
     program = Program(arguments.module or target, given, is_module=target is None)
-    found, fit = run_until_fit(program, look)
-    return found, f"{program} was {fit.went_on}"
+    run_until_fit(program, lambda fit: _run(partial(look, fit)))

@@ -1,10 +1,16 @@
-"""What is diagnosed: the user's own program, run until its first ``Trainer.fit``, or what ``module.py:NAME`` gives."""
+"""The user's own program, run until its first ``Trainer.fit``, or what ``module.py:NAME`` gives: what is diagnosed."""
 
+import gc
 import importlib.util
 import inspect
+import io
+import multiprocessing.util
 import os
 import runpy
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -12,7 +18,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 from lightning_feed import _host
 from lightning_feed.autoload import PROGRAM
@@ -21,9 +27,8 @@ from lightning_feed.diagnosing.short_fits import plain_trainer, quiet
 from lightning_feed.errors import SettingsError, plural
 from lightning_feed.watch.experiments.storage import is_users
 
-LOOPS = ("fit", "validate", "test", "predict")
-MOST_ENDS = 10
-"""So often a program may catch what ends it, and call the Trainer again."""
+CLEAN_UP_S = 5.0
+"""The most that ending child processes may take."""
 WANTED = "a LightningDataModule, or a pair of a LightningModule and a LightningDataModule"
 
 
@@ -49,27 +54,25 @@ class Fit:
     """None: the loader alone."""
     datamodule: Any = None
     train_dataloaders: Any = None
-    went_on: str = ""
-    """What the program would have gone on with, in sentences."""
+    ended: str = ""
+    """Where the program is ended, and what would have come next, in sentences; empty without a program."""
 
 
 # --- a program ----------------------------------------------------------------------------------------------------
 
 
-class _Ended(SystemExit):
-    """Ends the program after its fit was taken over. ``except Exception`` does not catch it, ``finally`` runs."""
-
-
-def run_until_fit(program: Program, take: Callable[[Fit], Any]) -> tuple[Any, Fit]:
-    """Run a program, call ``take`` in the place of its first ``Trainer.fit``, and end the program there.
+def run_until_fit(program: Program, take: Callable[[Fit], int]) -> NoReturn:
+    """Run a program, call ``take`` in the place of its first ``Trainer.fit``, and end the process there.
 
     The program runs in this process as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``, and with the fit of
-    ``lightning.pytorch`` and ``pytorch_lightning`` replaced. These are afterwards as before, and so is the current
-    folder. An error of ``take`` ends the program too, and is raised when it has ended.
+    ``lightning.pytorch`` and ``pytorch_lightning`` replaced. From the fit on not a line of it is run: its stack is not
+    unwound, so no ``finally``, ``except`` or ``with`` of it is reached, and nothing that it registered for the end of
+    the process, or for a signal. The files that it has open are flushed before.
 
     Args:
         program: what to run.
-        take: called within the program, where it calls ``fit``.
+        take: called within the program, where it calls ``fit``, with the standard streams as they were before the
+            program. Returns the exit code of the process. Its errors are printed with their traceback.
 
     Raises:
         SettingsError: there is no such program, or this process is one of several ranks.
@@ -77,86 +80,110 @@ def run_until_fit(program: Program, take: Callable[[Fit], Any]) -> tuple[Any, Fi
     """
     _refuse_ranks(program)
     path = _path_of(program)
-    taken = _Takeover(take)
-    with _as_main(program, path), taken.in_place():
-        try:
+    try:
+        with _as_main(program, path) as streams, _Takeover(program, take, streams).in_place():
             if program.is_module:
                 runpy.run_module(program.name, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(path), run_name="__main__")
-        except _Ended:
-            pass
-        except SystemExit as end:
-            if not taken.over:
-                raise _ended_early(program, end) from end
-        except Exception as error:
-            # After the fit it may fail of having been ended; what was found counts.
-            if not taken.over:
-                theirs = _theirs(error.__traceback__)
-                if program.is_module and isinstance(error, ImportError) and theirs is None:  # not a line was reached
-                    said = f"{program} cannot be run: {error}. Give SCRIPT.py, or -m package.module."
-                    raise SettingsError(said) from error
-                sys.excepthook(type(error), error.with_traceback(theirs), error.__traceback__)
-                raise ProgramEnded(f"{program} failed before it called Trainer.fit.", 1) from error
-    return taken.result(program)
+    except SystemExit as end:
+        code = _exit_code(end)
+        said = f"{program} ended by an exit with {code} before it called Trainer.fit."
+        raise ProgramEnded(said, code or 1) from end
+    except Exception as error:
+        theirs = _theirs(error.__traceback__)
+        if program.is_module and isinstance(error, ImportError) and theirs is None:  # not a line was reached
+            said = f"{program} cannot be run: {error}. Give SCRIPT.py, or -m package.module."
+            raise SettingsError(said) from error
+        sys.excepthook(type(error), error.with_traceback(theirs), error.__traceback__)
+        raise ProgramEnded(f"{program} failed before it called Trainer.fit.", 1) from error
+    given = " ".join(program.arguments) or "none"
+    raise ProgramEnded(
+        f"{program} ran to its end and never called Trainer.fit in this process, so there is nothing to look "
+        f"at. Its arguments were: {given}. Give those that it trains with, after two dashes: lightning-feed "
+        f"diagnose {program} -- ARGS. If it trains in another process, name the program that runs there.",
+        1,
+    )
 
 
 class _Takeover:
-    """The replaced ``fit``, and what came of it."""
+    """The replaced ``fit``, which does not return."""
 
-    def __init__(self, take: Callable[[Fit], Any]) -> None:
-        self.over = False
-        """Whether the fit has been taken over."""
-        self._take, self._taking, self._ends, self._pid = take, False, 0, os.getpid()
-        self._found: tuple[Any, Fit] | None = None
-        self._failure: BaseException | None = None
+    def __init__(self, program: Program, take: Callable[[Fit], int], streams: tuple[TextIO, TextIO]) -> None:
+        self._program, self._take, self._streams, self._pid = program, take, streams, os.getpid()
+        self._taking = False
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the loops of every Trainer until the end."""
+        """Replace the fit of every Trainer until the end."""
         with ExitStack() as undo:
             for package in _installed():
-                for name in LOOPS:
-                    undo.callback(_host.replace_in_class(package.Trainer, name, self._around))
+                undo.callback(_host.replace_in_class(package.Trainer, "fit", self._around))
             yield
 
-    def result(self, program: Program) -> tuple[Any, Fit]:
-        """What ``take`` gave, after the program has ended."""
-        if self._failure is not None:
-            raise self._failure
-        if self._found is None:
-            given = " ".join(program.arguments) or "none"
-            raise ProgramEnded(
-                f"{program} ran to its end and never called Trainer.fit in this process, so there is nothing to look "
-                f"at. Its arguments were: {given}. Give those that it trains with, after two dashes: lightning-feed "
-                f"diagnose {program} -- ARGS. If it trains in another process, name the program that runs there.",
-                1,
-            )
-        return self._found
-
     def _around(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._taking or (not self.over and original.__name__ != "fit"):
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._taking and in_main_thread:
             return original(trainer, *args, **kwargs)
+        given = _host.arguments_of(original, trainer, args, kwargs)
         if os.getpid() != self._pid:
-            raise SystemExit(
-                "lightning-feed: the program called Trainer.fit in a process that it had forked, where it is not taken "
-                "over. Nothing was trained there."
-            )
-        if not self.over:
-            fit = _fit_of(trainer, _host.arguments_of(original, trainer, args, kwargs))
-            self.over = self._taking = True
+            self._refuse("a process that it had forked")
+        if not in_main_thread:  # the main one would go on, and it alone hears Ctrl-C
+            _flush_files()
+            self._refuse("another thread than its main one")
+        code = 1
+        try:
+            self._taking = True
+            _flush_files()
+            sys.stdout, sys.stderr = self._streams
+            _drop_signal_handlers()
+            code = self._take(_fit_of(self._program, trainer, given))
+        except SystemExit as end:
+            code = _exit_code(end)
+        except BaseException:  # noqa: BLE001  # must not reach the program
+            traceback.print_exc()
+        finally:
             try:
-                self._found = self._take(fit), fit
-            except BaseException as error:  # noqa: BLE001  # raised when the program, which may catch it, has ended
-                self._failure = error
+                end_children()
             finally:
-                self._taking = False
-        self._ends += 1
-        if self._ends > MOST_ENDS:  # `while True: try: fit() ... except:` would never end, and catches Ctrl-C too
-            sys.stderr.write("lightning-feed: the program catches what ends it and trains again. It is stopped here.\n")
-            sys.stderr.flush()
+                os._exit(code)
+
+    def _refuse(self, where: str) -> NoReturn:
+        said = f"{self._program} called Trainer.fit in {where}, where it cannot be taken over. Nothing was trained."
+        try:
+            print(f"lightning-feed: {said}", file=self._streams[1], flush=True)
+        finally:
             os._exit(1)
-        raise _Ended(0)
+
+
+def _flush_files() -> None:
+    """Write what the program has written to open files so far, as Python would when it ends."""
+    for one in gc.get_objects():
+        if type(one) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with suppress(OSError, ValueError):  # closed, detached, or nobody reads it
+                one.flush()
+
+
+def _drop_signal_handlers() -> None:
+    """Take the program's handlers off: Ctrl-C and SIGTERM end the command, other signals are ignored."""
+    instead: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    for number in signal.valid_signals() - {signal.SIGCHLD}:  # torch hears there of workers that end
+        if callable(signal.getsignal(number)):
+            signal.signal(number, instead.get(number, signal.SIG_IGN))
+
+
+def end_children() -> None:
+    """End what multiprocessing ends with Python: daemonic processes, managers, staging, temporary folders of these.
+
+    Processes that are no daemons are left alone: Python would wait for them.
+    """
+    daemons = [one for one in multiprocessing.active_children() if one.daemon]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises for workers that end
+    # In a thread, since a queue that nobody reads is waited for without an end. Read in Python 3.10 to 3.13.
+    as_python = multiprocessing.util._exit_function  # type: ignore[attr-defined]
+    clean_up = threading.Thread(target=as_python, kwargs={"active_children": lambda: daemons}, daemon=True)
+    clean_up.start()
+    clean_up.join(CLEAN_UP_S)
 
 
 def _installed() -> Iterator[Any]:
@@ -166,7 +193,7 @@ def _installed() -> Iterator[Any]:
             yield importlib.import_module(name)
 
 
-def _fit_of(trainer: Any, given: dict[str, Any]) -> Fit:
+def _fit_of(program: Program, trainer: Any, given: dict[str, Any]) -> Fit:
     loaders, datamodule = given.get("train_dataloaders"), given.get("datamodule")
     if datamodule is None and hasattr(loaders, "train_dataloader"):  # Lightning takes it there, too
         loaders, datamodule = None, loaders
@@ -175,12 +202,12 @@ def _fit_of(trainer: Any, given: dict[str, Any]) -> Fit:
         model=given["model"],
         datamodule=datamodule,
         train_dataloaders=loaders,
-        went_on=_went_on(trainer, given.get("ckpt_path")),
+        ended=_ended(program, trainer, given.get("ckpt_path")),
     )
 
 
-def _went_on(trainer: Any, checkpoint: Any) -> str:
-    """Where the program was ended, and what would have come next."""
+def _ended(program: Program, trainer: Any, checkpoint: Any) -> str:
+    """Where the program was ended, and what would have come next, in sentences."""
     frame = next((one for one in inspect.stack(context=0) if is_users(one.filename)), None)
     at = f" at {Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
     limits = [
@@ -191,8 +218,8 @@ def _went_on(trainer: Any, checkpoint: Any) -> str:
     how_long = f"for {' or '.join(limits)}" if limits else "without an end"
     resumed = f" from the checkpoint {checkpoint}, which was not loaded" if checkpoint is not None else ""
     return (
-        f"ended where it calls fit{at}. It would now train {how_long}{resumed}. Neither this nor anything else that "
-        "follows in it was run."
+        f"{program} was ended where it calls fit{at}. It would now train {how_long}{resumed}. Neither this nor "
+        "anything else that follows in it was run."
     )
 
 
@@ -206,18 +233,30 @@ def _path_of(program: Program) -> Path | None:
 
 
 @contextmanager
-def _as_main(program: Program, path: Path | None) -> Iterator[None]:
+def _as_main(program: Program, path: Path | None) -> Iterator[tuple[TextIO, TextIO]]:
+    """A context for the program. Gives stdout and stderr, whatever it does to them, and puts these in place after."""
     argv, search, folder = sys.argv, sys.path[:], Path.cwd()
+    streams = _copy_of(sys.stdout), _copy_of(sys.stderr)
     sys.argv = [program.name, *program.arguments]  # the first is set by runpy
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, str(folder if path is None else path.resolve().parent))
     os.environ[PROGRAM] = f"{os.getpid()} {program}"
     try:
-        yield
+        yield streams
     finally:
         os.environ.pop(PROGRAM, None)
         sys.argv, sys.path[:] = argv, search
+        sys.stdout, sys.stderr = streams
         os.chdir(folder)
+
+
+def _copy_of(stream: TextIO) -> TextIO:
+    """A stream of our own to the same file, which the program cannot close; the same one where there is no file."""
+    try:
+        number = os.dup(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return stream
+    return open(number, "w", buffering=1, encoding=stream.encoding, errors=stream.errors, closefd=False)
 
 
 def _refuse_ranks(program: Program) -> None:
@@ -232,11 +271,11 @@ def _refuse_ranks(program: Program) -> None:
         )
 
 
-def _ended_early(program: Program, end: SystemExit) -> ProgramEnded:
+def _exit_code(end: SystemExit) -> int:
+    """The exit code of an exit, whose message is printed, as Python does."""
     if end.code is not None and not isinstance(end.code, int):
-        print(end.code, file=sys.stderr)  # noqa: T201  # as Python does
-    code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    return ProgramEnded(f"{program} ended by an exit with {code} before it called Trainer.fit.", code or 1)
+        print(end.code, file=sys.stderr)  # noqa: T201
+    return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
 
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:

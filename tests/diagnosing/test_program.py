@@ -1,16 +1,17 @@
 """A user's own program, run until its first fit: what it sees, what it gives, how it ends; and TARGET."""
 
 import json
-import multiprocessing
 import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from diagnosing.small_runs import PACKAGES
 
 from lightning_feed.autoload import PROGRAM, callbacks
+from lightning_feed.diagnosing import program
 from lightning_feed.diagnosing.program import Fit, Program, fit_of_target, run_until_fit
 from lightning_feed.diagnosing.safety import ProgramEnded
 from lightning_feed.errors import SettingsError
@@ -61,11 +62,28 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 both_packages = pytest.mark.parametrize("package", PACKAGES)
 
 
+class Left(BaseException):
+    """In the place of the end of the process."""
+
+
 def fit_of(name: str, *arguments: str, **options: Any) -> Fit:
     """What the program gives to its first fit."""
-    taken, fit = run_until_fit(Program(name, arguments, **options), lambda fit: fit)
-    assert taken is fit
-    return fit
+    taken: list[Fit] = []
+
+    def take(fit: Fit) -> int:
+        taken.append(fit)
+        return 7
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", sys.stdout)
+        patch.setattr(sys, "stderr", sys.stderr)
+        for part in ("end_children", "_drop_signal_handlers"):
+            patch.setattr(program, part, lambda: None)
+        patch.setattr(os, "_exit", Mock(side_effect=Left))
+        with pytest.raises(Left):
+            run_until_fit(Program(name, arguments, **options), take)
+        os._exit.assert_called_once_with(7)
+    return taken[0]
 
 
 # --- what it gives ------------------------------------------------------------------------------------------------
@@ -104,9 +122,9 @@ def test_what_would_come_next(script: Any) -> None:
         "        Model(), LOADER, ckpt_path='last.ckpt')\n"
         "main(make(max_epochs=1, max_steps=500))\n"
     )
-    assert fit_of(script(text)).went_on == (
-        "ended where it calls fit at train.py:3. It would now train for 1 epoch or 500 steps from the checkpoint "
-        "last.ckpt, which was not loaded. Neither this nor anything else that follows in it was run."
+    assert fit_of(script(text)).ended == (
+        "train.py was ended where it calls fit at train.py:3. It would now train for 1 epoch or 500 steps from the "
+        "checkpoint last.ckpt, which was not loaded. Neither this nor anything else that follows in it was run."
     )
 
 
@@ -124,7 +142,7 @@ def test_lightning_cli_that_runs_nothing_by_itself(script: Any, package: str) ->
     rest = "cli.trainer.fit(cli.model, LOADER)\ncli.trainer.test(cli.model, LOADER)\n"
     name = lightning_cli(script, package, "Model, run=False", rest)
     fit = fit_of(name, "--trainer.max_epochs=5", "--trainer.accelerator=cpu", "--trainer.logger=false")
-    assert "train.py:4. It would now train for 5 epochs." in fit.went_on
+    assert "train.py:4. It would now train for 5 epochs." in fit.ended
 
 
 @of_jsonargparse
@@ -135,8 +153,8 @@ def test_lightning_cli_makes_its_arguments_of_the_replaced_fit(
     options = ("--trainer.max_epochs=5", "--trainer.accelerator=cpu", "--trainer.logger=false")
     fit = fit_of(lightning_cli(script, package, "Model, Data"), "fit", *checkpoint, *options)
     assert type(fit.datamodule).__name__ == "Data"
-    assert "train.py:3. It would now train for 5 epochs" in fit.went_on
-    assert ("from the checkpoint last.ckpt" in fit.went_on) == bool(checkpoint)
+    assert "train.py:3. It would now train for 5 epochs" in fit.ended
+    assert ("from the checkpoint last.ckpt" in fit.ended) == bool(checkpoint)
 
 
 # --- what it sees -------------------------------------------------------------------------------------------------
@@ -185,53 +203,6 @@ def test_a_module_of_a_package(script: Any, tmp_path: Path) -> None:
 # --- how it ends --------------------------------------------------------------------------------------------------
 
 
-def test_it_ends_there_and_cleans_up(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (
-        "try:\n    make().fit(Model(), LOADER)\n"
-        "except Exception:\n    print('caught')\n"
-        "finally:\n    print('cleaned up')\n"
-        "print('went on')\n"
-    )
-    fit_of(script(text))
-    assert capsys.readouterr().out == "cleaned up\n"
-
-
-def test_a_program_that_catches_everything_trains_no_more(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (
-        "for call in ('fit', 'fit', 'test', 'validate', 'predict'):\n"
-        "    try:\n        getattr(make(max_epochs=4), call)(Model(), LOADER)\n"
-        "    except BaseException as end:\n        print(call, type(end).__mro__[1].__name__)\n"
-        "raise ValueError('of being ended')\n"
-    )
-    assert fit_of(script(text)).trainer.max_epochs == 4
-    assert capsys.readouterr().out.split("\n")[:-1] == [
-        f"{call} SystemExit" for call in ("fit", "fit", "test", "validate", "predict")
-    ]
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-def test_a_program_that_trains_again_whatever_happens_is_stopped(
-    script: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    again = "while True:\n    try:\n        make().fit(Model(), LOADER)\n    except BaseException:\n        pass\n"
-    program = Program(script(again))
-    stopped = multiprocessing.get_context("fork").Process(target=run_until_fit, args=(program, lambda fit: None))
-    stopped.start()
-    stopped.join(120)
-    assert stopped.exitcode == 1
-    assert "the program catches what ends it and trains again. It is stopped here.\n" in capfd.readouterr().err
-
-
-def test_what_fails_in_the_place_of_the_fit_is_raised_in_the_end(script: Any, capsys: Any) -> None:
-    def fail(_: Fit) -> None:
-        raise SettingsError("no")
-
-    name = script("try:\n    make().fit(Model(), LOADER)\nexcept Exception:\n    print('caught')\n")
-    with pytest.raises(SettingsError, match="no"):
-        run_until_fit(Program(name), fail)
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize(
     ("text", "code", "said", "printed"),
     [
@@ -246,7 +217,7 @@ def test_what_fails_in_the_place_of_the_fit_is_raised_in_the_end(script: Any, ca
 def test_programs_that_call_no_fit(text: str, code: int, said: str, printed: str, script: Any, capsys: Any) -> None:
     name = script(f"import sys\n{text}\n")
     with pytest.raises(ProgramEnded, match=said) as ended:
-        fit_of(name, "--lr", "1")
+        run_until_fit(Program(name, ("--lr", "1")), lambda _: 0)
     assert ended.value.exit_code == code
     err = capsys.readouterr().err
     assert err.endswith(printed)
@@ -256,10 +227,10 @@ def test_programs_that_call_no_fit(text: str, code: int, said: str, printed: str
 
 def test_there_is_no_such_program() -> None:
     with pytest.raises(SettingsError, match=r"There is no file nowhere\.py"):
-        fit_of("nowhere.py")
+        run_until_fit(Program("nowhere.py"), lambda _: 0)
     for module in ("no.such.module", "json"):
         with pytest.raises(SettingsError, match=f"-m {module} cannot be run: .*Give SCRIPT.py, or -m package.module"):
-            fit_of(module, is_module=True)
+            run_until_fit(Program(module, is_module=True), lambda _: 0)
 
 
 # --- other processes ----------------------------------------------------------------------------------------------
@@ -270,34 +241,43 @@ def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
     monkeypatch.setenv("RANK", "0")
     name = script("raise AssertionError")
     with pytest.raises(SettingsError, match=r"one of 4 processes that torchrun.*Run it without the launcher"):
-        fit_of(name)
+        run_until_fit(Program(name), lambda _: 0)
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(SystemExit) as end:
-        fit_of(name)
+        run_until_fit(Program(name), lambda _: 0)
     assert end.value.code == 1
 
 
 def test_a_fit_in_a_forked_process(script: Any, capfd: pytest.CaptureFixture[str]) -> None:
     text = (
         "import multiprocessing\n"
-        "def child(): make().fit(Model(), LOADER)\n"
+        "trainer = make()\n"
+        "def child():\n"
+        "    try: trainer.fit(Model(), LOADER)\n"
+        "    finally: print('went on')\n"
         "process = multiprocessing.get_context('fork').Process(target=child)\n"
         "process.start(); process.join()\n"
         "print('ended with', process.exitcode)\n"
     )
     with pytest.raises(ProgramEnded, match="If it trains in another process, name the program that runs there"):
-        fit_of(script(text))
+        run_until_fit(Program(script(text)), lambda _: 0)
     printed = capfd.readouterr()
     assert "ended with 1" in printed.out
-    assert "Nothing was trained there." in printed.err
+    assert "went on" not in printed.out
+    assert "train.py called Trainer.fit in a process that it had forked, where it cannot be taken over." in printed.err
 
 
-def test_trainers_of_a_started_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainers_of_a_started_process_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=Left))
     monkeypatch.setenv(PROGRAM, f"{os.getpid()} train.py")
     assert callbacks() == []
     monkeypatch.setenv(PROGRAM, f"{os.getppid()} train.py")
-    with pytest.raises(SystemExit, match=r"train\.py is only looked at, and makes a Trainer in another process"):
+    with pytest.raises(Left):
         callbacks()
+    os._exit.assert_called_once_with(1)
+    assert "train.py is only looked at, and makes a Trainer in another process" in capfd.readouterr().err
 
 
 # --- TARGET -------------------------------------------------------------------------------------------------------

@@ -4,13 +4,12 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from lightning_feed import cli
 
 PARTS = """
 from pathlib import Path
@@ -116,20 +115,82 @@ from birds.parts import Model, make_loader
 loaders = {"cls": make_loader(), "lm": make_loader(8)}
 Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit(Model(), loaders)
 """
-FAILS = """
+BEGIN = """
+import atexit, contextlib, os, signal, sys, threading, time, weakref
+from multiprocessing import Manager, Process
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader
-from birds.parts import Model, Numbers
-
-class Fails(Numbers):
+from birds.parts import *
+class Samples(Numbers):
     def __getitem__(self, index):
-        if index == 60:
-            raise ValueError("bad photo")
+        if index == 50:
+            AT_50()
         return super().__getitem__(index)
-
-trainer = Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False)
-trainer.fit(Model(), DataLoader(Fails(), batch_size=4))
+def fit():
+    trainer = Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.fit(Model(), DataLoader(Samples(), batch_size=4))
+def AT_50():
+    pass
+def ran(what):
+    with open("ran", "a") as file:
+        print(what, file=file)
+    Path("final.pt").write_text("hardly trained")
+Path("final.pt").write_text("trained for a week")
+from lightning_feed.diagnosing import run
+run.QUICK_RUN_STEPS, run.QUICK_REPLAY_STEPS = 20, 40
 """
+DOES_NOTHING = "    pass\ndef ran"
+CARELESS = (
+    BEGIN
+    + """
+csv, binary = open("log.csv", "w"), open("log.bin", "wb")
+print("begun", file=csv)
+binary.write(b"begun")
+class Kept:
+    def __del__(self):
+        ran("__del__")
+class Closes:
+    def __enter__(self):
+        pass
+    def __exit__(self, *error):
+        ran("__exit__")
+kept = Kept()
+weakref.finalize(kept, ran, "finalizer of a weak reference")
+atexit.register(ran, "atexit")
+manager, daemon = Manager(), Process(target=time.sleep, args=(600,), daemon=True)
+daemon.start()
+batches = iter(make_loader(num_workers=1))
+next(batches)
+Path("children").write_text(f"{manager._process.pid} {daemon.pid} {batches._workers[0].pid}")
+sys.stdout.close()
+sys.stderr = open(os.devnull, "w")
+for _ in range(3):
+    try:
+        with Closes(), contextlib.suppress(BaseException):
+            fit()
+            ran("what follows")
+        ran("what follows a suppressed error")
+    except BaseException:
+        ran("except")
+    finally:
+        ran("finally")
+        print("ended", file=csv)
+        os._exit(0)
+ran("the rest")
+"""
+)
+ENDS = {
+    "finally": "try: fit()\nfinally: ran('finally')",
+    "except": "try: fit()\nexcept BaseException: ran('except')",
+    "suppress": "with contextlib.suppress(BaseException): fit()\nran('what follows')",
+    "with": "@contextlib.contextmanager\ndef closes():\n    yield\n    ran('with')\nwith closes(): fit()",
+    "loop": "while True:\n    try: fit()\n    except BaseException: ran('loop')",
+    "twice": "fit()\nran('second fit')\nfit()",
+    "atexit": "atexit.register(ran, 'atexit')\nfit()",
+    "os._exit": "try: fit()\nfinally: os._exit(0)",
+    "stdout closed": "sys.stdout.close()\nfit()",
+    "stdout's file closed": "os.close(1)\nfile = open('log', 'w')\nassert file.fileno() == 1\nfit()",
+    "another thread": "threading.Thread(target=threading.Event().wait).start()\nfit()\nran('what follows')",
+}
 
 
 @pytest.fixture
@@ -146,7 +207,6 @@ def project(tmp_path: Path) -> Path:
         "c.yaml": "trainer: {max_epochs: 4, accelerator: cpu}\ndata: {batch_size: 8}\n",
         "starts.py": STARTS,
         "two.py": TWO,
-        "fails.py": FAILS,
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -180,37 +240,89 @@ QUICK = ("diagnose", "--quick", "--only", "model")
 END = "Neither this nor anything else that follows in it was run."
 
 
-def test_a_program_is_diagnosed_and_not_run(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(project)
-    assert cli.main([*QUICK, "plain.py", "--", "--epochs", "10"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith("FEED  ")
-    assert printed.err.splitlines()[-2:] == [
+def test_nothing_of_a_program_is_run_after_its_fit(project: Path) -> None:
+    (project / "careless.py").write_text(CARELESS)
+    done = run(project, *QUICK, "--json", "careless.py")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"]["bottleneck"]
+    assert done.stderr.splitlines()[-2:] == [
         "Written to feed_diagnosis.",
-        "lightning-feed: plain.py was ended where it calls fit at plain.py:12. It would now train for 10 epochs. "
+        "lightning-feed: careless.py was ended where it calls fit at careless.py:13. It would now train for 2 epochs. "
         f"{END}",
     ]
     assert (project / "feed_diagnosis" / "feed_report.json").exists()
-    assert not (project / "uploaded").exists()
-    for name in ("birds", "birds.parts"):
-        sys.modules.pop(name)
+    assert not (project / "ran").exists(), (project / "ran").read_text()
+    assert (project / "final.pt").read_text() == "trained for a week"
+    assert (project / "log.csv").read_text() == "begun\n"
+    assert (project / "log.bin").read_bytes() == b"begun"
+    for number in map(int, (project / "children").read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
 
 
-def test_how_a_program_was_ended_is_told_after_a_failure_too(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(project)
-    assert cli.main([*QUICK, "fails.py"]) == 1
-    *_, measured, ended, failed = capsys.readouterr().err.splitlines()
+@pytest.mark.slow
+def test_a_failure_in_the_place_of_the_fit(project: Path) -> None:
+    (project / "careless.py").write_text(CARELESS.replace(DOES_NOTHING, "    raise ValueError('bad photo')\ndef ran"))
+    done = run(project, *QUICK, "careless.py")
+    assert done.returncode == 1
+    *_, measured, ended, failed = done.stderr.splitlines()
     assert measured == "lightning-feed: what was measured until then is in feed_diagnosis"
-    assert ended == (
-        "lightning-feed: fails.py was ended where it calls fit at fails.py:13. It would now train for 2 epochs. " + END
-    )
+    assert ended.startswith("lightning-feed: careless.py was ended where it calls fit at careless.py:13.")
     assert "bad photo" in failed
-    for name in ("birds", "birds.parts"):
-        sys.modules.pop(name)
+    assert not (project / "ran").exists(), (project / "ran").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [QUICK, ("tune", "--trials", "1")], ids=["diagnose", "tune"])
+@pytest.mark.parametrize("name", ENDS)
+def test_whatever_a_program_does_after_its_fit(name: str, command: tuple[str, ...], project: Path) -> None:
+    (project / "careless.py").write_text(BEGIN + ENDS[name])
+    done = run(project, *command, "careless.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("FEED  " if command is QUICK else "workers"), done.stdout
+    assert done.stderr.endswith(f"{END}\n")
+    assert not (project / "ran").exists(), (project / "ran").read_text()
+    assert (project / "final.pt").read_text() == "trained for a week"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("os._exit(3)", 3, ""),
+        ("try: 1 / 0\nfinally: os._exit(4)", 4, ""),
+        ("sys.stdout.close()\nsys.stderr.close()", 1, "never called Trainer.fit in this process"),
+        ("sys.stdout.close()\nsys.stderr.close()\n1 / 0", 1, "ZeroDivisionError: division by zero"),
+        ("thread = threading.Thread(target=fit)\nthread.start()\nthread.join()\nran(1)", 1, "in another thread"),
+    ],
+)
+def test_programs_that_get_to_no_fit(text: str, code: int, said: str, project: Path) -> None:
+    (project / "careless.py").write_text(BEGIN + text)
+    done = run(project, *QUICK, "careless.py")
+    assert done.returncode == code
+    assert said in done.stderr
+    assert done.stdout == ""
+    assert not (project / "ran").exists()
+    assert not (project / "feed_diagnosis").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_do_not_reach_the_program(number: signal.Signals, code: int, project: Path) -> None:
+    handled = f"signal.signal({number.value}, lambda *_: ran('handler'))\n"
+    stops = f"    os.kill(os.getpid(), {number.value})\ndef ran"
+    text = CARELESS.replace(DOES_NOTHING, stops).replace("for _", f"{handled}for _")
+    (project / "careless.py").write_text(text)
+    done = run(project, *QUICK, "careless.py")
+    assert done.returncode == code, done.stderr
+    assert done.stdout.startswith("FEED  ")
+    assert done.stderr.splitlines()[-3:] == [
+        "lightning-feed: what was measured until then is in feed_diagnosis",
+        "lightning-feed: careless.py was ended where it calls fit at careless.py:13. It would now train for 2 epochs. "
+        f"{END}",
+        "lightning-feed: stopped",
+    ]
+    assert not (project / "ran").exists(), (project / "ran").read_text()
 
 
 @pytest.mark.slow
