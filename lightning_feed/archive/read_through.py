@@ -55,6 +55,8 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Follow no link, and wait for nobody at the other end of a FIFO."""
 _PART = ".part"
+_COUNT_BYTES = 8
+"""Behind them, a byte says that a problem was told."""
 _MOST = 1 << 62
 """No real count is larger, whatever a crash has left."""
 
@@ -227,6 +229,10 @@ class ReadThrough:
         if self._said.is_set():
             return
         self._said.set()
+        with suppress(OSError):  # the first process of the node says it
+            if os.pread(self._counter(), 1, _COUNT_BYTES):
+                return
+            os.pwrite(self._counter(), b"!", _COUNT_BYTES)
         what = f"cannot be used any more ({error})"
         if error.errno in _FULL:
             what = f"is full ({error.strerror}), before the limit of the cache there: something else writes there, too"
@@ -236,7 +242,7 @@ class ReadThrough:
 
     def used_bytes(self) -> int:
         """What is counted as taken, in whole blocks of the disk."""
-        return min(int.from_bytes(os.pread(self._counter(), 8, 0), "little"), _MOST)
+        return min(int.from_bytes(os.pread(self._counter(), _COUNT_BYTES, 0), "little"), _MOST)
 
     def _count(self, change: int) -> int:
         with self._locked(0):
@@ -244,7 +250,7 @@ class ReadThrough:
 
     def _set_count(self, total: int) -> int:
         total = max(0, total)
-        os.pwrite(self._counter(), total.to_bytes(8, "little"), 0)
+        os.pwrite(self._counter(), total.to_bytes(_COUNT_BYTES, "little"), 0)
         return total
 
     def _join(self) -> None:
@@ -254,6 +260,7 @@ class ReadThrough:
             weakref.finalize(self, os.close, in_use)
             try:
                 fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(self._counter(), _COUNT_BYTES)
                 self._set_count(self._present_bytes())
             except BlockingIOError:
                 pass  # the count is right: it is kept by those who use it

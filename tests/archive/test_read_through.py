@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -163,6 +164,17 @@ def test_a_disk_that_is_full_costs_speed_only(
     assert caplog.text.count("is full") == 1
     assert held(cache) == cache.used_bytes() == 0
     assert not list(cache.folder.glob("??/*.part"))
+
+
+def test_one_process_of_a_node_tells_of_a_full_disk_until_the_cache_is_opened_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for runs in (1, 2):
+        cache = ReadThrough(tmp_path, _MIB)
+        for one in (cache, pickle.loads(pickle.dumps(cache)), cache):
+            one._say_once(OSError(errno.ENOSPC, "No space left on device"))
+        assert caplog.text.count("is full") == runs
+        del cache, one
 
 
 def test_a_cache_that_is_removed_or_without_inodes_costs_speed_only(
