@@ -77,12 +77,19 @@ def connect(address: str | None, num_workers: int) -> Any:
             if address not in (None, "auto", "local"):
                 _knock(address)  # where nobody answers, Ray tries for ever
             ray.init(address=address or "local", logging_level=logging.WARNING, **own)
-        except (RuntimeError, ConnectionError, ValueError, OSError) as error:
-            raise LoaderError(
-                f"The Ray cluster at ray_address={address!r} cannot be used: {error} Start it with `ray start --head`, "
-                "under the Ray and Python of this process, and train on a node of it with ray_address='auto'. Without "
-                "ray_address, Ray starts on this machine."
-            ) from error
+        except Exception as error:  # Ray raises bare ones where its own processes are late
+            if address:
+                advice = (
+                    "Start it with `ray start --head`, under the Ray and Python of this process, and train on a node "
+                    "of it with ray_address='auto'. Without ray_address, Ray starts on this machine."
+                )
+            else:
+                advice = (
+                    "Ray could not be started on this machine, which may be too busy, or short of memory or disk "
+                    "space. Try again, or run `ray start --head` before training and give ray_address='auto'. The log "
+                    "files of Ray are in /tmp/ray/session_latest/logs."
+                )
+            raise LoaderError(f"The Ray cluster at ray_address={address!r} cannot be used: {error} {advice}") from error
         _connected[ray.get_runtime_context().gcs_address] = os.getpid()
     used = ray.get_runtime_context().gcs_address
     if _connected.get(used, os.getpid()) != os.getpid():
@@ -196,6 +203,10 @@ class _Asked:
     ended: Any
     made: Any
 
+    def words(self) -> str:
+        """Its number and indices, for errors."""
+        return f"batch {self.number}, at {shortened(self.index)}"
+
 
 class RayPass(OwnPass):
     """Iterates over what a DataLoader of the same arguments would, with Ray tasks in place of worker processes.
@@ -233,7 +244,7 @@ class RayPass(OwnPass):
         if self._ended:
             raise StopIteration
         with traced("thread_wait"):
-            made = self._wait()
+            asked, made = self._wait()
         if isinstance(made, BaseException):
             raise made
         if isinstance(made, ExceptionWrapper):
@@ -243,8 +254,14 @@ class RayPass(OwnPass):
         self._largest = max(self._largest, sum(buffer.nbytes for buffer in buffers))
         self._ask()
         count_relayed(bad)
-        # Copied out of the object store, where it could not be written to, and would not make room.
-        batch = pickle.loads(data, buffers=[buffer.copy() for buffer in buffers])
+        try:
+            # Copied out of the object store, where it could not be written to, and would not make room.
+            batch = pickle.loads(data, buffers=[buffer.copy() for buffer in buffers])
+        except Exception as error:
+            raise LoaderError(
+                f"A Ray worker sent {asked.words()}, which the training process cannot unpickle: "
+                f"{type(error).__name__}: {error}. Return tensors, arrays, numbers and text from the dataset."
+            ) from error
         return batch if self._pin is None else self._pin(batch)
 
     @property
@@ -281,8 +298,8 @@ class RayPass(OwnPass):
         bytes_ahead = (len(self._asked) + 1) * self._largest * self._sharers
         return not self._asked or bytes_ahead <= STORE_SHARE * self._plan.store_bytes
 
-    def _wait(self) -> Any:
-        """What came of the batch to hand out, when it is complete."""
+    def _wait(self) -> tuple[_Asked, Any]:
+        """The batch to hand out and what came of it, when it is complete."""
         began = self._worked = time.monotonic()
         while True:
             self._look(began)
@@ -297,7 +314,7 @@ class RayPass(OwnPass):
                 made = self._explained(asked, error)
             with contextlib.suppress(ValueError):  # closed meanwhile
                 self._asked.remove(asked)
-            return made
+            return asked, made
 
     def _next(self) -> _Asked | None:
         """The batch to hand out; None where any will do, and none is complete within some time."""
@@ -310,17 +327,24 @@ class RayPass(OwnPass):
         return next((one for one in asked if one.made in done), None)
 
     def _explained(self, asked: _Asked, error: Exception) -> LoaderError:
-        what = f"batch {asked.number}, at {shortened(asked.index)}"
-        if type(error) is self._ray.exceptions.WorkerCrashedError:
+        exceptions = self._ray.exceptions
+        no_room = (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError, exceptions.OutOfMemoryError)
+        if type(error) is exceptions.WorkerCrashedError:
             explained = LoaderError(
-                f"{TRIES} Ray workers died one after the other with {what}: {error} A crash in the dataset's code does "
-                "this, and too little memory: see `ray logs`."
+                f"{TRIES} Ray workers died one after the other with {asked.words()}: {error} A crash in the dataset's "
+                "code does this, and too little memory: see `ray logs`."
             )
         else:
+            advice = (
+                "All nodes need this package and what the dataset imports, in the versions of the training process."
+            )
+            if isinstance(error, no_room):
+                advice = (
+                    f"Up to {self.capacity} batches are made ahead: lower num_workers, prefetch_factor or batch_size, "
+                    "start Ray with a larger object_store_memory, or make room on that node."
+                )
             explained = LoaderError(
-                f"The Ray workers could not make {what}: {getattr(error, 'cause', error)} All nodes need this package "
-                "and what the dataset imports, in the versions of the training process, and room for a batch in the "
-                "object store or on its disk."
+                f"The Ray workers could not make {asked.words()}: {getattr(error, 'cause', error)} {advice}"
             )
         explained.__cause__ = error
         return explained

@@ -87,6 +87,26 @@ def test_a_node_that_dies_costs_no_batch_and_one_that_is_added_is_used(cluster):
     assert [pixel for pixels, _ in seen for pixel in pixels] == [index % 251 for index in range(8 * len(seen))]
 
 
+def test_batches_for_which_neither_the_object_store_nor_the_disk_has_room():
+    class Heavy(Large):
+        def __getitem__(self, index):
+            return torch.zeros(1 << 20, dtype=torch.uint8)
+
+    def batches(size):
+        loader = FeedLoader(Heavy(120), batch_size=size, num_workers=2, workers=RayCluster())
+        return [len(batch) for batch in loader]
+
+    full = {"local_fs_capacity_threshold": 1e-6}
+    ray.shutdown()
+    ray.init(num_cpus=2, object_store_memory=STORE, include_dashboard=False, _system_config=full)
+    try:
+        with pytest.raises(LoaderError, match=r"(?s)could not make batch \d, at .*disk is full.*lower num_workers"):
+            batches(100)
+        assert batches(10) == [10] * 12
+    finally:
+        ray.shutdown()
+
+
 def test_a_head_node_of_another_version_and_one_that_is_gone(cluster, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ray, "__version__", "2.40.0")

@@ -179,6 +179,16 @@ def test_several_passes_at_a_time():
     assert len(both) == 6
 
 
+def test_two_loaders_drawn_from_in_turn():
+    def make():
+        options = {"batch_size": 4, "shuffle": True, "order": order()}
+        return on_ray(Noisy(), prefetch_factor=5, **options), on_ray(Rows(), num_workers=1, **options)
+
+    alone = [epochs(loader, 1)[0] for loader in make()]
+    together = [(as_list(one), as_list(other)) for one, other in zip(*make(), strict=True)]
+    assert [list(batches) for batches in zip(*together, strict=True)] == alone
+
+
 def test_no_more_is_loaded_ahead_than_said(tmp_path):
     class Noting(Rows):
         def __getitem__(self, index):
@@ -356,6 +366,40 @@ def test_a_dataset_that_does_not_pickle():
         iter(on_ray(Rows(), collate_fn=lambda samples: (lock, samples)))
 
 
+class Returning(Rows):
+    """One sample is something else."""
+
+    def __init__(self, make, at=5):
+        super().__init__()
+        self.make, self.at = make, at
+
+    def __getitem__(self, index):
+        return self.make() if index == self.at else index
+
+
+def test_samples_that_do_not_pickle():
+    locked = on_ray(Returning(lambda: {"lock": threading.Lock()}), batch_size=4, collate_fn=list)
+    words = r"(?s)Caught LoaderError in a Ray worker .*at index 5 of the dataset.*pickled: cannot pickle '_thread.lock'"
+    with pytest.raises(LoaderError, match=words):
+        list(locked)
+    lazy = on_ray(Rows(), batch_size=4, collate_fn=lambda samples: (sample for sample in samples))
+    words = r"(?s)sending the batch of index \[0, 1, 2, 3\].*pickled: cannot pickle 'generator'"
+    with pytest.raises(LoaderError, match=words):
+        list(lazy)
+
+
+def test_a_batch_that_cannot_be_unpickled_here():
+    class Torn:
+        def __reduce__(self):
+            return int, ("torn",)
+
+    batches = iter(on_ray(Returning(Torn), batch_size=4, collate_fn=list))
+    assert next(batches) == [0, 1, 2, 3]
+    words = r"batch 1, at \[4, 5, 6, 7\], which the training process cannot unpickle: ValueError: .*'torn'"
+    with pytest.raises(LoaderError, match=words):
+        next(batches)
+
+
 def test_a_full_object_store(monkeypatch):
     def refuse(thing):
         raise ray.exceptions.OutOfDiskError("Local disk is full")
@@ -393,6 +437,19 @@ def test_a_cluster_that_cannot_be_used(monkeypatch):
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(LoaderError, match=r"ray_address='auto' cannot be used: Version mismatch: .*ray start --head"):
         iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster("auto")))
+
+
+@pytest.mark.parametrize(("address", "words"), [(None, "could not be started on"), ("auto", "train on a node")])
+def test_ray_that_does_not_start_in_time(address, words, monkeypatch):
+    said = "The current node timed out during startup."
+
+    def late(**options):
+        raise Exception(said)  # as in ray/_private/node.py of Ray 2.60
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", late)
+    with pytest.raises(LoaderError, match=f"cannot be used: {said}.*{words}"):
+        iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster(address)))
 
 
 def test_an_address_without_a_cluster(monkeypatch):
@@ -478,6 +535,26 @@ def test_without_a_free_cpu_the_wait_ends_with_what_is_missing(monkeypatch, tmp_
     ray.get(held)
     monkeypatch.undo()
     assert len(list(on_ray(Rows(), batch_size=4))) == 6
+
+
+def test_an_actor_that_holds_all_cpus_is_warned_of_and_waited_for(caplog):
+    class Hog:
+        def ready(self):
+            return True
+
+    hog = ray.remote(num_cpus=2)(Hog).remote()
+    assert ray.get(hog.ready.remote())
+    loader = on_ray(Rows(), batch_size=4, watch=Watch("train", after_s=0.5))
+
+    def release():
+        wait_until(lambda: "No batch of train has come" in caplog.text)
+        ray.kill(hog)
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    assert epochs(loader, 1) == epochs(DataLoader(Rows(), batch_size=4), 1)
+    releasing.join()
+    assert "The Ray cluster has 2 CPUs, 0 of them free." in caplog.text
 
 
 def test_a_sample_that_takes_longer_than_that_is_waited_for(monkeypatch):
@@ -623,7 +700,9 @@ def test_passes_that_are_broken_off_leave_nothing_in_the_store():
         next(iter(loader))
     loader.close()
     wait_until(lambda: "Plasma memory usage 0 MiB" in used())
+    wait_until(lambda: ray.available_resources().get("CPU", 0) == 2)
     assert threading.active_count() < 20
+    assert len(list(loader)) == SIZE
 
 
 def test_training_inside_a_task_has_workers_of_its_own():
