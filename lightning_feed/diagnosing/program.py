@@ -55,7 +55,7 @@ class Fit:
     datamodule: Any = None
     train_dataloaders: Any = None
     ended: str = ""
-    """Where the program is ended, and what would have come next, in sentences; empty without a program."""
+    """The place where the program is ended, and what would have come next, in sentences; empty without a program."""
 
 
 # --- a program ----------------------------------------------------------------------------------------------------
@@ -166,9 +166,12 @@ def _flush_files() -> None:
 
 def _drop_signal_handlers() -> None:
     """Take the program's handlers off: Ctrl-C and SIGTERM end the command, other signals are ignored."""
-    instead: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    for number in signal.valid_signals() - {signal.SIGCHLD}:  # torch hears there of workers that end
-        if callable(signal.getsignal(number)):
+    instead: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGCHLD), signal.SIG_DFL)
+    instead[signal.SIGINT] = signal.default_int_handler
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        of_torch = str(getattr(handler, "__module__", "")).startswith("torch.")  # hears of workers that end
+        if callable(handler) and not of_torch:
             signal.signal(number, instead.get(number, signal.SIG_IGN))
 
 
@@ -207,7 +210,7 @@ def _fit_of(program: Program, trainer: Any, given: dict[str, Any]) -> Fit:
 
 
 def _ended(program: Program, trainer: Any, checkpoint: Any) -> str:
-    """Where the program was ended, and what would have come next, in sentences."""
+    """The place where the program was ended, and what would have come next, in sentences."""
     frame = next((one for one in inspect.stack(context=0) if is_users(one.filename)), None)
     at = f" at {Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
     limits = [

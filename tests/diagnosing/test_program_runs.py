@@ -163,6 +163,13 @@ next(batches)
 Path("children").write_text(f"{manager._process.pid} {daemon.pid} {batches._workers[0].pid}")
 sys.stdout.close()
 sys.stderr = open(os.devnull, "w")
+at_50, signals = AT_50, (signal.SIGCHLD, signal.SIGUSR1)
+def AT_50():
+    for number in signals:
+        signal.raise_signal(number)
+    at_50()
+for number in signals:
+    signal.signal(number, lambda *_: ran("handler"))
 for _ in range(3):
     try:
         with Closes(), contextlib.suppress(BaseException):
