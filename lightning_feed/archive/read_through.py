@@ -137,6 +137,11 @@ class ReadThrough:
             size: that it must have; -1: any.
             again_late: whether it will be read again only after most others, as in epochs.
         """
+        with suppress(OSError):
+            return self._read(key, size, again_late=again_late)
+        return None
+
+    def _read(self, key: str, size: int, *, again_late: bool) -> bytes | None:
         path = self._path(key)
         try:
             stored = read_private(path)
@@ -151,8 +156,7 @@ class ReadThrough:
             logger.warning(
                 "%s was damaged, by a crash, a faulty disk or another program, and is read from its source again.", path
             )
-            with suppress(OSError):
-                self._remove(_Found(0, _on_disk(len(stored)), path))
+            self._remove(_Found(0, _on_disk(len(stored)), path))
             return None
         self._mark(path, again_late=again_late)
         return data
@@ -164,7 +168,7 @@ class ReadThrough:
         data: bytes | None = None
         try:
             while True:
-                data = self.read(key, size, again_late=again_late)
+                data = self._read(key, size, again_late=again_late)
                 if data is not None:
                     return data
                 with self._claimed(key) as part:

@@ -1,5 +1,6 @@
 """What other users can do to a cache, and crashes and full disks; what a killed worker can do to the loader."""
 
+import asyncio
 import errno
 import multiprocessing
 import os
@@ -220,12 +221,18 @@ def test_nothing_in_a_cache_is_waited_for_or_followed(tmp_path: Path, name: str,
     plant(path)
     assert cache.read("00a", 5) is None
     assert cache.keep("00a") == os.path.lexists(cache.folder / "00/a")
+
+    async def fetch() -> bytes:
+        return b"hello"
+
+    assert asyncio.run(asyncio.wait_for(cache.through("00a", 5, fetch), 10)) == b"hello"
     if plant is not plant_folder:
         if not os.path.lexists(path):
             plant(path)
         del cache
         cache = ReadThrough(tmp_path, LIMIT)
-        assert not os.path.lexists(path)  # nothing of it is left when it is opened
+        assert not path.is_fifo()  # nothing of it is left when it is opened
+        assert not path.is_symlink()
         put(cache, "00a", b"hello")
         assert cache.read("00a", 5) == b"hello"
 
