@@ -249,6 +249,7 @@ def _as_main(program: Program, path: Path | None) -> Iterator[tuple[TextIO, Text
     finally:
         os.environ.pop(PROGRAM, None)
         sys.argv, sys.path[:] = argv, search
+        _flush_files()
         sys.stdout, sys.stderr = streams
         os.chdir(folder)
 
