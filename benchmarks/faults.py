@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,9 @@ from lightning_feed.archive.system import cache_folder
 from lightning_feed.errors import FeedError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 from http_store import HttpStore, running_http
+from test_resume_everywhere import check as resume_check
 
 FORMATS = ("lmdb", "hdf5", "litdata")
 FILES, SAMPLES = 40, 64
@@ -784,12 +787,34 @@ def remote_cache_on_full_disk(_: Path, disk: Path) -> Callable[[random.Random], 
 
 
 Family = tuple[Callable[[Path, Path], Callable[[random.Random], bool]], float]
+# --- resumed from any place -------------------------------------------------------------------------------------------
+
+
+def resumed(_: Path, place: Path) -> Callable[[random.Random], bool]:
+    """A fit goes on from a checkpoint of any place, changed or not: each sample once, or ResumeError."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    folder = place / "resumed"
+
+    def fault(draw: random.Random) -> bool:
+        clear(folder)
+        seed = draw.randrange(10**9)  # the tests take the first few hundred
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                return resume_check(seed, folder) != "no checkpoint"
+        except Exception as error:
+            raise Bad(f"combination {seed}: {error!r:.2000}") from error
+
+    return fault
+
+
 FAMILIES: dict[str, Family] = {
     **{f"kill: pack, {name}": (partial(pack_killed, format=name), 0.5) for name in FORMATS},
     "kill: stage": (stage_killed, 1),
     "kill: shared cache": (cache_killed, 1),
     "kill: fit, resumed": (fit_killed, 0.4),
     **{f"flipped bit: pack, {name}": (partial(pack_flipped, format=name), 2) for name in FORMATS},
+    "resumed: any place, changed or not": (resumed, 2),
     "flipped bit: remembered index": (index_flipped, 2),
     "server: replaced object": (object_replaced, 1),
     "server: body cut short": (body_cut, 1),
