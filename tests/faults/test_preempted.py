@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from recording import Numbers
 from resuming import run
 from watch.test_ranks_gloo import free_port
