@@ -196,6 +196,28 @@ def write_loader_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]
         fit_loop.pop("combined_loader", None)
 
 
+def fit_progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The counts of epochs and batches in a checkpoint, without the states of its loaders."""
+    return {name: part for name, part in checkpoint["loops"]["fit_loop"].items() if name != "state_dict"}
+
+
+def write_progress_of_ranks(checkpoint: dict[str, Any], progress: list[dict[str, Any]]) -> None:
+    """Add the counts of all ranks, beside those of rank 0, which Lightning writes and reads alone.
+
+    Ranks whose shards have different lengths are in different epochs. Lightning reads what it knows and leaves the
+    rest. Read in 2.6.6 (``loops/loop.py: load_state_dict``).
+    """
+    checkpoint["loops"]["fit_loop"]["by_rank"] = progress
+
+
+def take_progress_of_rank(checkpoint: dict[str, Any], rank: int, ranks: int) -> None:
+    """Put the counts of ``rank`` in the place of those of rank 0, where there are as many ranks as there were."""
+    fit_loop = checkpoint["loops"]["fit_loop"]
+    progress = fit_loop.pop("by_rank", [])
+    if len(progress) == ranks:
+        fit_loop |= progress[rank]
+
+
 def epoch_is_trained(checkpoint: dict[str, Any]) -> bool:
     """Check whether every batch of the epoch that a checkpoint was saved in has been trained.
 

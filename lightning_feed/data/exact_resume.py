@@ -21,15 +21,18 @@ from lightning_feed._host.fetcher import (
     count_the_batch_in_hand,
     end_epoch,
     epoch_is_trained,
+    fit_progress,
     forget_states,
     is_stateful,
     load_states_once,
     reopen_epoch,
     shift_batches,
+    take_progress_of_rank,
     write_loader_states,
+    write_progress_of_ranks,
 )
 from lightning_feed.errors import LoaderError, ResumeError
-from lightning_feed.load.carry_over import WAY_OUT, begin_next_epoch, is_feed_state
+from lightning_feed.load.carry_over import WAY_OUT, begin_next_epoch, is_feed_state, state_of_rank
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.state_schema import check_state
 
@@ -45,6 +48,7 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self._loaded: list[dict[str, Any]] = []
+        self._uneven = False  # the ranks have different numbers of batches, and are in different epochs
         self._resumed: Literal["", "in a new epoch", "at the end of an epoch", "without a place"] = ""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -60,12 +64,14 @@ class ExactResume(Callback):
         """
         if trainer.state.fn != "fit":
             return  # ``trainer.validate(ckpt_path=...)``: no training loader is given a state
+        take_progress_of_rank(checkpoint, trainer.global_rank, trainer.world_size)
         states = checkpoint_loader_states(checkpoint) or []
         ours, trained = all(map(is_feed_state, states)), epoch_is_trained(checkpoint)
         for state in states if ours else []:
+            check_state(state)
             # Of several loaders, the shorter ones may have begun again.
-            alone = len(states) == 1
-            check_state(state, batches=batches_to_skip(checkpoint) * alone, unfinished=alone and not trained)
+            alone, mine = len(states) == 1, state_of_rank(state)
+            check_state(mine, batches=batches_to_skip(checkpoint) * alone, unfinished=alone and not trained)
         if not states:
             self._resumed = "without a place" if batches_to_skip(checkpoint) else ""
         elif trained:
@@ -90,7 +96,7 @@ class ExactResume(Callback):
             LoaderError: the ranks have different numbers of batches, and would hang.
             ResumeError: the checkpoint was saved inside an epoch and holds no loader state.
         """
-        check_equal_ranks(trainer)
+        self._uneven = not check_equal_ranks(trainer)
         loaders = _host.train_loaders(trainer)
         resumed, self._resumed = self._resumed, ""
         if resumed == "without a place" and any(isinstance(loader, FeedLoader) for loader in loaders):
@@ -131,12 +137,15 @@ class ExactResume(Callback):
                 loader.state_at_end(state) if isinstance(loader, FeedLoader) else state
                 for loader, state in zip(loaders, states, strict=True)
             ]
-        if trainer.world_size > 1 and any(
-            getattr(loader, "state_differs_by_rank", False) for loader in fetcher.combined_loader.flattened
+        if trainer.world_size > 1 and (
+            self._uneven
+            or any(getattr(loader, "state_differs_by_rank", False) for loader in fetcher.combined_loader.flattened)
         ):
             by_rank: list[Any] = [None] * trainer.world_size
-            dist.all_gather_object(by_rank, states)
-            states = [{"ranks": list(ranks)} for ranks in zip(*by_rank, strict=True)]
+            dist.all_gather_object(by_rank, (states, fit_progress(checkpoint)))
+            of_ranks, progress = zip(*by_rank, strict=True)
+            states = [{"ranks": list(ranks)} for ranks in zip(*of_ranks, strict=True)]
+            write_progress_of_ranks(checkpoint, list(progress))
         write_loader_states(checkpoint, states)
 
     @staticmethod
@@ -151,20 +160,23 @@ class ExactResume(Callback):
         return tap
 
 
-def check_equal_ranks(trainer: Any) -> None:
+def check_equal_ranks(trainer: Any) -> bool:
     """Compare the batches of an epoch on all ranks, where they are known. Every rank takes part.
 
     Ranks wait for each other in each step. One that has no batch left ends its epoch, and the others hang for ever.
+
+    Returns:
+        True where all ranks have the same number, or none of them knows it.
 
     Raises:
         LoaderError: they differ, and nothing ends the run before the shorter epoch is over.
     """
     if trainer.world_size < 2 or not dist.is_initialized():
-        return
+        return True
     lengths: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(lengths, trainer.num_training_batches)
     if len(set(lengths)) == 1 or float("inf") in lengths:
-        return
+        return len(set(lengths)) == 1
     told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
     message = (
         f"The ranks have different numbers of training batches in an epoch: {told}. Ranks wait for each other in each "
@@ -176,3 +188,4 @@ def check_equal_ranks(trainer: Any) -> None:
         raise LoaderError(message)
     if trainer.is_global_zero:
         logger.warning("%s Unless max_steps or max_time end it before.", message)
+    return False
