@@ -165,7 +165,8 @@ def _pack(arguments: argparse.Namespace) -> None:
     for problem in done.skipped:
         _print(f"left out: {printable(problem)}", sys.stderr)
     verified = ", verified" if arguments.verify else ""
-    text = f"{done.path}: {done.samples} samples, {done.total_bytes / 1e6:.1f} MB, {done.took_s:.1f} s{verified}"
+    place = printable(str(done.path))
+    text = f"{place}: {done.samples} samples, {done.total_bytes / 1e6:.1f} MB, {done.took_s:.1f} s{verified}"
     _print_found(arguments, dataclasses.asdict(done), text)
 
 
@@ -194,7 +195,8 @@ def _stage(arguments: argparse.Namespace) -> None:
         return
     done = stage(arguments.source, arguments.dest, hash=arguments.hash, force=arguments.force, wait_s=arguments.wait)
     copied = f"{done.copied_files} copied ({done.copied_bytes / 1e6:.1f} MB), {done.removed} removed"
-    text = f"{done.path}: {done.files} files, {done.total_bytes / 1e6:.1f} MB; {copied}, {done.took_s:.1f} s"
+    place = printable(str(done.path))
+    text = f"{place}: {done.files} files, {done.total_bytes / 1e6:.1f} MB; {copied}, {done.took_s:.1f} s"
     if not done.in_memory:
         mount = mount_command("/mnt/ram", done.total_bytes)
         text += f"\nThis copy is on a disk. For one in memory, mount a tmpfs and stage to it:\n  {mount}"

@@ -40,9 +40,15 @@ def test_reports_show_them() -> None:
 
 def test_commands_show_them(class_folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (class_folders / "cats" / EVIL).write_bytes(b"no image")
-    command = ["pack", str(class_folders), str(tmp_path / "p.pack"), "--short-side", "16", "--workers", "1"]
+    command = ["pack", str(class_folders), str(tmp_path / f"{EVIL}.pack"), "--short-side", "16", "--workers", "1"]
     assert cli.main(command) == 1
     assert cli.main([*command, "--on-error", "skip"]) == 0
-    printed = capsys.readouterr().err
+    out, printed = capsys.readouterr()
+    assert f"{SHOWN}.pack: " in out
+    assert "\x1b" not in out
     assert printed.count(SHOWN) == 2
     assert "\x1b" not in printed.replace("\x1b[A", "")  # of the progress bar
+    assert cli.main(["stage", str(class_folders), str(tmp_path / EVIL)]) == 0
+    out = capsys.readouterr().out
+    assert SHOWN in out
+    assert "\x1b" not in out
