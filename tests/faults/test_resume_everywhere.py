@@ -249,6 +249,8 @@ def check(seed: int, tmp_path: Path, ranks: tuple[int, int] = (1, 1)) -> str:
     path = draw.choice(found)
     progress = torch.load(path, weights_only=False)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     trained = progress["total"]["processed"]
+    # Another program's signal handler, as Ray's, ends a batch in its middle, which is to be trained again then.
+    over = progress["is_last_batch"] and progress["current"]["ready"] == progress["current"]["processed"]
     what = (seed, case, changed, path.name, trained)
     try:
         after = go(changed, [], tmp_path / "after", ckpt_path=path)
@@ -256,25 +258,28 @@ def check(seed: int, tmp_path: Path, ranks: tuple[int, int] = (1, 1)) -> str:
         if not isinstance(error, ResumeError) and "errors.ResumeError" not in str(error):
             raise
         end_workers()
-        # A handler of another program's, as Ray's, ends a batch in its middle, which is to be trained again then.
-        over = progress["is_last_batch"] and progress["current"]["ready"] == progress["current"]["processed"]
         if changed == case or over:
             raise
         return "refused"
     if changed == case:
         assert after == whole[trained:], (*what, after, whole[trained:])
         return "same"
-    check_changed(case, changed, whole[:trained], after, what)
+    check_changed(case, changed, whole[:trained], after, what, over=over)
     return "changed"
 
 
-def check_changed(case: Case, changed: Case, before: Trained, after: Trained, what: Any) -> None:
+def check_changed(case: Case, changed: Case, before: Trained, after: Trained, what: Any, *, over: bool) -> None:
     old, new = by_epoch(before), by_epoch(after)
-    in_progress = before[-1][0] if before and before[-1][0] in new else None
+    newest = before[-1][0] if before else 0
+    first = newest + 1 if over else newest
     limited = "limit_train_batches" in case.limits
     steps = "max_steps" in case.limits
-    if not steps:
-        assert max(new, default=EPOCHS - 1) == EPOCHS - 1, what
+    if steps:
+        assert not new or min(new) == first, what
+    else:  # no epoch is left out, and not the rest of one, unless a limit of smaller batches is behind it already
+        begun = {newest} if limited and not over else set()
+        assert set(new) | begun == set(range(first, EPOCHS)), what
+    in_progress = None if over else newest
     for epoch, samples in new.items():
         times = Counter(old.get(epoch, []) + samples if epoch == in_progress else samples)
         size, most = changed.samples, max(case.ranks, changed.ranks) - 1
