@@ -141,6 +141,13 @@ def _answer_for_stacks() -> None:
         faulthandler.register(_STACK_SIGNAL, file=create(_STACK_FILE), all_threads=True)
 
 
+def _target_of(descriptor: Path) -> Path:
+    try:
+        return descriptor.readlink()
+    except FileNotFoundError:  # closed since it was listed
+        return Path()
+
+
 def stack_of(pid: int) -> str:
     """The stacks of a worker's threads, innermost call first; or what the kernel says of it, where it does not answer.
 
@@ -149,7 +156,7 @@ def stack_of(pid: int) -> str:
     place = Path("/proc") / str(pid)
     try:
         status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
-        files = [file for file in (place / "fd").iterdir() if _STACK_FILE in file.readlink().name]
+        files = [file for file in (place / "fd").iterdir() if _STACK_FILE in _target_of(file).name]
         if files and int(status["SigCgt"], 16) >> (_STACK_SIGNAL - 1) & 1:
             before, said = len(files[0].read_bytes()), b""
             os.kill(pid, _STACK_SIGNAL)
