@@ -17,6 +17,7 @@ from lightning_feed.data.build_loaders import ChosenSettings, job_of
 from lightning_feed.data.dali import FeedDali
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import size_of
+from lightning_feed.load.cloning import twin_of
 from lightning_feed.load.dali.readers import ReaderLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend
@@ -179,20 +180,11 @@ class WrappedLoaders(ChosenSettings):
 
 
 def _rebuilt(loader: DataLoader[Any], found: Recommendation) -> DataLoader[Any]:
-    """A copy of a loader, around the same data set, samplers and functions, with other workers.
-
-    Its constructor is not called: it may take other arguments than its objects have attributes. A StatefulDataLoader
-    keeps the place that it was told to go on from.
-    """
+    """A twin of a loader with other workers. A StatefulDataLoader keeps the place that it was told to go on from."""
     changed: dict[str, Any] = {name: getattr(found, name) for name in _CHANGED}
-    context = loader.multiprocessing_context
+    twin = twin_of(loader, **changed)
     if not found.num_workers:
-        context = None
         changed |= {"multiprocessing_context": None, "timeout": 0}
-    twin = object.__new__(type(loader))
-    twin.__dict__.update({**vars(loader), **changed, "_iterator": None})
-    twin.__dict__.pop("multiprocessing_context", None)  # a property
-    twin.multiprocessing_context = context
     _host.change_saved_arguments(twin, changed, always=_CHANGED)
     return twin
 

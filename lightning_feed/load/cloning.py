@@ -72,12 +72,36 @@ class GivenOrder:
         return len(self.source)
 
 
+def twin_of(loader: DataLoader[Any], **values: Any) -> DataLoader[Any]:
+    """A loader of the same class, dataset, samplers and functions, without workers yet, and with other ``values``.
+
+    The constructor is not called: it may take other arguments than its objects have attributes, and may do more than
+    once what must be done once. Where there are no workers, what only workers have is left out.
+
+    Args:
+        loader: of torch, of a class derived from it, or ours. It stays as it is.
+        **values: attributes of the twin. ``prefetch_factor=None`` beside workers gives torch's default.
+    """
+    context = loader.multiprocessing_context
+    if not values.get("num_workers", loader.num_workers):
+        context = None
+        values |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
+    elif values.get("prefetch_factor", loader.prefetch_factor) is None:
+        values["prefetch_factor"] = TORCH_PREFETCH
+    twin = object.__new__(type(loader))
+    twin.__dict__.update(vars(loader), **values, _iterator=None)
+    threads = isinstance(twin, FeedLoader) and twin.workers == "thread"
+    twin.multiprocessing_context = None if threads else context
+    if isinstance(twin, FeedLoader):
+        twin.forget()
+    return twin
+
+
 def clone_loader(loader: DataLoader[Any], changes: Changes | None = None) -> DataLoader[Any]:
-    """A loader of the same class, dataset, samplers, collate function and settings, but for the changes.
+    """A loader for trials: of the same class, dataset, samplers, collate function and settings, but for the changes.
 
     Its dataset, samplers and generator are the loader's own objects, so it draws the same order: iterate it within
-    :func:`preserve_state`, which puts back what they draw and change. A FeedLoader's clone has no order of its own. The
-    constructor is not called: it may take other arguments, and may do more than once what must be done once.
+    :func:`preserve_state`, which puts back what they draw and change. A FeedLoader's clone has no order of its own.
 
     Args:
         loader: of torch, of a class derived from it, or ours. It is not iterated, and its workers are left alone.
@@ -89,26 +113,15 @@ def clone_loader(loader: DataLoader[Any], changes: Changes | None = None) -> Dat
     """
     changes = changes or Changes()
     _refuse_kept_iterator(loader)
-    values: dict[str, Any] = {**_order(loader, changes), "_iterator": None}
+    values: dict[str, Any] = _order(loader, changes)
     values |= {name: value for name in _SETTINGS if (value := getattr(changes, name)) is not None}
     if changes.dataset is not None:
         values["dataset"] = changes.dataset
-    context = loader.multiprocessing_context
-    workers = values.get("num_workers", loader.num_workers)
-    if not workers:
-        values |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
-    elif values.get("prefetch_factor", loader.prefetch_factor) is None:
-        values["prefetch_factor"] = TORCH_PREFETCH
-    clone = object.__new__(type(loader))
-    clone.__dict__.update(vars(loader), **values)
     if "next_iter_state" in vars(loader):  # torchdata's: where a StatefulDataLoader is to go on
-        clone.__dict__["next_iter_state"] = None
-    threads = isinstance(loader, FeedLoader) and (changes.workers or loader.workers) == "thread"
-    clone.multiprocessing_context = None if threads or not workers else context
-    if isinstance(clone, FeedLoader):
-        clone.order, clone.watch, clone.workers = None, None, changes.workers or clone.workers
-        clone.forget()
-    return clone
+        values["next_iter_state"] = None
+    if isinstance(loader, FeedLoader):
+        values |= {"order": None, "watch": None, "workers": changes.workers or loader.workers}
+    return twin_of(loader, **values)
 
 
 def burst_of(loader: DataLoader[Any]) -> int:
