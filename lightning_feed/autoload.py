@@ -1,4 +1,4 @@
-"""What Lightning's entry points call for every new Trainer: both callbacks when LIGHTNING_FEED=1, else nothing."""
+"""Entry points that Lightning calls for every new Trainer: our callbacks where LIGHTNING_FEED says so."""
 
 import os
 from importlib import import_module
@@ -18,19 +18,18 @@ def callbacks() -> list[Any]:
     package: while the variable is unset it imports nothing.
 
     Returns:
-        ``[PrefetchCallback(), GPUStarvationCallback()]`` with ``LIGHTNING_FEED=1``, else an empty list.
+        ``[PrefetchCallback(), GPUStarvationCallback()]`` with ``LIGHTNING_FEED=1``, an ``AutotuneCallback()`` before
+        them with ``LIGHTNING_FEED=tune``, else an empty list.
 
     Raises:
-        SettingsError: when the variable holds anything but 1, 0 or nothing.
+        SettingsError: when the variable holds anything else but 0 or nothing.
     """
-    _refuse_children()
-    return _both_from("lightning_feed") if _switched_on() else []
+    return _callbacks_from("lightning_feed")
 
 
 def pl_callbacks() -> list[Any]:
     """The same for Trainers of ``pytorch_lightning``, which in 2.4 refuse callbacks of the other package's tree."""
-    _refuse_children()
-    return _both_from("lightning_feed.pl") if _switched_on() else []
+    return _callbacks_from("lightning_feed.pl")
 
 
 def _refuse_children() -> None:
@@ -44,16 +43,16 @@ def _refuse_children() -> None:
         os._exit(1)  # an exception would run what follows a training: `finally: torch.save(...)`
 
 
-def _switched_on() -> bool:
+def _callbacks_from(module: str) -> list[Any]:
+    _refuse_children()
     value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
+    if value in ("", "0"):
+        return []
+    if value not in ("1", "tune"):
         raise SettingsError(
-            f"{VARIABLE}={value!r} is neither on nor off. Set it to 1 to add PrefetchCallback and "
-            "GPUStarvationCallback to every Trainer, or unset it."
+            f"{VARIABLE}={value!r} is not known. Set it to 1 to add PrefetchCallback and GPUStarvationCallback to "
+            "every Trainer, to tune to have AutotuneCallback choose the workers as well, or unset it."
         )
-    return value == "1"
-
-
-def _both_from(module: str) -> list[Any]:
     home = import_module(module)
-    return [home.PrefetchCallback(), home.GPUStarvationCallback()]
+    tuner = [home.AutotuneCallback()] if value == "tune" else []
+    return [*tuner, home.PrefetchCallback(), home.GPUStarvationCallback()]

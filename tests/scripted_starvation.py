@@ -1,4 +1,4 @@
-"""A GPUStarvationCallback that tells what a test wrote down, for what acts on its figures."""
+"""A GPUStarvationCallback and trials of loaders that tell what a test wrote down, for what acts on their figures."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_feed import GPUStarvationCallback
+from lightning_feed.load.trials.trial import Setting, Trial
 from lightning_feed.watch.kernel import WorkerTime
 from lightning_feed.watch.loader_watch import LoaderSums
 from lightning_feed.watch.loop import LoopSums
@@ -36,6 +37,21 @@ class Scripted(GPUStarvationCallback):
     def _settled(self) -> LoopSums | None:
         past = [self.script[min(k, len(self.script) - 1)] for k in range(self.ended)]
         return sums_of(*((100, step, waits, self.ready, self.capacity, None) for step, waits in past)) if past else None
+
+
+class Trials:
+    """In the place of ``run_trial``: batches per second by the number of workers; an error is raised."""
+
+    def __init__(self, rates: dict[int, Any]) -> None:
+        self.rates = rates
+        self.settings: list[Setting] = []
+
+    def __call__(self, loader: Any, setting: Setting, limits: Any, *, copies: int = 1) -> Trial:
+        self.settings.append(setting)
+        rate = self.rates[min(setting.num_workers, max(self.rates))]
+        if isinstance(rate, Exception):
+            raise rate
+        return Trial(setting=setting, batches_per_s=rate, start_s=0.1, cpu_s_per_batch=1 / self.rates[0])
 
 
 def sums_of(*epochs: tuple[int, float, float, float, float, float | None]) -> LoopSums:

@@ -5,13 +5,14 @@ import sys
 
 import pytest
 
-from lightning_feed import GPUStarvationCallback, PrefetchCallback, autoload, pl
+import lightning_feed
+from lightning_feed import autoload, pl
 from lightning_feed.errors import SettingsError
 
 PROGRAM = """
 import os, sys
 import lightning.pytorch, pytorch_lightning
-for value in ("", "1"):
+for value in ("", "1", "tune"):
     os.environ["LIGHTNING_FEED"] = value
     for package in (lightning.pytorch, pytorch_lightning):
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
@@ -31,22 +32,27 @@ def test_real_trainers_of_both_packages() -> None:
         "['lightning_feed.autoload', 'lightning_feed.errors']",  # unset: nothing heavy is imported
         "['PrefetchCallback', 'GPUStarvationCallback']",
         "['PrefetchCallback', 'GPUStarvationCallback']",
+        "['AutotuneCallback', 'PrefetchCallback', 'GPUStarvationCallback']",
+        "['AutotuneCallback', 'PrefetchCallback', 'GPUStarvationCallback']",
     ]
 
 
-@pytest.mark.parametrize(("value", "count"), [("1", 2), ("0", 0), ("", 0), (None, 0)])
-def test_values(value: str | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+BOTH = ["PrefetchCallback", "GPUStarvationCallback"]
+
+
+@pytest.mark.parametrize(
+    ("value", "names"), [("1", BOTH), ("tune", ["AutotuneCallback", *BOTH]), ("0", []), ("", []), (None, [])]
+)
+def test_values(value: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if value is not None:
         monkeypatch.setenv("LIGHTNING_FEED", value)
-    made = autoload.callbacks()
-    assert [type(callback) for callback in made] == [PrefetchCallback, GPUStarvationCallback][:count]
-    made = autoload.pl_callbacks()
-    assert [type(callback) for callback in made] == [pl.PrefetchCallback, pl.GPUStarvationCallback][:count]
+    for made, home in ((autoload.callbacks(), lightning_feed), (autoload.pl_callbacks(), pl)):
+        assert [type(callback) for callback in made] == [getattr(home, name) for name in names]
 
 
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_FEED", "true")
-    with pytest.raises(SettingsError, match=r"LIGHTNING_FEED='true' is neither on nor off\. Set it to 1"):
+    with pytest.raises(SettingsError, match=r"LIGHTNING_FEED='true' is not known\. Set it to 1"):
         autoload.callbacks()
     with pytest.raises(SettingsError):
         autoload.pl_callbacks()

@@ -13,6 +13,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from torch.utils._pytree import tree_leaves
+
 from lightning_feed.errors import SettingsError
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -196,6 +198,27 @@ def train_loader_source(trainer: Any) -> Any:
     """
     source = trainer.fit_loop._data_source
     return source.instance if source.is_module() else None
+
+
+def wrap_train_source(trainer: Any, around: Callable[..., Any]) -> "Wrap":
+    """Put ``around(original)`` before what gives the training loaders of a fit, whenever they are made.
+
+    Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource.dataloader``).
+    """
+    return Wrap(trainer.fit_loop._data_source, "dataloader", around)
+
+
+def count_loaders(made: Any) -> int:
+    """Loaders in what a hook for loaders returns: one, a CombinedLoader, or any structure of loaders."""
+    return len(made.flattened if hasattr(made, "flattened") and hasattr(made, "limits") else tree_leaves(made))
+
+
+def replace_train_loader(trainer: Any, loader: Any) -> None:
+    """Train with another loader from the next epoch on.
+
+    To be called in ``on_train_epoch_start``. Read in 2.4.0 and 2.6.6 (``utilities/combined_loader.py``).
+    """
+    trainer.fit_loop._combined_loader.flattened = [loader]
 
 
 def bar_refresh_rate(trainer: Any) -> int | None:

@@ -1,84 +1,88 @@
-"""AutotuneCallback: workers and prefetch of the training loader, adjusted between epochs by measured starvation."""
+"""AutotuneCallback: workers of the training loader, found by short trials when training begins."""
 
 import logging
-from collections.abc import Callable, Iterable
+import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
 
 from lightning_feed import _host
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
-from lightning_feed.errors import SettingsError
-from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, WORKER_BYTES, read_machine
-from lightning_feed.load.rank_store import connected, gather
-from lightning_feed.load.settings import MOST, TORCH_PREFETCH
-from lightning_feed.load.trials.epoch_controller import (
-    FEWEST_STEPS,
-    ControllerState,
-    EpochFigures,
-    Move,
-    Room,
-    decide,
-    reconfigure,
-    why_fixed,
-    why_no_workers,
-    worst,
-)
+from lightning_feed.errors import SettingsError, throughput
+from lightning_feed.load.rank_store import gather
+from lightning_feed.load.settings import MOST
+from lightning_feed.load.trials.in_fit import goal_of, tune_for_fit
+from lightning_feed.load.trials.search import Goal, Tuned
+from lightning_feed.load.trials.trial import Setting
+from lightning_feed.load.trials.tune_loader import remember
+from lightning_feed.load.trials.tuned_loader import end_workers, setting_of, why_fixed, with_setting
 from lightning_feed.transfer.resident import ResidentLoader
 from lightning_feed.watch.guard import Guard, Once, guarded, say
 from lightning_feed.watch.loop import LoopSums
-from lightning_feed.watch.verdict.diagnosis import LoopFacts
 
 logger = logging.getLogger(__name__)
-_FAILED = "its measuring failed on a rank, which has said why"
+
+STARVED_PCT = 5.0
+"""Share of step time spent waiting for data from which training is starved: the threshold of TensorFlow's
+input-pipeline analyzer."""
+LATE = 0.2
+"""A loader is late when a batch takes longer than the trials promised by this share. Rates of trials vary by half."""
+WORSE = 0.05
+"""Steps longer by this share are worse. Smaller differences are seen between epochs of the same settings."""
+FEWEST_STEPS = 20
+"""Steps that figures must rest on."""
 _TAKE_OUT = "take out what it had put in"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochMove:
-    """A change that was made."""
+class Move:
+    """A change of the training loader."""
 
     epoch: int
     """The first that has it, as the Trainer counts."""
-    move: Move
+    num_workers: int
+    prefetch_factor: int | None
+    """None without workers."""
+    persistent_workers: bool
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankState:
-    """What one rank tells the others before an epoch, so that all of them decide the same."""
+class EpochFigures:
+    """Means over the steps of one rank since the last decision."""
 
-    aside: str
-    """Why its loader cannot be changed; empty where it can."""
-    num_workers: int = 0
-    prefetch_factor: int | None = None
-    room: Room | None = None
-    """None where it does nothing."""
-    figures: EpochFigures | None = None
-    """None while there are too few steps."""
+    step_ms: float
+    data_idle_ms: float
+    """Of a step: waiting for data."""
+    late: bool
+    """Whether training is starved, and batches take longer than the trials promised."""
 
 
 class AutotuneCallback(Callback):
-    """Adjusts ``num_workers`` and ``prefetch_factor`` of the training loader between epochs, by measured starvation.
+    """Finds the workers of the training loader by short trials when training begins, and sets them.
 
-    It sets more workers while training waits for data and CPUs are free, and fewer while the queue of batches is never
-    empty. A change that made steps longer is undone. After three changes the settings stay. Each change is logged with
-    its reason, and as the metrics ``feed/num_workers`` and ``feed/prefetch_factor``; ``moves`` keeps them.
+    It tries the loader's own setting and a few others, on copies of the loader, and takes the fastest, unless the own
+    one is within 10 % of it. It sets ``num_workers``, ``prefetch_factor`` and ``persistent_workers`` on a copy, says
+    so in one line, and remembers the result for this machine and data. If an epoch is starved although the trials
+    promised more, it goes back to the loader's own setting for an epoch, and keeps the one with the shorter steps.
 
-    The figures are those of the Trainer's GPUStarvationCallback; without one it measures for itself, and logs no
-    figures. Samples come in the same order as without the callback. Random numbers that a data set draws in a worker
-    (augmentation) differ with the number of workers, as they do when that is set by hand.
+    Samples come in the same order as without the callback. Random numbers drawn inside workers (augmentation) differ
+    with the number of workers, as they do when it is set by hand.
 
-    It works with one training loader of a map-style data set, with worker processes or threads. With iterable data
-    sets, several loaders, loaders that iterate in their own way (StatefulDataLoader), and data on the device it does
-    nothing, and says so once.
+    It serves one training loader of a map-style dataset, whoever made it. With iterable datasets, several loaders,
+    loaders that iterate in their own way (StatefulDataLoader), and data on the device it does nothing, and says so.
+    A failed trial leaves the loader as it is.
 
     Args:
-        max_workers: the most workers; None: as many as CPUs, memory and /dev/shm allow.
+        max_workers: the most workers to try; None: as many as CPUs, memory and /dev/shm allow.
+        budget_s: seconds for the trials. None is begun later.
 
     Raises:
-        SettingsError: when ``max_workers`` is not a positive integer.
+        SettingsError: when ``max_workers`` is not a positive integer, or ``budget_s`` not a positive number.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -89,82 +93,91 @@ class AutotuneCallback(Callback):
         ()
     """
 
-    def __init__(self, max_workers: int | None = None) -> None:
+    def __init__(self, max_workers: int | None = None, *, budget_s: float = 10.0) -> None:
         whole = isinstance(max_workers, int) and not isinstance(max_workers, bool)
         if max_workers is not None and (not whole or not 1 <= max_workers <= MOST):
             raise SettingsError(
                 f"AutotuneCallback(max_workers={max_workers!r}): give the most workers that it may use, a whole number "
                 f"from 1 to {MOST}, or leave it out to let CPUs and memory decide."
             )
-        self.max_workers = max_workers
-        self._moves: list[EpochMove] = []
+        Goal(budget_s=budget_s)  # raises for what is no budget
+        self.max_workers, self.budget_s = max_workers, budget_s
+        self._moves: list[Move] = []
         self._once = Once(logger)
         self._guard = self._new_guard()
+        self._wraps: list[_host.Wrap] = []
+        self._run: StarvationRun | None = None
         self._forget()
 
     def _new_guard(self) -> Guard:
-        return Guard("AutotuneCallback", self._give_up)
+        return Guard("AutotuneCallback", self._stop_measuring)
 
     def _forget(self) -> None:
-        self._run: StarvationRun | None = None
+        self._moves = []
+        self._loader: DataLoader[Any] | None = None
+        """The user's, as Lightning prepared it first."""
+        self._goal: Goal | None = None
+        self._tuned: Tuned | None = None
+        self._now: Setting | None = None
+        """The setting in force; None: the user's loader is left alone."""
+        self._loaders = 1
+        self._epochs = 0
+        self._over = True
         self._sums: LoopSums | None = None
         self._decided: LoopSums | None = None
         """What was summed before the last epoch, and at the last decision."""
-        self._state: ControllerState | None = None
-        self._aside = ""
-        self._over = False
-        self._tried_a_worker = False
-        self._epochs = 0
-        self._put_back: Callable[[], None] | None = None
+        self._taken_back: EpochFigures | None = None
+        """The figures for which the found setting was taken back; None while it is in force."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers are pickled for `ddp_spawn`, and callbacks are deep-copied by tuners. A running fit can be neither.
-        return {**self.__dict__, "_run": None, "_put_back": None}
+        return {**self.__dict__, "_run": None, "_wraps": [], "_loader": None}
 
     @property
-    def moves(self) -> tuple[EpochMove, ...]:
+    def moves(self) -> tuple[Move, ...]:
         """The changes of this fit or the last one, in their order."""
         return tuple(self._moves)
 
-    # --- coming and going ---------------------------------------------------------------------------------------------
+    # --- hooks --------------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure, where there is something to adjust."""
-        self._guard = self._new_guard()
-        self._guard.measure(self._begin, trainer)
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wait for the training loader."""
+        if stage == "fit":
+            self._guard = self._new_guard()
+            self._guard.measure(self._begin, trainer)
 
     def _begin(self, trainer: Any) -> None:
         self._let_go()
         self._forget()
-        self._moves = []
-        self._aside = self._why_aside(trainer)
-        if self._aside:
-            self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {self._aside}.")
-            return
-        if not any(isinstance(one, GPUStarvationCallback) for one in trainer.callbacks):
-            self._run = StarvationRun(trainer, every=0, guard=self._guard)
-        self._log(trainer)
+        first = next(one for one in trainer.callbacks if isinstance(one, AutotuneCallback))
+        if trainer.fast_dev_run:
+            self._do_nothing(trainer, "this is a fast_dev_run")
+        elif first is not self:
+            self._do_nothing(trainer, "another AutotuneCallback is at work")
+        else:
+            self._wraps = [
+                _host.wrap_train_source(trainer, self._count),
+                _host.Wrap(trainer.strategy, "process_dataloader", partial(self._process, trainer)),
+            ]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure, where there is something to compare."""
+        self._guard.measure(self._start_measuring, trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Decide, and change the loader before Lightning begins its next pass."""
+        """Compare the last epoch with what the trials promised, before Lightning begins its next pass."""
         if self._run is not None:
             self._guard.measure(self._run.epoch_began)
-        if not self._epochs:
-            return
-        if not self._over:
-            # Told by a rank that has failed, too: the others wait for it.
-            mine = self._guard.measure(self._tell, trainer) or RankState(aside=self._aside or _FAILED)
+        if self._epochs and not self._over:
+            mine = self._guard.measure(self._figures, trainer)  # asked by a rank that has failed, too: others wait
             every = self._guard.attempt("ask the other ranks", gather, trainer, mine)
-            self._over = every is None or any(one.aside for one in every)
-            self._guard.measure(self._decide, trainer, every or [RankState(aside=_FAILED)])
-        self._guard.measure(self._apply, trainer)
+            self._guard.measure(self._compare, trainer, every)
 
+    @guarded
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The pass has begun."""
-        if self._put_back is not None:  # not before: the pass would draw from the loader's own generator
-            self._guard.attempt("put back the generator of the training loader", self._restore)
+        """Look at the batch, where this callback measures for itself."""
         if self._run is not None:
-            self._guard.measure(self._run.batch_came, batch)
+            self._run.batch_came(batch)
 
     @guarded
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -179,7 +192,7 @@ class AutotuneCallback(Callback):
             self._run.validation_began()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """There are figures now."""
+        """Note that there are figures now."""
         self._epochs += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -195,177 +208,181 @@ class AutotuneCallback(Callback):
         self._guard.attempt(_TAKE_OUT, self._let_go)
 
     def _let_go(self) -> None:
-        try:
-            self._restore()
-        finally:
-            self._stop_measuring()
+        wraps, self._wraps = self._wraps, []
+        for wrap in wraps:
+            wrap.undo()
+        self._stop_measuring()
+
+    # --- when the loader is made --------------------------------------------------------------------------------------
+
+    def _count(self, original: Any) -> Any:
+        made = original()
+        self._loaders = _host.count_loaders(made)
+        return made
+
+    def _process(self, trainer: Any, original: Any, loader: Any) -> Any:
+        """The loader that Lightning trains with, in the place of the user's."""
+        if trainer.training:
+            tuned = self._guard.attempt("tune the training loader", self._tune, trainer, loader)
+            loader = loader if tuned is None else tuned
+        return original(loader)
+
+    def _tune(self, trainer: Any, loader: Any) -> Any:
+        """The tuned twin of a training loader; None where the loader stays."""
+        if self._loader is None:
+            self._loader = loader
+            self._find(trainer, loader)
+        if self._now is None:
+            return None
+        # More workers than CPUs is what was found to be fastest, because they wait for something else.
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        return with_setting(loader, self._now)
+
+    def _find(self, trainer: Any, loader: Any) -> None:
+        every = gather(trainer, self._why_not(loader))  # so that all ranks try, or none
+        why_not = next(filter(None, every), "")
+        if why_not:
+            self._do_nothing(trainer, why_not)
+            return
+        own = setting_of(loader)
+        allowed = self.max_workers is None or own.num_workers <= self.max_workers
+        self._goal = goal_of(
+            trainer, loader, budget_s=self.budget_s, most_workers=self.max_workers, given=own if allowed else None
+        )
+        self._tuned = tune_for_fit(loader, trainer, "train", self._goal)
+        if self._tuned is None:
+            return
+        found = self._tuned.setting
+        self._over = found == own and trainer.world_size == 1
+        if found == own:
+            self._say(trainer, f"AutotuneCallback keeps {own}: {self._tuned.reason}.")
+            return
+        rate = throughput(self._tuned.batches_per_s or 0.0, self._tuned.batch_size)
+        self._change(trainer, own, found, f"{self._tuned.reason} ({rate})")
+
+    def _why_not(self, loader: Any) -> str:
+        if self._loaders != 1:
+            return f"there are {self._loaders} training loaders, and which of them is waited for is not measured"
+        if isinstance(loader, ResidentLoader):
+            return "the training set is on the device, so there is nothing to load"
+        return why_fixed(loader)
+
+    # --- between epochs -----------------------------------------------------------------------------------------------
+
+    def _start_measuring(self, trainer: Any) -> None:
+        if self._now is not None:
+            self._log(trainer)
+        if not self._over and not any(isinstance(one, GPUStarvationCallback) for one in trainer.callbacks):
+            self._run = StarvationRun(trainer, every=0, guard=self._guard)
 
     def _stop_measuring(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.close()
 
-    def _restore(self) -> None:
-        put_back, self._put_back = self._put_back, None
-        if put_back is not None:
-            put_back()
-
-    def _give_up(self) -> None:
-        self._aside = _FAILED
-        self._stop_measuring()
-
-    # --- between epochs -----------------------------------------------------------------------------------------------
-
-    def _decide(self, trainer: Any, every: list[RankState]) -> None:
-        aside = next((one.aside for one in every if one.aside), "")
-        if aside:
-            self._aside = aside
-            self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {aside}.")
-        known = [one.figures for one in every if one.figures is not None]
-        if aside or len(known) < len(every):
-            return
-        self._decided = self._sums
-        now = self._state or ControllerState(num_workers=every[0].num_workers, prefetch_factor=every[0].prefetch_factor)
-        self._state, move = decide(now, worst(known), _narrowest([one.room for one in every if one.room is not None]))
-        self._over = bool(self._state.frozen)  # the same on all ranks, whatever fails on one of them below
-        self._apply(trainer)
-        if move is not None:
-            self._moves.append(EpochMove(epoch=trainer.current_epoch, move=move))
-            if trainer.is_global_zero:
-                said = f"AutotuneCallback, epoch {trainer.current_epoch}: {_described(now, move)}"
-                say(logger, logging.INFO, said)
-            self._log(trainer)
-        elif self._state.held:
-            self._once.say(trainer, logging.INFO, f"AutotuneCallback changes nothing: {self._state.held}.", of="held")
-        if self._state.frozen:
-            self._once.say(trainer, logging.INFO, f"AutotuneCallback is done: {self._state.frozen}.")
-
-    def _tell(self, trainer: Any) -> RankState:
-        """What this rank knows before the next epoch."""
-        aside = self._aside or self._why_aside(trainer)
-        if aside:
-            return RankState(aside=aside)
-        (loader,) = _host.train_loaders(trainer)
-        workers = self._state.num_workers if self._state is not None else loader.num_workers
-        run = self._measuring(trainer)
-        now = self._sums = run.settled() if run is not None else None
-        figures = None if now is None else figures_of(now - self._decided if self._decided is not None else now)
-        if figures is not None and not workers and not self._tried_a_worker:
-            self._tried_a_worker = True
-            aside = why_no_workers(loader)
-        return RankState(
-            aside=aside,
-            num_workers=workers,
-            prefetch_factor=loader.prefetch_factor if workers else None,
-            room=_room(trainer, loader, run.main.facts if run is not None else LoopFacts(), most=self.max_workers),
-            figures=figures,
-        )
-
-    def _measuring(self, trainer: Any) -> StarvationRun | None:
-        """This callback's own run, or that of the GPUStarvationCallback beside it."""
+    def _figures(self, trainer: Any) -> EpochFigures | None:
+        """The figures since the last decision; None while there are too few steps."""
         beside = (one.measured_fit for one in trainer.callbacks if isinstance(one, GPUStarvationCallback))
-        return self._run or next((run for run in beside if run is not None), None)
+        run = self._run or next((run for run in beside if run is not None), None)
+        self._sums = run.settled() if run is not None else None
+        if self._sums is None or self._tuned is None:
+            return None
+        sums = self._sums - self._decided if self._decided is not None else self._sums
+        stats = sums.steps.stats(settled=True, trusted_clock=True, prefetch_active=None)
+        if stats.steps < FEWEST_STEPS or stats.step_ms is None or stats.data_idle_ms is None:
+            return None
+        late = is_late(self._tuned, step_ms=stats.step_ms, data_idle_ms=stats.data_idle_ms)
+        return EpochFigures(step_ms=stats.step_ms, data_idle_ms=stats.data_idle_ms, late=late)
 
-    def _why_aside(self, trainer: Any) -> str:
-        """Why there is nothing to adjust in this fit; empty where there is."""
-        first = next(one for one in trainer.callbacks if isinstance(one, AutotuneCallback))
-        if first is not self:
-            return "another AutotuneCallback is at work"
-        loaders = _host.train_loaders(trainer)
-        if len(loaders) != 1:
-            return f"there are {len(loaders)} training loaders, and which of them is waited for is not measured"
-        if trainer.world_size > 1 and not connected():
-            return "the ranks are not connected by torch.distributed, so they cannot agree"
-        if isinstance(loaders[0], ResidentLoader):
-            return "the training set is on the device, so there is nothing to load"
-        return why_fixed(loaders[0])
-
-    def _apply(self, trainer: Any) -> None:
-        """Let the loader have what was decided. Loaders that were made anew for this epoch do not have it yet."""
-        now = self._state
-        loaders = _host.train_loaders(trainer)
-        if now is None or self._aside or len(loaders) != 1:
+    def _compare(self, trainer: Any, every: list[EpochFigures | None] | None) -> None:
+        """Take back a setting that gives less than promised; then keep the better of the two."""
+        known = [one for one in every or [] if one is not None]
+        if every is None or len(known) < len(every):
+            self._over = every is None
             return
-        loader = loaders[0]
-        has = loader.num_workers, loader.prefetch_factor if loader.num_workers else None
-        if has != (now.num_workers, now.prefetch_factor if now.num_workers else None):
-            prefetch = (now.prefetch_factor or TORCH_PREFETCH) if now.num_workers else None
-            self._put_back = reconfigure(loader, now.num_workers, prefetch)
+        assert self._tuned is not None
+        assert self._loader is not None
+        assert self._goal is not None
+        self._decided = self._sums
+        worst = max(known, key=lambda one: (one.late, one.step_ms))
+        own, found = setting_of(self._loader), self._tuned.setting
+        if self._taken_back is None:
+            if worst.late:
+                self._taken_back = worst
+                promised = 1e3 / (self._tuned.batches_per_s or 1.0)
+                waited = f"steps took {worst.step_ms:.3g} ms, {worst.data_idle_ms:.3g} of them waiting"
+                why = f"{waited}, and the trials promised a batch every {promised:.3g} ms"
+                self._change(trainer, found, own, why)
+            return
+        self._over = True
+        before, after = self._taken_back.step_ms, max(one.step_ms for one in known)
+        if after > before * (1 + WORSE):
+            self._change(trainer, own, found, f"without it steps took {after:.3g} ms, with it {before:.3g}")
+            return
+        why = f"steps take {after:.3g} ms, and took {before:.3g} with {found}"
+        self._say(trainer, f"AutotuneCallback keeps {own}: {why}.")
+        if trainer.local_rank == 0:
+            self._guard.attempt("remember it", remember, self._loader, self._goal, self._tuned, own)
 
-    # --- telling ------------------------------------------------------------------------------------------------------
+    def _change(self, trainer: Any, before: Setting, now: Setting, why: str) -> None:
+        self._now = now
+        epoch = trainer.current_epoch
+        self._moves.append(
+            Move(
+                epoch=epoch,
+                num_workers=now.num_workers,
+                prefetch_factor=now.prefetch_factor,
+                persistent_workers=now.persistent_workers,
+                reason=why,
+            )
+        )
+        same = "" if self._epochs else " The order of samples stays; random numbers drawn inside workers differ."
+        self._say(trainer, f"AutotuneCallback, epoch {epoch}: {_described(before, now)}: {why}.{same}")
+        if self._epochs and before != now:
+            (loader,) = _host.train_loaders(trainer)
+            _host.replace_train_loader(trainer, with_setting(loader, now))
+            end_workers(loader)
+            self._log(trainer)
+
+    # --- output -------------------------------------------------------------------------------------------------------
+
+    def _say(self, trainer: Any, what: str) -> None:
+        if trainer.is_global_zero:
+            say(logger, logging.INFO, what)
+
+    def _do_nothing(self, trainer: Any, why: str) -> None:
+        self._once.say(trainer, logging.INFO, f"AutotuneCallback does nothing: {why}.")
 
     def _log(self, trainer: Any) -> None:
         """The settings of the epochs to come, as metrics."""
-        if not trainer.is_global_zero or not trainer.loggers:
+        if not trainer.is_global_zero or self._now is None:
             return
-        (loader,) = _host.train_loaders(trainer)
-        tags = {"feed/num_workers": float(loader.num_workers)}
-        if loader.num_workers:
-            tags["feed/prefetch_factor"] = float(loader.prefetch_factor)
+        tags = {"feed/num_workers": float(self._now.num_workers)}
+        if self._now.prefetch_factor is not None:
+            tags["feed/prefetch_factor"] = float(self._now.prefetch_factor)
         step = _host.steps_logged(trainer)
         for number, each in enumerate(trainer.loggers):
             task = f"log its settings to {type(each).__name__} (trainer.loggers[{number}])"
             self._guard.attempt(task, each.log_metrics, tags, step=step)
 
 
-def _described(before: ControllerState, move: Move) -> str:
-    changed = [
-        f"{name} {old} -> {new}"
-        for name, old, new in (
-            ("num_workers", before.num_workers, move.num_workers),
-            ("prefetch_factor", before.prefetch_factor, move.prefetch_factor),
-        )
-        if old != new
-    ]
-    return f"{', '.join(changed)}: {move.reason}"
+def is_late(tuned: Tuned, *, step_ms: float, data_idle_ms: float) -> bool:
+    """Whether training is starved, and its loader slower than the trials promised.
 
-
-def _room(trainer: Any, loader: Any, facts: LoopFacts, *, most: int | None) -> Room:
-    """What the machine leaves to this rank's loader, its present workers included.
+    With workers the loader has the whole step to make a batch; without, the time that the step waits for it.
 
     Args:
-        trainer: that fits.
-        loader: that loads for it.
-        facts: of the run. An epoch's batches are as many workers as can be used.
-        most: workers that the user allows; None for any number.
+        tuned: what the trials found.
+        step_ms: mean time of a step.
+        data_idle_ms: how long of it the step waits for data.
     """
-    machine, ranks = read_machine(), max(1, trainer.num_devices)
-    limits, in_flight = [most], None
-    if getattr(loader, "workers", "process") != "thread":
-        limits.append(facts.batches_per_epoch)
-        if machine.available_memory_bytes is not None:
-            more = MEMORY_SHARE * machine.available_memory_bytes / (WORKER_BYTES[machine.start_method] * ranks)
-            limits.append(loader.num_workers + int(more))
-        if machine.free_shm_bytes is not None and facts.batch_bytes:
-            in_flight = int(SHM_SHARE * machine.free_shm_bytes / (facts.batch_bytes * ranks))
-    return Room(usable_cpus=max(1, machine.usable_cpus // ranks), most_in_flight=in_flight, most_workers=_least(limits))
+    if not tuned.batches_per_s or 100 * data_idle_ms < STARVED_PCT * step_ms:
+        return False
+    took_ms = step_ms if tuned.setting.num_workers else data_idle_ms
+    return took_ms > (1 + LATE) * 1e3 / tuned.batches_per_s
 
 
-def _narrowest(rooms: list[Room]) -> Room:
-    """The room that all ranks have."""
-    return Room(
-        usable_cpus=min(room.usable_cpus for room in rooms),
-        most_in_flight=_least(room.most_in_flight for room in rooms),
-        most_workers=_least(room.most_workers for room in rooms),
-    )
-
-
-def _least(limits: Iterable[int | None]) -> int | None:
-    return min((one for one in limits if one is not None), default=None)
-
-
-def figures_of(sums: LoopSums) -> EpochFigures | None:
-    """The figures of what was summed since the last decision; None while there are too few steps."""
-    stats = sums.steps.stats(settled=True, trusted_clock=True, prefetch_active=None)
-    if stats.steps < FEWEST_STEPS or stats.step_ms is None or stats.data_idle_ms is None:
-        return None
-    loaders = sums.loaders.to_stats()
-    return EpochFigures(
-        steps=stats.steps,
-        step_ms=stats.step_ms,
-        data_idle_ms=stats.data_idle_ms,
-        queue_ready=loaders.queue_ready,
-        queue_capacity=loaders.queue_capacity,
-        on_cpu_pct=loaders.workers_on_cpu_pct,
-        run_queue_pct=loaders.workers_run_queue_pct,
-    )
+def _described(before: Setting, now: Setting) -> str:
+    names = ("num_workers", "prefetch_factor", "persistent_workers")
+    changed = [(name, getattr(before, name), getattr(now, name)) for name in names]
+    return ", ".join(f"{name} {old} -> {new}" for name, old, new in changed if old != new)

@@ -20,7 +20,7 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, workers_of
-from lightning_feed.load.trials.in_fit import explained, for_trials, settled, tune_for_fit, why_not_now
+from lightning_feed.load.trials.in_fit import explained, settled, tune_for_fit, why_not_now
 from lightning_feed.load.trials.search import Tuned
 from lightning_feed.load.worker import WorkerInit
 from lightning_feed.transfer.resident import ResidentData, ResidentLoader, Shard, free_device_bytes, load_resident
@@ -96,7 +96,7 @@ class Loaders(ChosenSettings):
             # A sampler of the user's may draw random numbers when it is made, or count how often that is.
             with preserve_state(datamodule, dataset):
                 tried, _ = build_loader(dataset, part, replace(self.settings, num_workers="auto"), job)
-            return for_trials(tried, self.settings)
+            return tried
 
         if storage.cache == "device":
             loader, found = self._build_on_device(trainer, dataset, part, storage, job)

@@ -30,6 +30,7 @@ from lightning_feed.load.carry_over import (
 )
 from lightning_feed.load.iterable import IterablePass, Stamped, StampingCollate
 from lightning_feed.load.order import (
+    DrawsOf,
     EpochOrder,
     IndexSource,
     MapPass,
@@ -123,6 +124,8 @@ class FeedLoader(DataLoader[Any]):
         self.workers, self.decode, self.watch = workers, decode, watch
         super().__init__(dataset, **options)
         self.background, self.order = background, order
+        self.draws: DrawsOf | None = None
+        """Those of another loader, made in its place; None: this one makes its own."""
         self.forget()
 
     def forget(self) -> None:
@@ -148,7 +151,7 @@ class FeedLoader(DataLoader[Any]):
             )
         inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
         samplers = {} if self._kind == "iterable" else find_samplers(self.sampler, self.batch_sampler)
-        self._index = IndexSource(inner, samplers, find_read_ahead(self.dataset))
+        self._index = IndexSource(inner, samplers, find_read_ahead(self.dataset), self.draws)
         self._sample_seed: int | None = None
         self._probed = False
         self._iterator = None
@@ -157,6 +160,10 @@ class FeedLoader(DataLoader[Any]):
         self._pending: dict[str, Any] | None = None
         self.shift = 0
         """Batches by which a loaded state's count of them changed, because this loader's batches are others."""
+
+    def follow(self, other: "FeedLoader") -> None:
+        """Take the place of another loader of the same samples: the next pass is the one after its newest."""
+        self._position = other._position
 
     def __iter__(self) -> "LoaderPass":  # type: ignore[override]
         if self.persistent_workers or self.background or self.decode is not None:
@@ -286,6 +293,9 @@ class FeedLoader(DataLoader[Any]):
         """Torch's iterator for the pass, or ours."""
         if isinstance(position, MapPass):
             self._index.now = position
+            if self.draws is not None:
+                with drawing_device(self.draws.generator):
+                    self.draws.draw_seed()
             if self._ours:
                 return self._start_ours(position)
         inner = self._inner(position)

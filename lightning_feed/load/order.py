@@ -72,6 +72,43 @@ def drawing_device(generator: object) -> torch.device:
     return generator.device if isinstance(generator, torch.Generator) else torch.device("cpu")
 
 
+class DrawsOf:
+    """The draws that a loader and its samplers make with the loader's own workers, for a twin with others.
+
+    torch draws a seed for the workers when a pass begins, unless they live already. Workers make the sampler give
+    indices ahead, past its end, where torch's RandomSampler draws once more from a generator of the user's. A loop that
+    knows the length of a loader without workers never asks so far (torch 2.6 to 2.15).
+
+    Args:
+        loader: a DataLoader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.generator: torch.Generator | None = loader.generator
+        self.processes = loader.num_workers > 0 and getattr(loader, "workers", "process") == "process"
+        self._ahead = loader.num_workers * (loader.prefetch_factor or 1) + getattr(loader, "background", 0)
+        self._once = self.processes and loader.persistent_workers
+        self._drawn = False
+
+    def draw_seed(self) -> bool:
+        """Draw the seed of the workers for a pass. Returns whether there was one to draw."""
+        if self._once and self._drawn:
+            return False
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        self._drawn = True
+        return True
+
+    def walk(self, indices: Iterator[Any], length: int | None) -> Iterator[Any]:
+        """``indices``, drawn as far ahead as for the loader; without workers no further than ``length``."""
+        if not self._ahead:
+            yield from islice(indices, length)
+            return
+        waiting = deque(islice(indices, self._ahead))
+        while waiting:
+            waiting.extend(islice(indices, 1))
+            yield waiting.popleft()
+
+
 def ranks_of_run() -> int:
     """Training processes of this run."""
     started = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -327,13 +364,17 @@ class IndexSource:
         inner: ``loader.batch_sampler``, or ``loader.sampler`` where there is none.
         samplers: as :func:`find_samplers` gives them.
         ahead: fetches what the indices need, from a remote place, before they are asked for; None where nothing does.
+        draws: of another loader, to be made in its place; None for none.
     """
 
-    def __init__(self, inner: Any, samplers: Mapping[str, Any], ahead: ReadAhead | None = None) -> None:
+    def __init__(
+        self, inner: Any, samplers: Mapping[str, Any], ahead: ReadAhead | None = None, draws: DrawsOf | None = None
+    ) -> None:
         self.inner = inner
         self.samplers = samplers
         self.now: MapPass | None = None
         self.ahead = ahead
+        self.draws = draws
 
     def __iter__(self) -> Iterator[Any]:
         return self._walk(self.now)
@@ -346,7 +387,8 @@ class IndexSource:
         now.begin(self.samplers)
         generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())
         device = drawing_device(next(filter(None, generators), None))
-        indices = now.skip_trained(iter(self.inner), now.skip) if now.rest is None else now.rest()
+        drawn = iter(self.inner) if self.draws is None else self.draws.walk(iter(self.inner), len(self.inner))
+        indices = now.skip_trained(drawn, now.skip) if now.rest is None else now.rest()
         if self.ahead is not None:
             indices = self.ahead.through(indices, partial(_order_after, now, self.samplers))
         while True:

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from lightning_feed.errors import LoaderError, throughput
-from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import LoaderSettings, Recommendation
 from lightning_feed.load.trials.search import Goal, Tuned
@@ -30,7 +29,22 @@ def why_not_now(trainer: Any, split: str) -> str:
     return ""
 
 
-def tune_for_fit(loader: DataLoader[Any], trainer: Any, name: str) -> Tuned | None:
+def goal_of(trainer: Any, loader: Any, **others: Any) -> Goal:
+    """The goal of tuning for a run: all ranks of a node at once, and the fastest setting unless ``others`` say more.
+
+    Threads are tried only where the user allows them: not every dataset can be read by several threads, and one that
+    cannot need not say so.
+    """
+    return Goal(
+        local_ranks=trainer.num_devices,
+        device_type=trainer.strategy.root_device.type,
+        may_persist=not trainer.reload_dataloaders_every_n_epochs,
+        threads=getattr(loader, "workers", "process") == "thread",
+        **others,
+    )
+
+
+def tune_for_fit(loader: DataLoader[Any], trainer: Any, name: str, goal: Goal | None = None) -> Tuned | None:
     """The settings for a training loader of a run that is about to begin. The loader is not iterated.
 
     On several ranks one of each node runs the trials, for all of its ranks at once; the others wait for it.
@@ -39,6 +53,7 @@ def tune_for_fit(loader: DataLoader[Any], trainer: Any, name: str) -> Tuned | No
         loader: as it would be without tuning.
         trainer: of the run.
         name: of the loader, for the progress bar.
+        goal: of :func:`goal_of`, with what else is asked for.
 
     Returns:
         What was found; None, on all ranks, where they are not connected by torch.distributed.
@@ -46,11 +61,7 @@ def tune_for_fit(loader: DataLoader[Any], trainer: Any, name: str) -> Tuned | No
     Raises:
         FeedError: the loader cannot be tuned: its data set raises, hangs, or gives nothing.
     """
-    goal = Goal(
-        local_ranks=trainer.num_devices,
-        device_type=trainer.strategy.root_device.type,
-        may_persist=not trainer.reload_dataloaders_every_n_epochs,
-    )
+    goal = goal or goal_of(trainer, loader)
 
     def tune() -> Tuned:
         with tqdm(total=goal.max_trials, desc=f"tuning the loader of {name}", disable=None, leave=False) as bar:
@@ -93,24 +104,6 @@ def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
             )
     tuned: Tuned = next(found for node, found in every if node == trainer.node_rank and found is not None)
     return tuned
-
-
-def for_trials(loader: FeedLoader, settings: LoaderSettings) -> DataLoader[Any]:
-    """The loader that trials are made with. Threads are tried only where the user allows them: not every data set can
-    be read by several threads, and one that cannot need not say so."""
-    if settings.workers == "thread" and not isinstance(loader.dataset, IterableDataset):
-        return loader
-    return DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        sampler=None if isinstance(loader.dataset, IterableDataset) else loader.sampler,
-        drop_last=loader.drop_last,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-    )
 
 
 def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:

@@ -26,6 +26,8 @@ _IN_PROPORTION = 0.7
 """From this share of what as many separate workers would give, more of them are worth a trial."""
 _IN_THE_WAY = 0.6
 """Below it, fewer may give as much."""
+KEEP = 0.10
+"""A given setting is kept unless another gives more by this share: rates vary by as much from trial to trial."""
 _BUSY = 0.95
 """Share of what the CPUs can give at all, from which more workers are not worth a trial."""
 _CLOSE = 0.85
@@ -56,6 +58,10 @@ class Goal:
     """Never more than this; None: 16, or twice the CPUs if that is more."""
     may_persist: bool = True
     """Whether workers may live on from epoch to epoch; False where the Trainer makes loaders anew."""
+    threads: bool = True
+    """Whether worker threads may be tried, where the loader can have them."""
+    given: Setting | None = None
+    """The loader's own setting, which is tried too, and kept unless another is clearly faster; None: any will do."""
 
     def __post_init__(self) -> None:
         for name in ("demand_per_s", "budget_s", "max_trials"):
@@ -148,6 +154,9 @@ class Search:
             return Setting(num_workers=0, prefetch_factor=None, pin_memory=self._offer.pin_memory)
         if len(self.trials) >= self._goal.max_trials or self.trials[0].batches_per_s is None:
             return None
+        given = self._goal.given
+        if len(self.trials) == 1 and given is not None and given.num_workers and not self._broken(given, self.trials):
+            return given
         best = self._best()
         if self._meets(best) and not best.setting.num_workers:
             return None
@@ -171,7 +180,7 @@ class Search:
         """The setting to take of those tried; None when none of them could run."""
         if all(trial.batches_per_s is None for trial in self.trials):
             return None
-        best, demand = self._best(), self._goal.demand_per_s
+        best, demand = self._given_if_fast() or self._best(), self._goal.demand_per_s
         return Tuned(
             setting=best.setting,
             reason=self._reason(best),
@@ -213,6 +222,13 @@ class Search:
         """The smallest of the fastest, within the tie."""
         fastest = max(min(self._effective(trial), self._wanted_per_s()) for trial in trials)
         return min((trial for trial in trials if self._effective(trial) >= (1 - TIE) * fastest), key=_size)
+
+    def _given_if_fast(self) -> Trial | None:
+        """The trial of the given setting, where no other gives clearly more; None where one does."""
+        ran = [trial for trial in self.trials if trial.batches_per_s is not None]
+        fastest = max(map(self._effective, ran))
+        near = (trial for trial in ran if self._effective(trial) >= (1 - KEEP) * fastest)
+        return next((trial for trial in near if trial.setting == self._goal.given), None)
 
     @property
     def _worker_s(self) -> float:
@@ -309,6 +325,8 @@ class Search:
 
     def _reason(self, best: Trial) -> str:
         demand, tried = self._goal.demand_per_s, len(self.trials)
+        if best.setting == self._goal.given:
+            return f"none of {tried} tried is {KEEP:.0%} faster"
         if demand is not None and self._meets(best):
             if best.setting.num_workers == 0:
                 load_ms, step_ms = 1e3 / (best.batches_per_s or 1), 1e3 / demand

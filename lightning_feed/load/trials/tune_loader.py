@@ -83,6 +83,21 @@ def tune_loader(  # noqa: PLR0913  # all but the loader and its goal are by name
     return tuned
 
 
+def remember(loader: DataLoader[Any], goal: Goal, tuned: Tuned, taken: Setting) -> None:
+    """Store another setting as the result of a tuning, where it was among the trials, because it trained better.
+
+    Args:
+        loader: that was tuned.
+        goal: what for.
+        tuned: what the trials found.
+        taken: the better setting.
+    """
+    trial = next((one for one in tuned.trials if one.setting == taken), None)
+    if trial is not None and trial.batches_per_s is not None:
+        kept = replace(tuned, setting=taken, batches_per_s=trial.batches_per_s, reason="steps were shorter with it")
+        Store().save(key_of(loader, goal, read_machine(), installed_version("lightning-feed") or ""), kept)
+
+
 class _Run:
     """One tuning of one loader."""
 
@@ -147,7 +162,7 @@ class _Run:
             most = min(most, max(1, int(self._cpus), int(self._cpus * self.goal.budget_s / 4 / IMPORT_S)))
         kinds: tuple[Kind, ...] = ("process",)
         stream = isinstance(self.loader.dataset, IterableDataset)
-        if isinstance(self.loader, FeedLoader) and not stream:
+        if isinstance(self.loader, FeedLoader) and self.goal.threads and not stream:
             kinds = ("process", "thread")
         why = why_not_sent(self.loader, self._method)
         if why:
@@ -161,7 +176,8 @@ class _Run:
                 "at most one worker, since the code of the iterable data set does not ask get_worker_info() which part "
                 "is its own: each worker would give all samples"
             )
-        pin = self.goal.device_type in PINNING_DEVICES
+        given = self.goal.given
+        pin = self.goal.device_type in PINNING_DEVICES if given is None else given.pin_memory
         return Offer(cpus=self._cpus, most_workers=most, kinds=kinds, pin_memory=pin, may_persist=self.goal.may_persist)
 
 
@@ -246,6 +262,8 @@ def key_of(loader: DataLoader[Any], goal: Goal, machine: Machine, version: str) 
             goal.most_workers,
             False,  # in earlier versions batches could be given in another order
             goal.may_persist,
+            *([] if goal.threads else ["no threads"]),
+            *([] if goal.given is None else [str(goal.given)]),
         ],
     }
 
