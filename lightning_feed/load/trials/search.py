@@ -28,6 +28,8 @@ _IN_THE_WAY = 0.6
 """Below it, fewer may give as much."""
 KEEP = 0.10
 """A given setting is kept unless another gives more by this share: rates vary by as much from trial to trial."""
+TURNS = 0.8
+"""What a loader without workers gives counts for so much where the demand is not known: it and the model take turns."""
 _BUSY = 0.95
 """Share of what the CPUs can give at all, from which more workers are not worth a trial."""
 _CLOSE = 0.85
@@ -208,9 +210,9 @@ class Search:
         """Batches per second that training gets from a loader, were the model free: those of the loader, except that
         one without workers takes turns with the model."""
         rate, demand = trial.batches_per_s or 0.0, self._goal.demand_per_s
-        if demand is None or trial.setting.num_workers or not rate:
+        if trial.setting.num_workers or not rate:
             return rate
-        return 1 / (1 / rate + 1 / demand)
+        return TURNS * rate if demand is None else 1 / (1 / rate + 1 / demand)
 
     def _best(self) -> Trial:
         """The smallest that meets the demand; where none does, the smallest of the fastest."""
