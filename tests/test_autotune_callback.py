@@ -299,7 +299,9 @@ def test_real_trials_and_figures_of_its_own() -> None:
         return {"train_dataloaders": DataLoader(Slow(SAMPLES), 1, shuffle=True)}
 
     expected, trainer, _ = fit([], loaders, max_epochs=4)
-    same, our_trainer, error = fit([autotune := Listening(max_workers=2, budget_s=4), watching := Watching()], loaders, max_epochs=4)
+    same, our_trainer, error = fit(
+        [autotune := Listening(max_workers=2, budget_s=4), watching := Watching()], loaders, max_epochs=4
+    )
     assert error is None
     assert watching.seen[0][0] == autotune.moves[0].num_workers > 0  # several samples are waited for at once
     assert any(taken)
