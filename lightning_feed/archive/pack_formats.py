@@ -1,4 +1,4 @@
-"""The format of a pack: its manifest, the index of each part, and readers of LMDB, HDF5 and LitData.
+"""The format of a pack: its manifest, the index of each part, and readers of LMDB and HDF5.
 
 Data files are opened in the process that reads, on the first read: neither LMDB nor HDF5 survives a fork.
 """
@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +24,7 @@ from lightning_feed.extras import require
 ALL = "all"
 """The name of the only part of a pack that has no splits."""
 
-Format = Literal["lmdb", "hdf5", "litdata"]
+Format = Literal["lmdb", "hdf5"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _VERSION = 1
 _PARTS = {ALL, "train", "val", "test"}
@@ -71,7 +71,7 @@ class Manifest:
     @property
     def identity(self) -> str:
         """A digest that is the same for the same data, and another for any other."""
-        return self.checksum("files") if self.indexes else self.checksum()  # one that was interrupted has more pages
+        return self.checksum("files") if self.indexes else self.checksum()  # one that was resumed had more pages
 
     def save(self, folder: Path) -> None:
         """Write it, atomically."""
@@ -89,11 +89,16 @@ def read_manifest(path: Path) -> Manifest:
         raise ArchiveError(f"{path} is no pack: it has no {MANIFEST}. To make one: lightning-feed pack SRC DEST")
     try:
         found = json.loads((path / MANIFEST).read_text())
-        version = found["version"]
-        if version == _VERSION:
+        version, format = found["version"], found.get("format")
+        if version == _VERSION and format != "litdata":
             return _manifest_of(**found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged(path / MANIFEST, error) from error
+    if format == "litdata":
+        raise ArchiveError(
+            f"{path} is a LitData pack of an earlier version. Read {path}/PART/data with litdata.StreamingDataset, whose "
+            "loader is measured as any, or pack the source again."
+        )
     raise ArchiveError(f"{path} is a pack of version {version!r}, and only {_VERSION} can be read. Pack it again.")
 
 
@@ -249,26 +254,4 @@ def _open_hdf5(folder: Path, index: PartIndex) -> Read:
     return read
 
 
-def _open_litdata(folder: Path, _index: PartIndex) -> Read:
-    litdata = require("litdata", extra="litdata", why="A pack of the format litdata")
-    config = json.loads((folder / "index.json").read_bytes())["config"]
-    types = set(_types(json.loads(config["data_spec"])[1]))
-    # LitData unpickles and imports what its index names.
-    if config["data_format"] != ["bytes", "int"] or types - {"builtins.dict", None}:
-        raise ValueError("its samples are not of the types that are packed, so they are not read")
-    stream = litdata.StreamingDataset(str(folder))
-    return lambda number: bytes(stream[number]["data"])
-
-
-def _types(spec: dict[str, Any]) -> Iterator[str | None]:
-    """The types of the containers in a sample of LitData."""
-    yield spec["type"]
-    for inner in spec["children_spec"]:
-        yield from _types(inner)
-
-
-READERS: dict[Format, Callable[[Path, PartIndex], Read]] = {
-    "lmdb": _open_lmdb,
-    "hdf5": _open_hdf5,
-    "litdata": _open_litdata,
-}
+READERS: dict[Format, Callable[[Path, PartIndex], Read]] = {"lmdb": _open_lmdb, "hdf5": _open_hdf5}
