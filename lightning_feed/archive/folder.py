@@ -60,18 +60,6 @@ class SampleSource(Protocol):
         """What errors call sample ``index``: its path, or its path inside the pack."""
 
 
-class Place(Protocol):
-    """Where a folder lies now; a staged copy takes over once it is complete."""
-
-    def current(self) -> Path:
-        """The folder to read from."""
-
-
-def located(place: Path | Place) -> Path:
-    """Where a folder lies now."""
-    return place if isinstance(place, Path) else place.current()
-
-
 class FolderStamp(NamedTuple):
     """What changes when a file is added to a folder, removed or renamed, or another folder takes its place."""
 
@@ -125,11 +113,11 @@ class FolderSource:
     """The files of a :class:`FolderIndex`, read whole.
 
     Args:
-        root: the folder that the index is of; or a place that says where it lies now.
+        root: the folder that the index is of.
         index: which files there are.
     """
 
-    def __init__(self, root: Path | Place, index: FolderIndex) -> None:
+    def __init__(self, root: Path, index: FolderIndex) -> None:
         self.root = root
         self.index = index
         self.classes = index.classes
@@ -153,11 +141,7 @@ class FolderSource:
 
     def name(self, index: int) -> str:
         """The path of file ``index``."""
-        return f"{self.folder()}/{self.index.path(index)}"
-
-    def origin(self) -> str:
-        """What the files are of: the path of the root, links resolved."""
-        return os.path.realpath(self.folder())
+        return f"{self.root}/{self.index.path(index)}"
 
     def changed_ns(self, index: int) -> int:
         """When file ``index`` last changed, in ns since 1970; 0 where it is not there.
@@ -168,10 +152,6 @@ class FolderSource:
             return os.stat(self.name(index)).st_ctime_ns  # noqa: PTH116 - a million times
         except OSError:
             return 0
-
-    def folder(self) -> Path:
-        """Where the root lies now."""
-        return located(self.root)
 
 
 # --- files and folders on a file system -------------------------------------------------------------------------------

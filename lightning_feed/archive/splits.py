@@ -12,14 +12,12 @@ from lightning_feed.archive.folder import (
     MANIFEST,
     Encoded,
     FolderSource,
-    Place,
     SampleSource,
     index_of,
     is_pack,
-    located,
 )
 from lightning_feed.archive.pack_formats import ALL
-from lightning_feed.archive.packed_dataset import PackedDataset
+from lightning_feed.archive.packed_dataset import PackedDataset, remote_pack_error
 from lightning_feed.archive.remote import RemotePlace, RemoteSamples
 from lightning_feed.archive.remote_folder import RemoteSource, list_files
 from lightning_feed.errors import DatasetError, SettingsError
@@ -69,8 +67,8 @@ class Splits:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
             raise SettingsError(f"val_fraction={value!r} is not possible. Give a share from 0 to below 1.")
 
-    def source(self, place: Path | Place | RemotePlace, split: str) -> SampleSource | None:
-        """The samples of ``split`` under ``place``; None where there is no such split.
+    def source(self, root: Path | RemotePlace, split: str) -> SampleSource | None:
+        """The samples of ``split`` under ``root``; None where there is no such split.
 
         Raises:
             DatasetError: when there is nothing to read there.
@@ -78,29 +76,27 @@ class Splits:
         """
         if split not in _FOLDERS:
             return None
-        if isinstance(place, RemotePlace):
-            return self._remote(place, split)
-        root = located(place)
+        if isinstance(root, RemotePlace):
+            return self._remote(root, split)
         if is_pack(root):
-            return self._packed(place, root, split)
+            return self._packed(root, split)
         if not (root / "train").is_dir():
-            return self._share(FolderSource(place, index_of(root)), split)
+            return self._share(FolderSource(root, index_of(root)), split)
         name = split_folder(root, split)
         if name is None:
             return None
         classes = None if split == "train" else index_of(root / "train").classes
-        folder = root / name if isinstance(place, Path) else Below(place, name)
-        return FolderSource(folder, index_of(root / name, classes))
+        return FolderSource(root / name, index_of(root / name, classes))
 
-    def classes(self, place: Path | Place | RemotePlace) -> tuple[str, ...]:
+    def classes(self, root: Path | RemotePlace) -> tuple[str, ...]:
         """Names of the labels, sorted."""
-        source = self.source(place, "train")
+        source = self.source(root, "train")
         return source.classes if source is not None else ()
 
     def _remote(self, place: RemotePlace, split: str) -> SampleSource | None:
         listing = list_files(place)
         if listing.find(MANIFEST) is not None:
-            return self._packed(place, place, split)
+            raise remote_pack_error(place)
         if not listing.has_folder("train"):
             return self._share(RemoteSource.of(place, listing), split)
         name = split_folder(place, split, listing.has_folder)
@@ -109,13 +105,13 @@ class Splits:
         classes = None if split == "train" else RemoteSource.of(place, listing, "train").classes
         return RemoteSource.of(place, listing, name, classes)
 
-    def _packed(self, place: Path | Place | RemotePlace, root: Path | RemotePlace, split: str) -> SampleSource | None:
+    def _packed(self, root: Path, split: str) -> SampleSource | None:
         manifest = PackedDataset.manifest_of(root)
         if manifest.kind == "samples":
             raise DatasetError(f"{root} is a pack of samples, not of images. Read it with PackedDataset.")
         if ALL in manifest.parts:
-            return self._share(PackedDataset(place), split)
-        return PackedDataset(place, split) if split in manifest.parts else None
+            return self._share(PackedDataset(root), split)
+        return PackedDataset(root, split) if split in manifest.parts else None
 
     def _share(self, source: SampleSource, split: str) -> SampleSource | None:
         if split == "test":
@@ -125,18 +121,6 @@ class Splits:
         validation = round(len(source) * self.val_fraction)
         chosen = order[validation:] if split == "train" else order[:validation]
         return Chosen(source, np.sort(chosen)) if len(chosen) else None
-
-
-@dataclass(frozen=True)
-class Below:
-    """A folder in a place that may move."""
-
-    place: Place
-    name: str
-
-    def current(self) -> Path:
-        """Where the folder lies now."""
-        return self.place.current() / self.name
 
 
 class Chosen:
