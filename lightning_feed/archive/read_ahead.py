@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from lightning_feed.archive import quick_reads
 from lightning_feed.archive.remote import REQUESTS, RemoteReads
 
 logger = logging.getLogger(__name__)
@@ -139,7 +138,6 @@ def fetch_in_child() -> None:
     """Fetch what the parent sends numbers of, until it ends."""
     given = sys.stdin.buffer
     parent, source = pickle.load(given)  # of the parent alone
-    quick_reads.allowed = True
     os.nice(5)
     numbers: SimpleQueue[int | None] = SimpleQueue()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -5,6 +5,7 @@ else in threads. One way for both, so that retries, time limits and checks are w
 """
 
 import asyncio
+import errno
 import hashlib
 import logging
 import os
@@ -26,8 +27,6 @@ import numpy as np
 import numpy.typing as npt
 from fsspec.asyn import get_loop
 
-from lightning_feed.archive import quick_reads
-from lightning_feed.archive.quick_reads import SLOWEST_BYTES_PER_S
 from lightning_feed.archive.read_through import ReadThrough
 from lightning_feed.errors import ArchiveError, DatasetError, MissingExtraError, SettingsError, printable
 
@@ -38,6 +37,8 @@ _chance = random.SystemRandom()  # never the user's generators
 
 REQUESTS = 64
 """In flight at once, in each process."""
+SLOWEST_BYTES_PER_S = 1_000_000
+"""How long a large read may take beyond the time limit of any request."""
 _THREADS = 32
 """For file systems without coroutines."""
 _ATTEMPTS = 6
@@ -71,8 +72,6 @@ class Request(NamedTuple):
     """The path of the file below the place."""
     version: str
     """Which version of it was listed."""
-    begin: int | None = None
-    """Where the sample begins in the file; None for the whole file."""
     options: dict[str, Any] | None = None  # of `cat_file`
 
 
@@ -186,11 +185,7 @@ class Connection:
         self._slots = asyncio.Semaphore(REQUESTS)
         self._pool: ThreadPoolExecutor | None = None
         self._renewing, self._renewed_s = asyncio.Lock(), float("-inf")
-        self._quick: quick_reads.Read | None = None
-        self._quick_failures = 0
         self._open()
-        if quick_reads.allowed and not isinstance(self.fs.protocol, str) and "s3" in self.fs.protocol:
-            self._quick = self.submit(quick_reads.open_s3(self.fs, self.root, place.options, place.timeout_s)).result()
 
     def _open(self) -> None:
         place = self.place
@@ -235,8 +230,10 @@ class Connection:
         """What the file system calls a file below the place."""
         return f"{self.root}/{name}" if name and self.root else name or self.root
 
-    async def fetch(self, name: str = "", begin: int = 0, size: int | None = None, **options: Any) -> bytes:
-        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole=True`` says that there must be no more.
+    async def fetch(
+        self, name: str, size: int | None = None, *, begin: int = 0, whole: bool = True, **options: Any
+    ) -> bytes:
+        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole`` says that there must be no more.
 
         Raises:
             GoneError: when it is not there, or another than was listed.
@@ -244,43 +241,21 @@ class Connection:
         """
         if size == 0:
             return b""  # of an empty object S3 gives no range
-        quick = self._quick if size is not None or not begin else None  # it knows no "all from here on"
-        if quick is not None:
-            async with self._slots:
-                found = await quick(self.path(name), begin, size, whole=size is None or options.get("whole", False))
-            if found is not None:
-                self._quick_failures = 0
-                return found
-        data = await self._fetch(name, begin, size, **options)
-        if quick is not None:
-            self._count_failure(quick)
-        return data
-
-    def _count_failure(self, quick: quick_reads.Read) -> None:
-        self._quick_failures += 1
-        if self._quick_failures >= quick_reads.FAILURES and self._quick is not None:
-            self._quick = None
-            error = without_secrets(str(quick.error))
-            logger.warning(
-                "%s is read ahead by s3fs alone from now on, which takes more CPU time: %s", self.place, error
-            )
-
-    async def _fetch(self, name: str, begin: int, size: int | None, *, whole: bool = False, **options: Any) -> bytes:
-        if size is None and not begin:
+        if size is None:
             return bytes(await self.call("cat_file", name, **options))
-        # One byte more than there should be, so that a longer object in its place is seen. With both ends given, s3fs
-        # asks only once.
-        end = None if size is None else begin + size + whole
-        grace_s = (size or 0) / SLOWEST_BYTES_PER_S
 
         def check(data: bytes) -> None:
-            if size is not None and len(data) != size:
+            if len(data) != size:
                 more = "or more " if whole and len(data) > size else ""
                 raise ReplacedError(
                     f"{len(data)} bytes {more}came where {size} were listed: it was replaced, or cut short"
                 )
 
-        return bytes(await self.call("cat_file", name, start=begin, end=end, grace_s=grace_s, check=check, **options))
+        # One byte more than there should be, so that a longer object in its place is seen. With both ends given, s3fs
+        # asks only once.
+        ends = {"start": begin, "end": begin + size + whole}
+        grace_s = size / SLOWEST_BYTES_PER_S
+        return bytes(await self.call("cat_file", name, grace_s=grace_s, check=check, **ends, **options))
 
     async def call(
         self,
@@ -307,6 +282,8 @@ class Connection:
                     check(found)
                 return found
             except Exception as error:
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise  # of a file of this machine
                 cause = error
                 if method == "info" and self.place.is_http and isinstance(error.__cause__, Exception):
                     cause = error.__cause__  # each failure is called a missing file there
@@ -436,8 +413,7 @@ class RemoteReads(ABC):
     def _begin(self, number: int) -> "Future[bytes]":
         connection, asked = self.place.connection(), self.request(number)
         size = int(self.sizes[number])
-        given = {"whole": asked.begin is None, **(asked.options or {})}
-        fetch = partial(connection.fetch, asked.name, asked.begin or 0, size if size >= 0 else None, **given)
+        fetch = partial(connection.fetch, asked.name, size if size >= 0 else None, **(asked.options or {}))
         cache = self._cache(number)
         if cache is None:
             return connection.submit(fetch())
@@ -448,7 +424,7 @@ class RemoteReads(ABC):
 
     def _key(self, number: int) -> str:
         asked = self.request(number)
-        about = repr((f"{self.place.url}/{asked.name}", asked.version, asked.begin, int(self.sizes[number])))
+        about = repr((f"{self.place.url}/{asked.name}", asked.version, None, int(self.sizes[number])))
         return hashlib.blake2b(about.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:

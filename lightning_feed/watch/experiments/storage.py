@@ -298,7 +298,7 @@ def _remote_samples(session: Session) -> tuple[RemoteReads, list[int]] | None:
 def _measure_url(reads: RemoteReads, numbers: list[int]) -> DiskFacts:
     """The speed of a URL, by requests for some of its samples."""
     asked = [(reads.request(number), int(reads.sizes[number])) for number in numbers]
-    wanted = [Wanted(one.name, one.begin or 0, size) for one, size in asked if size > 0]
+    wanted = [Wanted(one.name, size) for one, size in asked if size > 0]
     if not wanted:
         raise LeftOut("the server does not tell how long its files are")
     speed = measure_speed(reads.place, wanted)
