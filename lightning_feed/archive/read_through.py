@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_feed.archive import system
-from lightning_feed.archive.system import find_mount, memory_limits, read_private, size_text
+from lightning_feed.archive.system import RAM_SHARE, find_room, read_private, size_text
 from lightning_feed.errors import ArchiveError
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,6 @@ _LOOK_AT = 20_000
 """Files among which those that go are chosen: all of a small cache, some of a large one, found at random."""
 _AT_ONCE = 64
 """This part of the limit is freed at once."""
-_SHARE = 0.9
-"""How much of what is free on the disk, or in memory, may be taken."""
 _POLL_S = 0.003
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -93,16 +91,13 @@ class ReadThrough:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 _check_private(folder)
             self._join()
-            status = os.statvfs(self.folder)
+            free = find_room(self.folder).left_bytes
         except OSError as error:
             raise ArchiveError(
                 f"{self.folder} cannot be used for a cache: {error.strerror or error}. Give a folder of your own as "
                 "stage_to, on a local disk or in memory."
             ) from error
-        free, mount = status.f_bavail * status.f_frsize, find_mount(self.folder)
-        if mount is not None and mount.in_memory:
-            free = min([free, *(max(0, limit.left_bytes) for limit in memory_limits())])
-        room = self.used_bytes() + int(free * _SHARE)
+        room = self.used_bytes() + int(free * RAM_SHARE)
         self.limit_bytes = min(limit_bytes, room)
         if room < limit_bytes:
             logger.warning(

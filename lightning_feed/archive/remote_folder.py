@@ -411,10 +411,6 @@ class RemoteSource(FolderSource, RemoteReads):
         """The URL of file ``index``."""
         return self.place.url_of(self.index.path(index))
 
-    def origin(self) -> str:
-        """The URL of the folder."""
-        return self.place.url
-
     def changed_ns(self, index: int) -> int:
         """When file ``index`` was changed last, as listed."""
         return int(self.stamps[index])

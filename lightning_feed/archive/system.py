@@ -1,6 +1,7 @@
 """The operating system: atomic, private and refcounted files; limits on memory; mounts, and room on them."""
 
 import fcntl
+import json
 import logging
 import os
 import re
@@ -99,6 +100,24 @@ def write_private(path: Path, content: bytes) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with atomic_write(path, mode=0o600) as file:
         file.write(content)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What :func:`write_json` wrote; empty where there is nothing of that kind, or nothing to be trusted."""
+    try:
+        found = json.loads(read_private(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a document as :func:`write_private` does.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    write_private(path, json.dumps(document, indent=1).encode())
 
 
 # --- refcounted files -------------------------------------------------------------------------------------------------
@@ -327,6 +346,17 @@ def _unescaped(word: str) -> str:
 # --- room for a copy --------------------------------------------------------------------------------------------------
 
 
+def find_room(folder: str | Path, root: Path = Path("/")) -> MemoryLimit:
+    """The bytes that can still be written to a folder, and what limits them: the file system, or in memory that."""
+    mount, status = find_mount(folder, root), os.statvfs(folder)
+    place = f"{mount.point} ({mount.kind})" if mount else str(folder)
+    limits = [MemoryLimit(status.f_bavail * status.f_frsize, place)]
+    if mount is not None and mount.in_memory:
+        limits += memory_limits(root)
+    least = min(limits)
+    return least._replace(left_bytes=max(0, least.left_bytes))
+
+
 def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/")) -> None:
     """Refuse a copy that does not fit.
 
@@ -339,22 +369,20 @@ def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/
     Raises:
         ArchiveError: with what is needed, what is there, and what to do.
     """
-    mount, status = find_mount(folder, root), os.statvfs(folder)
+    mount, least, status = find_mount(folder, root), find_room(folder, root), os.statvfs(folder)
     in_memory = mount is not None and mount.in_memory
-    place = f"{mount.point} ({mount.kind})" if mount else folder
-    limits = [MemoryLimit(status.f_bavail * status.f_frsize, place), *(memory_limits(root) if in_memory else ())]
-    least, share = min(limits), RAM_SHARE if in_memory else 1
+    share = RAM_SHARE if in_memory else 1
     if new_bytes > least.left_bytes * share:
         kept = f", of which {1 - share:.0%} are kept free" if in_memory else ""
         raise ArchiveError(
             f"{size_text(new_bytes)} are to be copied to {folder}, and the {least.reason} leaves "
-            f"{size_text(max(0, least.left_bytes))}{kept}. Nothing was written. Make room, pack images smaller first "
+            f"{size_text(least.left_bytes)}{kept}. Nothing was written. Make room, pack images smaller first "
             "(lightning-feed pack --short-side), stage to a local disk, or mount a tmpfs of the right size and give "
             f"that:\n  {mount_command(folder, new_bytes, root)}"
         )
     if status.f_files > 0 and new_files > status.f_favail:  # a file system without inodes of its own says 0
         raise ArchiveError(
-            f"{new_files} files are to be copied to {folder}, and {place} has room for {status.f_favail} more, "
+            f"{new_files} files are to be copied to {folder}, which has room for {status.f_favail} more, "
             "whatever their size. Nothing was written. Pack them into one first (lightning-feed pack)."
         )
 
