@@ -96,8 +96,8 @@ def read_manifest(path: Path) -> Manifest:
         raise damaged(path / MANIFEST, error) from error
     if format == "litdata":
         raise ArchiveError(
-            f"{path} is a LitData pack of an earlier version. Read {path}/PART/data with litdata.StreamingDataset, whose "
-            "loader is measured as any, or pack the source again."
+            f"{path} is a LitData pack of an earlier version. Read {path}/PART/data with litdata.StreamingDataset, "
+            "whose loader is measured as any, or pack the source again."
         )
     raise ArchiveError(f"{path} is a pack of version {version!r}, and only {_VERSION} can be read. Pack it again.")
 
