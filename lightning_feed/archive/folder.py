@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,17 @@ class FolderStamp(NamedTuple):
         return cls(status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
+def flat_names(names: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """All names, one after the other, and where each ends."""
+    return np.frombuffer(b"".join(names), np.uint8), np.cumsum([len(name) for name in names], dtype=np.int64)
+
+
+def nth_name(names: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64], index: int) -> bytes:
+    """A name out of those of :func:`flat_names`."""
+    begin = int(ends[index - 1]) if index else 0
+    return names[begin : int(ends[index])].tobytes()
+
+
 @dataclass(frozen=True, eq=False)
 class FolderIndex:
     """The files of a folder in a few flat arrays, in the order of torchvision's ``ImageFolder``.
@@ -98,8 +109,7 @@ class FolderIndex:
 
     def path(self, index: int) -> str:
         """The path of file ``index`` below the root."""
-        begin = int(self.ends[index - 1]) if index else 0
-        return os.fsdecode(self.names[begin : int(self.ends[index])].tobytes())
+        return os.fsdecode(nth_name(self.names, self.ends, index))
 
     def is_current(self, root: Path) -> bool:
         """Whether no file was added, removed or renamed since."""
@@ -228,25 +238,15 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
     """
     found = _class_folders(root)
     check_classes(found, classes, root)
-    labels: list[int] = []
-    lengths: list[int] = []
-    names = bytearray()
+    labels, paths = list[int](), list[bytes]()
     folders: list[tuple[str, FolderStamp]] = [(".", FolderStamp.of(root.stat()))]
     for label, name in enumerate(classes or found):
         for folder, stamp, images in sorted(_images(root, name)) if name in found else ():
             folders.append((folder, stamp))
-            for path in (os.fsencode(f"{folder}/{image}") for image in images):
-                names += path
-                lengths.append(len(path))
-                labels.append(label)
+            paths += [os.fsencode(f"{folder}/{image}") for image in images]
+            labels += [label] * len(images)
     check_images(found, labels, root, every=classes is None)
-    return FolderIndex(
-        classes=tuple(classes or found),
-        labels=np.array(labels, dtype=np.int64),
-        names=np.frombuffer(bytes(names), dtype=np.uint8),
-        ends=np.cumsum(lengths, dtype=np.int64),
-        folders=tuple(folders),
-    )
+    return FolderIndex(tuple(classes or found), np.array(labels, np.int64), *flat_names(paths), tuple(folders))
 
 
 def check_classes(found: list[str], classes: tuple[str, ...] | None, root: object) -> None:
@@ -340,43 +340,51 @@ def index_of(
         return remembered
     index = scan_classes(root, classes)
     if max(stamp.ctime_ns for _, stamp in index.folders) < now_ns() - _SETTLED_NS:
-        _save(index, kept)
+        about = json.dumps({"classes": index.classes, "folders": index.folders}).encode()
+        plain = np.frombuffer(about, dtype=np.uint8)
+        save_arrays(kept, about=plain, labels=index.labels, names=index.names, ends=index.ends)
     return index
 
 
 def _load(kept: Path) -> FolderIndex | None:
+    arrays = load_arrays(kept)
+    if arrays is None:
+        return None
+    about = json.loads(arrays["about"].tobytes())
+    return FolderIndex(
+        classes=tuple(about["classes"]),
+        labels=arrays["labels"],
+        names=arrays["names"],
+        ends=arrays["ends"],
+        folders=tuple((name, FolderStamp(*stamp)) for name, stamp in about["folders"]),
+    )
+
+
+def load_arrays(kept: Path) -> dict[str, npt.NDArray[Any]] | None:
+    """What :func:`save_arrays` kept; None where it is not there, damaged, or not this user's."""
     try:
         content = read_private(kept)
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.info("The remembered index %s is not used: %s. The folder is listed anew.", kept, error)
+        logger.info("The remembered index %s is not used: %s. The folder is listed again.", kept, error)
         return None
     stored = content[_DIGEST_BYTES:]
     if content[:_DIGEST_BYTES] != _digest(stored):
-        logger.warning("The remembered index %s is damaged. The folder is listed anew, and remembered again.", kept)
+        logger.warning("The remembered index %s is damaged. The folder is listed again, and remembered again.", kept)
         return None
     with np.load(io.BytesIO(stored), allow_pickle=False) as arrays:
-        about = json.loads(arrays["about"].tobytes())
-        return FolderIndex(
-            classes=tuple(about["classes"]),
-            labels=arrays["labels"],
-            names=arrays["names"],
-            ends=arrays["ends"],
-            folders=tuple((name, FolderStamp(*stamp)) for name, stamp in about["folders"]),
-        )
+        return dict(arrays)
 
 
-def _save(index: FolderIndex, kept: Path) -> None:
-    about = np.frombuffer(json.dumps({"classes": index.classes, "folders": index.folders}).encode(), dtype=np.uint8)
+def save_arrays(kept: Path, **arrays: Any) -> None:
+    """Remember some arrays, with a digest, where that is possible."""
     stored = io.BytesIO()
-    np.savez(stored, about=about, labels=index.labels, names=index.names, ends=index.ends)
+    np.savez(stored, **arrays)
     try:
         write_private(kept, _digest(stored.getvalue()) + stored.getvalue())
     except OSError as error:
-        logger.info(
-            "The index of the folder could not be remembered in %s: %s. The next run lists it anew.", kept, error
-        )
+        logger.info("The list of files could not be remembered in %s: %s. The next run lists them again.", kept, error)
 
 
 def _digest(content: bytes) -> bytes:

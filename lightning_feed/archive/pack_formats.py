@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_feed.archive import system
-from lightning_feed.archive.folder import MANIFEST, is_pack
+from lightning_feed.archive.folder import MANIFEST, is_pack, nth_name
 from lightning_feed.errors import ArchiveError
 from lightning_feed.extras import require
 
@@ -137,8 +137,7 @@ class PartIndex:
 
     def name(self, index: int) -> str:
         """What sample ``index`` was called in the source."""
-        begin = int(self.name_ends[index - 1]) if index else 0
-        return self.names[begin : int(self.name_ends[index])].tobytes().decode("utf-8", "surrogateescape")
+        return nth_name(self.names, self.name_ends, index).decode("utf-8", "surrogateescape")
 
     def save(self, path: Path) -> str:
         """Write it as ``.npz``, and return its digest."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from filelock import FileLock, Timeout
 
-from lightning_feed.archive.folder import is_pack
+from lightning_feed.archive.folder import flat_names, is_pack
 from lightning_feed.archive.pack_formats import Format, PartIndex, lmdb_key, open_lmdb
 from lightning_feed.archive.pack_samples import Payload, Payloads
 from lightning_feed.errors import ArchiveError
@@ -152,13 +152,13 @@ class PartWriter:
     def finish(self) -> None:
         """Write the index, and what the format still lacks."""
         kept = [number for number, row in enumerate(self.rows) if row.size >= 0]
-        names = [self.part.name(number).encode("utf-8", "surrogateescape") for number in kept]
+        names, ends = flat_names([self.part.name(number).encode("utf-8", "surrogateescape") for number in kept])
         index = PartIndex(
             labels=self.part.labels[kept],
             sizes=np.array([self.rows[number].size for number in kept], dtype=np.int64),
             checksums=np.array([self.rows[number].checksum for number in kept], dtype=np.uint32),
-            names=np.frombuffer(b"".join(names), dtype=np.uint8),
-            name_ends=np.cumsum([len(name) for name in names], dtype=np.int64),
+            names=names,
+            name_ends=ends,
         )
         self.digest = index.save(self._index)
         self._write.finish(index)

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_feed.archive.remote import REQUESTS, RemoteReads
+from lightning_feed.archive.remote import REQUESTS
+from lightning_feed.archive.remote_folder import RemoteSource
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class ReadAhead:
         limit_bytes: how much is fetched before it is asked for.
     """
 
-    def __init__(self, source: RemoteReads, picked: Sequence[Any], limit_bytes: int) -> None:
+    def __init__(self, source: RemoteSource, picked: Sequence[Any], limit_bytes: int) -> None:
         cache = source.place.cache
         assert cache is not None
         self._source, self._picked = source, picked

@@ -13,18 +13,14 @@ import random
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any, TypeVar
 
 import fsspec
-import numpy as np
-import numpy.typing as npt
 from fsspec.asyn import get_loop
 
 from lightning_feed.archive.read_through import ReadThrough
@@ -63,16 +59,6 @@ def is_url(path: object) -> bool:
 def without_secrets(text: str) -> str:
     """A URL, or a message with URLs in it, without passwords, and without queries, which may be signatures."""
     return re.sub(r"\?(?=[^\s'\"]*=)(?:(?!::)[^\s'\"])+", "?...", re.sub(r"//[^/\s]*@", "//", text))
-
-
-class Request(NamedTuple):
-    """What is to be read for one sample."""
-
-    name: str
-    """The path of the file below the place."""
-    version: str
-    """Which version of it was listed."""
-    options: dict[str, Any] | None = None  # of `cat_file`
 
 
 def _joined(url: str, name: str) -> str:
@@ -339,99 +325,6 @@ class Connection:
         return ArchiveError(
             f"{url} could not be read{limit} in {_ATTEMPTS} attempts, last: {why}. Check the network and the server."
         )
-
-
-class RemoteSamples(NamedTuple):
-    """The samples of a dataset, or of a source, that are read from a remote place."""
-
-    reads: "RemoteReads"
-    numbers: npt.NDArray[np.int64] | None = None
-    """The number there of each sample, where it is another."""
-
-
-class RemoteReads(ABC):
-    """Samples at a remote place by their numbers, each read by one request; those that are expected, at the same time.
-
-    Attributes:
-        sizes: bytes of each; -1 where the server does not say, so that the cache keeps none that may be cut short.
-        again_late: whether each is read once in an epoch, so that one that was just read will be needed last.
-    """
-
-    sizes: npt.NDArray[np.int64]
-    again_late = True
-
-    def __init__(self, place: RemotePlace) -> None:
-        self.place = place
-        self._expected: WeakValueDictionary[int, Future[bytes]] = WeakValueDictionary()
-
-    @abstractmethod
-    def request(self, number: int) -> Request:
-        """What to ask for."""
-
-    def remote_reads(self) -> RemoteSamples:
-        """These samples."""
-        return RemoteSamples(self)
-
-    def expect(self, numbers: Iterable[int]) -> "list[Future[bytes]]":
-        """Begin to read samples that :meth:`read_bytes` will be asked for next, all at the same time.
-
-        Returns:
-            What holds them: to be kept until they were read. A pass that is broken off lets go of it.
-        """
-        begun = list[Future[bytes]]()
-        for number in numbers:
-            cache = self._cache(number)
-            key = "" if cache is None else self._key(number)
-            # Not what is fetched already: to wait for many files at once is to look for all of them again and again.
-            if number not in self._expected and (cache is None or not (cache.holds(key) or cache.is_coming(key))):
-                self._expected[number] = future = self._begin(number)
-                begun.append(future)
-        return begun
-
-    def read_bytes(self, number: int) -> bytes:
-        """The bytes of a sample.
-
-        Raises:
-            GoneError: when it is not there any more, or was replaced.
-            ArchiveError: when it cannot be read for another reason.
-        """
-        waiting, cache = self._expected.pop(number, None), self._cache(number)
-        if waiting is None and cache is not None:
-            found = cache.read(self._key(number), int(self.sizes[number]), again_late=self.again_late)
-            if found is not None:
-                return found
-        try:
-            return (waiting or self._begin(number)).result()
-        except ArchiveError as error:
-            raise type(error)(f"Sample {number}: {error}") from error
-
-    def begin_ahead(self, number: int) -> "Future[bytes] | None":
-        """Begin to bring a sample into the cache; None where it is there, or cannot be kept."""
-        cache = self._cache(number)
-        return None if cache is None or cache.keep(self._key(number)) else self._begin(number)
-
-    def _begin(self, number: int) -> "Future[bytes]":
-        connection, asked = self.place.connection(), self.request(number)
-        size = int(self.sizes[number])
-        fetch = partial(connection.fetch, asked.name, size if size >= 0 else None, **(asked.options or {}))
-        cache = self._cache(number)
-        if cache is None:
-            return connection.submit(fetch())
-        return connection.submit(cache.through(self._key(number), size, fetch, again_late=self.again_late))
-
-    def _cache(self, number: int) -> ReadThrough | None:
-        return self.place.cache if self.sizes[number] >= 0 else None
-
-    def _key(self, number: int) -> str:
-        asked = self.request(number)
-        about = repr((f"{self.place.url}/{asked.name}", asked.version, None, int(self.sizes[number])))
-        return hashlib.blake2b(about.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_expected": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _expected=WeakValueDictionary())
 
 
 class ReplacedError(OSError):

@@ -1,7 +1,6 @@
 """The speed of a remote place, measured by a bounded number of requests."""
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -79,11 +78,10 @@ def some_files(place: RemotePlace) -> list[Wanted]:
     connection, folder = place.connection(), ""
     while True:
         entries = connection.submit(connection.call("ls", folder, detail=True)).result()
-        files, below = sorted_out(entries, folder, connection.path(folder))
-        paths = [(f"{folder}/{os.fsdecode(name)}".strip("/"), size) for name, size, _ in files[: 2 * TOGETHER]]
-        found = [Wanted(path, size) for path, size in paths if size > 0]
+        files, inside = sorted_out(entries, folder, connection.path(folder))
+        found = [Wanted(path, size) for path, size, _ in files if size > 0]
         if found:
             return found[:TOGETHER]
-        if not below:
+        if not inside:
             raise ArchiveError(f"{place} has no files. Check the URL.")
-        folder = below[0]
+        folder = inside[0]

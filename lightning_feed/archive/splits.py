@@ -18,8 +18,8 @@ from lightning_feed.archive.folder import (
 )
 from lightning_feed.archive.pack_formats import ALL
 from lightning_feed.archive.packed_dataset import PackedDataset, remote_pack_error
-from lightning_feed.archive.remote import RemotePlace, RemoteSamples
-from lightning_feed.archive.remote_folder import RemoteSource, list_files
+from lightning_feed.archive.remote import RemotePlace
+from lightning_feed.archive.remote_folder import RemoteSamples, RemoteSource, list_files
 from lightning_feed.errors import DatasetError, SettingsError
 
 _FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}

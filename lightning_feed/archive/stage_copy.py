@@ -48,7 +48,7 @@ class Tree:
 # --- sources ----------------------------------------------------------------------------------------------------------
 
 
-class LocalSource:
+class LocalOrigin:
     """A folder or a file of this machine.
 
     Args:
@@ -108,7 +108,7 @@ class LocalSource:
             os.fchmod(copy.fileno(), status.st_mode & 0o700)
 
 
-class RemoteSource:
+class RemoteOrigin:
     """A remote place; the modification time of its files stands for their version."""
 
     threads = 32
@@ -233,7 +233,7 @@ class Mirror:
             what is in it.
     """
 
-    def __init__(self, source: LocalSource | RemoteSource, target: Path, parts: Path) -> None:
+    def __init__(self, source: LocalOrigin | RemoteOrigin, target: Path, parts: Path) -> None:
         self._source, self._target, self._parts = source, str(target), parts
         self._stop = threading.Event()
 

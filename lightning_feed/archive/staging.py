@@ -17,9 +17,9 @@ from filelock import FileLock, Timeout
 
 from lightning_feed.archive.remote import RemotePlace, is_url, place_of, without_secrets
 from lightning_feed.archive.stage_copy import (
-    LocalSource,
+    LocalOrigin,
     Mirror,
-    RemoteSource,
+    RemoteOrigin,
     check_owner,
     is_same,
     remove_all,
@@ -150,10 +150,10 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
 
 def _source_of(
     source: str | os.PathLike[str], origin: str, place: "StagePlace", storage_options: Mapping[str, Any] | None
-) -> LocalSource | RemoteSource:
+) -> LocalOrigin | RemoteOrigin:
     given = os.fspath(source)
     found = place_of(given if is_url(given) else origin, storage_options)
-    return RemoteSource(found) if isinstance(found, RemotePlace) else LocalSource(origin, place.target)
+    return RemoteOrigin(found) if isinstance(found, RemotePlace) else LocalOrigin(origin, place.target)
 
 
 def _bring_up_to_date(

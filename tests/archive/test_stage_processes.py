@@ -24,7 +24,7 @@ def copy_file(self, name, advance):
     if not told:
         told.append(name)
         print("copied one", flush=True)
-stage_copy.Mirror._copy_file, stage_copy.LocalSource.threads = copy_file, 1
+stage_copy.Mirror._copy_file, stage_copy.LocalOrigin.threads = copy_file, 1
 done = stage(sys.argv[1], sys.argv[2])
 print(done.copied_files, flush=True)
 sys.stdin.readline()

@@ -11,7 +11,7 @@ import pytest
 from lightning_feed.archive import stage, stage_copy
 from lightning_feed.archive.remote import GoneError, RemotePlace, without_secrets
 from lightning_feed.archive.remote_folder import list_files
-from lightning_feed.archive.stage_copy import RemoteSource
+from lightning_feed.archive.stage_copy import RemoteOrigin
 from lightning_feed.archive.staging import find_place
 from lightning_feed.errors import ArchiveError
 
@@ -61,7 +61,7 @@ def test_a_file_is_not_fetched_to_its_end_after_ctrl_c(large: RemotePlace, tmp_p
     def stopped(_: int) -> None:
         raise KeyboardInterrupt
 
-    connection, source = large.connection(), RemoteSource(large)
+    connection, source = large.connection(), RemoteOrigin(large)
     began, connection.call = time.monotonic(), never  # type: ignore[method-assign]
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -114,7 +114,7 @@ def test_what_is_secret_in_a_url_stands_in_no_name_and_no_record(tmp_path: Path)
     url = "https://me:secret@host/data/birds/?sig=secret"
     origin, place = find_place(url, tmp_path)
     assert place.target == tmp_path / "birds"
-    assert origin == RemoteSource(RemotePlace(url)).root == "https://host/data/birds/?..."
+    assert origin == RemoteOrigin(RemotePlace(url)).root == "https://host/data/birds/?..."
     assert find_place(origin, tmp_path)[1].target == place.target  # as it is found by the record
 
 
