@@ -26,7 +26,7 @@ Encoded: TypeAlias = "bytes | memoryview | npt.NDArray[np.uint8]"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Those of torchvision's ImageFolder; upper or lower case."""
 MANIFEST = "pack.json"
-"""What makes a folder a pack."""
+"""The file that makes a folder a pack."""
 _VERSION = 2
 _DIGEST_BYTES = 16
 _SETTLED_NS = 2_000_000_000
@@ -57,11 +57,11 @@ class SampleSource(Protocol):
         """
 
     def name(self, index: int) -> str:
-        """What errors call sample ``index``: its path, or its path inside the pack."""
+        """The name of sample ``index`` in errors: its path, or its path inside the pack."""
 
 
 class FolderStamp(NamedTuple):
-    """What changes when a file is added to a folder, removed or renamed, or another folder takes its place."""
+    """The times and the inode of a folder: they change when a file is added, removed or renamed."""
 
     mtime_ns: int
     ctime_ns: int
@@ -112,7 +112,7 @@ class FolderIndex:
         return os.fsdecode(nth_name(self.names, self.ends, index))
 
     def is_current(self, root: Path) -> bool:
-        """Whether no file was added, removed or renamed since."""
+        """True if no file was added, removed or renamed since."""
         try:
             return all(FolderStamp.of((root / name).stat()) == stamp for name, stamp in self.folders)
         except OSError:
@@ -271,7 +271,7 @@ def check_images(found: list[str], labels: list[int], root: object, *, every: bo
 
 
 def is_pack(path: str | Path) -> bool:
-    """Whether ``path`` is a pack. Looks for one file."""
+    """True if ``path`` is a pack. Looks for one file."""
     return os.path.isfile(os.path.join(path, MANIFEST))  # noqa: PTH113, PTH118 - False, too, where it cannot be looked for
 
 
@@ -297,7 +297,7 @@ def _images(root: Path, top: str) -> Iterator[tuple[str, FolderStamp, list[str]]
 
 
 def _is_file(entry: "os.DirEntry[str]") -> bool:
-    """Whether it is a file, or a link to nowhere, which is an error with its name when it is read."""
+    """True if it is a file, or a link to nowhere, which is an error with its name when it is read."""
     if entry.is_dir():
         return False
     if entry.is_file() or not os.path.exists(entry.path):  # noqa: PTH110
@@ -361,7 +361,7 @@ def _load(kept: Path) -> FolderIndex | None:
 
 
 def load_arrays(kept: Path) -> dict[str, npt.NDArray[Any]] | None:
-    """What :func:`save_arrays` kept; None where it is not there, damaged, or not this user's."""
+    """The arrays that :func:`save_arrays` kept; None where they are not there, damaged, or not this user's."""
     try:
         content = read_private(kept)
     except FileNotFoundError:

@@ -45,7 +45,7 @@ def _digest(content: bytes) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a pack is. Written last: a folder without it is no pack."""
+    """The description of a pack. Written last: a folder without it is no pack."""
 
     format: Format
     kind: Literal["files", "decoded", "samples"]
@@ -56,7 +56,7 @@ class Manifest:
     """Samples of each part: ``train``, ``val`` ..., or ``all``."""
     total_bytes: int
     options: dict[str, Any]
-    """What was asked for: ``short_side``, ``quality``."""
+    """The options it was made with: ``short_side``, ``quality``."""
     files: dict[str, int]
     """Bytes of each data file, by its path in the pack."""
     version: int = _VERSION
@@ -136,7 +136,7 @@ class PartIndex:
     name_ends: npt.NDArray[np.int64]
 
     def name(self, index: int) -> str:
-        """What sample ``index`` was called in the source."""
+        """The name of sample ``index`` in the source."""
         return nth_name(self.names, self.name_ends, index).decode("utf-8", "surrogateescape")
 
     def save(self, path: Path) -> str:
@@ -184,40 +184,31 @@ def lmdb_key(number: int) -> bytes:
     return number.to_bytes(8, "big")
 
 
-def open_lmdb(folder: Path, *, write: bool = False) -> Any:
-    """Open an LMDB environment to read, or to write, made if there is none.
-
-    LMDB forbids to open one twice in a process, so those that read one file share it.
+def open_lmdb(folder: Path) -> Any:
+    """Open an LMDB environment to read. LMDB forbids to open one twice in a process, so those that read one share it.
 
     Raises:
         lmdb.Error: when it is damaged or cut short.
-        OSError: when there is none, or it cannot be written.
+        OSError: when there is none.
     """
-    lmdb = require("lmdb", extra="pack", why="Packing" if write else "A pack of the format lmdb")
-    data = folder / "data.mdb"
-    if write:
-        folder.mkdir(parents=True, exist_ok=True)
-        data.touch()
+    lmdb = require("lmdb", extra="pack", why="A pack of the format lmdb")
     with system.process_lock:
-        status = data.stat()
+        status = (folder / "data.mdb").stat()
         identity = (os.getpid(), status.st_dev, status.st_ino)
         for known, environment in list(_environments.items()):
-            if known[0] != identity[0] or (write and known == identity):
-                environment.close()  # inherited by a fork, and closed in this process only; or a reader in the way
+            if known[0] != identity[0]:
+                environment.close()  # inherited by a fork, and closed in this process only
                 del _environments[known]
         if identity in _environments:
             return _environments[identity]
-        # No lock: nobody else writes. No readahead: training reads at random. Spare readers are for threads.
-        environment = lmdb.open(
-            os.path.realpath(folder), readonly=not write, lock=False, readahead=False, max_readers=512
-        )
+        # No lock: nobody writes. No readahead: training reads at random. Spare readers are for threads.
+        environment = lmdb.open(os.path.realpath(folder), readonly=True, lock=False, readahead=False, max_readers=512)
         page = environment.stat()["psize"]
-        needed, there = environment.info()["last_pgno"] + 1, data.stat().st_size // page if page else 0
+        needed, there = environment.info()["last_pgno"] + 1, status.st_size // page if page else 0
         if there < needed:  # reading on would end the process with SIGBUS
             environment.close()
             raise lmdb.CorruptedError(f"it is cut short: {there} of {needed} pages are there")
-        if not write:
-            _environments[identity] = environment
+        _environments[identity] = environment
         return environment
 
 

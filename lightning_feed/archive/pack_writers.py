@@ -14,7 +14,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from lightning_feed.archive.folder import flat_names, is_pack
-from lightning_feed.archive.pack_formats import Format, PartIndex, lmdb_key, open_lmdb
+from lightning_feed.archive.pack_formats import Format, PartIndex, lmdb_key
 from lightning_feed.archive.pack_samples import Payload, Payloads
 from lightning_feed.errors import ArchiveError
 from lightning_feed.extras import require
@@ -136,7 +136,7 @@ class PartWriter:
 
     @property
     def samples(self) -> int:
-        """How many samples were kept."""
+        """Number of samples that were kept."""
         return sum(row.size >= 0 for row in self.rows)
 
     @property
@@ -182,7 +182,8 @@ class PartWriter:
 
 class _LmdbWriter:
     def __init__(self, folder: Path) -> None:
-        self._environment, self._count = open_lmdb(folder, write=True), 0
+        lmdb = require("lmdb", extra="pack", why="Packing")
+        self._environment, self._count = lmdb.open(str(folder), lock=False, readahead=False), 0  # nobody reads it yet
 
     def append(self, payloads: list[bytes]) -> None:
         page = self._environment.stat()["psize"]

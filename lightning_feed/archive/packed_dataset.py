@@ -70,7 +70,7 @@ class PackedDataset(Dataset[Any]):
 
     @staticmethod
     def manifest_of(path: str | Path) -> Manifest:
-        """What a pack is, without opening its data."""
+        """The manifest of a pack, without opening its data."""
         return read_manifest(Path(path))
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class PackedDataset(Dataset[Any]):
         return payload
 
     def name(self, index: int) -> str:
-        """What sample ``index`` was called, with the pack in front."""
+        """The name of sample ``index``, with the pack in front."""
         return f"{self.path}/{self.part if self.part != ALL else ''}:{self.index.name(index)}"
 
     def _reader(self) -> Read:

@@ -1,24 +1,24 @@
 """Packing many small files, or any map-style dataset, into a few large files: checked, and atomic at the end."""
 
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_feed.archive.folder import FolderSource, index_of, is_pack
+from lightning_feed.archive.folder import FolderSource, is_pack
 from lightning_feed.archive.pack_formats import ALL, FORMATS, Format, Manifest
 from lightning_feed.archive.pack_samples import Payload, Payloads, Shrink
 from lightning_feed.archive.pack_writers import PartWriter, finish, in_the_making
 from lightning_feed.archive.packed_dataset import PackedDataset
-from lightning_feed.archive.remote import RemotePlace, place_of
-from lightning_feed.archive.remote_folder import RemoteSource, list_files
-from lightning_feed.archive.splits import SPLITS, split_folder
-from lightning_feed.archive.system import end_after, find_room, progress_bar
+from lightning_feed.archive.remote import place_of
+from lightning_feed.archive.remote_folder import RemoteSource
+from lightning_feed.archive.splits import SPLITS, Root
+from lightning_feed.archive.system import end_with, find_room, progress_bar
 from lightning_feed.errors import ArchiveError, SettingsError
 
 LITDATA = "packs are of the formats lmdb and hdf5; for LitData's chunks use its own litdata.optimize"
@@ -34,7 +34,7 @@ _WRITTEN_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PackReport:
-    """What was packed."""
+    """A pack that was made."""
 
     path: Path
     samples: int
@@ -93,10 +93,10 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     _check_target(target, force=force)
     parts, classes = _parts_of(source, shrink, storage_options)
     _check_outside(target, parts)
-    with in_the_making(target) as partial:
+    with in_the_making(target) as folder:
         _check_target(target, force=force)  # again: another process may have packed there since
-        _check_room(partial, parts, format)
-        written = [PartWriter(partial / name, part, format) for name, part in parts.items()]
+        _check_room(folder, parts, format)
+        written = [PartWriter(folder / name, part, format) for name, part in parts.items()]
         for one in written:
             _fill(one, workers, on_error)
             one.finish()
@@ -111,10 +111,10 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
             options={"short_side": short_side, "quality": shrink.written_quality},
             files={name: size for one in written for name, size in one.files().items()},
             indexes={one.name: one.digest for one in written},
-        ).save(partial)
+        ).save(folder)
         if verify:
-            verify_pack(partial)
-        finish(partial, target)
+            verify_pack(folder)
+        finish(folder, target)
     return PackReport(
         path=target,
         samples=sum(one.samples for one in written),
@@ -193,44 +193,25 @@ def _parts_of(
         if shrink != Shrink():
             raise SettingsError("short_side, quality and decoded are for folders of images. Leave them out.")
         return {ALL: Payloads(source, shrink)}, ()
-    root, classes = place_of(source, storage_options), None
-    if isinstance(root, RemotePlace):
-        return _remote_parts(root, shrink)
-    folders = {ALL: root}
-    if (root / "train").is_dir():
-        named = {split: split_folder(root, split) for split in SPLITS}
-        folders = {split: root / name for split, name in named.items() if name is not None}
-    parts = {}
-    for split, folder in folders.items():  # train comes first
-        found = FolderSource(folder, index_of(folder, classes))
-        parts[split], classes = Payloads(found, shrink), found.classes
-    return parts, classes or ()
+    root = Root(place_of(source, storage_options), fresh=True)
+    sources = {split: root.source(split) for split in (SPLITS if root.has_splits else (ALL,))}
+    found = {split: Payloads(part, shrink) for split, part in sources.items() if part is not None}
+    return found, next(iter(found.values())).source.classes
 
 
-def _remote_parts(place: RemotePlace, shrink: Shrink) -> tuple[dict[str, Payloads], tuple[str, ...]]:
-    listing = list_files(place, fresh=True)
-    if not listing.has_folder("train"):
-        whole = RemoteSource.of(place, listing)
-        return {ALL: Payloads(whole, shrink)}, whole.classes
-    classes = RemoteSource.of(place, listing, "train").classes
-    named = {split: split_folder(place, split, listing.has_folder) for split in SPLITS}
-    parts = {split: RemoteSource.of(place, listing, name, classes) for split, name in named.items() if name}
-    return {split: Payloads(part, shrink) for split, part in parts.items()}, classes
-
-
-def _check_room(partial: Path, parts: dict[str, Payloads], format: Format) -> None:
+def _check_room(folder: Path, parts: dict[str, Payloads], format: Format) -> None:
     times, words = (1.05, "") if format == "lmdb" else (2.1, " (twice the data)")
     needed = sum(_estimated_bytes(part) for part in parts.values()) * times
-    free = find_room(partial).left_bytes
+    free = find_room(folder).left_bytes
     if needed > free:
         raise ArchiveError(
-            f"Packing needs about {needed / 1e9:.2f} GB in {partial.parent} until it is done{words}, and "
+            f"Packing needs about {needed / 1e9:.2f} GB in {folder.parent} until it is done{words}, and "
             f"{free / 1e9:.2f} GB are free. Free some, give another DEST, or make images smaller (--short-side)."
         )
 
 
 def _estimated_bytes(part: Payloads) -> int:
-    """What a part takes in LMDB, which gives all but small payloads pages of their own: estimated from some samples."""
+    """Bytes of a part in LMDB, which gives all but small payloads pages of their own: estimated from some samples."""
     some = [each.data for each in part.__getitems__(list(range(0, len(part), max(1, len(part) // _LOOKED_AT))))]
     sizes = [len(data) + 64 for data in some if data is not None]
     taken = [size if size < 1024 else -(-size // 4096) * 4096 for size in sizes]
@@ -263,13 +244,8 @@ def _payloads(part: Payloads, workers: int | None) -> Iterator[Payload]:
     at_once = 1
     if workers:  # fewer samples are handed over together where they are large
         at_once = max(1, min(_AT_ONCE, _HANDED_OVER_BYTES // max(1, len(part[0].data or b""))))
-    loader = DataLoader(part, batch_size=at_once, num_workers=workers, collate_fn=list, worker_init_fn=_end_with_parent)
+    # A worker whose parent is killed would wait for ever to hand over what nobody takes.
+    end = partial(end_with, os.getpid())
+    loader = DataLoader(part, batch_size=at_once, num_workers=workers, collate_fn=list, worker_init_fn=end)
     for batch in loader:
         yield from batch
-
-
-def _end_with_parent(_worker: int) -> None:
-    """End this worker when its parent is killed: it would wait for ever to hand over what nobody takes."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # it is a worker process
-    end_after(parent.join)

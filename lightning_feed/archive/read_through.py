@@ -108,11 +108,11 @@ class ReadThrough:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def holds(self, key: str) -> bool:
-        """Whether a file is there."""
+        """True if a file is there."""
         return os.path.exists(self._path(key))  # noqa: PTH110 - often
 
     def is_coming(self, key: str) -> bool:
-        """Whether a process fetches it now, or was killed while it did."""
+        """True if a process fetches it now, or was killed while it did."""
         return os.path.exists(self._path(key) + _PART)  # noqa: PTH110 - often
 
     def keep(self, key: str) -> bool:
@@ -241,7 +241,7 @@ class ReadThrough:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """What is counted as taken, in whole blocks of the disk."""
+        """The bytes counted as taken, in whole blocks of the disk."""
         with self._locked(_COUNT) as file:
             return _read_count(file)
 
@@ -261,7 +261,7 @@ class ReadThrough:
             fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def _present_bytes(self) -> int:
-        """What the files take. Call it under the lock of the count: none must be renamed or removed meanwhile."""
+        """The bytes of all files. Call it under the lock of the count: none must be renamed or removed meanwhile."""
         return sum(found.size for folder in self._buckets() for found in self._look_into(folder))
 
     def _take(self, taken: int) -> bool:

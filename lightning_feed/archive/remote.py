@@ -34,7 +34,7 @@ _chance = random.SystemRandom()  # never the user's generators
 REQUESTS = 64
 """In flight at once, in each process."""
 SLOWEST_BYTES_PER_S = 1_000_000
-"""How long a large read may take beyond the time limit of any request."""
+"""The slowest rate of a large read, beyond the time limit of any request."""
 _THREADS = 32
 """For file systems without coroutines."""
 _ATTEMPTS = 6
@@ -52,7 +52,7 @@ class GoneError(ArchiveError, DatasetError):
 
 
 def is_url(path: object) -> bool:
-    """Whether a path is a URL for fsspec: ``s3://bucket/birds``, or a chain such as ``zip://::s3://bucket/birds.zip``."""
+    """True if a path is a URL for fsspec: ``s3://bucket/birds``, or a chain such as ``zip://::s3://bucket/birds.zip``."""
     return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None
 
 
@@ -72,7 +72,7 @@ def _joined(url: str, name: str) -> str:
 
 
 def place_of(path: str | Path, storage_options: Mapping[str, Any] | None = None) -> "Path | RemotePlace":
-    """Where a path or a URL leads to.
+    """The place that a path or a URL leads to.
 
     Raises:
         SettingsError: for options without a URL.
@@ -118,7 +118,7 @@ class RemotePlace:
         self.options, self.cache, self.timeout_s = dict(options or {}), cache, timeout_s
         self.is_http = self.url.startswith(("http://", "https://"))
         self.readahead_bytes = 0
-        """How much of what an order needs next is fetched into the cache."""
+        """Bytes of what an order needs next that are fetched into the cache."""
         about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0])))
         self.key = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
         """Tells this place, with its options, from others; says nothing of the options."""
@@ -213,7 +213,7 @@ class Connection:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def path(self, name: str) -> str:
-        """What the file system calls a file below the place."""
+        """The file system's path of a file below the place."""
         return f"{self.root}/{name}" if name and self.root else name or self.root
 
     async def fetch(
@@ -328,7 +328,7 @@ class Connection:
 
 
 class ReplacedError(OSError):
-    """What came is not what was listed."""
+    """Bytes that are not those that were listed."""
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -336,7 +336,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether another attempt may go better."""
+    """True if another attempt may go better."""
     status = status_of(error)
     if isinstance(error, FileNotFoundError) or _is_refusal(error):
         return False

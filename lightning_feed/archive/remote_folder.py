@@ -47,7 +47,7 @@ _RANKS_START_WITHIN_S = 60
 """A process uses a listing that it, or the process that it was forked from, has taken. Ranks of one run share one."""
 _CHANGED = ("LastModified", "last_modified", "updated", "modified", "mtime", "created")
 _CONTENT = ("ETag", "Last-Modified", "etag", "md5Hash", "content_settings", "blob_id", "sha", "CRC", "ino")
-"""What the entries of a listing call the time of a change, and what is another for other contents, by file system."""
+"""Keys of the entries of a listing: the time of a change, and what differs for other contents, by file system."""
 _HEADERS = ("ETag", "Last-Modified")
 """Those of them that HTTP knows."""
 _ASKED_AT_ONCE = 1000
@@ -85,7 +85,7 @@ class Listing:
         return found if found < len(self) and self.path(found) == path else None
 
     def has_folder(self, path: str) -> bool:
-        """Whether there are files below a path."""
+        """True if there are files below a path."""
         # Its own files are not next to those of the folders in it: "a-b" comes before "a/b".
         near = (self._at(f"{path}/"), self._at(f"{path}//"))
         return any(number < len(self) and self.path(number).startswith(f"{path}/") for number in near)
@@ -216,7 +216,7 @@ def sorted_out(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[l
 
 
 def stamp_of(entry: dict[str, Any]) -> int:
-    """What tells one version of an object from the next: its time in ns, with a hash of its tag below the second."""
+    """A number for each version of an object: its time in ns, with a hash of its tag below the second."""
     changed = next((entry[name] for name in _CHANGED if entry.get(name) is not None), 0)
     # An ETag is weak within a second of the change, and may be strong later.
     content = repr([str(entry[name]).removeprefix("W/") for name in _CONTENT if entry.get(name) is not None])

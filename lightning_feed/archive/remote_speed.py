@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
 
 
 class RemoteSpeed(NamedTuple):
-    """What a place gives to this machine."""
+    """Latency and throughput of a place."""
 
     latency_ms: float
     """From asking for one byte to having it: median of :data:`ALONE` requests, one after the other."""

@@ -1,7 +1,7 @@
-"""Which samples of a folder or a pack belong to which split."""
+"""The splits of a folder or a pack, and their samples."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,28 +23,60 @@ from lightning_feed.archive.remote_folder import RemoteSamples, RemoteSource, li
 from lightning_feed.errors import DatasetError, SettingsError
 
 _FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-"""What the folders of a split are called."""
+"""Names of the folders of each split."""
 
 
 SPLITS = tuple(_FOLDERS)
 
 
-def split_folder(root: Path | RemotePlace, split: str, has: Callable[[str], bool] | None = None) -> str | None:
-    """What the folder of a split under ``root`` is called; None where there is none.
+class Root:
+    """A folder of class folders, or of folders of splits with class folders in them, on this machine or at a URL.
 
     Args:
-        root: the folder.
-        split: its name.
-        has: says whether ``root`` has a folder; None looks on the disk.
-
-    Raises:
-        DatasetError: when there are several, of which one would be left out in silence.
+        place: the folder.
+        fresh: list a remote place now.
     """
-    has = has or (lambda name: os.path.isdir(f"{root}/{name}"))  # noqa: PTH112
-    names = [name for name in _FOLDERS[split] if has(name)]
-    if len(names) > 1:
-        raise DatasetError(f"{root} has {' and '.join(names)}, which all mean the split {split!r}. Rename all but one.")
-    return names[0] if names else None
+
+    def __init__(self, place: Path | RemotePlace, *, fresh: bool = False) -> None:
+        self.place = place
+        self._listing = list_files(place, fresh=fresh) if isinstance(place, RemotePlace) else None
+        self.has_splits = self._has("train")
+
+    @property
+    def is_pack(self) -> bool:
+        """True if it is a pack."""
+        if self._listing is not None:
+            return self._listing.find(MANIFEST) is not None
+        return is_pack(str(self.place))
+
+    def source(self, split: str) -> FolderSource | None:
+        """The images of a split, or of a root without splits; None where there is no such split.
+
+        Raises:
+            DatasetError: when there is nothing to read, or when several folders mean that split, of which one would be
+                left out in silence.
+        """
+        if not self.has_splits:
+            return self._read("")
+        names = [name for name in _FOLDERS[split] if self._has(name)]
+        if len(names) > 1:
+            raise DatasetError(
+                f"{self.place} has {' and '.join(names)}, which all mean the split {split!r}. Rename all but one."
+            )
+        if not names:
+            return None
+        return self._read(names[0], None if split == "train" else self._read("train").classes)
+
+    def _has(self, name: str) -> bool:
+        if self._listing is not None:
+            return self._listing.has_folder(name)
+        return os.path.isdir(f"{self.place}/{name}")  # noqa: PTH112
+
+    def _read(self, name: str, classes: tuple[str, ...] | None = None) -> FolderSource:
+        if isinstance(self.place, RemotePlace):
+            assert self._listing is not None
+            return RemoteSource.of(self.place, self._listing, name, classes)
+        return FolderSource(self.place / name, index_of(self.place / name, classes))
 
 
 @dataclass(frozen=True)
@@ -76,34 +108,18 @@ class Splits:
         """
         if split not in _FOLDERS:
             return None
+        found = Root(root)
+        if not found.is_pack:
+            source = found.source(split)
+            return source if found.has_splits or source is None else self._share(source, split)
         if isinstance(root, RemotePlace):
-            return self._remote(root, split)
-        if is_pack(root):
-            return self._packed(root, split)
-        if not (root / "train").is_dir():
-            return self._share(FolderSource(root, index_of(root)), split)
-        name = split_folder(root, split)
-        if name is None:
-            return None
-        classes = None if split == "train" else index_of(root / "train").classes
-        return FolderSource(root / name, index_of(root / name, classes))
+            raise remote_pack_error(root)
+        return self._packed(root, split)
 
     def classes(self, root: Path | RemotePlace) -> tuple[str, ...]:
         """Names of the labels, sorted."""
         source = self.source(root, "train")
         return source.classes if source is not None else ()
-
-    def _remote(self, place: RemotePlace, split: str) -> SampleSource | None:
-        listing = list_files(place)
-        if listing.find(MANIFEST) is not None:
-            raise remote_pack_error(place)
-        if not listing.has_folder("train"):
-            return self._share(RemoteSource.of(place, listing), split)
-        name = split_folder(place, split, listing.has_folder)
-        if name is None:
-            return None
-        classes = None if split == "train" else RemoteSource.of(place, listing, "train").classes
-        return RemoteSource.of(place, listing, name, classes)
 
     def _packed(self, root: Path, split: str) -> SampleSource | None:
         manifest = PackedDataset.manifest_of(root)

@@ -201,7 +201,7 @@ def _listed(root: str, *, follow: bool) -> Iterator[tuple[str, os.stat_result, b
 
 
 def is_same(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths lead to one file or folder; the first is no link."""
+    """True if two paths lead to one file or folder; the first is no link."""
     with suppress(OSError):
         return not os.path.islink(one) and os.path.samefile(one, other)  # noqa: PTH114, PTH121
     return False
@@ -290,9 +290,12 @@ class Mirror:
                 raise InterruptedError(errno.EINTR, "another file could not be copied")
 
         def drain() -> None:
-            while waiting and not self._stop.is_set():
-                with suppress(IndexError):  # another thread took the last one
-                    self._copy_file(waiting.pop(), advance)
+            while not self._stop.is_set():
+                try:
+                    name = waiting.pop()
+                except IndexError:
+                    return
+                self._copy_file(name, advance)
 
         with bar, ThreadPoolExecutor(self._source.threads) as pool:  # which waits for its threads
             try:

@@ -38,7 +38,6 @@ from lightning_feed.errors import ArchiveError, SettingsError
 
 logger = logging.getLogger(__name__)
 
-NO_HASH = "sizes and times of change are compared now; force=True copies everything again"
 _SAY_AFTER_S = 1.0
 """A wait that is over sooner, for a process that finds the copy up to date, is not worth a line."""
 
@@ -64,7 +63,7 @@ class Staged:
     in_memory: bool
     """The copy lies in memory: a tmpfs or a RAM disk."""
     caveats: tuple[str, ...]
-    """What to know of a copy there, one sentence each."""
+    """Things to know of a copy there, one sentence each."""
 
 
 def stage(  # noqa: PLR0913 - all but two are by name, and have a default
@@ -105,7 +104,9 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
         PosixPath('/dev/shm/me/birds')
     """
     if hash:
-        raise SettingsError(f"hash=True is not possible: {NO_HASH}.")
+        raise SettingsError(
+            "hash=True: sizes and times of change are compared now; force=True copies everything again."
+        )
     since_s = time.time()
     origin, place = find_place(source, dest)
     mirror = Mirror(_source_of(source, origin, place, storage_options), place.target, place.parts)
@@ -240,7 +241,7 @@ class StageRecord:
     remove_at_exit: bool
     """The copy goes with the last process that uses it."""
     copied_by: str = "an earlier version"
-    """Who copies or copied it, for people."""
+    """The process that copies or copied it, for people."""
     files: int = 0
     total_bytes: int = 0
     checked_s: float | None = None
@@ -361,7 +362,7 @@ def release(place: StagePlace) -> None:
 
 
 def is_used(place: StagePlace) -> bool:
-    """Whether another process uses the copy. Called while the place is claimed, and not used by this process."""
+    """True if another process uses the copy. Called while the place is claimed, and not used by this process."""
     return not open_refcounted(place.users).give_up()
 
 

@@ -10,7 +10,8 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 NO_LIMIT_BYTES = 1 << 60
 """cgroup v1 writes "no limit" as a number just under 2**63, rounded down to a page; nothing real is this large."""
 RAM_SHARE = 0.9
-"""How much of the free memory, and of the free space of a file system in memory, a copy may take. A loader's workers
+"""The share of the free memory, and of the free space of a file system in memory, a copy may take. A loader's workers
 hand over their batches through /dev/shm and are killed when it is full; so is whoever asks next when memory is."""
 
 
@@ -103,7 +104,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What :func:`write_json` wrote; empty where there is nothing of that kind, or nothing to be trusted."""
+    """The document that :func:`write_json` wrote; empty where there is none, or none to be trusted."""
     try:
         found = json.loads(read_private(path))
     except (OSError, ValueError, RecursionError):
@@ -154,7 +155,7 @@ class RefcountedFile:
                 os.close(self.fd)
 
     def is_linked(self) -> bool:
-        """Whether it is the file that lies under its path now."""
+        """True if it is the file that lies under its path now."""
         try:
             return os.path.samestat(os.fstat(self.fd), self.path.lstat())
         except OSError:
@@ -218,9 +219,9 @@ class MemoryLimit(NamedTuple):
     """One limit on the memory that can still be taken."""
 
     left_bytes: int
-    """What it leaves, without swapping. May be negative for a cgroup that is over its limit."""
+    """The bytes that it leaves, without swapping. May be negative for a cgroup that is over its limit."""
     reason: str
-    """What sets it."""
+    """The thing that sets it."""
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
@@ -301,7 +302,7 @@ class Mount:
     """One line of ``/proc/self/mountinfo``."""
 
     point: str
-    """Where it is mounted."""
+    """The path at which it is mounted."""
     kind: str
     """``"tmpfs"``, ``"ext4"`` ..."""
     device: str
@@ -312,7 +313,7 @@ class Mount:
 
     @property
     def in_memory(self) -> bool:
-        """Whether what is written there takes memory."""
+        """True if what is written there takes memory."""
         return self.kind in ("tmpfs", "ramfs")
 
 
@@ -388,7 +389,7 @@ def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/
 
 
 def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
-    """What to know of a copy in ``folder``: one sentence for each thing that holds there.
+    """Things to know of a copy in ``folder``: one sentence for each thing that holds there.
 
     Args:
         folder: where the copies go; exists.
@@ -453,14 +454,15 @@ def _kernel(root: Path) -> tuple[int, ...]:
 # --- long work --------------------------------------------------------------------------------------------------------
 
 
-def end_after(wait: Callable[[], object]) -> None:
-    """End this process at once when ``wait`` returns, which a thread calls."""
+def end_with(parent: int, *_: object) -> None:
+    """End this process soon after another, of which it is a child, has ended."""
 
     def watch() -> None:
-        wait()
+        while os.getppid() == parent:
+            time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="end-after").start()
+    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
 
 
 def progress_bar(text: str, total: int, unit: str = "B", *, done: int = 0) -> "tqdm[Any]":
