@@ -52,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 from http_store import HttpStore, running_http
 from test_resume_everywhere import check as resume_check
 
-FORMATS = ("lmdb", "hdf5", "litdata")
+FORMATS = ("lmdb", "hdf5")
 FILES, SAMPLES = 40, 64
 LIMIT_S = 120.0
 """Whatever takes longer, hangs."""
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--small-disk", type=Path, help=argparse.SUPPRESS)  # called again, in a mount namespace
     arguments = parser.parse_args()
     families = ON_SMALL_DISKS if arguments.small_disk else FAMILIES
-    for library in ("lmdb", "h5py", "litdata"):  # once, here: a kill is to meet the work, not its imports
+    for library in ("lmdb", "h5py"):  # once, here: a kill is to meet the work, not its imports
         importlib.import_module(library)
     began, rows = time.monotonic(), []
     with tempfile.TemporaryDirectory() as work:

@@ -25,7 +25,7 @@ import numpy as np
 from lightning_feed.archive import PackedDataset, pack
 from lightning_feed.archive.folder import FolderSource, scan_classes
 
-FORMATS = ("lmdb", "hdf5", "litdata")
+FORMATS = ("lmdb", "hdf5")
 CLASSES = 20
 
 

@@ -109,6 +109,16 @@ def _flag(command: "argparse._ActionsContainer", name: str, text: str) -> None:
     command.add_argument(name, action="store_true", help=text)
 
 
+class _Gone(argparse.Action):
+    """An option that went. What to do instead is its constant, and the error of who gives it."""
+
+    def __init__(self, **given: object) -> None:
+        super().__init__(**given, help=argparse.SUPPRESS)  # type: ignore[arg-type]
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error(f"{self.option_strings[0]} is gone: {self.const}")
+
+
 # --- demo, pack, stage --------------------------------------------------------------------------------------------
 
 
@@ -141,7 +151,7 @@ def _add_pack(commands: "Commands") -> None:
     pack = _add(commands, "pack", _pack, json="what was done")
     pack.add_argument("source", metavar="SRC", help="a folder of class folders, or its URL (s3://...)")
     pack.add_argument("dest", type=Path, metavar="DEST", help="where the pack is to be")
-    pack.add_argument("--format", choices=("lmdb", "hdf5", "litdata"), default="lmdb", help="default: lmdb")
+    pack.add_argument("--format", type=_pack_format, choices=("lmdb", "hdf5"), default="lmdb", help="default: lmdb")
     pack.add_argument("--short-side", type=int, metavar="PX", help="resize larger images once, to this shorter side")
     quality = "of JPEGs that are written anew: those that --short-side makes smaller (default: 95), or all"
     pack.add_argument("--quality", type=int, metavar="Q", help=quality)
@@ -152,11 +162,20 @@ def _add_pack(commands: "Commands") -> None:
     _flag(pack, "--verify", "read everything back and compare checksums")
 
 
+def _pack_format(text: str) -> str:
+    """The format of a pack; LitData's, which went, is refused with the way now."""
+    if text == "litdata":
+        from lightning_feed.archive.packing import LITDATA
+
+        raise argparse.ArgumentTypeError(LITDATA)
+    return text
+
+
 def _pack(arguments: argparse.Namespace) -> None:
     """Pack a folder of many small files into a few large ones.
 
     Pack SRC, a folder of class folders (with train, val, test around them or not), into DEST. Run again after a
-    kill, it goes on where it was. ImageFolderDataModule and PackedDataset read the pack.
+    kill, it begins again. ImageFolderDataModule and PackedDataset read the pack.
     """
     from lightning_feed.archive import pack
 
@@ -175,7 +194,7 @@ def _add_stage(commands: "Commands") -> None:
     stage.add_argument("source", metavar="SRC", help="a folder or a file, or its URL (s3://...)")
     where = "a folder in memory (/dev/shm/<user>) or on a local disk"
     stage.add_argument("dest", type=Path, metavar="DEST", help=where)
-    _flag(stage, "--hash", "compare the contents of all files too, byte by byte")
+    stage.add_argument("--hash", nargs=0, action=_Gone, const="sizes and times of change are compared now")
     _flag(stage, "--force", "remove what lies there and copy everything")
     stage.add_argument("--wait", type=float, metavar="S", help="seconds to wait for another process that copies")
     _flag(stage, "--remove", "remove the copy instead")
@@ -193,7 +212,7 @@ def _stage(arguments: argparse.Namespace) -> None:
         removed = unstage(arguments.source, arguments.dest)
         _print_found(arguments, {"removed": removed}, "Removed." if removed else "There is no copy.")
         return
-    done = stage(arguments.source, arguments.dest, hash=arguments.hash, force=arguments.force, wait_s=arguments.wait)
+    done = stage(arguments.source, arguments.dest, force=arguments.force, wait_s=arguments.wait)
     copied = f"{done.copied_files} copied ({done.copied_bytes / 1e6:.1f} MB), {done.removed} removed"
     place = printable(str(done.path))
     text = f"{place}: {done.files} files, {done.total_bytes / 1e6:.1f} MB; {copied}, {done.took_s:.1f} s"

@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 from lightning_feed import (
     FastDataModule,
     GPUStarvationCallback,
-    ImageFolderDataModule,
     LoaderSettings,
 )
 from lightning_feed.errors import ArchiveError, DatasetError, SettingsError
@@ -151,7 +150,7 @@ def test_a_copy_of_the_module_has_caches_of_its_own() -> None:
         ({"cache": "bytes", "cache_limit": "half"}, "limit of 'half'"),
         ({"cache": "bytes", "cache_shard": True}, "cache_shard"),
         ({"stage_to": "/dev/shm/x"}, "Give data_dir"),
-        ({"stage_wait": False}, "stage_wait=False"),
+        ({"stage_wait": False}, "stage_wait=False is not possible: training begins when the copy is there"),
         ({"stage_remove": True}, "stage_remove=True"),
         ({"drop_keys": "meta"}, "letter by letter"),
     ],
@@ -187,36 +186,6 @@ def test_data_are_read_from_the_staged_copy(numbers: Path, tmp_path: Path) -> No
     assert batches_of_pairs(module) == batches_of_pairs(Files(4, loader=HERE, data_dir=numbers))
     assert module.staged_dir == tmp_path / "fast" / "numbers"
     assert Files(4, data_dir=numbers).staged_dir == numbers
-
-
-def test_training_may_begin_with_the_source(numbers: Path, tmp_path: Path) -> None:
-    module = Files(4, loader=HERE, data_dir=str(numbers), stage_to=tmp_path / "fast", stage_wait=False)
-    assert module.staged_dir in (numbers, tmp_path / "fast" / "numbers")
-    assert len(batches_of_pairs(module)) == 2
-    copying = module._feed.storage.copying
-    assert copying is not None
-    assert copying.join(60)
-    assert copying.error is None
-
-
-def test_images_move_to_the_copy_while_they_are_read(class_folders: Path, tmp_path: Path) -> None:
-    module = ImageFolderDataModule(
-        class_folders,
-        batch_size=4,
-        image_size=16,
-        val_fraction=0.0,
-        decoder="pillow",
-        loader=HERE,
-        stage_to=tmp_path / "fast",
-        stage_wait=False,
-    )
-    source = module.dataset("train").source
-    copying = module._feed.storage.copying
-    assert copying is not None
-    assert copying.join(60)
-    module._feed.storage.place._look_at_s = 0.0  # a second later
-    assert source.name(0).startswith(str(tmp_path / "fast"))
-    assert [len(labels) for _, labels in module.train_dataloader()] == [4, 4, 4]
 
 
 def test_what_cannot_be_staged_ends_the_fit(numbers: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,20 +7,17 @@ if TYPE_CHECKING:
     from lightning_feed.archive.folder import is_pack
     from lightning_feed.archive.packed_dataset import PackedDataset
     from lightning_feed.archive.packing import PackReport, pack, verify_pack
-    from lightning_feed.archive.stage_path import StagedPath
-    from lightning_feed.archive.staging import Staged, stage, stage_in_background, unstage
+    from lightning_feed.archive.staging import Staged, stage, unstage
     from lightning_feed.archive.system import mount_command
 
 __all__ = [
     "PackReport",
     "PackedDataset",
     "Staged",
-    "StagedPath",
     "is_pack",
     "mount_command",
     "pack",
     "stage",
-    "stage_in_background",
     "unstage",
     "verify_pack",
 ]
@@ -29,18 +26,18 @@ _HOMES = {
     "PackReport": "packing",
     "PackedDataset": "packed_dataset",
     "Staged": "staging",
-    "StagedPath": "stage_path",
     "is_pack": "folder",
     "mount_command": "system",
     "pack": "packing",
     "stage": "staging",
-    "stage_in_background": "staging",
     "unstage": "staging",
     "verify_pack": "packing",
 }
 
 
 def __getattr__(name: str) -> object:
+    if name in ("StagedPath", "stage_in_background"):
+        raise ImportError(f"{name} is gone: stage(...) waits for the copy, and its path leads to it.")
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ Encoded: TypeAlias = "bytes | memoryview | npt.NDArray[np.uint8]"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Those of torchvision's ImageFolder; upper or lower case."""
 MANIFEST = "pack.json"
-"""What makes a folder a pack."""
+"""The file that makes a folder a pack."""
 _VERSION = 2
 _DIGEST_BYTES = 16
 _SETTLED_NS = 2_000_000_000
@@ -57,23 +57,11 @@ class SampleSource(Protocol):
         """
 
     def name(self, index: int) -> str:
-        """What errors call sample ``index``: its path, or its path inside the pack."""
-
-
-class Place(Protocol):
-    """Where a folder lies now; a staged copy takes over once it is complete."""
-
-    def current(self) -> Path:
-        """The folder to read from."""
-
-
-def located(place: Path | Place) -> Path:
-    """Where a folder lies now."""
-    return place if isinstance(place, Path) else place.current()
+        """The name of sample ``index`` in errors: its path, or its path inside the pack."""
 
 
 class FolderStamp(NamedTuple):
-    """What changes when a file is added to a folder, removed or renamed, or another folder takes its place."""
+    """The times and the inode of a folder: they change when a file is added, removed or renamed."""
 
     mtime_ns: int
     ctime_ns: int
@@ -84,6 +72,17 @@ class FolderStamp(NamedTuple):
     def of(cls, status: os.stat_result) -> "FolderStamp":
         """The stamp of a folder whose status was read."""
         return cls(status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+def flat_names(names: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """All names, one after the other, and where each ends."""
+    return np.frombuffer(b"".join(names), np.uint8), np.cumsum([len(name) for name in names], dtype=np.int64)
+
+
+def nth_name(names: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64], index: int) -> bytes:
+    """A name out of those of :func:`flat_names`."""
+    begin = int(ends[index - 1]) if index else 0
+    return names[begin : int(ends[index])].tobytes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +109,10 @@ class FolderIndex:
 
     def path(self, index: int) -> str:
         """The path of file ``index`` below the root."""
-        begin = int(self.ends[index - 1]) if index else 0
-        return os.fsdecode(self.names[begin : int(self.ends[index])].tobytes())
+        return os.fsdecode(nth_name(self.names, self.ends, index))
 
     def is_current(self, root: Path) -> bool:
-        """Whether no file was added, removed or renamed since."""
+        """True if no file was added, removed or renamed since."""
         try:
             return all(FolderStamp.of((root / name).stat()) == stamp for name, stamp in self.folders)
         except OSError:
@@ -125,11 +123,11 @@ class FolderSource:
     """The files of a :class:`FolderIndex`, read whole.
 
     Args:
-        root: the folder that the index is of; or a place that says where it lies now.
+        root: the folder that the index is of.
         index: which files there are.
     """
 
-    def __init__(self, root: Path | Place, index: FolderIndex) -> None:
+    def __init__(self, root: Path, index: FolderIndex) -> None:
         self.root = root
         self.index = index
         self.classes = index.classes
@@ -153,11 +151,7 @@ class FolderSource:
 
     def name(self, index: int) -> str:
         """The path of file ``index``."""
-        return f"{self.folder()}/{self.index.path(index)}"
-
-    def origin(self) -> str:
-        """What the files are of: the path of the root, links resolved."""
-        return os.path.realpath(self.folder())
+        return f"{self.root}/{self.index.path(index)}"
 
     def changed_ns(self, index: int) -> int:
         """When file ``index`` last changed, in ns since 1970; 0 where it is not there.
@@ -168,10 +162,6 @@ class FolderSource:
             return os.stat(self.name(index)).st_ctime_ns  # noqa: PTH116 - a million times
         except OSError:
             return 0
-
-    def folder(self) -> Path:
-        """Where the root lies now."""
-        return located(self.root)
 
 
 # --- files and folders on a file system -------------------------------------------------------------------------------
@@ -248,25 +238,15 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
     """
     found = _class_folders(root)
     check_classes(found, classes, root)
-    labels: list[int] = []
-    lengths: list[int] = []
-    names = bytearray()
+    labels, paths = list[int](), list[bytes]()
     folders: list[tuple[str, FolderStamp]] = [(".", FolderStamp.of(root.stat()))]
     for label, name in enumerate(classes or found):
         for folder, stamp, images in sorted(_images(root, name)) if name in found else ():
             folders.append((folder, stamp))
-            for path in (os.fsencode(f"{folder}/{image}") for image in images):
-                names += path
-                lengths.append(len(path))
-                labels.append(label)
+            paths += [os.fsencode(f"{folder}/{image}") for image in images]
+            labels += [label] * len(images)
     check_images(found, labels, root, every=classes is None)
-    return FolderIndex(
-        classes=tuple(classes or found),
-        labels=np.array(labels, dtype=np.int64),
-        names=np.frombuffer(bytes(names), dtype=np.uint8),
-        ends=np.cumsum(lengths, dtype=np.int64),
-        folders=tuple(folders),
-    )
+    return FolderIndex(tuple(classes or found), np.array(labels, np.int64), *flat_names(paths), tuple(folders))
 
 
 def check_classes(found: list[str], classes: tuple[str, ...] | None, root: object) -> None:
@@ -291,7 +271,7 @@ def check_images(found: list[str], labels: list[int], root: object, *, every: bo
 
 
 def is_pack(path: str | Path) -> bool:
-    """Whether ``path`` is a pack. Looks for one file."""
+    """True if ``path`` is a pack. Looks for one file."""
     return os.path.isfile(os.path.join(path, MANIFEST))  # noqa: PTH113, PTH118 - False, too, where it cannot be looked for
 
 
@@ -317,7 +297,7 @@ def _images(root: Path, top: str) -> Iterator[tuple[str, FolderStamp, list[str]]
 
 
 def _is_file(entry: "os.DirEntry[str]") -> bool:
-    """Whether it is a file, or a link to nowhere, which is an error with its name when it is read."""
+    """True if it is a file, or a link to nowhere, which is an error with its name when it is read."""
     if entry.is_dir():
         return False
     if entry.is_file() or not os.path.exists(entry.path):  # noqa: PTH110
@@ -360,43 +340,51 @@ def index_of(
         return remembered
     index = scan_classes(root, classes)
     if max(stamp.ctime_ns for _, stamp in index.folders) < now_ns() - _SETTLED_NS:
-        _save(index, kept)
+        about = json.dumps({"classes": index.classes, "folders": index.folders}).encode()
+        plain = np.frombuffer(about, dtype=np.uint8)
+        save_arrays(kept, about=plain, labels=index.labels, names=index.names, ends=index.ends)
     return index
 
 
 def _load(kept: Path) -> FolderIndex | None:
+    arrays = load_arrays(kept)
+    if arrays is None:
+        return None
+    about = json.loads(arrays["about"].tobytes())
+    return FolderIndex(
+        classes=tuple(about["classes"]),
+        labels=arrays["labels"],
+        names=arrays["names"],
+        ends=arrays["ends"],
+        folders=tuple((name, FolderStamp(*stamp)) for name, stamp in about["folders"]),
+    )
+
+
+def load_arrays(kept: Path) -> dict[str, npt.NDArray[Any]] | None:
+    """The arrays that :func:`save_arrays` kept; None where they are not there, damaged, or not this user's."""
     try:
         content = read_private(kept)
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.info("The remembered index %s is not used: %s. The folder is listed anew.", kept, error)
+        logger.info("The remembered index %s is not used: %s. The folder is listed again.", kept, error)
         return None
     stored = content[_DIGEST_BYTES:]
     if content[:_DIGEST_BYTES] != _digest(stored):
-        logger.warning("The remembered index %s is damaged. The folder is listed anew, and remembered again.", kept)
+        logger.warning("The remembered index %s is damaged. The folder is listed again, and remembered again.", kept)
         return None
     with np.load(io.BytesIO(stored), allow_pickle=False) as arrays:
-        about = json.loads(arrays["about"].tobytes())
-        return FolderIndex(
-            classes=tuple(about["classes"]),
-            labels=arrays["labels"],
-            names=arrays["names"],
-            ends=arrays["ends"],
-            folders=tuple((name, FolderStamp(*stamp)) for name, stamp in about["folders"]),
-        )
+        return dict(arrays)
 
 
-def _save(index: FolderIndex, kept: Path) -> None:
-    about = np.frombuffer(json.dumps({"classes": index.classes, "folders": index.folders}).encode(), dtype=np.uint8)
+def save_arrays(kept: Path, **arrays: Any) -> None:
+    """Remember some arrays, with a digest, where that is possible."""
     stored = io.BytesIO()
-    np.savez(stored, about=about, labels=index.labels, names=index.names, ends=index.ends)
+    np.savez(stored, **arrays)
     try:
         write_private(kept, _digest(stored.getvalue()) + stored.getvalue())
     except OSError as error:
-        logger.info(
-            "The index of the folder could not be remembered in %s: %s. The next run lists it anew.", kept, error
-        )
+        logger.info("The list of files could not be remembered in %s: %s. The next run lists them again.", kept, error)
 
 
 def _digest(content: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The format of a pack: its manifest, the index of each part, and readers of LMDB, HDF5 and LitData.
+"""The format of a pack: its manifest, the index of each part, and readers of LMDB and HDF5.
 
 Data files are opened in the process that reads, on the first read: neither LMDB nor HDF5 survives a fork.
 """
@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_feed.archive import system
-from lightning_feed.archive.folder import MANIFEST, is_pack
+from lightning_feed.archive.folder import MANIFEST, is_pack, nth_name
 from lightning_feed.errors import ArchiveError
 from lightning_feed.extras import require
 
 ALL = "all"
 """The name of the only part of a pack that has no splits."""
 
-Format = Literal["lmdb", "hdf5", "litdata"]
+Format = Literal["lmdb", "hdf5"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _VERSION = 1
 _PARTS = {ALL, "train", "val", "test"}
@@ -45,7 +45,7 @@ def _digest(content: bytes) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a pack is. Written last: a folder without it is no pack."""
+    """The description of a pack. Written last: a folder without it is no pack."""
 
     format: Format
     kind: Literal["files", "decoded", "samples"]
@@ -56,7 +56,7 @@ class Manifest:
     """Samples of each part: ``train``, ``val`` ..., or ``all``."""
     total_bytes: int
     options: dict[str, Any]
-    """What was asked for: ``short_side``, ``quality``."""
+    """The options it was made with: ``short_side``, ``quality``."""
     files: dict[str, int]
     """Bytes of each data file, by its path in the pack."""
     version: int = _VERSION
@@ -71,7 +71,7 @@ class Manifest:
     @property
     def identity(self) -> str:
         """A digest that is the same for the same data, and another for any other."""
-        return self.checksum("files") if self.indexes else self.checksum()  # one that was interrupted has more pages
+        return self.checksum("files") if self.indexes else self.checksum()  # one that was resumed had more pages
 
     def save(self, folder: Path) -> None:
         """Write it, atomically."""
@@ -89,11 +89,16 @@ def read_manifest(path: Path) -> Manifest:
         raise ArchiveError(f"{path} is no pack: it has no {MANIFEST}. To make one: lightning-feed pack SRC DEST")
     try:
         found = json.loads((path / MANIFEST).read_text())
-        version = found["version"]
-        if version == _VERSION:
+        version, format = found["version"], found.get("format")
+        if version == _VERSION and format != "litdata":
             return _manifest_of(**found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged(path / MANIFEST, error) from error
+    if format == "litdata":
+        raise ArchiveError(
+            f"{path} is a LitData pack of an earlier version. Read {path}/PART/data with litdata.StreamingDataset, "
+            "whose loader is measured as any, or pack the source again."
+        )
     raise ArchiveError(f"{path} is a pack of version {version!r}, and only {_VERSION} can be read. Pack it again.")
 
 
@@ -131,9 +136,8 @@ class PartIndex:
     name_ends: npt.NDArray[np.int64]
 
     def name(self, index: int) -> str:
-        """What sample ``index`` was called in the source."""
-        begin = int(self.name_ends[index - 1]) if index else 0
-        return self.names[begin : int(self.name_ends[index])].tobytes().decode("utf-8", "surrogateescape")
+        """The name of sample ``index`` in the source."""
+        return nth_name(self.names, self.name_ends, index).decode("utf-8", "surrogateescape")
 
     def save(self, path: Path) -> str:
         """Write it as ``.npz``, and return its digest."""
@@ -180,40 +184,31 @@ def lmdb_key(number: int) -> bytes:
     return number.to_bytes(8, "big")
 
 
-def open_lmdb(folder: Path, *, write: bool = False) -> Any:
-    """Open an LMDB environment to read, or to write, made if there is none.
-
-    LMDB forbids to open one twice in a process, so those that read one file share it.
+def open_lmdb(folder: Path) -> Any:
+    """Open an LMDB environment to read. LMDB forbids to open one twice in a process, so those that read one share it.
 
     Raises:
         lmdb.Error: when it is damaged or cut short.
-        OSError: when there is none, or it cannot be written.
+        OSError: when there is none.
     """
-    lmdb = require("lmdb", extra="pack", why="Packing" if write else "A pack of the format lmdb")
-    data = folder / "data.mdb"
-    if write:
-        folder.mkdir(parents=True, exist_ok=True)
-        data.touch()
+    lmdb = require("lmdb", extra="pack", why="A pack of the format lmdb")
     with system.process_lock:
-        status = data.stat()
+        status = (folder / "data.mdb").stat()
         identity = (os.getpid(), status.st_dev, status.st_ino)
         for known, environment in list(_environments.items()):
-            if known[0] != identity[0] or (write and known == identity):
-                environment.close()  # inherited by a fork, and closed in this process only; or a reader in the way
+            if known[0] != identity[0]:
+                environment.close()  # inherited by a fork, and closed in this process only
                 del _environments[known]
         if identity in _environments:
             return _environments[identity]
-        # No lock: nobody else writes. No readahead: training reads at random. Spare readers are for threads.
-        environment = lmdb.open(
-            os.path.realpath(folder), readonly=not write, lock=False, readahead=False, max_readers=512
-        )
+        # No lock: nobody writes. No readahead: training reads at random. Spare readers are for threads.
+        environment = lmdb.open(os.path.realpath(folder), readonly=True, lock=False, readahead=False, max_readers=512)
         page = environment.stat()["psize"]
-        needed, there = environment.info()["last_pgno"] + 1, data.stat().st_size // page if page else 0
+        needed, there = environment.info()["last_pgno"] + 1, status.st_size // page if page else 0
         if there < needed:  # reading on would end the process with SIGBUS
             environment.close()
             raise lmdb.CorruptedError(f"it is cut short: {there} of {needed} pages are there")
-        if not write:
-            _environments[identity] = environment
+        _environments[identity] = environment
         return environment
 
 
@@ -249,26 +244,4 @@ def _open_hdf5(folder: Path, index: PartIndex) -> Read:
     return read
 
 
-def _open_litdata(folder: Path, _index: PartIndex) -> Read:
-    litdata = require("litdata", extra="litdata", why="A pack of the format litdata")
-    config = json.loads((folder / "index.json").read_bytes())["config"]
-    types = set(_types(json.loads(config["data_spec"])[1]))
-    # LitData unpickles and imports what its index names.
-    if config["data_format"] != ["bytes", "int"] or types - {"builtins.dict", None}:
-        raise ValueError("its samples are not of the types that are packed, so they are not read")
-    stream = litdata.StreamingDataset(str(folder))
-    return lambda number: bytes(stream[number]["data"])
-
-
-def _types(spec: dict[str, Any]) -> Iterator[str | None]:
-    """The types of the containers in a sample of LitData."""
-    yield spec["type"]
-    for inner in spec["children_spec"]:
-        yield from _types(inner)
-
-
-READERS: dict[Format, Callable[[Path, PartIndex], Read]] = {
-    "lmdb": _open_lmdb,
-    "hdf5": _open_hdf5,
-    "litdata": _open_litdata,
-}
+READERS: dict[Format, Callable[[Path, PartIndex], Read]] = {"lmdb": _open_lmdb, "hdf5": _open_hdf5}

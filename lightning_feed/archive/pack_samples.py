@@ -32,14 +32,14 @@ _CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error
 
 @dataclass(frozen=True)
 class Shrink:
-    """How images are changed once, while they are packed."""
+    """Changes made to images once, while they are packed."""
 
     short_side: int | None = None
     """Images with a longer shorter side are resized to this, in pixels; smaller ones stay as they are."""
     quality: int | None = None
     """Of JPEGs that are written anew, 1 to 100. Without a short side, all images are written anew."""
     decoded: bool = False
-    """Whether pixels are stored, uint8 (H, W, 3), instead of a file."""
+    """True if pixels are stored, uint8 (H, W, 3), instead of a file."""
 
     @property
     def written_quality(self) -> int | None:
@@ -92,7 +92,7 @@ class Payloads(Dataset[Payload]):
         return [self[index] for index in indices]
 
     def name(self, index: int) -> str:
-        """What the pack calls a sample: the path of its file, or its number."""
+        """The name of a sample in the pack: the path of its file, or its number."""
         return self.source.index.path(index) if isinstance(self.source, FolderSource) else str(index)
 
     def changed_ns(self, index: int) -> int:

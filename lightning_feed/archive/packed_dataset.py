@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,10 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lightning_feed.archive import system
-from lightning_feed.archive.folder import Encoded, Place, located
+from lightning_feed.archive.folder import Encoded
 from lightning_feed.archive.pack_formats import ALL, READERS, Manifest, PartIndex, Read, damaged, read_manifest
 from lightning_feed.archive.pack_samples import from_bytes, pixels_of
-from lightning_feed.archive.remote import RemotePlace, RemoteSamples, place_of
-from lightning_feed.archive.remote_pack import RemotePackReader, copy_index
+from lightning_feed.archive.remote import RemotePlace, place_of
 from lightning_feed.errors import ArchiveError, DatasetError, FeedError, SettingsError
 
 
@@ -32,10 +31,9 @@ class PackedDataset(Dataset[Any]):
     is compared the first time that a process reads it.
 
     Args:
-        path: the pack, also at a URL of fsspec, where each sample is read by its range (not of the format litdata); or
-            a place that says where it lies now, such as a copy that is being staged.
+        path: the pack; one at a URL is to be staged first.
         part: ``"train"``, ``"val"`` or ``"test"`` of a folder that had these; None where the pack has one part.
-        storage_options: for a URL, those of fsspec.
+        storage_options: for a URL, which is refused.
 
     Attributes:
         classes: names of the labels, sorted; empty for a packed dataset.
@@ -43,43 +41,37 @@ class PackedDataset(Dataset[Any]):
 
     Raises:
         ArchiveError: when it is no pack, is damaged, or was written by another version.
-        SettingsError: when there is no such part.
+        SettingsError: when there is no such part, and for a URL.
         MissingExtraError: from the first read, when the library of its format is not installed.
     """
 
     def __init__(
-        self,
-        path: str | Path | Place | RemotePlace,
-        part: str | None = None,
-        *,
-        storage_options: Mapping[str, Any] | None = None,
+        self, path: str | Path, part: str | None = None, *, storage_options: Mapping[str, Any] | None = None
     ) -> None:
-        place = place_of(path, storage_options) if isinstance(path, (str, Path)) else path
-        self.place: Path | Place | RemotePlace = place
-        self.path = copy_index(place) if isinstance(place, RemotePlace) else located(place)
-        told: object = place if isinstance(place, RemotePlace) else self.path
+        place = place_of(path, storage_options)
+        if isinstance(place, RemotePlace):
+            raise remote_pack_error(place)
+        self.path = place
         self.manifest = read_manifest(self.path)
         parts = self.manifest.parts
         self.part = next(iter(parts)) if part is None and len(parts) == 1 else str(part)
         if self.part not in parts:
-            raise SettingsError(f"{told} has no part {part!r}. Give one of {', '.join(map(repr, parts))}.")
+            raise SettingsError(f"{self.path} has no part {part!r}. Give one of {', '.join(map(repr, parts))}.")
         self.index = PartIndex.load(self.path / self.part / "index.npz", self.manifest.indexes.get(self.part))
         self.classes = self.manifest.classes
         self.labels: npt.NDArray[Any] = self.index.labels
         known = self.manifest.kind == "samples" or np.isin(self.labels, np.arange(len(self.classes))).all()
         if len(self) != parts[self.part] or not known:
-            raise ArchiveError(f"{told}/{self.part} does not fit its index. Copy or pack it again.")
-        if not isinstance(place, RemotePlace):
-            self._check_files(self.path)
+            raise ArchiveError(f"{self.path}/{self.part} does not fit its index. Copy or pack it again.")
+        self._check_files()
         self._identity = self.manifest.identity
         self._checked = np.zeros(len(self), bool)
-        self._opened: tuple[int, Path, Read] | None = None
-        self._remote: RemotePackReader | None = None
+        self._opened: tuple[int, Read] | None = None
 
     @staticmethod
-    def manifest_of(path: str | Path | RemotePlace) -> Manifest:
-        """What a pack is, without opening its data."""
-        return read_manifest(copy_index(path) if isinstance(path, RemotePlace) else Path(path))
+    def manifest_of(path: str | Path) -> Manifest:
+        """The manifest of a pack, without opening its data."""
+        return read_manifest(Path(path))
 
     def __len__(self) -> int:
         return len(self.index.sizes)
@@ -107,7 +99,7 @@ class PackedDataset(Dataset[Any]):
             raise DamagedSampleError(f"{self.name(index)} does not hold pixels: {error}. Pack it again.") from error
 
     def payload(self, index: int) -> bytes:
-        """What lies in the pack for sample ``index``, as it lies there.
+        """The raw payload of sample ``index``.
 
         Raises:
             ArchiveError: when it cannot be read, is not what was packed, or another pack has taken the place of this.
@@ -119,71 +111,58 @@ class PackedDataset(Dataset[Any]):
             raise
         except Exception as error:
             raise damaged(self.path, error, index) from error
-        # LitData opens its chunks by name at any time, as requests do, and they may be those of another pack by now.
-        by_name = self.manifest.format == "litdata" or isinstance(self.place, RemotePlace)
-        if by_name or not self._checked[index]:
+        if not self._checked[index]:
             if zlib.crc32(payload) != self.index.checksums[index]:
                 raise DamagedSampleError(f"{self.name(index)} is not what was packed. Copy or pack it again.")
             self._checked[index] = True
         return payload
 
-    def remote_reads(self) -> RemoteSamples | None:
-        """The samples as they are read from a remote place; None for a pack on this machine."""
-        if isinstance(self.place, RemotePlace):
-            self._reader()
-        return self._remote.remote_reads() if self._remote is not None else None
-
-    def expect(self, indices: Iterable[int]) -> object:
-        """Begin to read samples that will be asked for next, where they are remote; gives what holds them."""
-        found = self.remote_reads()
-        return None if found is None else found.reads.expect(indices)
-
     def name(self, index: int) -> str:
-        """What sample ``index`` was called, with the pack in front."""
-        where = self.place if isinstance(self.place, RemotePlace) else self.path
-        return f"{where}/{self.part if self.part != ALL else ''}:{self.index.name(index)}"
+        """The name of sample ``index``, with the pack in front."""
+        return f"{self.path}/{self.part if self.part != ALL else ''}:{self.index.name(index)}"
 
     def _reader(self) -> Read:
-        here = (os.getpid(), self.path if isinstance(self.place, RemotePlace) else located(self.place))
         opened = self._opened
-        if opened is None or opened[:2] != here:
+        if opened is None or opened[0] != os.getpid():
             with system.process_lock:  # one that a fork renews
                 opened = self._opened
-                if opened is None or opened[:2] != here:
-                    self._opened = opened = (*here, self._open(here[1]))
-        return opened[2]
+                if opened is None or opened[0] != os.getpid():
+                    self._opened = opened = (os.getpid(), self._open())
+        return opened[1]
 
-    def _open(self, path: Path) -> Read:
-        if isinstance(self.place, RemotePlace):
-            self._check_identity(self.manifest, place=self.place)
-            self._remote = RemotePackReader(self.place, path, self.manifest, self.part, self.index.sizes)
-            return self._remote.read
+    def _open(self) -> Read:
+        data = self.path / self.part / "data"
         try:
-            read = READERS[self.manifest.format](path / self.part / "data", self.index)
+            read = READERS[self.manifest.format](data, self.index)
         except FeedError:
             raise
         except Exception as error:
-            raise damaged(path / self.part / "data", error) from error
+            raise damaged(data, error) from error
         # After the data were opened: a pack that takes this one's place before that has its manifest there by now.
-        self._check_identity(read_manifest(path), place=path)
-        self._check_files(path)
+        if read_manifest(self.path).identity != self._identity:
+            raise ArchiveError(f"{self.path} is another pack than the one that this run began with. Start it again.")
+        self._check_files()
         self._checked[:] = False
         return read
 
-    def _check_identity(self, manifest: Manifest, *, place: object) -> None:
-        if manifest.identity != self._identity:
-            raise ArchiveError(f"{place} is another pack than the one that this run began with. Start it again.")
-
-    def _check_files(self, path: Path) -> None:
+    def _check_files(self) -> None:
         """See whether the data files are there and as long as they were."""
         for name, size in self.manifest.files.items():
-            file = path / name
+            file = self.path / name
             if name.startswith(f"{self.part}/") and not (file.is_file() and file.stat().st_size == size):
                 raise ArchiveError(f"{file} is missing, cut short or damaged. Copy or pack it again.")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.place, "part": self.part, "identity": self._identity}
+        return {"path": self.path, "part": self.part, "identity": self._identity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"], state["part"])  # type: ignore[misc]  # the index is read again, not sent
         self._identity = state["identity"]  # compared when the data are opened
+
+
+def remote_pack_error(place: RemotePlace) -> SettingsError:
+    """The refusal of a pack at a URL."""
+    return SettingsError(
+        f"{place} is a URL, and packs are read from this machine. Stage it first: lightning-feed stage {place} FOLDER, "
+        "or the stage_to of a data module, without stage_limit."
+    )

@@ -1,41 +1,40 @@
-"""Packing many small files, or any map-style dataset, into a few large files: resumable, checked, atomic at the end."""
+"""Packing many small files, or any map-style dataset, into a few large files: checked, and atomic at the end."""
 
-import multiprocessing
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_feed.archive.folder import FolderSource, index_of, is_pack
+from lightning_feed.archive.folder import FolderSource, is_pack
 from lightning_feed.archive.pack_formats import ALL, FORMATS, Format, Manifest
-from lightning_feed.archive.pack_partial import Store, alone_in, begin_or_resume, finish, plan_of, put_back
 from lightning_feed.archive.pack_samples import Payload, Payloads, Shrink
+from lightning_feed.archive.pack_writers import PartWriter, finish, in_the_making
 from lightning_feed.archive.packed_dataset import PackedDataset
-from lightning_feed.archive.remote import RemotePlace, place_of
-from lightning_feed.archive.remote_folder import RemoteSource, list_files
-from lightning_feed.archive.splits import SPLITS, split_folder
-from lightning_feed.archive.system import end_after, progress_bar
+from lightning_feed.archive.remote import place_of
+from lightning_feed.archive.remote_folder import RemoteSource
+from lightning_feed.archive.splits import SPLITS, Root
+from lightning_feed.archive.system import end_with, find_room, progress_bar
 from lightning_feed.errors import ArchiveError, SettingsError
 
+LITDATA = "packs are of the formats lmdb and hdf5; for LitData's chunks use its own litdata.optimize"
 _AT_ONCE = 16
 """Samples that a worker hands over together, at most."""
 _HANDED_OVER_BYTES = 16 << 20
 """About as much as a worker hands over at once: two such lots wait for each worker."""
 _LOOKED_AT = 256
 """Samples from which the size of the pack is estimated."""
-_COMMIT_BYTES = 64 << 20
-_COMMIT_S = 5.0
-"""Payloads that wait for a transaction for longer, or are more bytes, are committed: a kill loses no more."""
+_WRITTEN_BYTES = 64 << 20
+"""Payloads that are written together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackReport:
-    """What was packed."""
+    """A pack that was made."""
 
     path: Path
     samples: int
@@ -43,8 +42,6 @@ class PackReport:
     """Of the payloads."""
     skipped: tuple[str, ...]
     """Samples that were left out, each with the reason; only with ``on_error="skip"``."""
-    resumed_at: int
-    """Samples that an earlier call had done."""
     took_s: float
 
 
@@ -64,14 +61,14 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
 ) -> PackReport:
     """Pack a folder of class folders (with ``train``, ``val`` ... around them or not), or a map-style dataset.
 
-    The pack is made in ``DEST.partial`` and renamed at the end. Called again after a kill or an error, it resumes. HDF5
-    and LitData packs need room for twice the data until they are done.
+    The pack is made in a hidden folder beside ``dest`` and renamed at the end. Called again after a kill or an error,
+    it begins again. HDF5 packs need room for twice the data until they are done.
 
     Args:
         source: a folder, also at a URL of fsspec; or a dataset whose samples are nested dicts, lists and tuples of
             tensors, arrays, numbers, text, bytes and None.
         dest: where the pack is to be; a folder that does not exist.
-        format: ``"lmdb"``, ``"hdf5"`` or ``"litdata"``.
+        format: ``"lmdb"`` or ``"hdf5"``.
         short_side: resize images whose shorter side is longer, once, to this many pixels.
         quality: of JPEGs that are written anew, 1 to 100: those that ``short_side`` makes smaller (None for 95), or
             all images, where ``short_side`` is not given.
@@ -91,43 +88,38 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     """
     began = time.monotonic()
     target = Path(dest)
-    partial = target.with_name(f"{target.name}.partial")
     shrink = Shrink(short_side=short_side, quality=quality, decoded=decoded)
     _check(format, shrink, workers, on_error)
     _check_target(target, force=force)
     parts, classes = _parts_of(source, shrink, storage_options)
     _check_outside(target, parts)
-    with alone_in(partial):
-        put_back(partial, target)
+    with in_the_making(target) as folder:
         _check_target(target, force=force)  # again: another process may have packed there since
-        begin_or_resume(partial, plan_of(parts, format))
-        _check_room(partial, parts, format)
-        stores = [Store(partial / name, part, format) for name, part in parts.items()]
-        for store in stores:
-            with store:
-                _fill(store, workers, on_error)
-                store.write()
-        for store in stores:
-            store.check_source()
+        _check_room(folder, parts, format)
+        written = [PartWriter(folder / name, part, format) for name, part in parts.items()]
+        for one in written:
+            _fill(one, workers, on_error)
+            one.finish()
+        for one in written:
+            one.check_source()
         Manifest(
             format=format,
-            kind=stores[0].part.kind,
+            kind=written[0].part.kind,
             classes=classes,
-            parts={store.name: store.samples for store in stores},
-            total_bytes=sum(store.total_bytes for store in stores),
+            parts={one.name: one.samples for one in written},
+            total_bytes=sum(one.total_bytes for one in written),
             options={"short_side": short_side, "quality": shrink.written_quality},
-            files={name: size for store in stores for name, size in store.files().items()},
-            indexes={store.name: store.digest for store in stores},
-        ).save(partial)
+            files={name: size for one in written for name, size in one.files().items()},
+            indexes={one.name: one.digest for one in written},
+        ).save(folder)
         if verify:
-            verify_pack(partial)
-        finish(partial, target)
+            verify_pack(folder)
+        finish(folder, target)
     return PackReport(
         path=target,
-        samples=sum(store.samples for store in stores),
-        total_bytes=sum(store.total_bytes for store in stores),
-        skipped=tuple(line.problem for store in stores for line in store.lines if line.size < 0),
-        resumed_at=sum(store.resumed_at for store in stores),
+        samples=sum(one.samples for one in written),
+        total_bytes=sum(one.total_bytes for one in written),
+        skipped=tuple(row.problem for one in written for row in one.rows if row.size < 0),
         took_s=time.monotonic() - began,
     )
 
@@ -155,6 +147,8 @@ def verify_pack(path: str | Path) -> int:
 
 
 def _check(format: str, shrink: Shrink, workers: int | None, on_error: str) -> None:
+    if format == "litdata":
+        raise SettingsError(f"format='litdata' is not possible: {LITDATA}.")
     for name, value, possible, advice in (
         ("format", format, format in FORMATS, f"one of {', '.join(map(repr, FORMATS))}"),
         ("on_error", on_error, on_error in ("raise", "skip"), "'raise' or 'skip'"),
@@ -184,7 +178,7 @@ def _check_target(target: Path, *, force: bool) -> None:
 def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
     """Refuse a pack inside what is packed. By device and inode: a path may lead there by a link or another mount."""
     sources = [part.source for part in parts.values() if isinstance(part.source, FolderSource)]
-    for root in [source.folder() for source in sources if not isinstance(source, RemoteSource)]:
+    for root in [source.root for source in sources if not isinstance(source, RemoteSource)]:
         if any(folder.exists() and folder.samefile(root) for folder in target.absolute().resolve().parents):
             raise ArchiveError(f"{target} lies in {root}, which is to be packed. Give a DEST outside of it.")
 
@@ -199,45 +193,25 @@ def _parts_of(
         if shrink != Shrink():
             raise SettingsError("short_side, quality and decoded are for folders of images. Leave them out.")
         return {ALL: Payloads(source, shrink)}, ()
-    root, classes = place_of(source, storage_options), None
-    if isinstance(root, RemotePlace):
-        return _remote_parts(root, shrink)
-    folders = {ALL: root}
-    if (root / "train").is_dir():
-        named = {split: split_folder(root, split) for split in SPLITS}
-        folders = {split: root / name for split, name in named.items() if name is not None}
-    parts = {}
-    for split, folder in folders.items():  # train comes first
-        found = FolderSource(folder, index_of(folder, classes))
-        parts[split], classes = Payloads(found, shrink), found.classes
-    return parts, classes or ()
+    root = Root(place_of(source, storage_options), fresh=True)
+    sources = {split: root.source(split) for split in (SPLITS if root.has_splits else (ALL,))}
+    found = {split: Payloads(part, shrink) for split, part in sources.items() if part is not None}
+    return found, next(iter(found.values())).source.classes
 
 
-def _remote_parts(place: RemotePlace, shrink: Shrink) -> tuple[dict[str, Payloads], tuple[str, ...]]:
-    listing = list_files(place, fresh=True)
-    if not listing.has_folder("train"):
-        whole = RemoteSource.of(place, listing)
-        return {ALL: Payloads(whole, shrink)}, whole.classes
-    classes = RemoteSource.of(place, listing, "train").classes
-    named = {split: split_folder(place, split, listing.has_folder) for split in SPLITS}
-    parts = {split: RemoteSource.of(place, listing, name, classes) for split, name in named.items() if name}
-    return {split: Payloads(part, shrink) for split, part in parts.items()}, classes
-
-
-def _check_room(partial: Path, parts: dict[str, Payloads], format: Format) -> None:
+def _check_room(folder: Path, parts: dict[str, Payloads], format: Format) -> None:
     times, words = (1.05, "") if format == "lmdb" else (2.1, " (twice the data)")
     needed = sum(_estimated_bytes(part) for part in parts.values()) * times
-    missing = int(needed) - sum(file.stat().st_size for file in partial.rglob("data.mdb"))
-    free = shutil.disk_usage(partial).free
-    if missing > free:
+    free = find_room(folder).left_bytes
+    if needed > free:
         raise ArchiveError(
-            f"Packing needs about {needed / 1e9:.2f} GB in {partial.parent} until it is done{words}, and "
+            f"Packing needs about {needed / 1e9:.2f} GB in {folder.parent} until it is done{words}, and "
             f"{free / 1e9:.2f} GB are free. Free some, give another DEST, or make images smaller (--short-side)."
         )
 
 
 def _estimated_bytes(part: Payloads) -> int:
-    """What a part takes in LMDB, which gives all but small payloads pages of their own: estimated from some samples."""
+    """Bytes of a part in LMDB, which gives all but small payloads pages of their own: estimated from some samples."""
     some = [each.data for each in part.__getitems__(list(range(0, len(part), max(1, len(part) // _LOOKED_AT))))]
     sizes = [len(data) + 64 for data in some if data is not None]
     taken = [size if size < 1024 else -(-size // 4096) * 4096 for size in sizes]
@@ -247,42 +221,31 @@ def _estimated_bytes(part: Payloads) -> int:
 # --- reading the source -----------------------------------------------------------------------------------------------
 
 
-def _fill(store: Store, workers: int | None, on_error: str) -> None:
-    """Bring a store up to the end of its part. Whatever ends this, what was read is kept."""
-    waiting, waiting_bytes, since = list[Payload](), 0, time.monotonic()
-    total, first = len(store.part), store.resumed_at
-    with progress_bar(f"Packing {store.name}", total, " samples", done=first) as bar:
-        try:
-            for payload in _payloads(store.part, first, workers):
-                if payload.data is None and on_error == "raise":
-                    raise ArchiveError(f"{payload.problem} Mend it, or leave it out (--on-error skip), and pack again.")
-                waiting.append(payload)
-                waiting_bytes += len(payload.data or b"")
-                bar.update()
-                if waiting_bytes >= _COMMIT_BYTES or time.monotonic() - since >= _COMMIT_S:
-                    lot, waiting, waiting_bytes, since = waiting, [], 0, time.monotonic()
-                    store.append(lot)
-        finally:
-            store.append(waiting)
+def _fill(written: PartWriter, workers: int | None, on_error: str) -> None:
+    """Read all samples of a part, and write them."""
+    waiting, waiting_bytes = list[Payload](), 0
+    with progress_bar(f"Packing {written.name}", len(written.part), " samples") as bar:
+        for payload in _payloads(written.part, workers):
+            if payload.data is None and on_error == "raise":
+                raise ArchiveError(f"{payload.problem} Fix it, or leave it out (--on-error skip), and pack again.")
+            waiting.append(payload)
+            waiting_bytes += len(payload.data or b"")
+            bar.update()
+            if waiting_bytes >= _WRITTEN_BYTES:
+                written.append(waiting)
+                waiting, waiting_bytes = [], 0
+        written.append(waiting)
 
 
-def _payloads(part: Payloads, first: int, workers: int | None) -> Iterator[Payload]:
-    left = range(first, len(part))
+def _payloads(part: Payloads, workers: int | None) -> Iterator[Payload]:
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(workers, len(left) // _AT_ONCE)
+    workers = min(workers, len(part) // _AT_ONCE)
     at_once = 1
     if workers:  # fewer samples are handed over together where they are large
-        at_once = max(1, min(_AT_ONCE, _HANDED_OVER_BYTES // max(1, len(part[first].data or b""))))
-    loader = DataLoader(
-        part, batch_size=at_once, sampler=left, num_workers=workers, collate_fn=list, worker_init_fn=_end_with_parent
-    )
+        at_once = max(1, min(_AT_ONCE, _HANDED_OVER_BYTES // max(1, len(part[0].data or b""))))
+    # A worker whose parent is killed would wait for ever to hand over what nobody takes.
+    end = partial(end_with, os.getpid())
+    loader = DataLoader(part, batch_size=at_once, num_workers=workers, collate_fn=list, worker_init_fn=end)
     for batch in loader:
         yield from batch
-
-
-def _end_with_parent(_worker: int) -> None:
-    """End this worker when its parent is killed: it would wait for ever to hand over what nobody takes."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # it is a worker process
-    end_after(parent.join)

@@ -11,7 +11,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -23,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_feed.archive import quick_reads
-from lightning_feed.archive.remote import REQUESTS, RemoteReads
+from lightning_feed.archive.remote import REQUESTS
+from lightning_feed.archive.remote_folder import RemoteSource
+from lightning_feed.archive.system import end_with
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class ReadAhead:
         limit_bytes: how much is fetched before it is asked for.
     """
 
-    def __init__(self, source: RemoteReads, picked: Sequence[Any], limit_bytes: int) -> None:
+    def __init__(self, source: RemoteSource, picked: Sequence[Any], limit_bytes: int) -> None:
         cache = source.place.cache
         assert cache is not None
         self._source, self._picked = source, picked
@@ -139,10 +139,9 @@ def fetch_in_child() -> None:
     """Fetch what the parent sends numbers of, until it ends."""
     given = sys.stdin.buffer
     parent, source = pickle.load(given)  # of the parent alone
-    quick_reads.allowed = True
     os.nice(5)
     numbers: SimpleQueue[int | None] = SimpleQueue()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with(parent)
     threading.Thread(target=_take_in, args=(given, numbers), daemon=True).start()
     running, failures = set[Future[bytes]](), 0
     while (number := numbers.get()) is not None and failures < _GIVE_UP:
@@ -168,10 +167,3 @@ def _take_in(given: Any, numbers: "SimpleQueue[int | None]") -> None:
             numbers.put(number)
         left = left[whole:]
     numbers.put(None)
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent has ended."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)

@@ -23,7 +23,6 @@ import os
 import random
 import stat
 import struct
-import threading
 import time
 import weakref
 import zlib
@@ -32,8 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_feed.archive import system
-from lightning_feed.archive.system import find_mount, memory_limits, read_private, size_text
+from lightning_feed.archive.system import RAM_SHARE, find_room, read_private, size_text
 from lightning_feed.errors import ArchiveError
 
 logger = logging.getLogger(__name__)
@@ -47,16 +45,13 @@ _LOOK_AT = 20_000
 """Files among which those that go are chosen: all of a small cache, some of a large one, found at random."""
 _AT_ONCE = 64
 """This part of the limit is freed at once."""
-_SHARE = 0.9
-"""How much of what is free on the disk, or in memory, may be taken."""
 _POLL_S = 0.003
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Follow no link, and wait for nobody at the other end of a FIFO."""
 _PART = ".part"
-_COUNT_BYTES = 8
-"""Behind them, a byte says that a problem was told."""
+_COUNT, _TOLD = "used_bytes", "told"
 _MOST = 1 << 62
 """No real count is larger, whatever a crash has left."""
 
@@ -85,24 +80,23 @@ class ReadThrough:
 
     def __init__(self, folder: str | Path, limit_bytes: int) -> None:
         self.folder = Path(folder).absolute() / _FOLDER
-        self._opened: tuple[int, int] | None = None
-        self._said = threading.Event()
+        self._said = False
         try:
             self.folder.parent.mkdir(mode=0o700, exist_ok=True)
             for folder in (self.folder, *self._buckets()):
                 folder.mkdir(mode=0o700, exist_ok=True)
                 _check_private(folder)
+            count = self.folder / _COUNT
+            if count.is_symlink() or not count.is_file():
+                count.unlink(missing_ok=True)
             self._join()
-            status = os.statvfs(self.folder)
+            free = find_room(self.folder).left_bytes
         except OSError as error:
             raise ArchiveError(
                 f"{self.folder} cannot be used for a cache: {error.strerror or error}. Give a folder of your own as "
                 "stage_to, on a local disk or in memory."
             ) from error
-        free, mount = status.f_bavail * status.f_frsize, find_mount(self.folder)
-        if mount is not None and mount.in_memory:
-            free = min([free, *(max(0, limit.left_bytes) for limit in memory_limits())])
-        room = self.used_bytes() + int(free * _SHARE)
+        room = self.used_bytes() + int(free * RAM_SHARE)
         self.limit_bytes = min(limit_bytes, room)
         if room < limit_bytes:
             logger.warning(
@@ -114,11 +108,11 @@ class ReadThrough:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def holds(self, key: str) -> bool:
-        """Whether a file is there."""
+        """True if a file is there."""
         return os.path.exists(self._path(key))  # noqa: PTH110 - often
 
     def is_coming(self, key: str) -> bool:
-        """Whether a process fetches it now, or was killed while it did."""
+        """True if a process fetches it now, or was killed while it did."""
         return os.path.exists(self._path(key) + _PART)  # noqa: PTH110 - often
 
     def keep(self, key: str) -> bool:
@@ -222,7 +216,7 @@ class ReadThrough:
             view, at = memoryview(stored), 0
             while at < len(stored):
                 at += os.pwrite(part, view[at:], at)
-            with self._locked(0):  # not while all is counted, which would miss it
+            with self._locked(_COUNT):  # not while all is counted, which would miss it
                 os.rename(self._path(key) + _PART, self._path(key))  # noqa: PTH104
         except OSError:
             self._count(-taken)
@@ -230,13 +224,15 @@ class ReadThrough:
 
     def _say_once(self, error: OSError) -> None:
         """Say that a file could not be kept, which costs speed only."""
-        if self._said.is_set():
+        if self._said:
             return
-        self._said.set()
-        with suppress(OSError):  # the first process of the node says it
-            if os.pread(self._counter(), 1, _COUNT_BYTES):
-                return
-            os.pwrite(self._counter(), b"!", _COUNT_BYTES)
+        self._said = True
+        try:
+            (self.folder / _TOLD).touch(exist_ok=False)  # the first process of the node says it
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # the disk is full, or the folder gone
         what = f"cannot be used any more ({error})"
         if error.errno in _FULL:
             what = f"is full ({error.strerror}), before the limit of the cache there: something else writes there, too"
@@ -245,34 +241,27 @@ class ReadThrough:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """What is counted as taken, in whole blocks of the disk."""
-        return min(int.from_bytes(os.pread(self._counter(), _COUNT_BYTES, 0), "little"), _MOST)
+        """The bytes counted as taken, in whole blocks of the disk."""
+        with self._locked(_COUNT) as file:
+            return _read_count(file)
 
     def _count(self, change: int) -> int:
-        with self._locked(0):
-            return self._set_count(self.used_bytes() + change)
-
-    def _set_count(self, total: int) -> int:
-        total = max(0, total)
-        os.pwrite(self._counter(), total.to_bytes(_COUNT_BYTES, "little"), 0)
-        return total
+        with self._locked(_COUNT) as file:
+            return _write_count(file, _read_count(file) + change)
 
     def _join(self) -> None:
         """Say that this process uses the cache, and count what is there where no other does."""
-        with self._locked(0):
+        with self._locked(_COUNT) as file:
             in_use = os.open(self.folder / "in_use", os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
             weakref.finalize(self, os.close, in_use)
-            try:
+            with suppress(BlockingIOError):  # else the count is right: it is kept by those who use it
                 fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.ftruncate(self._counter(), _COUNT_BYTES)
-                self._set_count(self._present_bytes())
-            except BlockingIOError:
-                pass  # the count is right: it is kept by those who use it
-            finally:
-                fcntl.flock(in_use, fcntl.LOCK_SH)
+                _write_count(file, self._present_bytes())
+                (self.folder / _TOLD).unlink(missing_ok=True)
+            fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def _present_bytes(self) -> int:
-        """What the files take. Call it under the lock of the count: none must be renamed or removed meanwhile."""
+        """The bytes of all files. Call it under the lock of the count: none must be renamed or removed meanwhile."""
         return sum(found.size for folder in self._buckets() for found in self._look_into(folder))
 
     def _take(self, taken: int) -> bool:
@@ -288,7 +277,7 @@ class ReadThrough:
 
     def _fit(self) -> None:
         """Make room until what is counted is within the limit, or nothing is left that can go."""
-        with self._locked(8):  # one process at a time makes room
+        with self._locked("making_room"):  # one process at a time
             while (excess := self.used_bytes() - self.limit_bytes) > 0:
                 if not self._make_room(excess + self.limit_bytes // _AT_ONCE // _BLOCK * _BLOCK):
                     return
@@ -301,8 +290,8 @@ class ReadThrough:
             found += self._look_into(buckets.pop())
         # All were seen: what kills have left in the count goes. A smaller difference may be files that are written now.
         if not buckets and abs(counted - sum(each.size for each in found)) > self.limit_bytes // _AT_ONCE:
-            with self._locked(0):
-                wanted += self._set_count(self._present_bytes()) - counted
+            with self._locked(_COUNT) as file:
+                wanted += _write_count(file, self._present_bytes()) - counted
         going = sorted(each for each in found if not each.path.endswith(_PART))
         for each in going:
             if wanted <= 0:
@@ -338,9 +327,9 @@ class ReadThrough:
         return True
 
     def _remove(self, found: _Found) -> None:
-        with suppress(FileNotFoundError), self._locked(0):
+        with suppress(FileNotFoundError), self._locked(_COUNT) as file:
             os.unlink(found.path)  # noqa: PTH108
-            self._set_count(self.used_bytes() - found.size)
+            _write_count(file, _read_count(file) - found.size)
 
     # --- details ------------------------------------------------------------------------------------------------------
 
@@ -356,33 +345,31 @@ class ReadThrough:
         with suppress(FileNotFoundError):
             os.utime(path, ns=(used_ns, used_ns), follow_symlinks=False)
 
-    def _counter(self) -> int:
-        """The descriptor of the count; one for each process, for locks of POSIX go with the first that is closed."""
-        if self._opened is None or self._opened[0] != os.getpid():
-            path = self.folder / "used_bytes"
-            with system.process_lock:
-                key = (os.getpid(), str(path))
-                if key not in _counters or not self._is_at(_counters[key], str(path)):
-                    _counters[key] = _open_counter(path)  # that of a cache that was removed stays open for its users
-                self._opened = (key[0], _counters[key])
-        return self._opened[1]
-
     @contextmanager
-    def _locked(self, place: int) -> Iterator[None]:
-        """Exclude all other processes, and threads of this one, from one of two things: 0 the count, 8 making room."""
-        lock = _locks[place]
-        with lock:
-            fcntl.lockf(self._counter(), fcntl.LOCK_EX, 1, place)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._counter(), fcntl.LOCK_UN, 1, place)
+    def _locked(self, name: str) -> Iterator[int]:
+        """Exclude all other processes and threads that take this lock. Gives a descriptor of its file."""
+        file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # not left to close(): a child that was forked meanwhile has the file, too
+            os.close(file)
 
     def __getstate__(self) -> dict[str, object]:
         return {"folder": self.folder, "limit_bytes": self.limit_bytes}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _opened=None, _said=threading.Event())
+        self.__dict__.update(state, _said=False)
+
+
+def _read_count(file: int) -> int:
+    return min(int.from_bytes(os.pread(file, 8, 0), "little"), _MOST)
+
+
+def _write_count(file: int, total: int) -> int:
+    os.pwrite(file, max(0, total).to_bytes(8, "little"), 0)
+    return max(0, total)
 
 
 def _check_private(folder: Path) -> None:
@@ -401,21 +388,4 @@ def _check_private(folder: Path) -> None:
         raise PermissionError(errno.EPERM, f"others may write to it (mode {mode:04o}), and may have. Remove it")
 
 
-def _open_counter(path: Path) -> int:
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.lstat().st_mode):
-            path.unlink()
-    return os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
-
-
 _chance = random.SystemRandom()  # never the user's generators
-_counters: dict[tuple[int, str], int] = {}
-"""Descriptors of counts, by process and path."""
-_locks = {0: threading.RLock(), 8: threading.RLock()}
-
-
-def _renew_locks() -> None:
-    _locks.update({0: threading.RLock(), 8: threading.RLock()})  # another thread of the parent may have held them
-
-
-os.register_at_fork(after_in_child=_renew_locks)

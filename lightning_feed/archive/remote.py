@@ -5,6 +5,7 @@ else in threads. One way for both, so that retries, time limits and checks are w
 """
 
 import asyncio
+import errno
 import hashlib
 import logging
 import os
@@ -12,22 +13,16 @@ import random
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any, TypeVar
 
 import fsspec
-import numpy as np
-import numpy.typing as npt
 from fsspec.asyn import get_loop
 
-from lightning_feed.archive import quick_reads
-from lightning_feed.archive.quick_reads import SLOWEST_BYTES_PER_S
 from lightning_feed.archive.read_through import ReadThrough
 from lightning_feed.errors import ArchiveError, DatasetError, MissingExtraError, SettingsError, printable
 
@@ -38,6 +33,8 @@ _chance = random.SystemRandom()  # never the user's generators
 
 REQUESTS = 64
 """In flight at once, in each process."""
+SLOWEST_BYTES_PER_S = 1_000_000
+"""The slowest rate of a large read, beyond the time limit of any request."""
 _THREADS = 32
 """For file systems without coroutines."""
 _ATTEMPTS = 6
@@ -55,25 +52,13 @@ class GoneError(ArchiveError, DatasetError):
 
 
 def is_url(path: object) -> bool:
-    """Whether a path is a URL for fsspec: ``s3://bucket/birds``, or a chain such as ``zip://::s3://bucket/birds.zip``."""
+    """True if a path is a URL for fsspec: ``s3://bucket/birds``, or a chain such as ``zip://::s3://bucket/birds.zip``."""
     return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None
 
 
 def without_secrets(text: str) -> str:
     """A URL, or a message with URLs in it, without passwords, and without queries, which may be signatures."""
     return re.sub(r"\?(?=[^\s'\"]*=)(?:(?!::)[^\s'\"])+", "?...", re.sub(r"//[^/\s]*@", "//", text))
-
-
-class Request(NamedTuple):
-    """What is to be read for one sample."""
-
-    name: str
-    """The path of the file below the place."""
-    version: str
-    """Which version of it was listed."""
-    begin: int | None = None
-    """Where the sample begins in the file; None for the whole file."""
-    options: dict[str, Any] | None = None  # of `cat_file`
 
 
 def _joined(url: str, name: str) -> str:
@@ -87,7 +72,7 @@ def _joined(url: str, name: str) -> str:
 
 
 def place_of(path: str | Path, storage_options: Mapping[str, Any] | None = None) -> "Path | RemotePlace":
-    """Where a path or a URL leads to.
+    """The place that a path or a URL leads to.
 
     Raises:
         SettingsError: for options without a URL.
@@ -133,7 +118,7 @@ class RemotePlace:
         self.options, self.cache, self.timeout_s = dict(options or {}), cache, timeout_s
         self.is_http = self.url.startswith(("http://", "https://"))
         self.readahead_bytes = 0
-        """How much of what an order needs next is fetched into the cache."""
+        """Bytes of what an order needs next that are fetched into the cache."""
         about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0])))
         self.key = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
         """Tells this place, with its options, from others; says nothing of the options."""
@@ -186,11 +171,7 @@ class Connection:
         self._slots = asyncio.Semaphore(REQUESTS)
         self._pool: ThreadPoolExecutor | None = None
         self._renewing, self._renewed_s = asyncio.Lock(), float("-inf")
-        self._quick: quick_reads.Read | None = None
-        self._quick_failures = 0
         self._open()
-        if quick_reads.allowed and not isinstance(self.fs.protocol, str) and "s3" in self.fs.protocol:
-            self._quick = self.submit(quick_reads.open_s3(self.fs, self.root, place.options, place.timeout_s)).result()
 
     def _open(self) -> None:
         place = self.place
@@ -232,11 +213,13 @@ class Connection:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def path(self, name: str) -> str:
-        """What the file system calls a file below the place."""
+        """The file system's path of a file below the place."""
         return f"{self.root}/{name}" if name and self.root else name or self.root
 
-    async def fetch(self, name: str = "", begin: int = 0, size: int | None = None, **options: Any) -> bytes:
-        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole=True`` says that there must be no more.
+    async def fetch(
+        self, name: str, size: int | None = None, *, begin: int = 0, whole: bool = True, **options: Any
+    ) -> bytes:
+        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole`` says that there must be no more.
 
         Raises:
             GoneError: when it is not there, or another than was listed.
@@ -244,43 +227,21 @@ class Connection:
         """
         if size == 0:
             return b""  # of an empty object S3 gives no range
-        quick = self._quick if size is not None or not begin else None  # it knows no "all from here on"
-        if quick is not None:
-            async with self._slots:
-                found = await quick(self.path(name), begin, size, whole=size is None or options.get("whole", False))
-            if found is not None:
-                self._quick_failures = 0
-                return found
-        data = await self._fetch(name, begin, size, **options)
-        if quick is not None:
-            self._count_failure(quick)
-        return data
-
-    def _count_failure(self, quick: quick_reads.Read) -> None:
-        self._quick_failures += 1
-        if self._quick_failures >= quick_reads.FAILURES and self._quick is not None:
-            self._quick = None
-            error = without_secrets(str(quick.error))
-            logger.warning(
-                "%s is read ahead by s3fs alone from now on, which takes more CPU time: %s", self.place, error
-            )
-
-    async def _fetch(self, name: str, begin: int, size: int | None, *, whole: bool = False, **options: Any) -> bytes:
-        if size is None and not begin:
+        if size is None:
             return bytes(await self.call("cat_file", name, **options))
-        # One byte more than there should be, so that a longer object in its place is seen. With both ends given, s3fs
-        # asks only once.
-        end = None if size is None else begin + size + whole
-        grace_s = (size or 0) / SLOWEST_BYTES_PER_S
 
         def check(data: bytes) -> None:
-            if size is not None and len(data) != size:
+            if len(data) != size:
                 more = "or more " if whole and len(data) > size else ""
                 raise ReplacedError(
                     f"{len(data)} bytes {more}came where {size} were listed: it was replaced, or cut short"
                 )
 
-        return bytes(await self.call("cat_file", name, start=begin, end=end, grace_s=grace_s, check=check, **options))
+        # One byte more than there should be, so that a longer object in its place is seen. With both ends given, s3fs
+        # asks only once.
+        ends = {"start": begin, "end": begin + size + whole}
+        grace_s = size / SLOWEST_BYTES_PER_S
+        return bytes(await self.call("cat_file", name, grace_s=grace_s, check=check, **ends, **options))
 
     async def call(
         self,
@@ -307,6 +268,8 @@ class Connection:
                     check(found)
                 return found
             except Exception as error:
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise  # of a file of this machine
                 cause = error
                 if method == "info" and self.place.is_http and isinstance(error.__cause__, Exception):
                     cause = error.__cause__  # each failure is called a missing file there
@@ -364,102 +327,8 @@ class Connection:
         )
 
 
-class RemoteSamples(NamedTuple):
-    """The samples of a dataset, or of a source, that are read from a remote place."""
-
-    reads: "RemoteReads"
-    numbers: npt.NDArray[np.int64] | None = None
-    """The number there of each sample, where it is another."""
-
-
-class RemoteReads(ABC):
-    """Samples at a remote place by their numbers, each read by one request; those that are expected, at the same time.
-
-    Attributes:
-        sizes: bytes of each; -1 where the server does not say, so that the cache keeps none that may be cut short.
-        again_late: whether each is read once in an epoch, so that one that was just read will be needed last.
-    """
-
-    sizes: npt.NDArray[np.int64]
-    again_late = True
-
-    def __init__(self, place: RemotePlace) -> None:
-        self.place = place
-        self._expected: WeakValueDictionary[int, Future[bytes]] = WeakValueDictionary()
-
-    @abstractmethod
-    def request(self, number: int) -> Request:
-        """What to ask for."""
-
-    def remote_reads(self) -> RemoteSamples:
-        """These samples."""
-        return RemoteSamples(self)
-
-    def expect(self, numbers: Iterable[int]) -> "list[Future[bytes]]":
-        """Begin to read samples that :meth:`read_bytes` will be asked for next, all at the same time.
-
-        Returns:
-            What holds them: to be kept until they were read. A pass that is broken off lets go of it.
-        """
-        begun = list[Future[bytes]]()
-        for number in numbers:
-            cache = self._cache(number)
-            key = "" if cache is None else self._key(number)
-            # Not what is fetched already: to wait for many files at once is to look for all of them again and again.
-            if number not in self._expected and (cache is None or not (cache.holds(key) or cache.is_coming(key))):
-                self._expected[number] = future = self._begin(number)
-                begun.append(future)
-        return begun
-
-    def read_bytes(self, number: int) -> bytes:
-        """The bytes of a sample.
-
-        Raises:
-            GoneError: when it is not there any more, or was replaced.
-            ArchiveError: when it cannot be read for another reason.
-        """
-        waiting, cache = self._expected.pop(number, None), self._cache(number)
-        if waiting is None and cache is not None:
-            found = cache.read(self._key(number), int(self.sizes[number]), again_late=self.again_late)
-            if found is not None:
-                return found
-        try:
-            return (waiting or self._begin(number)).result()
-        except ArchiveError as error:
-            raise type(error)(f"Sample {number}: {error}") from error
-
-    def begin_ahead(self, number: int) -> "Future[bytes] | None":
-        """Begin to bring a sample into the cache; None where it is there, or cannot be kept."""
-        cache = self._cache(number)
-        return None if cache is None or cache.keep(self._key(number)) else self._begin(number)
-
-    def _begin(self, number: int) -> "Future[bytes]":
-        connection, asked = self.place.connection(), self.request(number)
-        size = int(self.sizes[number])
-        given = {"whole": asked.begin is None, **(asked.options or {})}
-        fetch = partial(connection.fetch, asked.name, asked.begin or 0, size if size >= 0 else None, **given)
-        cache = self._cache(number)
-        if cache is None:
-            return connection.submit(fetch())
-        return connection.submit(cache.through(self._key(number), size, fetch, again_late=self.again_late))
-
-    def _cache(self, number: int) -> ReadThrough | None:
-        return self.place.cache if self.sizes[number] >= 0 else None
-
-    def _key(self, number: int) -> str:
-        asked = self.request(number)
-        about = repr((f"{self.place.url}/{asked.name}", asked.version, asked.begin, int(self.sizes[number])))
-        return hashlib.blake2b(about.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_expected": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _expected=WeakValueDictionary())
-
-
 class ReplacedError(OSError):
-    """What came is not what was listed."""
+    """Bytes that are not those that were listed."""
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -467,7 +336,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether another attempt may go better."""
+    """True if another attempt may go better."""
     status = status_of(error)
     if isinstance(error, FileNotFoundError) or _is_refusal(error):
         return False

@@ -3,17 +3,19 @@
 import asyncio
 import calendar
 import hashlib
-import io
 import logging
 import os
 import time
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -24,31 +26,28 @@ from lightning_feed.archive.folder import (
     MANIFEST,
     FolderIndex,
     FolderSource,
+    below,
     check_classes,
     check_images,
+    flat_names,
+    load_arrays,
+    nth_name,
+    save_arrays,
 )
-from lightning_feed.archive.remote import (
-    Connection,
-    GoneError,
-    RemotePlace,
-    RemoteReads,
-    ReplacedError,
-    Request,
-    status_of,
-)
-from lightning_feed.archive.system import cache_folder, read_private, write_private
+from lightning_feed.archive.read_through import ReadThrough
+from lightning_feed.archive.remote import Connection, GoneError, RemotePlace, ReplacedError, status_of
+from lightning_feed.archive.system import cache_folder
 from lightning_feed.errors import ArchiveError, printable
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2
+_VERSION = 3
 _STARTED_S = time.time()
 _RANKS_START_WITHIN_S = 60
 """A process uses a listing that it, or the process that it was forked from, has taken. Ranks of one run share one."""
-_DIGEST_BYTES = 16
 _CHANGED = ("LastModified", "last_modified", "updated", "modified", "mtime", "created")
 _CONTENT = ("ETag", "Last-Modified", "etag", "md5Hash", "content_settings", "blob_id", "sha", "CRC", "ino")
-"""What the entries of a listing call the time of a change, and what is another for other contents, by file system."""
+"""Keys of the entries of a listing: the time of a change, and what differs for other contents, by file system."""
 _HEADERS = ("ETag", "Last-Modified")
 """Those of them that HTTP knows."""
 _ASKED_AT_ONCE = 1000
@@ -56,14 +55,10 @@ _ASKED_AT_ONCE = 1000
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """All files of a place in a few flat arrays, folder by folder; both sorted by name."""
+    """All files of a place in a few flat arrays, sorted by folder, and by name in it."""
 
-    folders: tuple[str, ...]
-    """Paths below the place; ``""`` is the place itself."""
-    starts: npt.NDArray[np.int64]
-    """Shape (folders + 1,): the number of each folder's first file."""
     names: npt.NDArray[np.uint8]
-    """The names of the files in their folders, one after the other."""
+    """The paths of the files below the place, one after the other."""
     ends: npt.NDArray[np.int64]
     """Shape (n,): where each ends in ``names``."""
     sizes: npt.NDArray[np.int64]
@@ -75,31 +70,33 @@ class Listing:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def base(self, number: int) -> str:
-        """The name of a file in its folder."""
-        begin = int(self.ends[number - 1]) if number else 0
-        return self.names[begin : int(self.ends[number])].tobytes().decode("utf-8", "surrogateescape")
+    def path(self, number: int) -> str:
+        """The path of a file below the place."""
+        return nth_name(self.names, self.ends, number).decode("utf-8", "surrogateescape")
 
     def files(self) -> Iterator[tuple[str, int]]:
         """The path below the place and the number of each file."""
-        for place, folder in enumerate(self.folders):
-            prefix = f"{folder}/" if folder else ""
-            for number in range(int(self.starts[place]), int(self.starts[place + 1])):
-                yield prefix + self.base(number), number
+        for number in range(len(self)):
+            yield self.path(number), number
 
     def find(self, path: str) -> int | None:
         """The number of a file; None where there is none."""
-        folder, _, base = path.rpartition("/")
-        place = bisect_left(self.folders, folder)
-        if place == len(self.folders) or self.folders[place] != folder:
-            return None
-        first, last = int(self.starts[place]), int(self.starts[place + 1])
-        found = bisect_left(range(first, last), base.encode(), key=lambda number: self.base(number).encode()) + first
-        return found if found < last and self.base(found) == base else None
+        found = self._at(path)
+        return found if found < len(self) and self.path(found) == path else None
 
     def has_folder(self, path: str) -> bool:
-        """Whether there are files below a path."""
-        return any(folder == path or folder.startswith(f"{path}/") for folder in self.folders)
+        """True if there are files below a path."""
+        # Its own files are not next to those of the folders in it: "a-b" comes before "a/b".
+        near = (self._at(f"{path}/"), self._at(f"{path}//"))
+        return any(number < len(self) and self.path(number).startswith(f"{path}/") for number in near)
+
+    def _at(self, path: str) -> int:
+        return bisect_left(range(len(self)), _order(path), key=lambda number: _order(self.path(number)))
+
+
+def _order(path: str) -> tuple[str, str]:
+    folder, _, name = path.rpartition("/")
+    return folder, name
 
 
 def list_files(place: RemotePlace, *, fresh: bool = False) -> Listing:
@@ -126,13 +123,8 @@ def list_files(place: RemotePlace, *, fresh: bool = False) -> Listing:
         listing = None if fresh else _load(kept)
         if listing is None:
             listing = _take(place)
-            _save(listing, kept)
+            save_arrays(kept, **vars(listing))
     return listing
-
-
-def forget_listing(place: RemotePlace) -> None:
-    """Have a place listed again by whoever asks next."""
-    _kept(place).unlink(missing_ok=True)
 
 
 def _kept(place: RemotePlace) -> Path:
@@ -140,85 +132,43 @@ def _kept(place: RemotePlace) -> Path:
 
 
 def _load(kept: Path) -> Listing | None:
+    ranks = any(os.environ.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
     try:
-        ranks = any(os.environ.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
         if kept.stat().st_mtime < _STARTED_S - (_RANKS_START_WITHIN_S if ranks else 0):
             return None
-        content = read_private(kept)
     except OSError:
         return None
-    stored = content[_DIGEST_BYTES:]
-    if content[:_DIGEST_BYTES] != hashlib.blake2b(stored, digest_size=_DIGEST_BYTES).digest():
-        return None
-    with np.load(io.BytesIO(stored), allow_pickle=False) as found:
-        arrays = {field.name: found[field.name] for field in fields(Listing)}
-    arrays["folders"] = tuple(arrays["folders"].tobytes().decode("utf-8", "surrogateescape").split("\0"))
-    return Listing(**arrays)
-
-
-def _save(listing: Listing, kept: Path) -> None:
-    arrays = {field.name: getattr(listing, field.name) for field in fields(Listing)}
-    arrays["folders"] = np.frombuffer("\0".join(listing.folders).encode("utf-8", "surrogateescape"), np.uint8)
-    stored = io.BytesIO()
-    np.savez(stored, **arrays)
-    content = stored.getvalue()
-    try:
-        write_private(kept, hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() + content)
-    except OSError as error:
-        logger.info("The listing could not be remembered in %s: %s. Each rank lists by itself.", kept, error)
+    arrays = load_arrays(kept)
+    return None if arrays is None else Listing(**arrays)
 
 
 def _take(place: RemotePlace) -> Listing:
-    connection = place.connection()
-    found = connection.submit(_walk(place)).result()
+    found = place.connection().submit(_walk(place)).result()
     if not found:
         raise GoneError(f"There are no files at {place}. Check the URL, and that the credentials may list it.")
-    folders = sorted(found)
-    counts = [len(found[folder].sizes) for folder in folders]
-    return Listing(
-        folders=tuple(folders),
-        starts=np.cumsum([0, *counts], dtype=np.int64),
-        names=np.concatenate([found[folder].names for folder in folders]),
-        ends=np.cumsum(np.concatenate([found[folder].lengths for folder in folders]), dtype=np.int64),
-        sizes=np.concatenate([found[folder].sizes for folder in folders]),
-        stamps=np.concatenate([found[folder].stamps for folder in folders]),
-    )
+    found.sort(key=lambda file: _order(file[0]))
+    names, ends = flat_names([path.encode("utf-8", "surrogateescape") for path, _, _ in found])
+    sizes, stamps = np.array([file[1:] for file in found], np.int64).T
+    return Listing(names, ends, sizes.copy(), stamps.copy())
 
 
-@dataclass(frozen=True, eq=False)
-class _Folder:
-    """The files of one folder. Entries of fsspec are dicts of a kilobyte each: they are dropped folder by folder."""
-
-    names: npt.NDArray[np.uint8]
-    lengths: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    stamps: npt.NDArray[np.int64]
-
-
-async def _walk(place: RemotePlace) -> dict[str, _Folder]:
-    """The files of each folder that has any, by its path below the place."""
-    connection, found = place.connection(), dict[str, _Folder]()
+async def _walk(place: RemotePlace) -> list[tuple[str, int, int]]:
+    """(path below the place, size, stamp) of all files."""
+    connection, found = place.connection(), list[tuple[str, int, int]]()
 
     async def look(folder: str) -> list[str]:
         entries = await connection.call("ls", folder, detail=True)
         await _complete(entries, folder, connection)
-        files, below = sorted_out(entries, folder, connection.path(folder))
-        if files:
-            names, sizes, stamps = zip(*sorted(files), strict=True)
-            found[folder] = _Folder(
-                names=np.frombuffer(b"".join(names), np.uint8),
-                lengths=np.array([len(name) for name in names], np.int64),
-                sizes=np.array(sizes, np.int64),
-                stamps=np.array(stamps, np.int64),
-            )
-        return below
+        files, inside = sorted_out(entries, folder, connection.path(folder))
+        found.extend(files)
+        return inside
 
     waiting = {asyncio.ensure_future(look(""))}
     try:
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             # Gathered, so that of several failures none is left for asyncio to print.
-            inside = [folder for below in await asyncio.gather(*done) for folder in below]
+            inside = [folder for some in await asyncio.gather(*done) for folder in some]
             waiting |= {asyncio.ensure_future(look(folder)) for folder in inside}
     finally:
         for one in waiting:
@@ -232,7 +182,7 @@ async def _complete(entries: list[dict[str, Any]], folder: str, connection: Conn
 
     async def ask(entry: dict[str, Any]) -> None:
         base = str(entry["name"]).rpartition("/")[2]
-        name = f"{folder}/{base}" if folder else base
+        name = below(folder, base)
         try:
             entry.update({**await connection.call("info", name), "name": entry["name"]})
             if entry["size"] == 0:  # some servers answer HEAD so, whatever the size is
@@ -246,26 +196,27 @@ async def _complete(entries: list[dict[str, Any]], folder: str, connection: Conn
         await asyncio.gather(*map(ask, asked[begin : begin + _ASKED_AT_ONCE]))
 
 
-def sorted_out(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[list[tuple[bytes, int, int]], list[str]]:
-    """(name, size, stamp) of each file in a folder, and the paths of the folders in it."""
-    files, below = [], []
+def sorted_out(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[list[tuple[str, int, int]], list[str]]:
+    """(path below the place, size, stamp) of each file in a folder, and the paths of the folders in it."""
+    files, inside = [], []
     for entry in entries:
         name = str(entry["name"])
         base, itself = name.rstrip("/").rpartition("/")[2], name.strip("/") == path.strip("/")
         if base in (".", "..") or "\0" in base:  # a copy of it would be written elsewhere
             raise ArchiveError(f"{printable(name)} has a name that leads out of its folder. Remove it there.")
         if entry["type"] == "directory" and not itself:
-            below.append(f"{folder}/{base}" if folder else base)
+            inside.append(below(folder, base))
         elif entry["type"] == "file" and not name.endswith("/") and not (itself and folder):
             # A place that is a file lists itself; object stores mark empty folders by an object of their name.
-            encoded, size = (b"" if itself else base.encode("utf-8", "surrogateescape")), entry.get("size")
+            size = entry.get("size")
             known = any(entry.get(name) is not None for name in (*_CHANGED, *_CONTENT))
-            files.append((encoded, -1 if size is None else int(size), stamp_of(entry) if known else time.time_ns()))
-    return files, below
+            stamp = stamp_of(entry) if known else time.time_ns()
+            files.append(("" if itself else below(folder, base), -1 if size is None else int(size), stamp))
+    return files, inside
 
 
 def stamp_of(entry: dict[str, Any]) -> int:
-    """What tells one version of an object from the next: its time in ns, with a hash of its tag below the second."""
+    """A number for each version of an object: its time in ns, with a hash of its tag below the second."""
     changed = next((entry[name] for name in _CHANGED if entry.get(name) is not None), 0)
     # An ETag is weak within a second of the change, and may be strong later.
     content = repr([str(entry[name]).removeprefix("W/") for name in _CONTENT if entry.get(name) is not None])
@@ -307,92 +258,101 @@ def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def class_files(
-    listing: Listing, below: str, where: str, classes: tuple[str, ...] | None = None
+    listing: Listing, top: str, where: str, classes: tuple[str, ...] | None = None
 ) -> tuple[FolderIndex, npt.NDArray[np.int64]]:
     """The images of each class folder in a folder of a listing, in the order of torchvision's ``ImageFolder``.
 
     Args:
         listing: of a place.
-        below: path of the folder below the place.
+        top: path of the folder below the place.
         where: its URL, for errors.
         classes: the classes there must be; None takes the names of the folders.
 
     Returns:
-        Their index, with paths below ``below``, and their numbers in the listing.
+        Their index, with paths below ``top``, and their numbers in the listing.
 
     Raises:
         DatasetError: as :func:`~lightning_feed.archive.folder.scan_classes`.
     """
-    prefix = f"{below}/" if below else ""
+    prefix = f"{top}/" if top else ""
     by_class: dict[str, list[int]] = {}
-    for place, folder in enumerate(listing.folders):  # sorted
-        inner = folder.removeprefix(prefix)
-        name = inner.partition("/")[0]
-        # A pack in the folder that it was made of is no class.
-        if folder.startswith(prefix) and name and name[0] != "." and listing.find(f"{prefix}{name}/{MANIFEST}") is None:
-            by_class.setdefault(name, []).append(place)
-    check_classes(sorted(by_class), classes, where)
-    names, lengths, labels, numbers = bytearray(), list[int](), list[int](), list[int]()
-    for label, name in enumerate(classes or sorted(by_class)):
-        for place in by_class.get(name, ()):
-            folder = listing.folders[place].removeprefix(prefix)
-            for number in range(int(listing.starts[place]), int(listing.starts[place + 1])):
-                base = listing.base(number)
-                if base.lower().endswith(IMAGE_SUFFIXES):
-                    path = f"{folder}/{base}".encode("utf-8", "surrogateescape")
-                    names += path
-                    lengths.append(len(path))
-                    labels.append(label)
-                    numbers.append(number)
-    check_images(sorted(by_class), labels, where, every=classes is None)
-    index = FolderIndex(
-        classes=tuple(classes or sorted(by_class)),
-        labels=np.array(labels, dtype=np.int64),
-        names=np.frombuffer(bytes(names), dtype=np.uint8),
-        ends=np.cumsum(lengths, dtype=np.int64),
-        folders=(),
-    )
+    for path, number in listing.files():
+        name, inside, _ = path.removeprefix(prefix).partition("/")
+        if path.startswith(prefix) and inside and name and not name.startswith("."):
+            by_class.setdefault(name, []).append(number)
+    # A pack in the folder that it was made of is no class.
+    found = sorted(name for name in by_class if listing.find(f"{prefix}{name}/{MANIFEST}") is None)
+    check_classes(found, classes, where)
+    labels, numbers, paths = list[int](), list[int](), list[bytes]()
+    for label, name in enumerate(classes or found):
+        for number in by_class[name] if name in found else ():
+            path = listing.path(number)
+            if path.lower().endswith(IMAGE_SUFFIXES):
+                labels.append(label)
+                numbers.append(number)
+                paths.append(path.removeprefix(prefix).encode("utf-8", "surrogateescape"))
+    check_images(found, labels, where, every=classes is None)
+    index = FolderIndex(tuple(classes or found), np.array(labels, np.int64), *flat_names(paths), ())
     return index, np.array(numbers, dtype=np.int64)
 
 
-class RemoteSource(FolderSource, RemoteReads):
-    """Images in class folders at a remote place, each read whole.
+class RemoteSource(FolderSource):
+    """Images in class folders at a remote place, each read whole by one request; those expected, at the same time.
 
     Args:
         place: the folder of class folders.
         index: which files there are.
-        sizes: bytes of each, as listed.
+        sizes: bytes of each, as listed; -1 where the server does not say, so that the cache keeps none that may be cut
+            short.
         stamps: of each, as listed.
+
+    Attributes:
+        again_late: whether each is read once in an epoch, so that one that was just read will be needed last.
     """
+
+    again_late = True
 
     def __init__(
         self, place: RemotePlace, index: FolderIndex, sizes: npt.NDArray[np.int64], stamps: npt.NDArray[np.int64]
     ) -> None:
-        RemoteReads.__init__(self, place)
-        self.index, self.sizes, self.stamps = index, sizes, stamps
+        self.place, self.index, self.sizes, self.stamps = place, index, sizes, stamps
         self.classes, self.labels = index.classes, index.labels
         self._listed = place
+        self._expected: WeakValueDictionary[int, Future[bytes]] = WeakValueDictionary()
 
     @classmethod
     def of(
-        cls, place: RemotePlace, listing: Listing, below: str = "", classes: tuple[str, ...] | None = None
+        cls, place: RemotePlace, listing: Listing, top: str = "", classes: tuple[str, ...] | None = None
     ) -> "RemoteSource":
         """The images in the class folders of a folder below a place.
 
         Raises:
             DatasetError: as :func:`class_files`.
         """
-        index, numbers = class_files(listing, below, place.url_of(below), classes)
-        made = cls(place.below(below), index, listing.sizes[numbers], listing.stamps[numbers])
+        index, numbers = class_files(listing, top, place.url_of(top), classes)
+        made = cls(place.below(top), index, listing.sizes[numbers], listing.stamps[numbers])
         made._listed = place
         return made
 
-    def request(self, number: int) -> Request:
-        """The file of a sample."""
-        stamp, options = int(self.stamps[number]), None
-        if self.place.is_http and self._cache(number) is not None:  # S3 replaces as a whole
-            options = same_version(stamp, self.place.options.get("headers", {}))
-        return Request(self.index.path(number), str(stamp), options=options)
+    def remote_reads(self) -> "RemoteSamples":
+        """These samples."""
+        return RemoteSamples(self)
+
+    def expect(self, numbers: Iterable[int]) -> "list[Future[bytes]]":
+        """Begin to read samples that :meth:`read` will be asked for next, all at the same time.
+
+        Returns:
+            What holds them: to be kept until they were read. A pass that is broken off lets go of it.
+        """
+        begun = list[Future[bytes]]()
+        for number in numbers:
+            cache = self._cache(number)
+            key = "" if cache is None else self._key(number)
+            # Not what is fetched already: to wait for many files at once is to look for all of them again and again.
+            if number not in self._expected and (cache is None or not (cache.holds(key) or cache.is_coming(key))):
+                self._expected[number] = future = self._begin(number)
+                begun.append(future)
+        return begun
 
     def read(self, index: int) -> bytes:
         """The bytes of file ``index``.
@@ -401,23 +361,66 @@ class RemoteSource(FolderSource, RemoteReads):
             GoneError: when it is not there any more, or was replaced.
             ArchiveError: when it cannot be read for another reason.
         """
+        waiting, cache = self._expected.pop(index, None), self._cache(index)
+        if waiting is None and cache is not None:
+            found = cache.read(self._key(index), int(self.sizes[index]), again_late=self.again_late)
+            if found is not None:
+                return found
         try:
-            return self.read_bytes(index)
-        except GoneError:
-            forget_listing(self._listed)
-            raise
+            return (waiting or self._begin(index)).result()
+        except ArchiveError as error:
+            if isinstance(error, GoneError):
+                _kept(self._listed).unlink(missing_ok=True)  # so that the next run lists the files again
+            raise type(error)(f"Sample {index}: {error}") from error
+
+    def begin_ahead(self, number: int) -> "Future[bytes] | None":
+        """Begin to bring a sample into the cache; None where it is there, or cannot be kept."""
+        cache = self._cache(number)
+        return None if cache is None or cache.keep(self._key(number)) else self._begin(number)
+
+    def options(self, number: int) -> dict[str, Any]:
+        """Options of the request for a file."""
+        if self.place.is_http and self._cache(number) is not None:  # S3 replaces as a whole
+            return same_version(int(self.stamps[number]), self.place.options.get("headers", {}))
+        return {}
 
     def name(self, index: int) -> str:
         """The URL of file ``index``."""
         return self.place.url_of(self.index.path(index))
 
-    def origin(self) -> str:
-        """The URL of the folder."""
-        return self.place.url
-
     def changed_ns(self, index: int) -> int:
         """When file ``index`` was changed last, as listed."""
         return int(self.stamps[index])
+
+    def _begin(self, number: int) -> "Future[bytes]":
+        connection, size, cache = self.place.connection(), int(self.sizes[number]), self._cache(number)
+        path, expected = self.index.path(number), size if size >= 0 else None
+        fetch = partial(connection.fetch, path, expected, **self.options(number))
+        if cache is None:
+            return connection.submit(fetch())
+        return connection.submit(cache.through(self._key(number), size, fetch, again_late=self.again_late))
+
+    def _cache(self, number: int) -> ReadThrough | None:
+        return self.place.cache if self.sizes[number] >= 0 else None
+
+    def _key(self, number: int) -> str:
+        url = f"{self.place.url}/{self.index.path(number)}"
+        about = repr((url, str(self.stamps[number]), None, int(self.sizes[number])))
+        return hashlib.blake2b(about.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_expected": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _expected=WeakValueDictionary())
+
+
+class RemoteSamples(NamedTuple):
+    """The samples of a dataset, or of a source, that are read from a remote place."""
+
+    reads: RemoteSource
+    numbers: npt.NDArray[np.int64] | None = None
+    """The number there of each sample, where it is another."""
 
 
 class RemoteFolder:
@@ -433,14 +436,7 @@ class RemoteFolder:
     def __init__(self, place: RemotePlace) -> None:
         self.place = place
         self._listing = listing = list_files(place)
-        names = [name.encode("utf-8", "surrogateescape") for name, _ in listing.files()]
-        index = FolderIndex(
-            classes=(),
-            labels=np.zeros(len(names), np.int64),
-            names=np.frombuffer(b"".join(names), np.uint8),
-            ends=np.cumsum([len(name) for name in names], dtype=np.int64),
-            folders=(),
-        )
+        index = FolderIndex((), np.zeros(len(listing), np.int64), listing.names, listing.ends, ())
         self._source = RemoteSource(place, index, listing.sizes, listing.stamps)
         self._source.again_late = False
 

@@ -1,7 +1,6 @@
 """The speed of a remote place, measured by a bounded number of requests."""
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -21,17 +20,16 @@ _MOST_S = 5.0
 
 
 class Wanted(NamedTuple):
-    """A part of a file."""
+    """A file."""
 
     name: str
     """Its path below the place."""
-    begin: int
     size: int
     """Bytes."""
 
 
 class RemoteSpeed(NamedTuple):
-    """What a place gives to this machine."""
+    """Latency and throughput of a place."""
 
     latency_ms: float
     """From asking for one byte to having it: median of :data:`ALONE` requests, one after the other."""
@@ -59,10 +57,10 @@ async def _measure(connection: Connection, wanted: Sequence[Wanted]) -> RemoteSp
     first, took_ms = wanted[0], []
     for _ in range(1 + ALONE):  # the first one opens the connection
         began = time.perf_counter()
-        await connection.fetch(first.name, first.begin, 1)
+        await connection.fetch(first.name, 1, whole=False)
         took_ms.append(1e3 * (time.perf_counter() - began))
     began = time.perf_counter()
-    parts = [connection.fetch(one.name, one.begin, min(one.size, _MOST_BYTES)) for one in wanted]
+    parts = [connection.fetch(one.name, min(one.size, _MOST_BYTES), whole=False) for one in wanted]
     reads = [asyncio.ensure_future(part) for part in parts]
     done, pending = await asyncio.wait(reads, timeout=_MOST_S)
     for one in pending:
@@ -80,11 +78,10 @@ def some_files(place: RemotePlace) -> list[Wanted]:
     connection, folder = place.connection(), ""
     while True:
         entries = connection.submit(connection.call("ls", folder, detail=True)).result()
-        files, below = sorted_out(entries, folder, connection.path(folder))
-        paths = [(f"{folder}/{os.fsdecode(name)}".strip("/"), size) for name, size, _ in files[: 2 * TOGETHER]]
-        found = [Wanted(path, 0, size) for path, size in paths if size > 0]
+        files, inside = sorted_out(entries, folder, connection.path(folder))
+        found = [Wanted(path, size) for path, size, _ in files if size > 0]
         if found:
             return found[:TOGETHER]
-        if not below:
+        if not inside:
             raise ArchiveError(f"{place} has no files. Check the URL.")
-        folder = below[0]
+        folder = inside[0]

@@ -83,7 +83,7 @@ def parse_limit(limit: int | str, available: int | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheStats:
-    """What a cache holds and has done, over all processes of the node."""
+    """Contents and use of a cache, over all processes of the node."""
 
     hits: int
     """Reads that found their sample."""
@@ -96,7 +96,7 @@ class CacheStats:
     limit_bytes: int
     """The bound on ``stored_bytes``."""
     full: bool
-    """Whether a sample has been turned away for lack of space."""
+    """True if a sample has been turned away for lack of space."""
 
 
 class SampleCache:
@@ -173,7 +173,7 @@ class SampleCache:
         return found
 
     def holds(self, index: int) -> bool:
-        """Whether the sample is held, without counting."""
+        """True if the sample is held, without counting."""
         return bool(self._index[index])
 
     def put(self, index: int, array: npt.NDArray[Any]) -> bool:

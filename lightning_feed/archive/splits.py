@@ -1,7 +1,7 @@
-"""Which samples of a folder or a pack belong to which split."""
+"""The splits of a folder or a pack, and their samples."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,41 +12,71 @@ from lightning_feed.archive.folder import (
     MANIFEST,
     Encoded,
     FolderSource,
-    Place,
     SampleSource,
     index_of,
     is_pack,
-    located,
 )
 from lightning_feed.archive.pack_formats import ALL
-from lightning_feed.archive.packed_dataset import PackedDataset
-from lightning_feed.archive.remote import RemotePlace, RemoteSamples
-from lightning_feed.archive.remote_folder import RemoteSource, list_files
+from lightning_feed.archive.packed_dataset import PackedDataset, remote_pack_error
+from lightning_feed.archive.remote import RemotePlace
+from lightning_feed.archive.remote_folder import RemoteSamples, RemoteSource, list_files
 from lightning_feed.errors import DatasetError, SettingsError
 
 _FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-"""What the folders of a split are called."""
+"""Names of the folders of each split."""
 
 
 SPLITS = tuple(_FOLDERS)
 
 
-def split_folder(root: Path | RemotePlace, split: str, has: Callable[[str], bool] | None = None) -> str | None:
-    """What the folder of a split under ``root`` is called; None where there is none.
+class Root:
+    """A folder of class folders, or of folders of splits with class folders in them, on this machine or at a URL.
 
     Args:
-        root: the folder.
-        split: its name.
-        has: says whether ``root`` has a folder; None looks on the disk.
-
-    Raises:
-        DatasetError: when there are several, of which one would be left out in silence.
+        place: the folder.
+        fresh: list a remote place now.
     """
-    has = has or (lambda name: os.path.isdir(f"{root}/{name}"))  # noqa: PTH112
-    names = [name for name in _FOLDERS[split] if has(name)]
-    if len(names) > 1:
-        raise DatasetError(f"{root} has {' and '.join(names)}, which all mean the split {split!r}. Rename all but one.")
-    return names[0] if names else None
+
+    def __init__(self, place: Path | RemotePlace, *, fresh: bool = False) -> None:
+        self.place = place
+        self._listing = list_files(place, fresh=fresh) if isinstance(place, RemotePlace) else None
+        self.has_splits = self._has("train")
+
+    @property
+    def is_pack(self) -> bool:
+        """True if it is a pack."""
+        if self._listing is not None:
+            return self._listing.find(MANIFEST) is not None
+        return is_pack(str(self.place))
+
+    def source(self, split: str) -> FolderSource | None:
+        """The images of a split, or of a root without splits; None where there is no such split.
+
+        Raises:
+            DatasetError: when there is nothing to read, or when several folders mean that split, of which one would be
+                left out in silence.
+        """
+        if not self.has_splits:
+            return self._read("")
+        names = [name for name in _FOLDERS[split] if self._has(name)]
+        if len(names) > 1:
+            raise DatasetError(
+                f"{self.place} has {' and '.join(names)}, which all mean the split {split!r}. Rename all but one."
+            )
+        if not names:
+            return None
+        return self._read(names[0], None if split == "train" else self._read("train").classes)
+
+    def _has(self, name: str) -> bool:
+        if self._listing is not None:
+            return self._listing.has_folder(name)
+        return os.path.isdir(f"{self.place}/{name}")  # noqa: PTH112
+
+    def _read(self, name: str, classes: tuple[str, ...] | None = None) -> FolderSource:
+        if isinstance(self.place, RemotePlace):
+            assert self._listing is not None
+            return RemoteSource.of(self.place, self._listing, name, classes)
+        return FolderSource(self.place / name, index_of(self.place / name, classes))
 
 
 @dataclass(frozen=True)
@@ -69,8 +99,8 @@ class Splits:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
             raise SettingsError(f"val_fraction={value!r} is not possible. Give a share from 0 to below 1.")
 
-    def source(self, place: Path | Place | RemotePlace, split: str) -> SampleSource | None:
-        """The samples of ``split`` under ``place``; None where there is no such split.
+    def source(self, root: Path | RemotePlace, split: str) -> SampleSource | None:
+        """The samples of ``split`` under ``root``; None where there is no such split.
 
         Raises:
             DatasetError: when there is nothing to read there.
@@ -78,44 +108,26 @@ class Splits:
         """
         if split not in _FOLDERS:
             return None
-        if isinstance(place, RemotePlace):
-            return self._remote(place, split)
-        root = located(place)
-        if is_pack(root):
-            return self._packed(place, root, split)
-        if not (root / "train").is_dir():
-            return self._share(FolderSource(place, index_of(root)), split)
-        name = split_folder(root, split)
-        if name is None:
-            return None
-        classes = None if split == "train" else index_of(root / "train").classes
-        folder = root / name if isinstance(place, Path) else Below(place, name)
-        return FolderSource(folder, index_of(root / name, classes))
+        found = Root(root)
+        if not found.is_pack:
+            source = found.source(split)
+            return source if found.has_splits or source is None else self._share(source, split)
+        if isinstance(root, RemotePlace):
+            raise remote_pack_error(root)
+        return self._packed(root, split)
 
-    def classes(self, place: Path | Place | RemotePlace) -> tuple[str, ...]:
+    def classes(self, root: Path | RemotePlace) -> tuple[str, ...]:
         """Names of the labels, sorted."""
-        source = self.source(place, "train")
+        source = self.source(root, "train")
         return source.classes if source is not None else ()
 
-    def _remote(self, place: RemotePlace, split: str) -> SampleSource | None:
-        listing = list_files(place)
-        if listing.find(MANIFEST) is not None:
-            return self._packed(place, place, split)
-        if not listing.has_folder("train"):
-            return self._share(RemoteSource.of(place, listing), split)
-        name = split_folder(place, split, listing.has_folder)
-        if name is None:
-            return None
-        classes = None if split == "train" else RemoteSource.of(place, listing, "train").classes
-        return RemoteSource.of(place, listing, name, classes)
-
-    def _packed(self, place: Path | Place | RemotePlace, root: Path | RemotePlace, split: str) -> SampleSource | None:
+    def _packed(self, root: Path, split: str) -> SampleSource | None:
         manifest = PackedDataset.manifest_of(root)
         if manifest.kind == "samples":
             raise DatasetError(f"{root} is a pack of samples, not of images. Read it with PackedDataset.")
         if ALL in manifest.parts:
-            return self._share(PackedDataset(place), split)
-        return PackedDataset(place, split) if split in manifest.parts else None
+            return self._share(PackedDataset(root), split)
+        return PackedDataset(root, split) if split in manifest.parts else None
 
     def _share(self, source: SampleSource, split: str) -> SampleSource | None:
         if split == "test":
@@ -125,18 +137,6 @@ class Splits:
         validation = round(len(source) * self.val_fraction)
         chosen = order[validation:] if split == "train" else order[:validation]
         return Chosen(source, np.sort(chosen)) if len(chosen) else None
-
-
-@dataclass(frozen=True)
-class Below:
-    """A folder in a place that may move."""
-
-    place: Place
-    name: str
-
-    def current(self) -> Path:
-        """Where the folder lies now."""
-        return self.place.current() / self.name
 
 
 class Chosen:

@@ -1,36 +1,30 @@
-"""A folder or a file made equal to another: both listed, compared, and what differs copied in threads."""
+"""A copy made equal to a folder, a file or a URL: both listed, compared by size and time, what differs copied."""
 
 import errno
-import heapq
-import logging
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_feed.archive.folder import below, open_file, walk
+from lightning_feed.archive.remote import SLOWEST_BYTES_PER_S, GoneError, RemotePlace, ReplacedError
+from lightning_feed.archive.remote_folder import list_files, stamp_of
 from lightning_feed.archive.system import check_room, owner_of, progress_bar
 from lightning_feed.errors import ArchiveError
 
-logger = logging.getLogger(__name__)
-
 _CHUNK_BYTES = 1 << 20
-"""Read at once: between two of them a stop is heeded and the bar moves."""
-
-Advance = Callable[[int], bool]
-"""Called with the bytes that were done; whether to go on."""
-Identity = tuple[int, int]
-"""Device and inode: the same for one file or folder whatever paths, mounts and links lead to it."""
+_LARGE_BYTES = 16 << 20
+"""A remote file that takes longer may be replaced while it is fetched."""
 
 
 class FileStamp(NamedTuple):
-    """What tells one version of a file from the next."""
+    """Size and time of change of a file."""
 
     size: int
     """Bytes; -1 for what is no regular file."""
@@ -46,70 +40,153 @@ class FileStamp(NamedTuple):
 class Tree:
     """A file, or all files and folders below a folder, by path below it; the path of the root is ``""``."""
 
-    root: str
     files: dict[str, FileStamp] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
     """Each before what is in it."""
-    identities: set[Identity] = field(default_factory=set)
-    """Of all folders, and of the files that links lead to: what is lost if it lies in a copy that goes."""
-
-    def add(self, name: str, status: os.stat_result) -> None:
-        """Add what lies at ``name``."""
-        if stat.S_ISDIR(status.st_mode):
-            self.folders.append(name)
-        else:
-            self.files[name] = FileStamp.of(status)
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
+# --- sources ----------------------------------------------------------------------------------------------------------
 
 
-def scan_source(root: str) -> Tree:
-    """Sizes and times of a file, or of all files below a folder; links are followed.
+class LocalOrigin:
+    """A folder or a file of this machine.
+
+    Args:
+        root: its absolute path.
+        target: where the copy goes.
 
     Raises:
-        ArchiveError: when there is nothing or it cannot be read, when links go round in a circle or lead nowhere, and
-            for what is neither file nor folder.
+        ArchiveError: when one lies in the other.
     """
-    tree = Tree(root)
-    for name, status, linked in _listed(root, follow=True):
-        if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
-            raise ArchiveError(f"{below(root, name)} is neither a file nor a folder. Move it away.")
-        tree.add(name, status)
-        if linked or stat.S_ISDIR(status.st_mode):
-            tree.identities.add((status.st_dev, status.st_ino))
-    if not tree.files:
-        raise ArchiveError(f"There are no files in {root}. Give the folder that has them.")
-    return tree
+
+    threads = 4
+
+    def __init__(self, root: str, target: Path) -> None:
+        self.root, self._target = root, target
+        real = Path(os.path.realpath(root))
+        same = any(is_same(path, root) for path in (target, *target.parents))
+        if same or any(path.is_relative_to(target) for path in (Path(root), real)):
+            raise overlap_error(root, target)
+
+    def scan(self) -> Tree:
+        """Sizes and times of all files; links are followed.
+
+        Raises:
+            ArchiveError: when there is nothing or it cannot be read, when links go round in a circle or lead nowhere or
+                into the copy, and for what is neither file nor folder.
+        """
+        tree = Tree()
+        for name, status, linked in _listed(self.root, follow=True):
+            path = below(self.root, name)
+            if linked:
+                real = Path(os.path.realpath(path))
+                if real.is_relative_to(self._target) or self._target.is_relative_to(real):
+                    raise overlap_error(self.root, self._target)
+            if stat.S_ISDIR(status.st_mode):
+                tree.folders.append(name)
+            elif stat.S_ISREG(status.st_mode):
+                tree.files[name] = FileStamp.of(status)
+            else:
+                raise ArchiveError(f"{path} is neither a file nor a folder. Move it away.")
+        if not tree.files:
+            raise ArchiveError(f"There are no files in {self.root}. Give the folder that has them.")
+        return tree
+
+    def fetch(self, name: str, stamp: FileStamp, part: Path, advance: Callable[[int], None]) -> None:
+        """Copy a file to ``part``.
+
+        Raises:
+            OSError: when it cannot be read or written, or is not what was listed any more.
+        """
+        with open_file(below(self.root, name)) as source, part.open("wb") as copy:
+            while chunk := source.read(_CHUNK_BYTES):
+                copy.write(chunk)
+                advance(len(chunk))
+            status = os.fstat(source.fileno())
+            if FileStamp.of(status) != stamp:
+                raise OSError(errno.EBUSY, "it changed while it was copied")
+            os.fchmod(copy.fileno(), status.st_mode & 0o700)
 
 
-def scan_copy(target: str, source: Tree) -> Tree:
-    """The same of a copy, without following links. Where there is nothing, the tree is empty.
+class RemoteOrigin:
+    """A remote place; the modification time of its files stands for their version."""
 
-    Raises:
-        ArchiveError: when a part of the source lies in the copy, or the copy in the source.
-    """
-    tree = Tree(target)
-    if identities_above(target) & source.identities:
-        raise overlap_error(source.root, target)
-    for name, status, _ in _listed(target, follow=False) if os.path.lexists(target) else ():
-        if (status.st_dev, status.st_ino) in source.identities:
-            raise overlap_error(source.root, target)
-        tree.add(name, status)
-    return tree
+    threads = 32
+    """Each waits for the network most of the time."""
+
+    def __init__(self, place: RemotePlace) -> None:
+        if place.url.startswith(("file:", "local:")):
+            raise ArchiveError(f"{place} lies on this machine. Give its path in place of the URL.")
+        self.root, self._place = str(place), place
+
+    def scan(self) -> Tree:
+        """Sizes and versions of all files, listed now.
+
+        Raises:
+            ArchiveError: when they cannot be listed, or the server does not tell sizes.
+        """
+        listing, tree = list_files(self._place, fresh=True), Tree()
+        folders: dict[str, None] = {}
+        for name, number in listing.files():
+            size = int(listing.sizes[number])
+            if size < 0:
+                url = self._place.url_of(name)
+                raise ArchiveError(f"{url} has no size that its server tells, so no copy can be checked.")
+            tree.files[name] = FileStamp(size, int(listing.stamps[number]))
+            if name:
+                folders |= dict.fromkeys(["", *(name[:at] for at, letter in enumerate(name) if letter == "/")])
+        tree.folders = list(folders)
+        return tree
+
+    def fetch(self, name: str, stamp: FileStamp, part: Path, advance: Callable[[int], None]) -> None:
+        """Bring a file to ``part``.
+
+        Raises:
+            ArchiveError: when it cannot be read, or is not what was listed.
+        """
+        connection = self._place.connection()
+
+        def check(_: Any) -> None:
+            if part.stat().st_size != stamp.size:
+                raise ReplacedError(f"{part.stat().st_size} bytes came where {stamp.size} were listed")
+
+        async def get() -> None:
+            large = stamp.size > _LARGE_BYTES
+            before = await connection.call("info", name) if large else {}
+            grace_s = stamp.size / SLOWEST_BYTES_PER_S
+            await connection.call("get_file", name, lpath=str(part), grace_s=grace_s, check=check)
+            # Not compared with the listing: some servers list a time with its milliseconds, and tell it without.
+            if large and stamp_of(before) != stamp_of(await connection.call("info", name)):
+                raise GoneError(f"{self._place.url_of(name)} was replaced while it was copied. Stage it again.")
+
+        part.touch()
+        if stamp.size:  # some file systems give nothing of an empty object
+            _wait(connection.submit(get()), advance)
+        advance(stamp.size)
+
+
+def _wait(future: "Future[None]", advance: Callable[[int], None]) -> None:
+    """Wait for an end, or for ``advance`` to raise."""
+    try:
+        while not wait([future], timeout=0.5).done:
+            advance(0)
+    except BaseException:
+        future.cancel()
+        raise
+    future.result()
 
 
 def _listed(root: str, *, follow: bool) -> Iterator[tuple[str, os.stat_result, bool]]:
-    """(path below the root, status, whether a link leads to it) of all there is, folders before what is in them."""
+    """(path below the root, status, whether it is a link) of all there is, folders before what is in them."""
     try:
         status = os.stat(root, follow_symlinks=follow)  # noqa: PTH116 - a million times, Path objects cost too much
     except OSError as error:
         raise ArchiveError(f"{root} cannot be staged: {error.strerror}. Give a folder or a file.") from error
     if not stat.S_ISDIR(status.st_mode):
-        yield "", status, True
+        yield "", status, False
         return
     for folder, status, entries in walk(root, follow=follow, error=ArchiveError):
-        yield folder, status, False
+        yield folder, status, os.path.islink(below(root, folder))  # noqa: PTH114
         for entry in entries:
             if entry.is_dir(follow_symlinks=follow):
                 continue
@@ -123,229 +200,158 @@ def _listed(root: str, *, follow: bool) -> Iterator[tuple[str, os.stat_result, b
             yield below(folder, entry.name), found, entry.is_symlink()
 
 
-def identities_above(path: str) -> set[Identity]:
-    """The identities of what lies at a path and of the folders above it, as far as they exist; links are links."""
-    found = set()
-    for place in (Path(path), *Path(path).parents):
-        with suppress(OSError):
-            status = os.lstat(place)
-            found.add((status.st_dev, status.st_ino))
-    return found
-
-
-def lies_in(inner: str, outer: str) -> bool:
-    """Whether a path is another, or lies below it, under whatever mount or link."""
+def is_same(one: str | Path, other: str | Path) -> bool:
+    """True if two paths lead to one file or folder; the first is no link."""
     with suppress(OSError):
-        status = os.lstat(outer)
-        return (status.st_dev, status.st_ino) in identities_above(inner)
+        return not os.path.islink(one) and os.path.samefile(one, other)  # noqa: PTH114, PTH121
     return False
 
 
-def overlap_error(source: str, target: str) -> ArchiveError:
+def overlap_error(source: str, target: Path) -> ArchiveError:
     """The refusal of a copy that would be written into its source, or whose removal would take its source along."""
     return ArchiveError(
-        f"{source} cannot be staged to {target}: one lies in the other, perhaps by another mount or a link. Give a "
-        "DEST elsewhere, in memory (/dev/shm/<user>) or on a local disk."
+        f"{source} cannot be staged to {target}: one lies in the other, perhaps by a link. Give a DEST elsewhere, in "
+        "memory (/dev/shm/<user>) or on a local disk."
     )
 
 
-# --- a copy made equal to it ------------------------------------------------------------------------------------------
+# --- a copy made equal to one -----------------------------------------------------------------------------------------
 
 
 class Mirror:
     """A copy that is to equal its source.
 
     Args:
-        source: absolute path of a folder or a file.
+        source: what is copied.
         target: path of the copy.
         parts: a folder on the same file system, for files that are not yet whole.
 
     Attributes:
+        wanted: what the source has.
         to_copy: files that the copy lacks, or has in another version.
-        to_remove: files and folders that the source does not have, each after what is in it.
-        copied: bytes of each file that was copied.
-        removed: how many files and folders were removed.
+        to_remove: files and folders of the copy that the source does not have, or has in another version, each after
+            what is in it.
     """
 
-    threads = 4
+    def __init__(self, source: LocalOrigin | RemoteOrigin, target: Path, parts: Path) -> None:
+        self._source, self._target, self._parts = source, str(target), parts
+        self._stop = threading.Event()
 
-    def __init__(self, source: str, target: str, parts: Path) -> None:
-        self.target, self.parts = target, parts
-        self.source, self.copy = Tree(source), Tree(target)
-        self.to_copy, self.to_remove = list[str](), list[str]()
-        self.copied: dict[str, int] = {}
-        self.removed = 0
-
-    def compare(self, *, contents: bool = False, afresh: bool = False) -> list[str]:
-        """List both and compare the stamps of their files. Gives what differs.
+    def compare(self, *, force: bool) -> None:
+        """List both, and compare sizes and times.
 
         Args:
-            contents: compare files byte by byte, too, where nothing else differs.
-            afresh: remove and copy everything.
+            force: remove and copy everything.
 
         Raises:
-            ArchiveError: as :func:`scan_source` and :func:`scan_copy`.
+            ArchiveError: when one of them cannot be listed.
         """
-        self.source = source = self.scan()
-        self.copy = copy = scan_copy(self.target, source)
-        folders = set(source.folders)
-        self.to_remove = [name for name in copy.files if afresh or name not in source.files]
-        self.to_remove += [name for name in reversed(copy.folders) if afresh or name not in folders]
-        self.to_copy = [name for name, stamp in source.files.items() if afresh or copy.files.get(name) != stamp]
-        if contents and not self.to_copy and not self.to_remove:
-            self.to_copy = self._in_threads("Comparing", source.files, self._differs)
-            if self.to_copy:
-                say = "%d files in %s differ from their source in the same size and time, and are copied again."
-                logger.warning(say, len(self.to_copy), self.target)
-        return self.to_copy + self.to_remove
+        self.wanted = wanted = self._source.scan()
+        self._there = there = scan_copy(self._target)
+        folders = set(wanted.folders)
+        self.to_remove = [name for name, stamp in there.files.items() if force or wanted.files.get(name) != stamp]
+        self.to_remove += [name for name in reversed(there.folders) if force or name not in folders]
+        self.to_copy = [name for name, stamp in wanted.files.items() if force or there.files.get(name) != stamp]
 
     def check_room(self) -> None:
         """Refuse a copy that does not fit."""
-        shutil.rmtree(self.parts, ignore_errors=True)  # of a process that was killed
-        folder = str(Path(self.target).parent)
+        shutil.rmtree(self._parts, ignore_errors=True)  # of a process that was killed
+        folder = str(Path(self._target).parent)
         block = os.statvfs(folder).f_frsize
 
-        def taken(tree: Tree, name: str) -> int:
-            return -(-tree.files[name].size // block) * block if name in tree.files else 0
+        def taken(tree: Tree, names: list[str]) -> int:
+            return sum(-(-tree.files[name].size // block) * block for name in names if name in tree.files)
 
-        gone = set(self.to_remove)  # before the first is copied
-        replaced = {name: taken(self.copy, name) for name in self.to_copy if name not in gone}
-        grown = sum(max(0, taken(self.source, name) - replaced.get(name, 0)) for name in self.to_copy)
-        # One that changed stays until its new version is whole: both are there for a while.
-        twice = sum(heapq.nlargest(self.threads, (taken(self.source, name) for name, size in replaced.items() if size)))
-        new_bytes = grown + twice - sum(taken(self.copy, name) for name in gone)
-        new_files = len(self.source.files) + len(self.source.folders) - len(self.copy.files) - len(self.copy.folders)
+        new_bytes = taken(self.wanted, self.to_copy) - taken(self._there, self.to_remove)
+        new_files = len(self.to_copy) - len(self.to_remove) + len(self.wanted.folders)
         check_room(new_bytes, new_files, folder)
 
     def apply(self) -> None:
         """Remove what is to go, and copy each file to a part that is renamed when it is whole.
 
-        A file that vanishes or changes meanwhile has no copy, or another stamp, when they are compared again.
-
         Raises:
-            ArchiveError: when a file cannot be read, or the target is full, cannot be written, or another user's.
+            ArchiveError: when a file cannot be read or changes meanwhile, or the target is full, cannot be written, or
+                another user's.
         """
-        self._remove(self.to_remove)
-        self.parts.mkdir(mode=0o700, exist_ok=True)
-        for name in self.source.folders:
+        remove_all(self._target, self.to_remove)
+        self._parts.mkdir(mode=0o700, exist_ok=True)
+        for name in self.wanted.folders:
             with suppress(FileExistsError):
-                os.mkdir(below(self.target, name), 0o700)  # noqa: PTH102
+                os.mkdir(below(self._target, name), 0o700)  # noqa: PTH102
             if not name:
-                check_owner(self.target)  # another user may have been first
-        copied = self._in_threads("Staging", self.to_copy, self._copy_file)
-        self.copied |= {name: self.source.files[name].size for name in copied}
+                check_owner(self._target)  # another user may have been first
+        waiting = sorted(self.to_copy, key=lambda name: self.wanted.files[name].size)  # the largest first
+        total = sum(self.wanted.files[name].size for name in waiting)
+        bar = progress_bar(f"Staging {Path(self._target).name}", total)
 
-    def finish(self) -> None:
-        """Tidy up, and keep the copy from other users, which an earlier version did not."""
-        shutil.rmtree(self.parts, ignore_errors=True)
-        mode = os.stat(self.target).st_mode  # noqa: PTH116
-        if mode & 0o077:  # else its ctime would change each time
-            os.chmod(self.target, mode & 0o700)  # noqa: PTH101
+        def advance(count: int) -> None:
+            bar.update(count)
+            if self._stop.is_set():
+                raise InterruptedError(errno.EINTR, "another file could not be copied")
 
-    def remove(self) -> None:
-        """Remove the copy."""
-        copy = scan_copy(self.target, self.source)
-        self._remove([*copy.files, *reversed(copy.folders)])
+        def drain() -> None:
+            while not self._stop.is_set():
+                try:
+                    name = waiting.pop()
+                except IndexError:
+                    return
+                self._copy_file(name, advance)
 
-    def _remove(self, names: list[str]) -> None:
-        """Remove files and empty folders of the copy; those that are gone already are gone."""
-        for name in names:
-            path = below(self.target, name)
-            with suppress(FileNotFoundError):
-                if stat.S_ISDIR(os.lstat(path).st_mode):
-                    os.rmdir(path)  # noqa: PTH106
-                else:
-                    os.unlink(path)  # noqa: PTH108
-        self.removed += len(names)
+        with bar, ThreadPoolExecutor(self._source.threads) as pool:  # which waits for its threads
+            try:
+                running = [pool.submit(drain) for _ in range(self._source.threads)]
+                for future in wait(running, return_when=FIRST_EXCEPTION).done:
+                    future.result()
+            finally:  # after Ctrl-C too
+                self._stop.set()
 
-    def scan(self) -> Tree:
-        """List the source."""
-        return scan_source(self.source.root)
-
-    def fetch(self, name: str, part: Path, advance: Advance) -> bool:
-        """Copy a file of the source to ``part``. False when that is to stop.
-
-        Raises:
-            FileNotFoundError: when it is gone.
-            OSError: when it cannot be read or written.
-        """
-        with open_file(below(self.source.root, name)) as source, part.open("wb") as copy:
-            while chunk := source.read(_CHUNK_BYTES):
-                copy.write(chunk)
-                if not advance(len(chunk)):
-                    return False
-            os.fchmod(copy.fileno(), os.fstat(source.fileno()).st_mode & 0o700)
-        return True
-
-    def _copy_file(self, name: str, advance: Advance) -> bool:
-        """Whether the whole file is there now."""
-        part, stamp = self.parts / str(threading.get_ident()), self.source.files[name]
+    def _copy_file(self, name: str, advance: Callable[[int], None]) -> None:
+        part, stamp = self._parts / str(threading.get_ident()), self.wanted.files[name]
         try:
-            if not self.fetch(name, part, advance):
-                return False
+            self._source.fetch(name, stamp, part, advance)
             part.chmod(part.stat().st_mode & 0o700)  # nobody else may do anything with the copy
             os.utime(part, ns=(stamp.mtime_ns, stamp.mtime_ns))
-            part.replace(below(self.target, name))
-        except FileNotFoundError:
-            return False
+            part.replace(below(self._target, name))
+        except ArchiveError:
+            raise
         except OSError as error:
-            if isinstance(error, ArchiveError):
-                raise
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             todo = "Make room: something else writes there too" if full else "Make it readable, or move it away"
             raise ArchiveError(
-                f"{below(self.source.root, name)} could not be copied to {self.target}: {error.strerror}. {todo}, and "
-                "run it again: files that are copied are whole, and stay."
+                f"{below(self._source.root, name)} could not be copied to {self._target}: {error.strerror}. {todo}, "
+                "and run it again: files that are copied are whole, and stay."
             ) from error
         finally:
             part.unlink(missing_ok=True)  # at once: a full /dev/shm kills loaders
-        return True
 
-    def _differs(self, name: str, advance: Advance) -> bool:
-        try:
-            with open_file(below(self.source.root, name)) as source, open_file(below(self.target, name)) as copy:
-                if hasattr(os, "posix_fadvise"):
-                    # What was just written is read from the disk, not from memory, where it would always be right.
-                    os.fsync(copy.fileno())
-                    os.posix_fadvise(copy.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                while (ours := source.read(_CHUNK_BYTES)) == copy.read(_CHUNK_BYTES):
-                    if not ours or not advance(len(ours)):
-                        return False
-        except FileNotFoundError:
-            pass
-        return True
+    def finish(self) -> None:
+        """Tidy up, and keep the copy from other users, which an earlier version did not."""
+        shutil.rmtree(self._parts, ignore_errors=True)
+        mode = os.stat(self._target).st_mode  # noqa: PTH116
+        if mode & 0o077:  # else its ctime would change each time
+            os.chmod(self._target, mode & 0o700)  # noqa: PTH101
 
-    def _in_threads(self, what: str, names: Iterable[str], work: Callable[[str, Advance], bool]) -> list[str]:
-        """Do the work for each file, the largest first; gives the names for which it gave True."""
-        waiting = sorted(names, key=lambda name: self.source.files[name].size)
-        total = sum(self.source.files[name].size for name in waiting)
-        found: list[str] = []
-        lock, stop = threading.Lock(), threading.Event()
 
-        def advance(count: int) -> bool:
-            with lock:
-                bar.update(count)
-            return not stop.is_set()
+def scan_copy(target: str) -> Tree:
+    """Sizes and times of all files of a copy, links not followed. Where there is nothing, the tree is empty."""
+    tree = Tree()
+    for name, status, _ in _listed(target, follow=False) if os.path.lexists(target) else ():
+        if stat.S_ISDIR(status.st_mode):
+            tree.folders.append(name)
+        else:
+            tree.files[name] = FileStamp.of(status)
+    return tree
 
-        def drain() -> None:
-            while not stop.is_set():
-                with lock:
-                    name = waiting.pop() if waiting else None
-                if name is None:
-                    return
-                if work(name, advance):
-                    found.append(name)
 
-        bar = progress_bar(f"{what} {Path(self.target).name}", total)
-        with bar, ThreadPoolExecutor(self.threads) as pool:  # which waits for its threads
-            try:
-                running = [pool.submit(drain) for _ in range(self.threads)]
-                wait(running, return_when=FIRST_EXCEPTION)
-            finally:  # after Ctrl-C too
-                stop.set()
-        for future in running:
-            future.result()
-        return found
+def remove_all(target: str, names: list[str]) -> None:
+    """Remove files and empty folders of a copy; those that are gone already are gone."""
+    for name in names:
+        path = below(target, name)
+        with suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                os.rmdir(path)  # noqa: PTH106
+            else:
+                os.unlink(path)  # noqa: PTH108
 
 
 def check_owner(target: str | os.PathLike[str]) -> None:

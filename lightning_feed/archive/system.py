@@ -1,6 +1,7 @@
 """The operating system: atomic, private and refcounted files; limits on memory; mounts, and room on them."""
 
 import fcntl
+import json
 import logging
 import os
 import re
@@ -9,7 +10,8 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ logger = logging.getLogger(__name__)
 NO_LIMIT_BYTES = 1 << 60
 """cgroup v1 writes "no limit" as a number just under 2**63, rounded down to a page; nothing real is this large."""
 RAM_SHARE = 0.9
-"""How much of the free memory, and of the free space of a file system in memory, a copy may take. A loader's workers
+"""The share of the free memory, and of the free space of a file system in memory, a copy may take. A loader's workers
 hand over their batches through /dev/shm and are killed when it is full; so is whoever asks next when memory is."""
 
 
@@ -101,6 +103,24 @@ def write_private(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The document that :func:`write_json` wrote; empty where there is none, or none to be trusted."""
+    try:
+        found = json.loads(read_private(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a document as :func:`write_private` does.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    write_private(path, json.dumps(document, indent=1).encode())
+
+
 # --- refcounted files -------------------------------------------------------------------------------------------------
 
 process_lock = threading.RLock()
@@ -135,7 +155,7 @@ class RefcountedFile:
                 os.close(self.fd)
 
     def is_linked(self) -> bool:
-        """Whether it is the file that lies under its path now."""
+        """True if it is the file that lies under its path now."""
         try:
             return os.path.samestat(os.fstat(self.fd), self.path.lstat())
         except OSError:
@@ -199,9 +219,9 @@ class MemoryLimit(NamedTuple):
     """One limit on the memory that can still be taken."""
 
     left_bytes: int
-    """What it leaves, without swapping. May be negative for a cgroup that is over its limit."""
+    """The bytes that it leaves, without swapping. May be negative for a cgroup that is over its limit."""
     reason: str
-    """What sets it."""
+    """The thing that sets it."""
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
@@ -282,7 +302,7 @@ class Mount:
     """One line of ``/proc/self/mountinfo``."""
 
     point: str
-    """Where it is mounted."""
+    """The path at which it is mounted."""
     kind: str
     """``"tmpfs"``, ``"ext4"`` ..."""
     device: str
@@ -293,7 +313,7 @@ class Mount:
 
     @property
     def in_memory(self) -> bool:
-        """Whether what is written there takes memory."""
+        """True if what is written there takes memory."""
         return self.kind in ("tmpfs", "ramfs")
 
 
@@ -327,6 +347,17 @@ def _unescaped(word: str) -> str:
 # --- room for a copy --------------------------------------------------------------------------------------------------
 
 
+def find_room(folder: str | Path, root: Path = Path("/")) -> MemoryLimit:
+    """The bytes that can still be written to a folder, and what limits them: the file system, or in memory that."""
+    mount, status = find_mount(folder, root), os.statvfs(folder)
+    place = f"{mount.point} ({mount.kind})" if mount else str(folder)
+    limits = [MemoryLimit(status.f_bavail * status.f_frsize, place)]
+    if mount is not None and mount.in_memory:
+        limits += memory_limits(root)
+    least = min(limits)
+    return least._replace(left_bytes=max(0, least.left_bytes))
+
+
 def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/")) -> None:
     """Refuse a copy that does not fit.
 
@@ -339,28 +370,26 @@ def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/
     Raises:
         ArchiveError: with what is needed, what is there, and what to do.
     """
-    mount, status = find_mount(folder, root), os.statvfs(folder)
+    mount, least, status = find_mount(folder, root), find_room(folder, root), os.statvfs(folder)
     in_memory = mount is not None and mount.in_memory
-    place = f"{mount.point} ({mount.kind})" if mount else folder
-    limits = [MemoryLimit(status.f_bavail * status.f_frsize, place), *(memory_limits(root) if in_memory else ())]
-    least, share = min(limits), RAM_SHARE if in_memory else 1
+    share = RAM_SHARE if in_memory else 1
     if new_bytes > least.left_bytes * share:
         kept = f", of which {1 - share:.0%} are kept free" if in_memory else ""
         raise ArchiveError(
             f"{size_text(new_bytes)} are to be copied to {folder}, and the {least.reason} leaves "
-            f"{size_text(max(0, least.left_bytes))}{kept}. Nothing was written. Make room, pack images smaller first "
+            f"{size_text(least.left_bytes)}{kept}. Nothing was written. Make room, pack images smaller first "
             "(lightning-feed pack --short-side), stage to a local disk, or mount a tmpfs of the right size and give "
             f"that:\n  {mount_command(folder, new_bytes, root)}"
         )
     if status.f_files > 0 and new_files > status.f_favail:  # a file system without inodes of its own says 0
         raise ArchiveError(
-            f"{new_files} files are to be copied to {folder}, and {place} has room for {status.f_favail} more, "
+            f"{new_files} files are to be copied to {folder}, which has room for {status.f_favail} more, "
             "whatever their size. Nothing was written. Pack them into one first (lightning-feed pack)."
         )
 
 
 def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
-    """What to know of a copy in ``folder``: one sentence for each thing that holds there.
+    """Things to know of a copy in ``folder``: one sentence for each thing that holds there.
 
     Args:
         folder: where the copies go; exists.
@@ -425,14 +454,15 @@ def _kernel(root: Path) -> tuple[int, ...]:
 # --- long work --------------------------------------------------------------------------------------------------------
 
 
-def end_after(wait: Callable[[], object]) -> None:
-    """End this process at once when ``wait`` returns, which a thread calls."""
+def end_with(parent: int, *_: object) -> None:
+    """End this process soon after another, of which it is a child, has ended."""
 
     def watch() -> None:
-        wait()
+        while os.getppid() == parent:
+            time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="end-after").start()
+    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
 
 
 def progress_bar(text: str, total: int, unit: str = "B", *, done: int = 0) -> "tqdm[Any]":

@@ -167,7 +167,7 @@ class FeedDataModule(DataModuleBase):
                 f"data_dir={str(place)!r} is a URL, so there is no folder to read from. Read from self.remote_dir, or "
                 "give stage_to without stage_limit, which copies it whole."
             )
-        return place if isinstance(place, Path) else place.current()
+        return place
 
     @property
     def remote_dir(self) -> RemoteFolder:
@@ -313,7 +313,7 @@ class FastDataModule(FeedDataModule, LightningDataModule):
         data_dir: the folder or file that ``make_dataset`` reads, for ``stage_to``; read it from ``staged_dir``. Or a
             URL of fsspec (``"s3://bucket/birds"``), to read from ``remote_dir``.
         stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk: data are copied there once per node.
-        stage_wait: whether training waits for the copy; if not, it reads the source until the copy is complete.
+        stage_wait: training waits for the copy; False is refused.
         stage_remove: whether the copy is removed when its last user ends.
         stage_limit: for a URL: ``stage_to`` is a cache of at most so many bytes (``"500GiB"``) in place of a copy.
         readahead: bytes of the next samples that are fetched into that cache before they are asked for.

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
-from lightning_feed.archive.folder import Place
 from lightning_feed.archive.read_through import ReadThrough
 from lightning_feed.archive.remote import RemotePlace, is_url, place_of, without_secrets
 from lightning_feed.archive.shared_cache import CacheStats, SampleCache, parse_limit
-from lightning_feed.archive.staging import BackgroundStage, stage, stage_in_background
+from lightning_feed.archive.staging import stage
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import name_datasets
 from lightning_feed.load.cacheable import open_caches
@@ -40,9 +39,8 @@ class Storage:
     cache: Cache | None = None
     cache_limit: int | str = "50%"
     cache_shard: bool = False
-    place: Path | Place | RemotePlace | None = None
+    place: Path | RemotePlace | None = None
     """Where the data lie; None until they are asked for."""
-    copying: BackgroundStage | None = None
     caches: WeakSet[SampleCache] = field(default_factory=WeakSet)
     """Those in host memory. They live as long as the datasets that they are in."""
     total_bytes: int | None = None
@@ -54,15 +52,19 @@ class Storage:
     def __post_init__(self) -> None:
         if self.cache not in (None, "bytes", "decoded", "device"):
             raise SettingsError(f"cache={self.cache!r} is not a choice. Give 'bytes', 'decoded', 'device' or None.")
+        if not self.stage_wait:
+            raise SettingsError(
+                "stage_wait=False is not possible: training begins when the copy is there. Leave it out; with a URL, "
+                "stage_limit begins at once. Or run lightning-feed stage before the training."
+            )
         parse_limit(self.cache_limit, 1 << 40)
         if self.cache_shard and self.cache != "device":
             raise SettingsError(f"cache_shard=True has no effect with cache={self.cache!r}. Set cache='device'.")
         if self.stage_to is not None and self.data_dir is None:
             raise SettingsError(f"stage_to={str(self.stage_to)!r} does not say what to copy. Give data_dir.")
         self._check_remote()
-        if self.stage_to is None and (not self.stage_wait or self.stage_remove):
-            given = "stage_remove=True" if self.stage_wait else "stage_wait=False"
-            raise SettingsError(f"{given} is about staging. Give stage_to, or leave it out.")
+        if self.stage_to is None and self.stage_remove:
+            raise SettingsError("stage_remove=True is about staging. Give stage_to, or leave it out.")
 
     def _check_remote(self) -> None:
         remote = is_url(self.data_dir)
@@ -83,13 +85,10 @@ class Storage:
                     f"data_dir={without_secrets(str(self.data_dir))!r}, stage_to={self.stage_to!r}. Give a URL and "
                     "stage_to, or leave stage_limit out."
                 )
-        if remote and not (self.stage_wait and (self.stage_limit is None or not self.stage_remove)):
-            raise SettingsError(
-                f"stage_wait={self.stage_wait}, stage_remove={self.stage_remove} do nothing for a URL that is read "
-                "through a cache, or copied first. With stage_limit training begins at once: leave them out."
-            )
+        if self.stage_limit is not None and self.stage_remove:
+            raise SettingsError("stage_remove=True does nothing for a URL that is read through a cache. Leave it out.")
 
-    def find(self) -> Path | Place | RemotePlace:
+    def find(self) -> Path | RemotePlace:
         """Where the data lie, staged now if they are to be.
 
         Raises:
@@ -99,26 +98,17 @@ class Storage:
             raise SettingsError("This data module was made without data_dir, so there is no folder to read from.")
         if self.place is None:
             source = place_of(self.data_dir, self.storage_options)
-            if isinstance(source, RemotePlace):
-                self.place = self._find_remote(source)
-            elif self.stage_to is None:
+            if self.stage_to is None:
                 self.place = source
-            elif self.stage_wait:
-                self.place = stage(source, self.stage_to, remove_at_exit=self.stage_remove).staged_path()
+            elif isinstance(source, RemotePlace) and self.stage_limit is not None:
+                source.cache = ReadThrough(self.stage_to, parse_limit(self.stage_limit, None))
+                source.readahead_bytes = parse_limit(self.readahead, None)
+                self.place = source
             else:
-                self.copying = stage_in_background(source, self.stage_to, remove_at_exit=self.stage_remove)
-                self.place = self.copying.path
+                given = source.url if isinstance(source, RemotePlace) else source
+                options = self.storage_options
+                self.place = stage(given, self.stage_to, remove_at_exit=self.stage_remove, storage_options=options).path
         return self.place
-
-    def _find_remote(self, source: RemotePlace) -> Path | RemotePlace:
-        if self.stage_to is None:
-            return source
-        if self.stage_limit is None:
-            options = self.storage_options
-            return stage(source.url, self.stage_to, remove_at_exit=self.stage_remove, storage_options=options).path
-        source.cache = ReadThrough(self.stage_to, parse_limit(self.stage_limit, None))
-        source.readahead_bytes = parse_limit(self.readahead, None)
-        return source
 
     def open_caches(self, trainer: Any, made: Sequence[tuple[str, Any]]) -> None:
         """Put caches in host memory into the datasets of some splits, given with the names of their splits."""
@@ -153,7 +143,7 @@ class Storage:
 
     def copy(self) -> "Storage":
         """For a copy of the data module: the same settings and place, caches of its own."""
-        return replace(self, copying=None, caches=WeakSet(), total_bytes=None, run=None, makings=0)
+        return replace(self, caches=WeakSet(), total_bytes=None, run=None, makings=0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self.copy()), "caches": None}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 from lightning_feed.archive.folder import SampleSource
-from lightning_feed.archive.remote import RemoteSamples
+from lightning_feed.archive.remote_folder import RemoteSamples
 from lightning_feed.decode.decoders import Decoder, Pixels, Region
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError, DecodeError, SettingsError, printable

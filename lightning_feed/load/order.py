@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
 
 from lightning_feed.archive.read_ahead import ReadAhead
-from lightning_feed.archive.remote import RemoteSamples
+from lightning_feed.archive.remote_folder import RemoteSamples
 from lightning_feed.errors import ResumeError
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,7 @@ from lightning_feed.archive.pack_samples import from_bytes, to_bytes
 from lightning_feed.archive.splits import Splits
 from lightning_feed.errors import ArchiveError, DatasetError, SettingsError
 
-FORMATS = ["lmdb", "hdf5", "litdata"]
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:litdata.*")
+FORMATS = ["lmdb", "hdf5"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +58,7 @@ def folder(root: Path) -> FolderSource:
 # --- round trip -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("format", "workers"), [("lmdb", 2), ("lmdb", 0), ("hdf5", 2), ("litdata", 0)])
+@pytest.mark.parametrize(("format", "workers"), [("lmdb", 2), ("lmdb", 0), ("hdf5", 2)])
 def test_files_come_out_as_they_went_in(format: Any, workers: int, photos: Path, tmp_path: Path) -> None:
     for name in range(40):  # enough for two workers
         (photos / "crow black" / f"x{name}.jpg").write_bytes(os.urandom(name * 37))
@@ -157,18 +155,10 @@ def test_names_that_are_no_utf8_and_files_of_nothing(tmp_path: Path) -> None:
         assert packed.name(0).endswith(":a/\udcff.jpg")
 
 
-def test_litdata_alone_gives_the_label(made: Path) -> None:
-    litdata = pytest.importorskip("litdata")
-    stream = litdata.StreamingDataset(str(made / "litdata" / "all" / "data"))
-    assert [stream[index]["label"] for index in (0, 4, 5, 9)] == [0, 0, 1, 1]
-    assert bytes(stream[6]["data"]) == (made / "photos" / "würger" / "1 ö.jpg").read_bytes()
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_packs_written_by_an_earlier_version_are_read(format: str, tmp_path: Path) -> None:
     """Written before packs were made in LMDB, whatever their format."""
-    with zipfile.ZipFile(Path(__file__).with_name("earlier_packs.zip")) as packs:
-        packs.extractall(tmp_path)
+    extract_earlier_packs(tmp_path)
     for split, many in (("train", 3), ("val", 1)):
         packed = PackedDataset(tmp_path / f"files.{format}", split)
         assert contents(packed) == [
@@ -181,6 +171,17 @@ def test_packs_written_by_an_earlier_version_are_read(format: str, tmp_path: Pat
     for number, sample in enumerate(PackedDataset(tmp_path / f"samples.{format}")[index] for index in range(3)):
         image = torch.full((2, number), number, dtype=torch.bfloat16)
         assert same(sample, {"x": image, "name": f"n{number}", "pair": (b"\0", [None, number / 2])})
+
+
+def extract_earlier_packs(folder: Path) -> None:
+    with zipfile.ZipFile(Path(__file__).with_name("earlier_packs.zip")) as packs:
+        packs.extractall(folder)
+
+
+def test_a_litdata_pack_of_an_earlier_version_is_refused_with_the_way_to_read_it(tmp_path: Path) -> None:
+    extract_earlier_packs(tmp_path)
+    with pytest.raises(ArchiveError, match=r"is a LitData pack of an earlier version.*litdata\.StreamingDataset"):
+        PackedDataset(tmp_path / "files.litdata", "train")
 
 
 # --- any dataset ------------------------------------------------------------------------------------------------------
@@ -300,29 +301,6 @@ def test_a_pickle_holds_the_path_and_not_the_index(made: Path) -> None:
     assert contents(pickle.loads(pickle.dumps(packed))) == contents(packed)
 
 
-class Moving:
-    """A place that moves when it is told to."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def current(self) -> Path:
-        return self.path
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_pack_is_read_from_its_copy_once_that_is_complete(format: Any, made: Path, tmp_path: Path) -> None:
-    place = Moving(Path(shutil.copytree(made / format, tmp_path / "packed")))
-    source = Splits(val_fraction=0).source(place, "train")
-    assert source is not None
-    before = contents(source)
-    shutil.copytree(tmp_path / "packed", tmp_path / "copy")
-    shutil.rmtree(tmp_path / "packed")
-    place.path = tmp_path / "copy"
-    assert contents(source) == before
-    assert contents(pickle.loads(pickle.dumps(source))) == before
-
-
 # --- bad images and refusals ------------------------------------------------------------------------------------------
 
 
@@ -347,7 +325,7 @@ def test_broken_images_are_left_out_when_asked(photos: Path, tmp_path: Path) -> 
 
 def test_a_file_that_is_no_image_is_named_plainly(photos: Path, tmp_path: Path) -> None:
     (photos / "würger" / "9.jpg").write_bytes(b"no image")
-    with pytest.raises(ArchiveError, match=r"9\.jpg .* it is of no format that Pillow knows\. Mend it"):
+    with pytest.raises(ArchiveError, match=r"9\.jpg .* it is of no format that Pillow knows\. Fix it"):
         pack(photos, tmp_path / "packed", short_side=20, workers=0)
 
 
@@ -369,6 +347,7 @@ def test_what_is_a_pack(made: Path) -> None:
     ("given", "words"),
     [
         ({"format": "zip"}, "format='zip'"),
+        ({"format": "litdata"}, r"format='litdata'.*litdata\.optimize"),
         ({"short_side": 0}, "short_side=0"),
         ({"short_side": True}, "short_side=True"),
         ({"quality": 101}, "quality=101"),

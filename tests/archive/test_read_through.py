@@ -20,7 +20,7 @@ from object_store import ObjectStore, birds, running_store
 from torch.utils.data import RandomSampler, Subset
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.archive import quick_reads, remote, remote_folder
+from lightning_feed.archive import remote, remote_folder
 from lightning_feed.archive.read_ahead import ReadAhead
 from lightning_feed.archive.read_through import ReadThrough
 from lightning_feed.archive.remote import GoneError, RemotePlace
@@ -255,15 +255,11 @@ def test_what_a_kill_left_in_the_count_goes_when_room_is_made(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("library", ["s3fs", "obstore"])
 def test_objects_replaced_in_mid_epoch_are_read_whole_and_as_new_by_the_next_run(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, cached: bool
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
 ) -> None:
-    if library == "obstore":
-        pytest.importorskip("obstore")
-        monkeypatch.setattr(quick_reads, "allowed", True)
     monkeypatch.setattr(remote, "_connections", {})
-    bucket = f"changing-{library}-{cached}".lower()
+    bucket = f"changing-{cached}".lower()
     store.client.create_bucket(Bucket=bucket)
 
     def put_all(version: int) -> None:
@@ -279,7 +275,6 @@ def test_objects_replaced_in_mid_epoch_are_read_whole_and_as_new_by_the_next_run
 
     put_all(0)
     source = opened()
-    assert (source.place.connection()._quick is not None) == (library == "obstore")
     assert source.read(0) == bytes(100_000)
     replacing = threading.Thread(target=lambda: [put_all(version) for version in (1, 2, 3)])
     replacing.start()

@@ -19,17 +19,7 @@ import torch
 from object_store import ObjectStore, birds, picture, running_store
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings, cli
-from lightning_feed.archive import (
-    PackedDataset,
-    pack,
-    quick_reads,
-    remote,
-    stage,
-    stage_in_background,
-    stage_remote,
-    system,
-    unstage,
-)
+from lightning_feed.archive import PackedDataset, pack, remote, stage, stage_copy, system, unstage
 from lightning_feed.archive.folder import FolderSource, index_of
 from lightning_feed.archive.remote import Connection, GoneError, RemotePlace
 from lightning_feed.archive.remote_folder import RemoteFolder, RemoteSource, list_files
@@ -278,7 +268,7 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(store: ObjectStore, tmp_
 
 
 def test_staging_copies_what_is_new(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_remote, "_PART_BYTES", 800)  # so that most are read in parts
+    monkeypatch.setattr(stage_copy, "_LARGE_BYTES", 800)  # so that most are compared afterwards
     done = stage("s3://photos", tmp_path, storage_options=store.options)
     assert done.copied_files == len(birds())
     copied = {str(path.relative_to(done.path)): path.read_bytes() for path in done.path.rglob("*.jpg")}
@@ -289,12 +279,7 @@ def test_staging_copies_what_is_new(store: ObjectStore, tmp_path: Path, monkeypa
     assert (again.copied_files, again.source) == (2, "s3://photos")
     store.client.delete_object(Bucket="photos", Key="train/crow/empty.txt")
     assert (done.path / "train/crow/1.jpg").read_bytes() == picture(99)
-    with pytest.raises(ArchiveError, match="is a URL: to compare contents"):
-        stage("s3://photos", tmp_path, hash=True, storage_options=store.options)
-    assert again.staged_path().current() == done.path
     assert unstage("s3://photos", tmp_path)
-    with pytest.raises(ArchiveError, match="is a URL, which training cannot read from"):
-        stage_in_background("s3://photos", tmp_path)
 
 
 def test_a_copy_that_is_broken_off_has_whole_files_only(store: ObjectStore, tmp_path: Path) -> None:
@@ -307,37 +292,36 @@ def test_a_copy_that_is_broken_off_has_whole_files_only(store: ObjectStore, tmp_
     assert stage("s3://photos", tmp_path, storage_options=store.options).files == len(birds())
 
 
-@pytest.mark.parametrize("format", ["lmdb", "hdf5"])
-def test_a_pack_is_made_from_a_url_and_read_at_one(store: ObjectStore, tmp_path: Path, format: Any) -> None:
-    report = pack("s3://photos", tmp_path / "pack", format=format, workers=0, storage_options=store.options)
+@pytest.mark.parametrize("faults", [["short"], ["long"], ["cut"], [503], [429], ["short", "cut", 502]], ids=str)
+def test_what_may_pass_is_tried_again_by_staging(store: ObjectStore, tmp_path: Path, faults: list[Any]) -> None:
+    store.proxy.faults = {"crow/3.jpg": list(faults)}
+    done = stage("s3://photos", tmp_path, storage_options=store.options)
+    assert {str(path.relative_to(done.path)): path.read_bytes() for path in done.path.rglob("*.jpg")} == birds()
+
+
+def test_an_object_that_stays_cut_short_is_no_copy(store: ObjectStore, tmp_path: Path) -> None:
+    store.proxy.faults = {"crow/3.jpg": ["short", ...]}
+    with pytest.raises(ArchiveError, match=r"crow/3\.jpg "):
+        stage("s3://photos", tmp_path, storage_options=store.options)
+    assert not (tmp_path / "photos/train/crow/3.jpg").exists()
+
+
+def test_a_pack_at_a_url_is_refused_and_read_from_its_copy(store: ObjectStore, tmp_path: Path) -> None:
+    report = pack("s3://photos", tmp_path / "made" / "birds.pack", workers=0, storage_options=store.options)
     assert report.samples == len(birds())
-    files = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    bucket = f"packs-{format}"
-    store.client.create_bucket(Bucket=bucket)
-    store.put(bucket, files)
-    local = PackedDataset(tmp_path / "pack", "train")
-    far = PackedDataset(f"s3://{bucket}/pack", "train", storage_options=store.options)
-    store.proxy.seen.clear()
-    far.expect(range(20))
-    assert [far[index] for index in range(20)] == [local[index] for index in range(20)]
-    assert far.name(3) == f"s3://{bucket}/pack/train:{local.index.name(3)}"
-    whole = ImageFolderDataModule(f"s3://{bucket}/pack", 20, image_size=16, storage_options=store.options,
-                                  loader=LoaderSettings(num_workers=1))  # fmt: skip
-    assert batches(whole)[0][0].shape == (20, 3, 16, 16)
-    # Another pack in its place is not read, even if it is of the same size.
-    data = next(name for name in files if name.startswith("pack/train/data"))
-    store.put(bucket, {data: files[data][::-1]})
-    with pytest.raises(ArchiveError, match="is not what was packed"):
-        far[5]
-
-
-def test_a_pack_that_is_no_pack_or_of_litdata_is_refused(store: ObjectStore, tmp_path: Path) -> None:
-    with pytest.raises(ArchiveError, match=r"s3://photos is no pack: it has no pack.json"):
-        PackedDataset("s3://photos", storage_options=store.options)
-    pack("s3://photos", tmp_path / "pack", format="litdata", workers=0, storage_options=store.options)
-    fsspec.filesystem("memory").put(f"{tmp_path}/pack/", "/lit", recursive=True)
-    with pytest.raises(ArchiveError, match="litdata, which is not read by ranges"):
-        PackedDataset("memory://lit", "train")[0]
+    files = {str(path.relative_to(tmp_path / "made")): path.read_bytes() for path in report.path.rglob("*.*")}
+    store.client.create_bucket(Bucket="packs")
+    store.put("packs", files)
+    url, given = "s3://packs/birds.pack", {"storage_options": store.options, "loader": LoaderSettings(num_workers=0)}
+    with pytest.raises(SettingsError, match=rf"Stage it first: lightning-feed stage {url} FOLDER"):
+        PackedDataset(url, "train", storage_options=store.options)
+    with pytest.raises(SettingsError, match="Stage it first"):
+        ImageFolderDataModule(url, **given).dataset("train")
+    local = PackedDataset(report.path, "train")
+    staged = PackedDataset(stage(url, tmp_path / "fast", storage_options=store.options).path, "train")
+    assert [staged[index] for index in range(20)] == [local[index] for index in range(20)]
+    module = ImageFolderDataModule(url, 20, image_size=16, stage_to=tmp_path / "fast", **given)
+    assert batches(module)[0][0].shape == (20, 3, 16, 16)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -439,99 +423,3 @@ def test_the_commands_take_options_from_the_environment(store: ObjectStore, tmp_
         )
         assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "photos").rglob("*.jpg"))) == len(birds())
-
-
-# --- the quick way ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick(place: RemotePlace, monkeypatch: pytest.MonkeyPatch) -> RemoteSource:
-    pytest.importorskip("obstore")
-    source = train(place)  # listed by s3fs
-    monkeypatch.setattr(quick_reads, "allowed", True)
-    monkeypatch.setattr(remote, "_connections", {})
-    assert source.place.connection()._quick is not None
-    return source
-
-
-def test_the_quick_way_reads_the_same_with_one_request_each(store: ObjectStore, quick: RemoteSource) -> None:
-    store.proxy.seen.clear()
-    expected = quick.expect(range(20))
-    assert [quick.read(index) for index in range(20)] == [
-        birds()[f"train/{quick.index.path(index)}"] for index in range(20)
-    ]
-    assert store.gets() == 20
-    part = quick.place.connection().submit(quick.place.connection().fetch("crow/3.jpg", 10, 20)).result()
-    assert part == birds()["train/crow/3.jpg"][10:30]
-    assert store.gets() == 21
-    del expected
-
-
-@pytest.mark.parametrize(
-    "faults", [["short"], ["long"], ["cut"], [503], [429], ["stall"], [401], ["cut", 502, 500]], ids=str
-)
-def test_what_fails_on_the_quick_way_is_asked_of_s3fs(
-    store: ObjectStore, quick: RemoteSource, faults: list[Any]
-) -> None:
-    store.proxy.faults = {"crow/3.jpg": list(faults)}
-    assert quick.read(3) == birds()["train/crow/3.jpg"]
-    assert store.gets("crow/3.jpg") == len(faults) + 1
-
-
-def test_what_is_gone_or_refused_is_told_as_ever(store: ObjectStore, quick: RemoteSource) -> None:
-    store.proxy.faults = {"crow/1.jpg": [404, ...], "crow/2.jpg": [403, ...]}
-    with pytest.raises(GoneError, match=r"Sample 1: s3://photos/train/crow/1\.jpg is not there \(404\)"):
-        quick.read(1)
-    with pytest.raises(ArchiveError, match=r"Sample 2: s3://photos/train/crow/2\.jpg may not be read"):
-        quick.read(2)
-
-
-def test_a_server_that_only_s3fs_can_talk_to_is_not_asked_twice_for_ever(
-    store: ObjectStore, quick: RemoteSource, caplog: pytest.LogCaptureFixture
-) -> None:
-    store.proxy.faults = {f"crow/{index}.jpg": [500] for index in range(quick_reads.FAILURES)}
-    for index in range(6):
-        quick.read(index)
-    assert quick.place.connection()._quick is None
-    assert [store.gets(f"crow/{index}.jpg") for index in range(6)] == [2, 2, 2, 1, 1, 1]
-    assert "s3://photos/train is read ahead by s3fs alone from now on" in caplog.text
-    assert "500" in caplog.text
-
-
-def test_why_only_s3fs_is_asked_from_then_on_is_said(
-    store: ObjectStore, quick: RemoteSource, caplog: pytest.LogCaptureFixture
-) -> None:
-    store.proxy.faults = {f"crow/{index}.jpg": ["long"] for index in range(quick_reads.FAILURES)}
-    for index in range(quick_reads.FAILURES):
-        assert quick.read(index) == birds()[f"train/crow/{index}.jpg"]
-    assert " bytes in place of " in caplog.text
-
-
-def test_the_rest_of_an_object_is_no_whole_one(quick: RemoteSource) -> None:
-    connection = quick.place.connection()
-    whole = birds()["train/crow/1.jpg"]
-    assert connection.submit(connection.fetch("crow/1.jpg", 5)).result() == whole[5:]
-
-
-def test_objects_that_are_gone_do_not_speak_against_the_quick_way(store: ObjectStore, quick: RemoteSource) -> None:
-    for index in range(2 * quick_reads.FAILURES):
-        store.proxy.faults[f"crow/{index}.jpg"] = [404, ...]
-        with pytest.raises(GoneError):
-            quick.read(index)
-    assert quick.place.connection()._quick is not None
-
-
-@pytest.mark.parametrize(
-    "options", [{"requester_pays": True}, {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}]
-)
-def test_options_that_only_s3fs_knows_leave_it_the_reading(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(quick_reads, "allowed", True)
-    assert RemotePlace("s3://photos", store.options | options).connection()._quick is None
-
-
-def test_without_obstore_s3fs_reads(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick_reads, "allowed", True)
-    monkeypatch.setitem(sys.modules, "obstore.store", None)
-    assert RemotePlace("s3://photos", store.options, timeout_s=1.5).connection()._quick is None

@@ -1,7 +1,6 @@
-"""Several processes stage at once, are killed in the middle, copy in the background, and clean up behind them."""
+"""Several processes stage at once, are killed in the middle, and clean up behind them."""
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -9,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.archive import StagedPath, stage, stage_in_background
-from lightning_feed.archive.stage_path import StagePlace, claimed, now_s, release
+from lightning_feed.archive import stage
+from lightning_feed.archive.staging import StagePlace, claimed, release
 from lightning_feed.errors import ArchiveError
 
 # A process that says so when its first file is in place, then stands still until it is told to go on, or is killed.
@@ -21,12 +20,11 @@ real, told = stage_copy.Mirror._copy_file, []
 def copy_file(self, name, advance):
     if told:
         sys.stdin.readline()
-    done = real(self, name, advance)
+    real(self, name, advance)
     if not told:
         told.append(name)
         print("copied one", flush=True)
-    return done
-stage_copy.Mirror._copy_file, stage_copy.Mirror.threads = copy_file, 1
+stage_copy.Mirror._copy_file, stage_copy.LocalOrigin.threads = copy_file, 1
 done = stage(sys.argv[1], sys.argv[2])
 print(done.copied_files, flush=True)
 sys.stdin.readline()
@@ -97,7 +95,6 @@ def test_a_copy_whose_process_was_killed_is_gone_on_with(
     assert line(first) == "copied one"
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    assert not StagedPath(source, dest / "birds").is_staged
     with caplog.at_level("INFO"):
         assert stage(source, dest).copied_files == 5
     assert f"process {first.pid}" in caplog.text
@@ -126,8 +123,9 @@ def test_a_copy_that_was_there_before_stays(source: Path, dest: Path) -> None:
 
 FORKED = """
 import os, sys, time
-from lightning_feed.archive.stage_path import StagePlace, claimed
-claim = claimed(StagePlace(sys.argv[1]))
+from pathlib import Path
+from lightning_feed.archive.staging import StagePlace, claimed
+claim = claimed(StagePlace(Path(sys.argv[1])))
 claim.__enter__()
 child = os.fork()
 if child == 0:
@@ -154,44 +152,3 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_killed_process(dest: Path) -
     finally:
         os.kill(child, signal.SIGKILL)
         first.communicate()
-
-
-def test_a_background_copy_is_complete_and_then_read(source: Path, dest: Path) -> None:
-    copy = stage_in_background(source, dest)
-    assert copy.join(60)
-    assert copy.error is None
-    assert contents(dest / "birds") == contents(source)
-    assert StagedPath(source, dest / "birds").current() == dest / "birds"
-    assert pickle.loads(pickle.dumps(StagedPath(source, dest / "birds"))).current() == dest / "birds"
-
-
-def test_a_background_copy_that_fails_is_said_and_the_source_is_read(
-    source: Path, dest: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (source / "dead.jpg").symlink_to("gone")
-    copy = stage_in_background(source, dest)
-    assert not copy.join(60)
-    assert "leads nowhere" in str(copy.error)
-    assert copy.path.current() == source
-    assert caplog.text.count("Training goes on from") == 1
-
-
-def test_a_stopped_background_copy_leaves_whole_files(source: Path, dest: Path) -> None:
-    copy = stage_in_background(source, dest)
-    copy.stop()
-    assert not copy.join(0)
-    stage(source, dest)
-    assert contents(dest / "birds") == contents(source)
-
-
-def test_the_path_looks_once_a_second_and_only_for_a_copy_that_is_new_enough(source: Path, dest: Path) -> None:
-    now = [0.0]
-    path = StagedPath(source, dest / "birds", clock=lambda: now[0])
-    assert path.current() == source
-    done = stage(source, dest)
-    now[0] = 0.9
-    assert path.current() == source
-    now[0] = 1.0
-    assert path.current() == done.path
-    assert StagedPath(source, done.path, since_s=now_s()).current() == source
-    assert done.staged_path().is_staged

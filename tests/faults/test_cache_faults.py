@@ -183,7 +183,7 @@ def test_a_count_that_is_damaged_in_use_ends_no_run(tmp_path: Path, left: bytes)
 def test_who_opens_a_cache_beside_others_counts_nothing_again(tmp_path: Path) -> None:
     """A million files take seconds, and the ranks of a node open it one after the other."""
     first = ReadThrough(tmp_path, LIMIT)
-    first._set_count(12345)
+    first._count(12345)
     assert ReadThrough(tmp_path, LIMIT).used_bytes() == 12345
     del first
     assert ReadThrough(tmp_path, LIMIT).used_bytes() == 0

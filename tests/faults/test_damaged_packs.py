@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,17 @@ from lightning_feed.archive.folder import FolderSource, scan_classes
 from lightning_feed.archive.pack_formats import PartIndex
 from lightning_feed.errors import ArchiveError, DatasetError
 
-FORMATS = ["lmdb", "hdf5", "litdata"]
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:litdata.*")
+FORMATS = ["lmdb", "hdf5"]
 
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of twelve files in two classes, and a pack of it in each format. The last file is a pickle."""
+    """A folder of twelve files in two classes, and a pack of it in each format."""
     root = tmp_path_factory.mktemp("packs")
     for label, name in enumerate(("cat", "dog")):
         (root / "files" / name).mkdir(parents=True)
         for number in range(6):
             (root / "files" / name / f"{number}.jpg").write_bytes(np.random.default_rng([label, number]).bytes(3000))
-    (root / "files" / "dog" / "5.jpg").write_bytes(pickle.dumps(Touch(str(root / "executed"))))
     for format in FORMATS:
         pack(root / "files", root / format, format=format, workers=0)  # type: ignore[arg-type]
     return root
@@ -46,16 +42,6 @@ def packed(packs: Path, tmp_path: Path) -> Callable[[str], Path]:
         return tmp_path / format
 
     return copy
-
-
-class Touch:
-    """What a hostile pickle does."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
 
 
 def contents(root: Path) -> list[bytes]:
@@ -230,30 +216,6 @@ def test_json_that_is_no_manifest_is_refused(text: str, packed: Callable[[str], 
         PackedDataset(path)
 
 
-def hostile_types(config: dict[str, Any]) -> None:
-    config["data_format"][0] = "pickle"
-
-
-def hostile_shape(config: dict[str, Any]) -> None:
-    config["data_spec"] = config["data_spec"].replace("builtins.dict", "collections.defaultdict")
-
-
-@pytest.mark.parametrize("harm", [hostile_types, hostile_shape])
-def test_a_litdata_pack_executes_nothing(
-    harm: Callable[[dict[str, Any]], None], packs: Path, packed: Callable[[str], Path]
-) -> None:
-    path = packed("litdata")
-    index = path / "all" / "data" / "index.json"
-    content = json.loads(index.read_text())
-    harm(content["config"])
-    index.write_text(json.dumps(content))
-    sizes = {f"all/data/{file.name}": file.stat().st_size for file in index.parent.iterdir()}
-    as_earlier_versions_wrote_it(path, files=sizes)
-    with pytest.raises(ArchiveError, match=r"cannot be read: its samples are not of the types that are packed"):
-        PackedDataset(path).read(11)
-    assert not (packs / "executed").exists()
-
-
 # --- replaced while it is read ----------------------------------------------------------------------------------------
 
 
@@ -276,8 +238,7 @@ def test_new_data_never_come_with_old_labels(
     shutil.copytree(packs / "files" / "dog", tmp_path / "other" / "cat")
     pack(tmp_path / "other", path, format=format, workers=0, force=True)  # type: ignore[arg-type]
     for index in range(12):
-        with suppress(DatasetError):  # LitData opens its chunks by name
-            assert reading[index] == (samples[index], index // 6)
+        assert reading[index] == (samples[index], index // 6)
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     worker = context.Process(target=read_one, args=(reading, answers))

@@ -153,8 +153,7 @@ def test_an_etag_that_is_weak_at_first_is_the_same(
 
 def test_the_headers_of_the_user_are_sent_with_every_request(store: HttpStore, tmp_path: Path) -> None:
     place = RemotePlace(store.url, {"headers": {"X-Token": "secret"}}, cache=ReadThrough(tmp_path, 1 << 20))
-    options = RemoteSource.of(place, list_files(place)).request(0).options
-    assert options is not None
+    options = RemoteSource.of(place, list_files(place)).options(0)
     assert options["headers"] == {"X-Token": "secret", "Accept-Encoding": "identity"}
 
 

@@ -1,7 +1,6 @@
 """Staging beside other mounts, other users and planted files: the source stays, and what is wrong is said."""
 
 import inspect
-import json
 import os
 import shutil
 import stat
@@ -12,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.archive import StagedPath, stage, stage_copy, stage_path, unstage
-from lightning_feed.archive.stage_path import StagePlace, claimed, release
+from lightning_feed.archive import stage, stage_copy, staging, unstage
+from lightning_feed.archive.staging import StagePlace, claimed, release
 from lightning_feed.archive.system import find_caveats
 from lightning_feed.cli import main
 from lightning_feed.errors import ArchiveError
@@ -42,59 +41,6 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 # --- the source under another name --------------------------------------------------------------------------------
-
-# One process in a mount namespace of its own; it says of each alias what staging over it answered, and what is left.
-ALIASES = """
-import json, subprocess, sys
-from pathlib import Path
-from lightning_feed.archive import stage
-from lightning_feed.errors import ArchiveError
-
-def files(root):
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
-
-answers = []
-root = Path(sys.argv[1])
-for number, (real, alias, source, dest) in enumerate(json.loads(sys.argv[2])):
-    for force in (False, True):
-        top = root / f"{number} {force}"
-        for name in ("data/birds/1.jpg", "data/birds/val/2.jpg", "fast/birds/in/3.jpg"):
-            (top / name).parent.mkdir(parents=True, exist_ok=True)
-            (top / name).touch()
-        for name in ("alias", real, alias):
-            (top / name).mkdir(parents=True, exist_ok=True)
-        subprocess.run(["mount", "--bind", top / real, top / alias], check=True)
-        before, said = files(top), ""
-        try:
-            stage(top / source, top / dest, force=force)
-        except ArchiveError as error:
-            said = str(error)
-        answers.append([said, files(top) == before])
-print(json.dumps(answers))
-"""
-# What is mounted where, and what is staged to where.
-BINDS = [
-    ("data", "alias", "data/birds", "alias"),
-    ("data", "alias", "alias/birds", "data"),
-    ("data/birds", "alias", "data/birds", "alias"),
-    ("data/birds", "alias", "data/birds", "alias/1"),
-    ("data/birds/val", "alias", "data/birds", "alias"),
-    ("fast/birds/in", "data/birds", "data/birds", "fast"),
-    ("fast/birds/in", "data/birds/val", "data/birds", "fast"),
-]
-
-
-def test_a_source_that_is_mounted_twice_is_not_staged_over_itself(tmp_path: Path) -> None:
-    command = ["unshare", "-m", sys.executable, "-c", ALIASES, str(tmp_path), json.dumps(BINDS)]
-    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
-        pytest.skip("mounting is not permitted here")
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    for bind, (said, unchanged) in zip(
-        [bind for bind in BINDS for _ in range(2)], json.loads(done.stdout), strict=True
-    ):
-        assert "one lies in the other" in said, bind
-        assert "force" not in said
-        assert unchanged, bind
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -128,8 +74,7 @@ REMOVED = """
 import subprocess, sys
 from pathlib import Path
 from lightning_feed.archive import stage, unstage
-from lightning_feed.archive.staging import leave
-from lightning_feed.archive.stage_path import StagePlace, release
+from lightning_feed.archive.staging import StagePlace, leave, release
 from lightning_feed.errors import ArchiveError
 
 source, dest = map(Path, sys.argv[1:])
@@ -200,7 +145,6 @@ def test_another_users_folder_in_the_place_of_a_copy_that_was_removed(source: Pa
     shutil.rmtree(stage(source, dest).path)
     plant(dest / "birds")
     (dest / "birds/theirs").write_bytes(b"theirs")
-    assert not StagedPath(source, dest / "birds").is_staged
     with pytest.raises(ArchiveError, match="belongs to another user"):
         stage(source, dest, force=force)
     assert unstage(source, dest) is True
@@ -210,9 +154,9 @@ def test_another_users_folder_in_the_place_of_a_copy_that_was_removed(source: Pa
 @as_root
 def test_another_users_record_of_a_copy_is_not_believed(source: Path, dest: Path) -> None:
     place = StagePlace(stage(source, dest).path)
-    assert StagedPath(source, place.target).is_staged
+    assert place.read() is not None
     os.chown(place.record, NOBODY, NOBODY)
-    assert not StagedPath(source, place.target).is_staged
+    assert place.read() is None
     place.record.unlink()
     os.mkfifo(place.record)
     assert place.read() is None
@@ -235,31 +179,6 @@ def test_a_dest_in_which_others_can_replace_the_copy_is_told(tmp_path: Path) -> 
     os.chown(tmp_path, 0, 0)
 
 
-PLANTED = """
-import sys
-from lightning_feed.archive import stage_in_background
-copy = stage_in_background(sys.argv[1], sys.argv[2])
-print(copy.join(60), copy.error)
-"""
-
-
-def test_the_copying_process_imports_nothing_from_the_working_folder(source: Path, dest: Path, tmp_path: Path) -> None:
-    script, planted = tmp_path / "scripts" / "train.py", tmp_path / "planted"
-    script.parent.mkdir()
-    planted.mkdir()
-    script.write_text(PLANTED)
-    for name in ("json", "tqdm", "lightning_feed"):
-        (planted / f"{name}.py").write_text("import pathlib; pathlib.Path('ran').touch()")
-    # "" on the path of a parent that imported all it needs before: an interactive one, for example.
-    script.write_text(f"import sys, tqdm, lightning_feed.archive.staging; sys.path.insert(0, '')\n{PLANTED}")
-    done = subprocess.run(
-        [sys.executable, str(script), str(source), str(dest)], cwd=planted, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip() == "True None", done.stderr
-    assert not (planted / "ran").exists()
-    assert contents(dest / "birds") == contents(source)
-
-
 # --- waiting ------------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +191,7 @@ def test_a_wait_is_said_once_when_it_lasts(
         with pytest.raises(ArchiveError, match=r"not complete after 0\.05 s"), claimed(place, wait_s=0.05):
             pass
         assert not caplog.records
-        monkeypatch.setattr(stage_path, "_SAY_AFTER_S", 0.02)
+        monkeypatch.setattr(staging, "_SAY_AFTER_S", 0.02)
         with pytest.raises(ArchiveError, match=r"by another process, .*after 0\.2 s"), claimed(place, wait_s=0.2):
             pass
     assert caplog.text.count("Waiting for the copy at") == 1

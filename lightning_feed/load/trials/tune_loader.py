@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.archive.system import cache_folder, read_private, read_text, write_private
+from lightning_feed.archive.system import cache_folder, read_json, read_text, write_json
 from lightning_feed.errors import LoaderError
 from lightning_feed.extras import installed_version
 from lightning_feed.load.build import size_of
@@ -204,24 +204,19 @@ class Store:
 
     def load(self, key: dict[str, Any]) -> Tuned | None:
         """What was saved under ``key``; None where there is nothing that fits."""
-        path = self._path(key)
-        try:
-            kept = json.loads(read_private(path))
-            if kept["version"] != _VERSION or kept["key"] != key:
-                raise ValueError("it is of another version")
-            return _tuned(kept["tuned"])
-        except FileNotFoundError:
+        kept = read_json(self._path(key))
+        if kept.get("version") != _VERSION or kept.get("key") != key:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:  # cut short, or of something else
-            logger.debug("The remembered result of tuning in %s cannot be read (%s): tuning begins anew.", path, error)
+        try:
+            return _tuned(kept["tuned"])
+        except (ValueError, KeyError, TypeError):  # of something else
             return None
 
     def save(self, key: dict[str, Any], tuned: Tuned) -> None:
         """Remember a result, in place of what was saved under ``key``."""
         path = self._path(key)
-        text = json.dumps({"version": _VERSION, "key": key, "tuned": asdict(tuned)}, indent=1)
         try:
-            write_private(path, text.encode())
+            write_json(path, {"version": _VERSION, "key": key, "tuned": asdict(tuned)})
         except OSError as error:
             logger.info("The result of tuning could not be remembered in %s: %s. The next run tunes anew.", path, error)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from lightning_feed.archive.remote import RemoteReads, RemoteSamples
+from lightning_feed.archive.remote_folder import RemoteSamples, RemoteSource
 from lightning_feed.archive.remote_speed import TOGETHER, Wanted, measure_speed
 from lightning_feed.archive.system import find_mount, read_text
 from lightning_feed.load.cloning import Changes, burst_of
@@ -281,7 +281,7 @@ def measure_disk(session: Session) -> None:
     )
 
 
-def _remote_samples(session: Session) -> tuple[RemoteReads, list[int]] | None:
+def _remote_samples(session: Session) -> tuple[RemoteSource, list[int]] | None:
     """The samples that we read from a URL, and the numbers there of the first; None where there are none."""
     for part in session.parts:
         samples = [] if part.stream else part.first_samples(TOGETHER)
@@ -295,10 +295,11 @@ def _remote_samples(session: Session) -> tuple[RemoteReads, list[int]] | None:
     return None
 
 
-def _measure_url(reads: RemoteReads, numbers: list[int]) -> DiskFacts:
+def _measure_url(reads: RemoteSource, numbers: list[int]) -> DiskFacts:
     """The speed of a URL, by requests for some of its samples."""
-    asked = [(reads.request(number), int(reads.sizes[number])) for number in numbers]
-    wanted = [Wanted(one.name, one.begin or 0, size) for one, size in asked if size > 0]
+    wanted = [
+        Wanted(reads.index.path(number), int(reads.sizes[number])) for number in numbers if reads.sizes[number] > 0
+    ]
     if not wanted:
         raise LeftOut("the server does not tell how long its files are")
     speed = measure_speed(reads.place, wanted)
