@@ -4,7 +4,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -82,8 +82,6 @@ class DataModuleBase:
     """
 
     trainer: Any
-    _feed_method = "make_dataset"
-    """What gives a split, for errors."""
     _feed_seed: int | None = None
     """Of the run's training order. None until it is asked for, or loaded from a checkpoint."""
 
@@ -183,9 +181,6 @@ class DataModuleBase:
         """A batch as ``device_transform`` is to see it."""
         return batch
 
-    def _feed_resumed(self, checkpoint: dict[str, Any]) -> None:
-        """A fit goes on from this checkpoint."""
-
     def _feed_pass_ended(self, split: str) -> None:
         """No further batch of this pass is asked for."""
 
@@ -226,7 +221,7 @@ class DataModuleBase:
     def _feed_no_loaders(self, split: str) -> list[Any]:
         if split == "train":
             raise DatasetError(
-                f"{type(self).__name__}.{self._feed_method}('train') gave None, so there is nothing to train on. Let "
+                f"{type(self).__name__}.make_dataset('train') gave None, so there is nothing to train on. Let "
                 "it return data for 'train', or call trainer.validate, test or predict, which do without."
             )
         if self.trainer is not None and self.trainer.state.fn == "fit":  # training without validation is no slip
@@ -254,19 +249,13 @@ class DataModuleBase:
 
 
 class PassEnds(Callback):
-    """A callback that tells a data module of the ends of passes, of checkpoints that a fit goes on from, and of errors.
+    """A callback that tells a data module of the ends of passes, and of errors.
 
     A loop that ends early, as with ``limit_val_batches``, does not close its loader, and Lightning keeps its iterator.
     """
 
     def __init__(self, datamodule: DataModuleBase) -> None:
         self.datamodule = datamodule
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Behind ``ExactResume``, which corrects the checkpoint."""
-        # A Trainer keeps the callbacks of earlier fits: the checkpoint may be that of another data module.
-        if trainer.state.fn == "fit" and cast(Any, trainer).datamodule is self.datamodule:
-            self.datamodule._feed_resumed(checkpoint)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Also at the end of the sanity check, and of each validation inside a fit."""

@@ -92,7 +92,12 @@ def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_tor
             'backend="dali-cpu" or "dali-gpu".'
         )
     if dali is not None and backend == "dali-cpu":
-        dali.refuse_gpu_options('is for decoding on the GPU and has no effect with backend="dali-cpu". Leave it out.')
+        for name in ("largest_image", "hw_decoder_load"):
+            if getattr(dali, name) is not None:
+                raise SettingsError(
+                    f"DaliOptions({name}={getattr(dali, name)!r}) is for decoding on the GPU and has no effect with "
+                    'backend="dali-cpu". Leave it out.'
+                )
     return dali or DaliOptions()
 
 

@@ -55,19 +55,6 @@ class DaliOptions:
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise SettingsError(f"DaliOptions(hw_decoder_load={self.hw_decoder_load!r}): give a share from 0 to 1.")
 
-    def refuse_gpu_options(self, why: str) -> None:
-        """Refuse what is for the decoder of ``backend="dali-gpu"`` alone.
-
-        Args:
-            why: it has no effect, as the end of a sentence, and what to do.
-
-        Raises:
-            SettingsError: names the option.
-        """
-        for name in ("largest_image", "hw_decoder_load"):
-            if getattr(self, name) is not None:
-                raise SettingsError(f"DaliOptions({name}={getattr(self, name)!r}) {why}")
-
 
 def decode_threads(
     options: DaliOptions, machine: Machine, local_ranks: int = 1, *, gpu: bool = False
@@ -96,13 +83,12 @@ FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 
 _NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
 """How DALI says that there is none left, in small letters (in the libraries of 2.4.0)."""
-DECODING = "Decoding with DALI"
 _OLDEST = 2  # first number of the version: what this was written for, and what the extra asks for
 _alive: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _inherited: list[Any] = []
 
 
-def require_dali(*, gpu: bool, why: str = DECODING) -> Any:
+def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
     """Import ``nvidia.dali``, or say how to install the one that fits.
 
     Args:
@@ -206,9 +192,7 @@ def release_unused_memory() -> None:
     require_dali(gpu=False).backend.ReleaseUnusedMemory()
 
 
-def new_pipeline(
-    batch_size: int, threads: int, prefetch: int, device: torch.device | None, why: str = DECODING, **options: Any
-) -> Any:
+def new_pipeline(batch_size: int, threads: int, prefetch: int, device: torch.device | None, **options: Any) -> Any:
     """A pipeline without a graph, of the dynamic executor. A device that is no CUDA device: on the CPU alone.
 
     It is not freed in children of this process that are forked, as workers of a DataLoader are. Its threads are not
@@ -218,7 +202,7 @@ def new_pipeline(
     index = None
     if device is not None and device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-    pipeline = require_dali(gpu=index is not None, why=why).Pipeline(
+    pipeline = require_dali(gpu=index is not None).Pipeline(
         batch_size=batch_size,
         num_threads=threads,
         device_id=index,
