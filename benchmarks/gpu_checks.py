@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
+from backend_machine import why_missing
 from backends_pictures import make_picture
 from gpu_claims import Claim, Report, at_least, at_most, if_active, run_part
 from gpu_weights import graphs, same
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 from torchvision.io import ImageReadMode
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.data.image_backends import why_missing
 from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.gpu_decode import NvJpeg
 from lightning_feed.watch.nvml import NvmlSampler, find_handle

@@ -173,10 +173,6 @@ class DataModuleBase:
         """The loaders of a split; :meth:`_feed_no_loaders` where there is no such split."""
         raise NotImplementedError
 
-    def _feed_measurement_key(self, device: torch.device) -> dict[str, Any] | None:
-        """Where measurements for ``backend="auto"`` are kept; None where there are no backends to choose from."""
-        return None
-
     def _feed_on_device(self, batch: Any, split: str) -> Any:
         """A batch as ``device_transform`` is to see it."""
         return batch
