@@ -569,11 +569,6 @@ CELL = {"model": "resnet18", "images_per_s": 100.0, "step_ms": 10.0, "compute_ms
 CELL |= {"starved_pct": 0.1, "allocated_mb": 5.0, "round": 0}
 
 
-def small(tensors: int, way: str, host_us: float) -> dict[str, Any]:
-    row = {"tensors": tensors, "bytes": 1024, "pinned": True, "way": way, "host_us": [host_us]}
-    return {**row, "device_us": [] if way == "finding" else [1.0, 3.0]}
-
-
 WRITTEN: dict[str, dict[str, Any]] = {
     "overhead": {
         "plain_us": [400.0, 420.0],
@@ -586,13 +581,6 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "rows": [
             {"model": "resnet18", "batch": 64, "dtype": "torch.uint8", "compute": [10.0, 12.0], "loader": [5.0, 5.0]}
             | {"copy": [2.0, 2.0], "plain": [13.0, 15.0], "ours": [11.0, 11.0]}
-        ]
-    },
-    "small-tensors": {
-        "rows": [
-            small(tensors, way, host_us)
-            for tensors in (4, 8)
-            for way, host_us in (("packed", 50.0), ("one by one", 40.0), ("finding", 2.0))
         ]
     },
     "backends": {
@@ -608,9 +596,6 @@ WRITTEN: dict[str, dict[str, Any]] = {
 CLAIMED = {
     "overhead": ["FAIL  host time, GPUStarvationCallback: 32 us a step, goal <= 30 (of 2 rounds [29, 35])"],
     "overlap": ["pass  step over its slowest part, resnet18, 64 uint8: 1, goal <= 1.02 (plain Lightning 1.27)"],
-    "small-tensors": [
-        "FAIL  packing 8 pinned tensors of 1 kB: host time: 0.8 times less, goal >= 1 (40 us one by one, 50 us packed)"
-    ],
     "backends": [
         "-     resnet18, dali-cpu: not measured (no DALI)",
         "pass  resnet18, torch: slowest part over step: 0.99, goal >= 0.98 (100 images/s)",

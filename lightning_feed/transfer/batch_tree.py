@@ -76,16 +76,6 @@ def release(batch: Any) -> Any:
     return _rebuild(batch, lambda _, value: value.value if isinstance(value, _Held) else release(value))
 
 
-def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``batch`` with ``change(tensor)`` in the place of every tensor in its plain containers, in order.
-
-    Objects with their own ``.to``, and those under :func:`hold`, are not entered.
-    """
-    if isinstance(batch, Tensor):
-        return change(batch)
-    return _rebuild(batch, lambda _, value: map_tensors(value, change))
-
-
 def _rebuild(batch: Any, child: Callable[[Any, Any], Any]) -> Any:
     """One container with ``child(key, value)`` in the place of each value: itself where that changes nothing."""
     if hasattr(batch, "to"):

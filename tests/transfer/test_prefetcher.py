@@ -143,15 +143,3 @@ def test_a_copy_waits_for_what_was_prepared_on_the_device(device: SimulatedDevic
     torch.ones(8, device=DEVICE)  # may get the memory of what was prepared
     device.launch(reads=prefetcher.take(staged))
     assert device.races == []
-
-
-def test_a_stamp_is_a_timing_event_on_the_side_stream(device: SimulatedDevice) -> None:
-    stream = DeviceStream(DEVICE)
-    device.launch(50)
-    first = stream.stamp()
-    with stream.issue():
-        to_device(pinned(device, 7))
-    last = stream.stamp()
-    device.host(60)
-    assert first.elapsed_time(last) == 7
-    assert SideStream().stamp() is None

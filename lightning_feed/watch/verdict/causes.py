@@ -386,7 +386,7 @@ NAMED_SHARE = 0.5
 """Share of the time between the steps that hooks must take to be its cause, and not a wait for the device."""
 HOOKS_SAID = 3
 SMALL_BYTES, MANY_TENSORS = 64 * 1024, 8
-"""The batches that PrefetchCallback(pack_small=True) packs: so many tensors of at most so many bytes."""
+"""A batch of many small tensors has so many or more, of at most so many bytes in the mean."""
 COPY_SHARE = 0.5
 """Share of the time in the transfer to the device that the copy alone takes, or else hooks are at fault."""
 LINK_SHARE = 0.5

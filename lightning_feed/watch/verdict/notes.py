@@ -236,7 +236,7 @@ def _copy(case: Case) -> Iterator[str]:
     elif cause == "unpinned":
         yield "batches lie in pageable memory, and copying them makes the host wait: try pin_memory=True"
     elif cause == "small tensors" and case.measured.stats.prefetch_active:
-        yield "many small tensors can be copied as one: PrefetchCallback(pack_small=True)"
+        yield "each of the many small tensors is a copy of its own: let collate make one tensor of them"
     elif cause == "decoding on the GPU":
         yield 'to compare decoders: ImageFolderDataModule(backend="torch"), or "dali-gpu"'
 
