@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from lightning_feed.archive.folder import SampleSource
 from lightning_feed.archive.splits import Splits
 from lightning_feed.data import image_backends
-from lightning_feed.data.base import check_choice, check_whole, device_of
+from lightning_feed.data.base import PassEnds, check_choice, check_whole, device_of
 from lightning_feed.data.datamodule import FeedDataModule
 from lightning_feed.data.image_backends import DALI_BACKENDS, Backend, BackendChoice
 from lightning_feed.decode.choose import Choice, make_decoder
@@ -204,11 +204,19 @@ class FeedImageFolder(FeedDataModule):
             image_backends.require_nvjpeg(device)
         return None  # decoded in the transfer to the device
 
+    def _feed_attach(self) -> None:
+        super()._feed_attach()
+        callbacks = [] if self.trainer is None or self.backend not in DALI_BACKENDS else self.trainer.callbacks
+        if not any(isinstance(one, PassEnds) and one.datamodule is self for one in callbacks):
+            callbacks.append(PassEnds(self))
+
     def _feed_pass_ended(self, split: str) -> None:
+        """No further batch of this pass is asked for."""
         if split in self._images_decoders and not self._images_dali.keep_eval_pipelines:
             self._images_decoders[split].release()
 
     def _feed_release(self) -> None:
+        """Free what the loaders hold: the Trainer is done."""
         for decoder in self._images_decoders.values():
             decoder.release()  # a loader that is used again builds another pipeline
 
