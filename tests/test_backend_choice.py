@@ -34,22 +34,6 @@ def test_auto_is_gone(class_folders: Path) -> None:
         ImageFolderDataModule(class_folders, backend="auto")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", ["nvjpeg", "dali-gpu", "dali-cpu"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"transform": lambda image: image},
-        {"eval_transform": lambda image: image},
-        {"drop_keys": ["1"]},
-        {"cache": "decoded"},
-        {"cache": "device"},
-    ],
-)
-def test_what_only_torch_does_is_refused(backend: Any, options: Any, class_folders: Path) -> None:
-    with pytest.raises(SettingsError, match=f"^backend='{backend}' "):
-        ImageFolderDataModule(class_folders, backend=backend, **options)
-
-
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("backend", "workers"), [("torch", "process"), ("nvjpeg", "thread")])
 def test_workers_that_only_read_are_threads(backend: Any, workers: str, class_folders: Path) -> None:
