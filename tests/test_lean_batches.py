@@ -149,27 +149,6 @@ def test_dropping_everything_fails_in_the_step() -> None:
     assert not model.after
 
 
-class TakesIterator(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, dataloader_iter: Any) -> Tensor:
-        batch, _, _ = next(dataloader_iter)
-        return self.layer(batch["x"]).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
-@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument in the `training_step`")
-def test_with_dataloader_iter_it_says_that_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lightning_feed"):
-        quiet_trainer([NullStreamPrefetch(drop_keys=("meta",))], max_epochs=1).fit(TakesIterator(), **parts())
-    assert "drop_keys and host_keys do nothing there" in caplog.text
-
-
 def test_host_keys_are_held_back_where_the_callback_stands_aside_too() -> None:
     held = []
 

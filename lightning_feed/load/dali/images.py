@@ -96,7 +96,7 @@ class ImagePipeline:
         Raises:
             RuntimeError: what DALI says. It is not known which batch or image is at fault.
         """
-        [images] = binding.take_outputs(self._pipeline, self.spec.device)
+        images = binding.take_output(self._pipeline, self.spec.device)
         self._fed.popleft()
         return images.permute(0, 3, 1, 2)
 
@@ -148,11 +148,18 @@ def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[Any]]:
 
 
 def _build(spec: PipelineSpec) -> Any:
-    gpu = spec.device.type == "cuda"
-    # Nothing is drawn here, so any seed will do.
-    pipeline = binding.new_pipeline(spec.batch_size, spec.threads, spec.options.prefetch, spec.device, seed=0)
+    gpu, index = spec.device.type == "cuda", spec.device.index
     dali = binding.require_dali(gpu=gpu)
     fn, types = dali.fn, dali.types
+    pipeline = dali.Pipeline(
+        batch_size=spec.batch_size,
+        num_threads=spec.threads,
+        device_id=torch.cuda.current_device() if gpu and index is None else index,
+        prefetch_queue_depth=spec.options.prefetch,
+        exec_dynamic=True,
+        seed=0,  # nothing is drawn here, so any will do
+    )
+    binding.keep_in_forks(pipeline)
 
     def fed(name: str, dtype: Any) -> Any:
         return fn.external_source(name=name, device="cpu", dtype=dtype, ndim=1, no_copy=True)
