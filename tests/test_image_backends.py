@@ -272,9 +272,6 @@ def test_batches_by_hand_are_decoded_as_the_error_says(photos: Path) -> None:
     assert (images.shape, labels.shape) == ((3, 3, 16, 16), (3,))
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
-
-
 # --- images that cannot be decoded ------------------------------------------------------------------------------------
 
 

@@ -484,9 +484,6 @@ def test_callback_can_be_pickled_before_and_copied_during_a_fit() -> None:
     assert pickle.loads(pickle.dumps(PrefetchCallback(depth=2))).depth == 2
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
 # --- one callback, several loops and Trainers -------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""PrefetchCallback on a real device: right batches, the same weights, copies beside computing, bounded memory.
+"""PrefetchCallback on a real device: right batches, copies beside computing, memory that does not grow.
 
 Each claim has a control beside it: a fit with one fault, or without the callback, in which the same check must fail.
 """
@@ -198,4 +198,35 @@ def test_no_synchronisation_is_added() -> None:
 # --- batches that stay on the host ------------------------------------------------------------------------------------
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+class Graph:
+    """As PyTorch Geometric's batches: ``record_stream`` is passed on to each tensor, on the host or not."""
+
+    def __init__(self, x: Tensor, edges: Tensor) -> None:
+        self.x, self.edges = x, edges
+
+    def record_stream(self, stream: Any) -> None:
+        self.x.record_stream(stream)
+        self.edges.record_stream(stream)
+
+
+class Graphs(Busy):
+    divided = False
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return Graph(batch.x.to(device, non_blocking=True), batch.edges) if self.divided else batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert batch.x.is_cuda == self.divided
+        assert not batch.edges.is_cuda
+        return super().training_step(batch.x.to(self.device), batch_idx)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_graphs_on_the_host_whole_or_in_part(divided: bool) -> None:
+    graph = Graph(torch.ones(8), torch.zeros(2, 2))
+    with pytest.raises(NotImplementedError, match="record_stream"):  # the control
+        graph.record_stream(torch.cuda.current_stream())
+    model, callback = Graphs(1), PrefetchCallback()
+    model.divided = divided
+    fitted(model, DataLoader([graph] * 8, batch_size=None), callback, max_epochs=1)  # type: ignore[arg-type]
+    assert callback.active
