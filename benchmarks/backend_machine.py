@@ -1,4 +1,4 @@
-"""What a benchmark of image backends ran on, in one line."""
+"""The machine that a benchmark of image backends runs on, and the backends that it has."""
 
 import os
 import platform
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from lightning_feed.data.image_backends import check_available, require_nvjpeg
+from lightning_feed.errors import FeedError
 from lightning_feed.load.machine import read_machine
 
 PACKAGES = (
@@ -31,6 +33,17 @@ def machine_line() -> str:
         f"Python {platform.python_version()}",
     ]
     return "; ".join(parts) + ", " + ", ".join(f"{name} {found}" for name in PACKAGES if (found := installed(name)))
+
+
+def why_missing(backend: str, device: torch.device) -> str:
+    """Why a backend cannot be used on a device; "" where it can."""
+    try:
+        check_available(backend, device)
+        if backend == "nvjpeg":
+            require_nvjpeg(device)
+    except FeedError as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def installed(name: str) -> str | None:

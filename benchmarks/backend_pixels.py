@@ -32,13 +32,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-from backend_machine import machine_line
+from backend_machine import machine_line, why_missing
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.data import image_backends, images
-from lightning_feed.data.image_backends import why_missing
 from lightning_feed.decode.choose import DECODER_NAMES, make_decoder
 from lightning_feed.errors import MissingExtraError
 from lightning_feed.load.crop import QUALITIES

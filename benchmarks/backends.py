@@ -38,13 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from backend_machine import machine_line
+from backend_machine import machine_line, why_missing
 from backends_cell import Job
 from backends_pictures import find_or_make, lay_out
 from backends_table import BACKENDS, show
 from largest_batch import Found, largest_batch
-
-from lightning_feed.data.image_backends import why_missing
 
 MODELS = ("shufflenet_v2_x0_5", "resnet18", "resnet50")
 START_S = 150.0

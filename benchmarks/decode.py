@@ -124,7 +124,7 @@ def resizing(size: int) -> dict[str, Row]:
     return {
         "Pillow": Row(reference, reference),
         "exact": Row(lambda s: resize(s.cut, (size, size)), reference),
-        "linear": Row(lambda s: resize(s.cut, (size, size), fidelity="linear"), reference),
+        "linear": Row(lambda s: resize(s.cut, (size, size), antialias=False), reference),
     }
 
 
@@ -147,13 +147,13 @@ def both(decoders: dict[str, Decoder], size: int) -> dict[str, Row]:
             continue
         rows[f"{name}, box + exact"] = Row(lambda s, one=one: resize(one.decode_region(s.data, s.box), out), reference)
         rows[f"{name}, box + linear"] = Row(
-            lambda s, one=one: resize(one.decode_region(s.data, s.box), out, fidelity="linear"), reference
+            lambda s, one=one: resize(one.decode_region(s.data, s.box), out, antialias=False), reference
         )
-        for times, fidelity in ((2, "exact"), (1, "exact"), (2, "linear"), (1, "linear")):
+        for times, antialias in ((2, True), (1, True), (2, False), (1, False)):
             cover = (times * size, times * size)
-            rows[f"{name}, box, cover {times} + {fidelity}"] = Row(
-                lambda s, one=one, cover=cover, fidelity=fidelity: resize(
-                    one.decode_region(s.data, s.box, cover=cover), out, fidelity=fidelity
+            rows[f"{name}, box, cover {times} + {'exact' if antialias else 'linear'}"] = Row(
+                lambda s, one=one, cover=cover, antialias=antialias: resize(
+                    one.decode_region(s.data, s.box, cover=cover), out, antialias=antialias
                 ),
                 lambda s, cover=cover: _pillow_resize(_cut(s.pixels, _snapped(s, cover)), size),
             )

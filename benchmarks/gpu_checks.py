@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
+from backend_machine import why_missing
 from backends_pictures import make_picture
 from gpu_claims import Claim, Report, at_least, at_most, if_active, run_part
 from gpu_weights import graphs, same
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 from torchvision.io import ImageReadMode
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.data.image_backends import why_missing
 from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.gpu_decode import NvJpeg
 from lightning_feed.watch.nvml import NvmlSampler, find_handle
@@ -167,7 +167,7 @@ class Reads(LightningModule):
 
 
 class CopiesLate(Reads):
-    """Queues work before the copy. A hook of the user's own: such batches are never packed."""
+    """Queues work before the copy."""
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         self.gpu.spin(self.slow_ms)
@@ -213,11 +213,10 @@ def controls(report: Report, device: Device) -> None:
     for what, patched, make, parts, options in (
         ("late read", as_it_is, late, large, {}),
         ("late read, depth 3", as_it_is, late, large, {"depth": 3}),
-        ("late read, small tensors packed", as_it_is, late, small, {"pack_small": True}),
+        ("late read, small tensors", as_it_is, late, small, {}),
         ("slow copy", as_it_is, slow, large, {}),
         ("slow copy, depth 3", as_it_is, slow, large, {"depth": 3}),
         ("control: late read, no record_stream", no_record, late, large, {}),
-        ("control: late read, packed, no record_stream", no_record, late, small, {"pack_small": True}),
         ("control: slow copy, no wait_event", no_wait, slow, large, {}),
     ):
         model, callback = make(), PrefetchCallback(**options)

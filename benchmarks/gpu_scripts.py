@@ -135,29 +135,6 @@ def overlap(report: Report, limit_s: float) -> None:
         )
 
 
-def small_tensors(report: Report, limit_s: float) -> None:
-    """Copies one by one over one packed copy."""
-    cases: dict[tuple[int, int, bool], dict[str, Any]] = {}
-    for row in _benchmark(limit_s, "small_tensors.py", "--rounds", "5")["rows"]:
-        cases.setdefault((row["tensors"], row["bytes"], row["pinned"]), {})[row["way"]] = row
-    for (tensors, size, pinned), ways in cases.items():
-        host = {way: median(ways[way]["host_us"]) for way in ("one by one", "packed")}
-        on_device = {way: median(ways[way]["device_us"]) for way in ("one by one", "packed")}
-        report.row(
-            tensors=tensors,
-            bytes=size,
-            pinned=pinned,
-            one_by_one_host_us=host["one by one"],
-            packed_host_us=host["packed"],
-            one_by_one_device_us=on_device["one by one"],
-            packed_device_us=on_device["packed"],
-        )
-        if tensors in (8, 128) and size == 1024 and pinned:
-            times = host["one by one"] / host["packed"]
-            detail = f"{host['one by one']:.0f} us one by one, {host['packed']:.0f} us packed"
-            report.add(at_least(f"packing {tensors} pinned tensors of 1 kB: host time", times, 1, "times less", detail))
-
-
 def backends(report: Report, limit_s: float) -> None:
     """Two models with the loader's own decoding, and with the device's."""
     stop_s = max(30.0, limit_s - 100.0)
@@ -193,7 +170,6 @@ PARTS: dict[str, Callable[[Report, float], None]] = {
     "gpu-tests": device_tests,
     "overhead": overhead,
     "overlap": overlap,
-    "small-tensors": small_tensors,
     "backends": backends,
 }
 

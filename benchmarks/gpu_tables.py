@@ -50,15 +50,6 @@ TABLES: dict[str, Columns] = {
         "plain_ratio": "plain / slowest",
         "ours_ratio": "ours / slowest",
     },
-    "small-tensors": {
-        "tensors": "tensors",
-        "bytes": "bytes",
-        "pinned": "pinned",
-        "one_by_one_host_us": "one by one, host us",
-        "packed_host_us": "packed, host us",
-        "one_by_one_device_us": "one by one, device us",
-        "packed_device_us": "packed, device us",
-    },
     "backends": {
         "model": "model",
         "backend": "backend",

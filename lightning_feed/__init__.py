@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from lightning_feed.callbacks.plain_loop import watch_loader as watch_loader
     from lightning_feed.callbacks.prefetch import PrefetchCallback as PrefetchCallback
     from lightning_feed.callbacks.starvation import GPUStarvationCallback as GPUStarvationCallback
-    from lightning_feed.data.dali import DaliDataModule as DaliDataModule
     from lightning_feed.data.datamodule import FastDataModule as FastDataModule
     from lightning_feed.data.images import ImageFolderDataModule as ImageFolderDataModule
     from lightning_feed.diagnosing import diagnose as diagnose
@@ -25,7 +24,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "AutotuneCallback": "lightning_feed.callbacks.autotune",
     "CacheableDataset": "lightning_feed.load.cacheable",
-    "DaliDataModule": "lightning_feed.data.dali",
     "DaliOptions": "lightning_feed.load.dali.binding",
     "FastDataModule": "lightning_feed.data.datamodule",
     "FeedError": "lightning_feed.errors",
@@ -38,6 +36,12 @@ _HOMES = {
     "watch_loader": "lightning_feed.callbacks.plain_loop",
 }
 __all__ = list(_HOMES)
+
+_GONE = {
+    "DaliDataModule": "Return DALI's own iterator from train_dataloader of your data module (docs/how-to/dali.md), or, "
+    "for folders of images, take ImageFolderDataModule(backend='dali-gpu').",
+}
+"""Names of earlier versions, and what to do instead."""
 
 
 class _ConsoleHandler(logging.Handler):
@@ -63,6 +67,8 @@ if _logger.level == logging.NOTSET:  # a level that was set stays
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name in _GONE:
+        raise ImportError(f"{name} is gone from lightning_feed. {_GONE[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,9 +1,9 @@
 """The public names for users of the ``pytorch_lightning`` package, a separate tree of classes."""
 
+import lightning_feed
 from lightning_feed.callbacks.autotune import AutotuneCallback as _AutotuneCallback
 from lightning_feed.callbacks.prefetch import PrefetchCallback as _PrefetchCallback
 from lightning_feed.callbacks.starvation import GPUStarvationCallback as _GPUStarvationCallback
-from lightning_feed.data.dali import FeedDali
 from lightning_feed.data.datamodule import FeedDataModule
 from lightning_feed.data.images import FeedImageFolder
 from lightning_feed.extras import require
@@ -21,10 +21,6 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
     """``lightning_feed.ImageFolderDataModule``, on the base class of the ``pytorch_lightning`` package."""
 
 
-class DaliDataModule(FeedDali, LightningDataModule):
-    """``lightning_feed.DaliDataModule``, on the base class of the ``pytorch_lightning`` package."""
-
-
 # pytorch_lightning 2.4 refuses a callback that is none of its own tree; its LightningCLI does so in 2.6 too.
 class PrefetchCallback(_PrefetchCallback, Callback):  # type: ignore[misc]  # the trees differ in the type of Trainer
     """``lightning_feed.PrefetchCallback``, on the base class of the ``pytorch_lightning`` package as well."""
@@ -36,3 +32,9 @@ class GPUStarvationCallback(_GPUStarvationCallback, Callback):  # type: ignore[m
 
 class AutotuneCallback(_AutotuneCallback, Callback):  # type: ignore[misc]  # as above
     """``lightning_feed.AutotuneCallback``, on the base class of the ``pytorch_lightning`` package as well."""
+
+
+def __getattr__(name: str) -> object:
+    if name in lightning_feed._GONE:
+        return getattr(lightning_feed, name)  # which raises
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

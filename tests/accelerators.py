@@ -6,125 +6,12 @@ Tensors lie on the CPU: what is tried is which of the modules' names are called,
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.overrides import TorchFunctionMode
-
-
-def _refuse(*_: Any) -> Any:
-    raise AssertionError("this call makes the host wait for all work, or ends the command buffer")
-
-
-# --- MPS ----------------------------------------------------------------------------------------------------------
-
-
-class MpsEvent:
-    """torch 2.15, ``torch/mps/event.py``: no stream to record on, and none but the default one to record from.
-
-    By ``aten/src/ATen/mps/MPSEvent.mm`` recording commits the command buffer, and ``elapsed_time`` waits.
-    """
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        pass
-
-    def record(self) -> None:
-        _refuse()
-
-    def wait(self) -> None:
-        _refuse()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        _refuse()
-
-    def elapsed_time(self, end_event: "MpsEvent") -> float:
-        _refuse()
-        return 0.0
-
-
-class MpsStream:
-    """torch 2.15, ``torch/mps/streams.py``."""
-
-    def __init__(self, device: Any = None, stream_id: int = 0) -> None:
-        self.stream_id = stream_id
-
-    def synchronize(self) -> None:
-        _refuse()
-
-
-@contextmanager
-def _mps_stream(stream: MpsStream | None) -> Iterator[None]:
-    yield
-
-
-def mps_2_6() -> Any:
-    """torch 2.6, ``torch/mps/__init__.py``: events, and no streams."""
-    return SimpleNamespace(Event=MpsEvent, synchronize=_refuse)
-
-
-def mps_2_15() -> Any:
-    """torch 2.15, ``torch/mps/__init__.py``: all four names are there, and ``current_stream`` takes no device."""
-    return SimpleNamespace(
-        Event=MpsEvent, Stream=MpsStream, stream=_mps_stream, current_stream=lambda: MpsStream(), synchronize=_refuse
-    )
-
-
-# --- HPU and XLA --------------------------------------------------------------------------------------------------
-
-
-class HpuEvent:
-    """HabanaAI/gaudi-pytorch-bridge, ``habana_frameworks/torch/hpu/events.py``."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        pass
-
-    def record(self, stream: "HpuStream | None" = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: "HpuEvent") -> float:
-        return 0.0
-
-    def synchronize(self) -> None:
-        pass
-
-
-class HpuStream:
-    """HabanaAI/gaudi-pytorch-bridge, ``habana_frameworks/torch/hpu/streams.py``."""
-
-    def __init__(self, device: Any = None, priority: int = 0, provided_stream: Any = None) -> None:
-        pass
-
-    def wait_event(self, event: HpuEvent) -> None:
-        pass
-
-    def wait_stream(self, stream: "HpuStream") -> None:
-        pass
-
-
-def hpu() -> Any:
-    """``habana_frameworks.torch.hpu``, which is ``torch.hpu`` once imported: ``current_stream`` takes no device."""
-    return SimpleNamespace(
-        Event=HpuEvent,
-        Stream=HpuStream,
-        stream=lambda stream: None,
-        current_stream=lambda: HpuStream(),
-        synchronize=lambda: None,
-    )
-
-
-def torch_xla() -> Any:
-    """``torch_xla`` where users registered it as ``torch.xla``, as some do for checkpointing: no streams at all."""
-    return SimpleNamespace(sync=lambda wait=False: None, device=lambda index=None: torch.device("xla"))
-
 
 # --- XPU ----------------------------------------------------------------------------------------------------------
 

@@ -88,13 +88,6 @@ class Unrecorded(DeviceStream):
         super().hand_over(None, mark)
 
 
-class Unlimited(DeviceStream):
-    """Fault: the host runs ahead as far as it can."""
-
-    def limit_run_ahead(self) -> None:
-        pass
-
-
 class FreshStreams(DeviceStream):
     """Fault: a new stream for each batch, with a memory pool of its own."""
 
@@ -186,8 +179,3 @@ def fitted(model: LightningModule, data: Any, *callbacks: Any, val: Any = None, 
     quiet_trainer(list(callbacks), accelerator="cuda", **options).fit(model, **given)
     torch.cuda.synchronize()
     return model
-
-
-def same_weights(first: LightningModule, second: LightningModule) -> bool:
-    """Whether all weights are equal to the bit."""
-    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

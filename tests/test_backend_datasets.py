@@ -1,20 +1,18 @@
-"""Data sets of a subclass's own: ``backend="auto"`` takes torch for them, and a backend by name refuses them."""
+"""Data sets of a subclass's own: torch takes them, and the other backends refuse them."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decode_bound import pretend_gpu, remember
 from recording import quiet_trainer
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.archive.packing import pack
-from lightning_feed.data.image_backends import BackendChoice
+from lightning_feed.data import image_backends, images
 from lightning_feed.errors import ArchiveError, SettingsError
 from lightning_feed.load.image_dataset import EncodedBatch, ImageDataset
 
@@ -23,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(images, "device_of", lambda trainer: torch.device("cuda"))
+    monkeypatch.setattr(image_backends, "require_nvjpeg", lambda device: None)
 
 
 class Labelled(Dataset[Any]):
@@ -73,7 +72,7 @@ WRAPPED: dict[str, Any] = {
 }
 
 
-def birds(root: Path, wrap: Any, *splits: str, backend: Any = "auto", **options: Any) -> ImageFolderDataModule:
+def birds(root: Path, wrap: Any, *splits: str, backend: Any = "torch", **options: Any) -> ImageFolderDataModule:
     """With ``wrap`` around the data sets of these splits."""
 
     class Wrapping(ImageFolderDataModule):
@@ -93,17 +92,8 @@ def first(loaders: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_auto_takes_torch_and_says_why(name: str, class_folders: Path, caplog: pytest.LogCaptureFixture) -> None:
-    remember(class_folders)
-    module = birds(class_folders, WRAPPED[name], "train")
-    with caplog.at_level(logging.INFO):
-        module.setup("fit")
-    choice = module.backend_choice
-    assert choice is not None
-    assert choice == BackendChoice("torch", "make_dataset was overridden, and what it gives may need decoded images")
-    assert f"backend='torch': {choice.reason}" in caplog.messages
-    assert module._feed.loaders.settings == LoaderSettings()  # processes, that decode
-    module._feed.loaders.settings = LoaderSettings(num_workers=0)
+def test_torch_takes_them(name: str, class_folders: Path) -> None:
+    module = birds(class_folders, WRAPPED[name], "train", loader=LoaderSettings(num_workers=0))
     for loaders in (module.train_dataloader(), module.val_dataloader()):
         assert first(loaders).dtype == torch.uint8
 
@@ -113,10 +103,8 @@ def test_a_data_set_without_ours_needs_no_images(tmp_path: Path) -> None:
         def make_dataset(self, split: str) -> Any:
             return WRAPPED["TensorDataset"](None)
 
-    module = Own(tmp_path / "nothing", 4, backend="auto", loader=LoaderSettings(num_workers=0))
+    module = Own(tmp_path / "nothing", 4, loader=LoaderSettings(num_workers=0))
     assert first(module.train_dataloader()).shape == (4, 3, 32, 32)
-    assert module.backend_choice is not None
-    assert "make_dataset was overridden" in module.backend_choice.reason
 
 
 @pytest.mark.parametrize("name", ["dict", "ConcatDataset"])
@@ -133,7 +121,6 @@ def test_a_fit_runs_on_them(name: str, class_folders: Path) -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             seen.append(first(batch))
 
-    remember(class_folders)
     module = birds(class_folders, WRAPPED[name], "train", loader=LoaderSettings(num_workers=0))
     module.device_transform = lambda batch, split: batch  # type: ignore[method-assign]
     quiet_trainer([], max_epochs=1, log_every_n_steps=1).fit(Model(), datamodule=module)
@@ -163,7 +150,7 @@ def test_a_subset_is_decoded_where_the_images_are(class_folders: Path) -> None:
     [
         (np.array(["cats", "1"] * 6), "torch"),
         (np.linspace(0, 1, 12), "nvjpeg"),
-        (np.zeros((12, 2), np.int64), "auto"),
+        (np.zeros((12, 2), np.int64), "torch"),
         (np.zeros(3, np.int64), "torch"),
     ],
     ids=["texts", "fractions", "pairs", "too few"],

@@ -3,7 +3,6 @@
 import gc
 import logging
 import multiprocessing
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,16 @@ import pytest
 import torch
 from decode.made_images import BROKEN
 from PIL import Image
-from recording import NullStreamPrefetch, Recording, WritesPerRank, assert_same_run, quiet_trainer
+from recording import NullStreamPrefetch, Recording, assert_same_run, quiet_trainer
 from resuming import assert_resumes_exactly, run
 from torch import nn
-from torch.utils.data import Subset
 
 import lightning_feed.pl
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.archive.system import read_text
 from lightning_feed.data.base import PassEnds
 from lightning_feed.data.image_backends import BackendChoice
-from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
+from lightning_feed.errors import DecodeError
 from lightning_feed.load.dali.binding import DaliOptions
 from lightning_feed.load.dali.images import ImagePipeline
 
@@ -155,15 +153,6 @@ def test_settled_on_a_gpu_and_then_run_on_the_cpu(photos: Path) -> None:
     assert run(settled, [], max_epochs=1) == run(data(photos, loader=THREADS), [], max_epochs=1)
 
 
-def test_drop_last_and_uneven_evaluation(photos: Path) -> None:
-    for settings, lengths in ((HERE, [4, 4, 4, 2]), (LoaderSettings(num_workers=0, drop_last=True), [4, 4, 4])):
-        module = data(photos, loader=settings, eval_batch_size=5)()["datamodule"]
-        loader = module.train_dataloader()
-        assert [len(labels) for _, labels in loader] == lengths
-        assert len(loader) == len(lengths)
-        assert [len(labels) for _, labels in module.val_dataloader()] == [5, 1]
-
-
 def test_prefetching_changes_nothing(photos: Path) -> None:
     assert_same_run(data(photos, loader=THREADS), limit_val_batches=1)
 
@@ -174,41 +163,6 @@ def test_prefetching_changes_nothing(photos: Path) -> None:
 @pytest.mark.parametrize(("callbacks", "count"), [(list, 0), (list, 5), (lambda: [NullStreamPrefetch()], 2)])
 def test_resumed_in_mid_epoch_to_the_bit(photos: Path, callbacks: Any, count: int, tmp_path: Path) -> None:
     assert_resumes_exactly(data(photos, loader=THREADS), callbacks, tmp_path / "run.ckpt", count=count, max_epochs=3)
-
-
-def test_resumed_after_a_validation_in_mid_epoch(photos: Path, tmp_path: Path) -> None:
-    assert_resumes_exactly(
-        data(photos, loader=THREADS),
-        list,
-        tmp_path / "run.ckpt",
-        moment="on_validation_end",
-        count=2,
-        val_check_interval=2,
-    )
-
-
-@pytest.mark.filterwarnings("ignore:.*using the device under current context")
-@pytest.mark.slow
-def test_two_ranks_share_the_samples(tmp_path: Path) -> None:
-    """Spawned, not forked: threads of DALI may be at work in this process."""
-    rng = np.random.default_rng(0)
-    for label in range(14):  # so that a label says which image it is
-        folder = tmp_path / "photos" / "train" / f"{label:02}"
-        folder.mkdir(parents=True)
-        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / "only.jpg")
-    run(
-        data(tmp_path / "photos"),
-        [WritesPerRank(str(tmp_path))],
-        strategy="ddp_spawn",
-        devices=2,
-        max_epochs=2,
-        limit_val_batches=0,
-    )
-    seen = [torch.load(tmp_path / f"rank{rank}.pt")["seen"] for rank in (0, 1)]
-    for epoch in (slice(0, 2), slice(2, 4)):
-        shares = [[labels for _, labels in batches[epoch]] for batches in seen]
-        assert [[len(labels) for labels in share] for share in shares] == [[4, 3], [4, 3]]
-        assert sorted(label for share in shares for labels in share for label in labels) == list(range(14))
 
 
 def active_in(module: Any) -> tuple[str, ...]:
@@ -341,43 +295,6 @@ def test_a_broken_image_is_dealt_with_as_asked_for(
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
-
-
-def test_missing_dali_is_told_before_the_first_batch(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    module = data(photos)()["datamodule"]
-    for _ in range(2):
-        with pytest.raises(MissingExtraError, match=r"backend='dali-cpu' needs NVIDIA DALI\. Install it:  pip install"):
-            module.dataset("train")
-
-
-def test_without_a_gpu_the_gpus_backend_is_refused(photos: Path) -> None:
-    with pytest.raises(SettingsError, match="backend='dali-gpu' decodes on a CUDA device, and training runs on cpu"):
-        quiet_trainer([]).fit(Recording(), datamodule=data(photos, "dali-gpu")()["datamodule"])
-
-
-def test_options_without_effect_are_refused(photos: Path) -> None:
-    with pytest.raises(SettingsError, match="no effect with backend='torch'"):
-        ImageFolderDataModule(photos, dali=DaliOptions())
-    with pytest.raises(SettingsError, match="quality='near' would have no effect with backend='dali-cpu'"):
-        ImageFolderDataModule(photos, backend="dali-cpu", quality="near")
-
-
-class Own(Both):
-    """Trains on a part of the images, and validates on a dict of datasets."""
-
-    def make_dataset(self, split: str) -> Any:
-        made = super().make_dataset(split)
-        return Subset(made, range(3, 10)) if split == "train" else {"one": made}
-
-
-def test_a_part_of_the_images_is_decoded_and_what_is_none_refused(photos: Path) -> None:
-    module = Own(photos, batch_size=4, image_size=4, loader=HERE, backend="dali-cpu")
-    assert sorted(label for _, labels in module.train_dataloader() for label in labels.tolist()) == [0] * 4 + [1] * 3
-    with pytest.raises(
-        SettingsError, match=r"make_dataset\('val'\) gave a dict, and this backend decodes .* or a Subset of it"
-    ):
-        module.val_dataloader()
 
 
 def test_threads_are_said(photos: Path, caplog: pytest.LogCaptureFixture) -> None:

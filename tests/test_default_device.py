@@ -14,7 +14,6 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
-from lightning_feed.transfer import transfer_filter as packing
 from lightning_feed.transfer.gpu_decode import decode_batch
 from lightning_feed.transfer.resident import ResidentLoader, Shard, _order_in_shard, load_resident
 from lightning_feed.watch.experiments.rates import measure_copies
@@ -89,17 +88,6 @@ def test_a_generator_of_the_users_is_drawn_from_where_it_is() -> None:
         return list(FeedLoader(TensorDataset(NUMBERS), batch_size=4, shuffle=True, generator=generator))
 
     assert_same_under_a_default_device(batches)
-
-
-def test_packed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = [torch.full((size,), size, dtype=dtype) for size in range(1, 6) for dtype in (torch.float32, torch.int64)]
-    monkeypatch.setattr(packing, "_pads", {})
-
-    def packed() -> list[Any]:
-        packing._pads.clear()
-        return [packing.pack(batch, packing.small_tensors(batch), lambda tensor: tensor.clone(), pin=False)]
-
-    assert_same_under_a_default_device(packed)
 
 
 def test_data_that_is_on_a_device() -> None:

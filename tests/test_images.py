@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 import lightning_feed
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.errors import DatasetError, DecodeError, MissingExtraError, SettingsError
+from lightning_feed.errors import DatasetError, SettingsError
 
 HERE = LoaderSettings(num_workers=0)
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -133,24 +133,6 @@ def test_a_transform_of_ones_own_is_applied_and_its_floats_are_left_alone(photos
     assert torch.equal(found[0], transform(picture))
 
 
-def test_training_order_and_pixels_do_not_depend_on_the_kind_of_workers(photos: Path) -> None:
-    plain = v2.Compose([v2.Resize((16, 16))])  # nothing random
-    seen = []
-    for loader in (
-        LoaderSettings(num_workers=0, seed=3),
-        LoaderSettings(num_workers=2, seed=3),
-        LoaderSettings(num_workers=2, seed=3, workers="thread"),
-    ):
-        module = ImageFolderDataModule(photos, batch_size=5, transform=plain, loader=loader)
-        seen.append([(images.clone(), labels.clone()) for images, labels in module.train_dataloader()])
-    for other in seen[1:]:
-        assert all(
-            torch.equal(a, b)
-            for ours, theirs in zip(seen[0], other, strict=True)
-            for a, b in zip(ours, theirs, strict=True)
-        )
-
-
 # --- in a Trainer -----------------------------------------------------------------------------------------------------
 
 
@@ -195,17 +177,6 @@ def test_auto_says_what_it_took_and_why(photos: Path, caplog: pytest.LogCaptureF
     assert module.decoder_choice is not None
     said = [record.getMessage() for record in caplog.records if module.decoder_choice.reason in record.getMessage()]
     assert len(said) == 1  # one decoder for all splits
-
-
-def test_a_missing_library_is_named_with_its_pip_line(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    from lightning_feed.decode import decoders
-
-    decoders._simplejpeg.cache_clear()
-    monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'lightning-feed\[images\]'"):
-        ImageFolderDataModule(photos, decoder="turbo", loader=HERE).dataset("train")
 
 
 # --- broken files -----------------------------------------------------------------------------------------------------
@@ -253,16 +224,6 @@ def test_broken_files_are_replaced_and_counted(on_error: Any, workers: Any, phot
         assert batches[1][1].tolist() == [1] * 8  # the places were filled from the same batch
 
 
-def test_too_many_broken_files_end_the_run(photos: Path) -> None:
-    for index in range(3):
-        _truncate(photos / "train" / "a" / f"{index}.jpg")
-    module = ImageFolderDataModule(
-        photos, batch_size=8, image_size=16, on_error="skip", max_failures=2, decoder="pillow", loader=HERE
-    )
-    with pytest.raises(DatasetError, match="3 samples could not be read, and max_failures=2"):
-        list(module.train_dataloader())
-
-
 def test_unreadable_files_do_not_keep_auto_from_choosing(photos: Path) -> None:
     for path in (photos / "train" / "a").iterdir():
         path.write_bytes(b"")
@@ -280,10 +241,6 @@ def test_auto_says_that_it_had_nothing_to_choose_by(photos: Path, caplog: pytest
     assert module.decoder_choice is not None
     assert module.decoder_choice.reason.startswith('decoder="auto" took the reference: ')
     assert module.decoder_choice.reason in caplog.text
-
-
-def test_a_decode_error_is_a_dataset_error() -> None:
-    assert issubclass(DecodeError, DatasetError)
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
@@ -307,11 +264,3 @@ def test_a_decode_error_is_a_dataset_error() -> None:
 def test_what_is_impossible_is_refused(given: dict[str, Any], photos: Path) -> None:
     with pytest.raises(SettingsError, match=next(iter(given))):
         ImageFolderDataModule(photos, **given).dataset("train")
-
-
-@pytest.mark.slow
-def test_a_copy_for_a_spawned_worker_carries_no_open_file(photos: Path) -> None:
-    module = ImageFolderDataModule(
-        photos, batch_size=6, image_size=16, loader=LoaderSettings(num_workers=1, start_method="forkserver")
-    )
-    assert sum(len(labels) for _, labels in module.train_dataloader()) == 24

@@ -1,19 +1,16 @@
-"""PrefetchCallback(drop_keys=, host_keys=, pack_small=): what reaches the step, prefetched or not."""
+"""PrefetchCallback(drop_keys=, host_keys=): what reaches the step, prefetched or not."""
 
 import logging
-from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from recording import NullStreamPrefetch, Recording, assert_same_run, fit, quiet_trainer
-from torch import Tensor
+from lightning.pytorch import LightningModule
+from recording import NullStreamPrefetch, Recording, fit, quiet_trainer
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_feed import FastDataModule, PrefetchCallback
+from lightning_feed import PrefetchCallback
 from lightning_feed.errors import SettingsError
-from lightning_feed.transfer import transfer_filter as lean
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -22,27 +19,22 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
 ]
 
-Pair = namedtuple("Pair", ["x", "meta"])
-
 
 class Parts(Dataset[Any]):
-    """Dicts of twelve small tensors, a larger one, and a text."""
+    """Dicts of a small tensor, a larger one, and a text."""
 
-    def __init__(self, size: int = 40, kind: str = "dict") -> None:
-        self.size, self.kind = size, kind
+    def __init__(self, size: int = 40) -> None:
+        self.size = size
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Any:
-        if self.kind == "pair":
-            return Pair(torch.full((4,), float(index)), index)
-        many = {f"part{number}": torch.full((number,), index + number) for number in range(1, 13)}
-        return {"x": torch.full((4,), float(index)), **many, "large": torch.full((20_000,), index), "meta": f"{index}"}
+        return {"x": torch.full((4,), float(index)), "large": torch.full((20_000,), index), "meta": f"{index}"}
 
 
-def parts(kind: str = "dict", validation: bool = False) -> dict[str, Any]:
-    loaders = {"train_dataloaders": DataLoader(Parts(kind=kind), batch_size=2)}
+def parts(validation: bool = False) -> dict[str, Any]:
+    loaders = {"train_dataloaders": DataLoader(Parts(), batch_size=2)}
     return {**loaders, "val_dataloaders": DataLoader(Parts(4), batch_size=2)} if validation else loaders
 
 
@@ -67,15 +59,6 @@ class Sees(Recording):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.validated.add(tuple(batch))
-
-
-class SeesTransfer(Recording):
-    """Its transfer is Lightning's."""
-
-    transfer_batch_to_device = LightningModule.transfer_batch_to_device
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._evaluate("validation_step", batch, batch_idx, dataloader_idx)
 
 
 WHOLE = tuple(Parts()[0])
@@ -106,21 +89,6 @@ def test_only_in_the_stages_named(kind: Any, stages: Any, train: bool, val: bool
     assert model.validated == {without("meta") if val else WHOLE}
 
 
-def test_fields_of_a_named_tuple_are_none() -> None:
-    seen = []
-
-    class Looks(Callback):
-        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *args: Any) -> None:
-            seen.append(batch)
-
-    _, _, error = fit(
-        [Looks(), NullStreamPrefetch(drop_keys=("meta",))], lambda: parts("pair"), SeesTransfer, max_epochs=1
-    )
-    assert error is None
-    assert all(type(batch) is Pair and batch.meta is None and isinstance(batch.x, Tensor) for batch in seen)
-    assert len(seen) == 20
-
-
 @pytest.mark.parametrize("kind", [PrefetchCallback, NullStreamPrefetch])
 def test_a_key_that_is_not_there_is_warned_of_once(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="lightning_feed"):
@@ -143,34 +111,6 @@ def test_a_key_that_only_training_has_is_no_slip(caplog: pytest.LogCaptureFixtur
     assert "drop_keys" not in caplog.text
 
 
-def test_dropping_everything_fails_in_the_step() -> None:
-    model, _, error = fit([NullStreamPrefetch(drop_keys=WHOLE)], parts, Sees, max_epochs=1)
-    assert isinstance(error, SettingsError)
-    assert "leaves nothing" in str(error)
-    assert not model.after
-
-
-class TakesIterator(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, dataloader_iter: Any) -> Tensor:
-        batch, _, _ = next(dataloader_iter)
-        return self.layer(batch["x"]).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
-@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument in the `training_step`")
-def test_with_dataloader_iter_it_says_that_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lightning_feed"):
-        quiet_trainer([NullStreamPrefetch(drop_keys=("meta",))], max_epochs=1).fit(TakesIterator(), **parts())
-    assert "drop_keys and host_keys do nothing there" in caplog.text
-
-
 def test_host_keys_are_held_back_where_the_callback_stands_aside_too() -> None:
     held = []
 
@@ -187,101 +127,19 @@ def test_host_keys_are_held_back_where_the_callback_stands_aside_too() -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"drop_keys": "meta"}, "letter by letter"), ({"pack_small": "yes"}, "True, False or 'auto'")],
+    [({"drop_keys": "meta"}, "letter by letter"), ({"pack_small": True}, "let collate make one tensor of them")],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         PrefetchCallback(**options)
 
 
-# --- pack_small -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors each packed batch had."""
-    counts: list[int] = []
-
-    def counting(batch: Any, small: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        counts.append(len(small))
-        return original(batch, small, *args, **kwargs)
-
-    original = lean.pack
-    monkeypatch.setattr(lean, "pack", counting)
-    return counts
-
-
-def test_packed_runs_are_the_same_runs(packs: list[int]) -> None:
-    assert_same_run(
-        lambda: parts(validation=True), SeesTransfer, lambda: NullStreamPrefetch(pack_small=True), max_epochs=1
-    )
-    assert set(packs) == {13}  # x and the twelve parts
-    assert len(packs) == 20 - 1 + 2 * (2 - 1)  # all but the first of each loop: training, sanity check, validation
-
-
-def test_auto_settles_for_one_way_and_says_so_once(packs: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lightning_feed"):
-        assert_same_run(parts, SeesTransfer, NullStreamPrefetch, max_epochs=2)
-    said = [record.getMessage() for record in caplog.records if "small tensors" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("The 13 small tensors of a batch (fit) are ")
-    assert "us of the host" in said[0]
-    # Seven batches to measure it; after that all of the 24 that are left, or none.
-    assert len(packs) == (7 if "one by one from now on" in said[0] else 7 + 24)
-
-
-@pytest.mark.parametrize("pack_small", [False, "auto", True])
-def test_few_small_tensors_are_never_packed(pack_small: Any, packs: list[int]) -> None:
-    callback = NullStreamPrefetch(pack_small=pack_small, drop_keys=tuple(f"part{n}" for n in range(1, 7)))
-    _, _, error = fit([callback], parts, SeesTransfer, max_epochs=1)
-    assert error is None
-    assert packs == []
-
-
-def test_host_keys_are_not_packed(packs: list[int]) -> None:
-    callback = NullStreamPrefetch(pack_small=True, host_keys=("part1", "part2"))
-    _, _, error = fit([callback], parts, SeesTransfer, max_epochs=1)
-    assert error is None
-    assert set(packs) == {11}
-
-
-def test_a_transfer_of_the_users_own_is_given_host_batches(packs: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="lightning_feed"):
-        fit([NullStreamPrefetch(pack_small=True)], parts, Recording, max_epochs=1)
-    assert packs == []
-    assert "pack_small=True does nothing, since transfer_batch_to_device is overridden" in caplog.text
-
-
-class WithTransform(FastDataModule):
-    def make_dataset(self, split: str) -> Any:
-        return Parts() if split == "train" else None
-
-    def device_transform(self, batch: Any, split: str) -> Any:
-        return {**batch, "x": batch["x"] + batch["part1"]}
-
-
-class WithTransfer(WithTransform):
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-
-@pytest.mark.parametrize(("kind", "packed"), [(WithTransform, 19), (WithTransfer, 0)])
-def test_with_a_datamodule_of_ours(kind: Any, packed: int, packs: list[int]) -> None:
-    assert_same_run(
-        lambda: {"datamodule": kind(batch_size=2)},
-        SeesTransfer,
-        lambda: NullStreamPrefetch(pack_small=True),
-        max_epochs=1,
-    )
-    assert len(packs) == packed
-
-
 def test_a_callback_with_everything_can_be_sent_to_other_processes() -> None:
     import pickle
 
-    callback = NullStreamPrefetch(pack_small=True, drop_keys=("meta",))
-    fit([callback], parts, SeesTransfer, max_epochs=1)
+    callback = NullStreamPrefetch(drop_keys=("meta",))
+    fit([callback], parts, Sees, max_epochs=1)
     assert pickle.loads(pickle.dumps(callback)).drop_keys == ("meta",)
     trainer = quiet_trainer([callback], max_epochs=1)
-    trainer.fit(SeesTransfer(), **parts())
+    trainer.fit(Sees(), **parts())
     assert not callback._wraps

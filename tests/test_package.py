@@ -1,5 +1,6 @@
 """What a package says of itself."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ def test_a_package_that_a_workflow_builds_leads_to_its_repository(monkeypatch: p
     assert "](docs/" not in core.readme
     assert "](https://github.com/someone/feed/raw/main/docs/images/" in core.readme
     assert "](https://github.com/someone/feed/blob/main/docs/start.md)" in core.readme
+
+
+@pytest.mark.parametrize("package", ["lightning_feed", "lightning_feed.pl"])
+@pytest.mark.parametrize("name", ["DaliDataModule"])
+def test_a_name_that_is_gone_says_what_to_do(package: str, name: str) -> None:
+    with pytest.raises(ImportError, match=f"^{name} is gone from lightning_feed. Return DALI's own iterator"):
+        getattr(importlib.import_module(package), name)
 
 
 def test_a_package_built_by_hand_has_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

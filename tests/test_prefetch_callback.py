@@ -1,32 +1,26 @@
 """PrefetchCallback's own promises: when it does nothing, what it leaves behind, odd batches, errors, processes."""
 
 import copy
-import dataclasses
 import logging
 import pickle
 import signal
-from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from recording import (
     NullStreamPrefetch,
     Numbers,
     Recording,
-    WritesPerRank,
     assert_same_run,
     by_hook,
     fit,
     quiet_trainer,
 )
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import PrefetchCallback
@@ -273,83 +267,7 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 # --- batches of every kind --------------------------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
-    x: Tensor
-    name: str
-
-
-@dataclasses.dataclass
-class Sample:
-    x: Tensor
-    meta: Any = None
-
-
-class Movable:
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def to(self, device: torch.device) -> "Movable":
-        return Movable(self.x.to(device))
-
-
-def make_batch(kind: str, x: Tensor) -> Any:
-    return {
-        "tensor": lambda: x,
-        "tuple": lambda: (x, "name", None),
-        "namedtuple": lambda: Pair(x, "name"),
-        "dict": lambda: {"x": x, "meta": ["path", None]},
-        "nested": lambda: {"deep": [{"x": x}, (None, "s", 3)]},
-        "dataclass": lambda: Sample(x, meta="path"),
-        "defaultdict": lambda: defaultdict(list, x=x),
-        "packed": lambda: pack_sequence([x[0], x[1][:2]], enforce_sorted=False),
-        "movable": lambda: Movable(x),
-        "string": lambda: "only text",
-        "none": lambda: None,
-    }[kind]()
-
-
-class Batches(Dataset[Any]):
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> Any:
-        return make_batch(self.kind, torch.full((2, 4), float(index)))
-
-
-class AnyBatch(Recording):
-    """Finds the tensor in whatever comes; hooks are Lightning's own."""
-
-    transfer_batch_to_device = LightningModule.transfer_batch_to_device
-    on_before_batch_transfer = LightningModule.on_before_batch_transfer
-    on_after_batch_transfer = LightningModule.on_after_batch_transfer
-    on_train_batch_start = LightningModule.on_train_batch_start
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.note("training_step", batch_idx, type(batch).__name__, describe(batch))
-        return self.net(torch.ones(4)).mean()
-
-
-def describe(batch: Any) -> str:
-    if isinstance(batch, PackedSequence):
-        return str([part if part is None else part.tolist() for part in batch])
-    return str(vars(batch) if hasattr(batch, "__dict__") else batch)
-
-
 KINDS = ["tensor", "tuple", "namedtuple", "dict", "nested", "dataclass", "defaultdict", "packed", "movable"]
-
-
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
-@pytest.mark.parametrize("kind", [*KINDS, "string", "none"])
-def test_batch_types(kind: str) -> None:
-    assert_same_run(
-        lambda: {"train_dataloaders": DataLoader(Batches(kind), batch_size=None, collate_fn=lambda sample: sample)},
-        AnyBatch,
-        lambda: NullStreamPrefetch(host_keys=("meta",)),
-    )
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -564,42 +482,6 @@ def test_callback_can_be_pickled_before_and_copied_during_a_fit() -> None:
     _, _, error = fit([NullStreamPrefetch(), Pickles()], plain, max_epochs=1)
     assert error is None
     assert pickle.loads(pickle.dumps(PrefetchCallback(depth=2))).depth == 2
-
-
-@pytest.mark.parametrize("profiler", ["simple", "advanced"])
-def test_profilers_see_the_look_ahead(profiler: str, tmp_path: Path) -> None:
-    kind = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}[profiler]
-    _, _, error = fit([NullStreamPrefetch()], plain, profiler=kind(str(tmp_path), "profile"), max_epochs=1)
-    assert error is None
-    assert "[PrefetchCallback].look_ahead" in (tmp_path / "fit-profile.txt").read_text()
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", [pytest.param("ddp_spawn", marks=pytest.mark.slow), "ddp_fork"])
-@pytest.mark.filterwarnings("ignore:.*recommended to use `sync_dist=True`")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-@pytest.mark.filterwarnings("ignore:.*barrier.*using the device under current context")
-def test_two_ranks(strategy: str, tmp_path: Path) -> None:
-    results = []
-    for name, callbacks, how in (("plain", [], "ddp_fork"), ("ours", [NullStreamPrefetch()], strategy)):
-        folder = tmp_path / name
-        folder.mkdir()
-        torch.manual_seed(3)
-        _, _, error = fit(
-            [*callbacks, WritesPerRank(str(folder))],
-            lambda: {"train_dataloaders": DataLoader(Numbers(20), batch_size=2, shuffle=True)},
-            strategy=how,
-            devices=2,
-        )
-        assert error is None
-        results.append([torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)])
-    expected, ours = results
-    for rank in (0, 1):
-        assert ours[rank]["seen"] == expected[rank]["seen"]
-        assert all(map(torch.equal, ours[rank]["weights"], expected[rank]["weights"]))
-    assert ours[0]["seen"] != ours[1]["seen"]
 
 
 # --- one callback, several loops and Trainers -------------------------------------------------------------------------

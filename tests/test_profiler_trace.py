@@ -68,7 +68,7 @@ def fit(data: Any, **options: Any) -> list[float]:
         **{"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False},
         **{"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0},
     }
-    Trainer(callbacks=[CpuPrefetch(pack_small=True)], **(quiet | options)).fit(model, datamodule=data)
+    Trainer(callbacks=[CpuPrefetch()], **(quiet | options)).fit(model, datamodule=data)
     return model.losses
 
 
@@ -113,14 +113,12 @@ def test_the_way_to_the_device(tmp_path: Path) -> None:
     ahead = BATCHES - 1  # the first batch of an epoch has no step before it
     assert len(trace.named("look_ahead")) == ahead
     assert len(trace.named("hand_over")) == BATCHES
-    assert len(trace.named("pack_small")) == len(trace.named("unpack_small")) == ahead
     assert trace.inside("transfer", "look_ahead") == [False] + [True] * ahead
     assert sum(trace.inside("loader_next", "look_ahead")) == ahead
     assert not any(trace.inside("hand_over", "look_ahead"))
-    for inner in ("device_copy", "device_transform", "pack_small", "unpack_small"):
+    for inner in ("device_copy", "device_transform"):
         assert all(trace.inside(inner, "transfer")), inner
     assert not any(trace.inside("device_transform", "device_copy"))
-    assert not any(trace.inside("unpack_small", "pack_small"))
 
 
 def test_the_way_of_an_image(class_folders: Path, tmp_path: Path) -> None:
@@ -187,6 +185,6 @@ def test_lightnings_own_profiler_shows_them_and_changes_nothing(tmp_path: Path) 
     assert losses == fit(PartsData(batch_size=4, loader=IN_MAIN), profiler="pytorch", default_root_dir=tmp_path)
     traces = [Trace(path) for path in tmp_path.rglob("*.json")]
     assert traces
-    for stage in ("look_ahead", "loader_next", "transfer", "pack_small", "device_transform", "hand_over"):
+    for stage in ("look_ahead", "loader_next", "transfer", "device_transform", "hand_over"):
         assert any(trace.named(stage) for trace in traces), stage
     assert all(all(trace.inside("device_transform", "transfer")) for trace in traces)

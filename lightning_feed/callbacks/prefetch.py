@@ -16,7 +16,7 @@ from lightning_feed.load.collate import check_drop_keys
 from lightning_feed.load.trace import traced
 from lightning_feed.transfer.batch_tree import off_host
 from lightning_feed.transfer.prefetcher import Prefetcher, SideStream, Staged, open_stream
-from lightning_feed.transfer.transfer_filter import LeanTransfer, PackSmall
+from lightning_feed.transfer.transfer_filter import LeanTransfer
 from lightning_feed.watch.guard import Once
 
 logger = logging.getLogger(__name__)
@@ -71,15 +71,13 @@ class PrefetchCallback(ExactResume):
         drop_keys: keys that are left out before the transfer, since the step does not read them. Mappings lose the key;
             named tuples and dataclasses have None there. ``on_before_batch_transfer`` still sees the values.
             ``FastDataModule(drop_keys=...)`` drops them earlier, in the workers.
-        pack_small: copy many small tensors of a batch as one. ``"auto"`` times the first batches both ways, keeps the
-            cheaper way and says in one INFO line which; batches with fewer than 8 tensors of at most 64 kB are never
-            packed, nor is anything where ``transfer_batch_to_device`` is overridden.
+        pack_small: from an earlier version; a value is refused.
         stages: where to prefetch: any of ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``. ``"validate"`` covers
             the validation inside a fit and the sanity check.
 
     Raises:
         SettingsError: when ``depth`` is not a positive integer, a stage is unknown, ``host_keys`` or ``drop_keys`` is a
-            plain string, or ``pack_small`` is none of the three.
+            plain string, or ``pack_small`` is given.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -94,7 +92,7 @@ class PrefetchCallback(ExactResume):
         stages: tuple[Stage, ...] = STAGES,
         *,
         drop_keys: tuple[str, ...] = (),
-        pack_small: PackSmall = "auto",
+        pack_small: None = None,
     ) -> None:
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise SettingsError(
@@ -110,13 +108,15 @@ class PrefetchCallback(ExactResume):
             raise SettingsError(
                 f"PrefetchCallback(stages={stages!r}): give one or more of {', '.join(map(repr, STAGES))} in a tuple."
             )
-        if not isinstance(pack_small, bool) and pack_small != "auto":
-            raise SettingsError(f"PrefetchCallback(pack_small={pack_small!r}): give True, False or 'auto'.")
+        if pack_small is not None:
+            raise SettingsError(
+                f"PrefetchCallback(pack_small={pack_small!r}): small tensors are not packed any more. Leave pack_small "
+                "out; where many small tensors make the copy slow, let collate make one tensor of them."
+            )
         super().__init__()
         self.depth = depth
         self.host_keys = tuple(host_keys)
         self.drop_keys = check_drop_keys(drop_keys, "PrefetchCallback")
-        self.pack_small: PackSmall = pack_small
         self.stages: tuple[Stage, ...] = tuple(stages)
         self._active = False
         self._stream: SideStream | None = None
@@ -219,21 +219,9 @@ class PrefetchCallback(ExactResume):
         self._lean = LeanTransfer(
             drop_keys=frozenset(self.drop_keys),
             host_keys=frozenset(self.host_keys),
-            pack_small=self._may_pack(trainer) and self.pack_small,
             warn=partial(self._once.say, trainer, logging.WARNING),
-            tell=partial(self._once.say, trainer, logging.INFO),
         )
         self._wraps += _host.wrap_transfer(trainer, self._convert_input, partial(self._batch_hook, trainer))
-
-    def _may_pack(self, trainer: Any) -> bool:
-        """A transfer of the user's own is given host batches, so nothing may be on the device before it."""
-        owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
-        own = any(_host.is_overridden(each, _TRANSFER) for owner in owners for each in (owner, type(owner)))
-        if own and self.pack_small is True:
-            self._once.say(
-                trainer, logging.WARNING, f"pack_small=True does nothing, since {_TRANSFER} is overridden: it copies."
-            )
-        return not own
 
     def _set_trigger(self, trainer: Any, batch_end: str) -> None:
         """Choose the moment of the look-ahead: as early as nobody else's code can notice.
@@ -387,10 +375,9 @@ class PrefetchCallback(ExactResume):
         if self._lean is not None and stage in self.stages:
             if trainer.training or trainer.state.fn != "fit" or "fit" not in self.stages:
                 self._lean.look(batch)  # validation inside a fit may have other keys than training
-            if self._staging:
-                assert self._stream is not None
-                return self._lean.send_packed(batch, copy, device=args[0], stream=self._stream, stage=stage)
             send = partial(self._lean.send, copy=copy)
+        if self._staging:
+            return send(batch)
         tap = _tap_of(trainer)
         if self._prefetcher is not None and not (tap is not None and tap.closed):
             return self._prefetcher.pass_on(batch, send)  # stages that are not prefetched share what `copy` keeps

@@ -1,12 +1,14 @@
 """FastDataModule: from a dataset for each split to loaders that are tuned for the machine."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, final
 
+import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
@@ -14,18 +16,23 @@ from lightning_feed import _host
 from lightning_feed.archive.remote import RemotePlace
 from lightning_feed.archive.remote_folder import RemoteFolder
 from lightning_feed.archive.shared_cache import CacheStats
-from lightning_feed.data.base import SPLITS, DataModuleBase, check_batch_sizes, check_misplaced
+from lightning_feed.data.base import SPLITS, SPLITS_OF_STAGE, check_misplaced, check_whole, ignore_warning
 from lightning_feed.data.build_loaders import Loaders, job_of
+from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.data.storage import Cache, Storage
 from lightning_feed.data.wrapping import wrap
-from lightning_feed.errors import SettingsError
+from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.collate import DroppingCollate, check_drop_keys
 from lightning_feed.load.loader import BatchDecoder
 from lightning_feed.load.order import EpochOrder, mix_seed
-from lightning_feed.load.settings import LoaderSettings, Recommendation
+from lightning_feed.load.settings import SEEDS, LoaderSettings, Recommendation
+from lightning_feed.load.trace import traced
+from lightning_feed.transfer.batch_tree import release
 
 logger = logging.getLogger(__name__)
+
+_TRANSFER = "transfer_batch_to_device"
 
 
 @dataclass
@@ -52,8 +59,15 @@ class Collate:
         return self.datamodule.collate(samples, self.split)
 
 
-class FeedDataModule(DataModuleBase):
-    """All of FastDataModule but its base class, of which there are two: Lightning is published as two packages."""
+class FeedDataModule:
+    """All of FastDataModule but its base class, of which there are two: Lightning is published as two packages.
+
+    Names that begin with ``_feed_`` are ours, all others are the user's.
+    """
+
+    trainer: Any
+    _feed_seed: int | None = None
+    """Of the run's training order. None until it is asked for, or loaded from a checkpoint."""
 
     def __init__(  # noqa: PLR0913 - all but the batch size are by name, and have a default
         self,
@@ -75,11 +89,20 @@ class FeedDataModule(DataModuleBase):
         **misplaced: NoReturn,
     ) -> None:
         check_misplaced(type(self).__name__, misplaced)
-        check_batch_sizes(batch_size, eval_batch_size)
+        check_whole("batch_size", batch_size, "the samples in a batch")
+        if eval_batch_size not in (None, "even"):
+            check_whole("eval_batch_size", eval_batch_size, "the samples in a batch")
         loader = LoaderSettings() if loader is None else loader
         if not isinstance(loader, LoaderSettings):
             raise SettingsError(f"loader={loader!r} is not a LoaderSettings. Write LoaderSettings(num_workers=...).")
-        super().__init__(loader.seed)
+        super().__init__()
+        self._feed_given_seed = loader.seed
+        # Lightning sees a val_dataloader before it can know whether there is data for it. setup() warns where there is.
+        ignore_warning("You passed in a `val_dataloader` but have no `validation_step`")
+        if type(self).device_transform is not FeedDataModule.device_transform:
+            # Bound to this object only when it is needed, since Lightning takes an override of this hook away from the
+            # LightningModule. Here, and not in on_after_batch_transfer, it runs on the stream that the copy runs on.
+            setattr(self, _TRANSFER, self._feed_transfer)
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         storage = Storage(
             data_dir=data_dir,
@@ -124,6 +147,70 @@ class FeedDataModule(DataModuleBase):
     def sampler(self, dataset: Any, split: str) -> Any:
         """The order of a map-style dataset: a sampler, or None for ours (training shuffled, the rest in order)."""
         return None
+
+    def device_transform(self, batch: Any, split: str) -> Any:
+        """Change a batch once it is on the device; on the prefetch stream, where ``PrefetchCallback`` is active."""
+        return batch
+
+    # --- what Lightning calls -----------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Find the splits that ``stage`` needs, and no others.
+
+        Raises:
+            DatasetError: when there is nothing to train on, or a split is not what it has to be.
+        """
+        if stage not in SPLITS_OF_STAGE:
+            raise SettingsError(f"There is no stage {stage!r}. Give one of {', '.join(map(repr, SPLITS_OF_STAGE))}.")
+        splits = SPLITS_OF_STAGE[stage]
+        for split in splits:
+            self._feed_dataset(split)
+            self._feed.built.discard(split)
+        self._feed_open_caches(*splits)
+        if stage == "fit":
+            self._feed_warn_of_unused_validation()
+            if not self._feed_has("train"):
+                self._feed_no_loaders("train")
+            self._feed_seed = None  # each run has its own order; a checkpoint's seed comes after this
+            self._feed_attach()
+        if _TRANSFER in vars(self) and _host.defined_by_lightning(getattr(type(self), _TRANSFER)):
+            ignore_warning(f"You have overridden `{_TRANSFER}` in both")  # the module's is called: see _feed_transfer
+
+    @final
+    def train_dataloader(self) -> Any:
+        """The training loader, or a dict or list of them."""
+        return self._feed_loaders("train")
+
+    @final
+    def val_dataloader(self) -> Any:
+        """The validation loader, or a dict or list of them; an empty list without that split."""
+        return self._feed_loaders("val")
+
+    @final
+    def test_dataloader(self) -> Any:
+        """The test loader, or a dict or list of them; an empty list without that split."""
+        return self._feed_loaders("test")
+
+    @final
+    def predict_dataloader(self) -> Any:
+        """The prediction loader, or a dict or list of them; an empty list without that split."""
+        return self._feed_loaders("predict")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed of the training order, so that a resumed run goes on in the same order."""
+        return {} if self._feed_seed is None else {"seed": self._feed_seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the seed of the run that wrote the checkpoint."""
+        given, saved = self._feed_given_seed, state_dict.get("seed")
+        if saved is not None and given is not None and saved != given:
+            logger.warning(
+                "The checkpoint was trained in the order of seed %d, and this data module was given seed %d. That of "
+                "the checkpoint is used, since another order would repeat samples in this epoch.",
+                saved,
+                given,
+            )
+        self._feed_seed = self._feed_seed if saved is None else saved
 
     # --- to call ------------------------------------------------------------------------------------------------------
 
@@ -203,22 +290,16 @@ class FeedDataModule(DataModuleBase):
             "cache": storage.cache or "off",
             "remote": isinstance(storage.place, RemotePlace),
             "staged": storage.stage_to is not None,
-            "device_transform": type(self).device_transform is not DataModuleBase.device_transform,
+            "device_transform": type(self).device_transform is not FeedDataModule.device_transform,
         }
 
     def __getstate__(self) -> dict[str, Any]:
+        # Pickled for ddp_spawn, and for spawned workers when `collate` is overridden; copied by tuners. The Trainer
+        # attaches itself again, and what loaders hold is made again where it is needed.
         feed = _State(self._feed.loaders.copy(), self._feed.storage.copy())
-        return {**super().__getstate__(), "_feed": feed}
+        return {**self.__dict__, "trainer": None, "_feed": feed}
 
     # --- datasets -----------------------------------------------------------------------------------------------------
-
-    def _feed_setup(self, splits: tuple[str, ...]) -> None:
-        for split in splits:
-            self._feed_dataset(split)
-            self._feed.built.discard(split)
-        self._feed_open_caches(*splits)
-        if "train" in splits and self.trainer is not None:
-            self._feed_warn_of_unused_validation()
 
     def _feed_dataset(self, split: str) -> Any:
         if split not in SPLITS:
@@ -237,8 +318,8 @@ class FeedDataModule(DataModuleBase):
         self._feed.storage.open_caches(self.trainer, [(split, made) for split, made in named if made is not None])
 
     def _feed_warn_of_unused_validation(self) -> None:
-        module = self.trainer.lightning_module
-        if self._feed_has("val") and not _host.is_overridden(module, "validation_step"):
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if module is not None and self._feed_has("val") and not _host.is_overridden(module, "validation_step"):
             logger.warning(
                 "make_dataset('val') gives data that is not used, since %s has no validation_step. Write one, or "
                 "return None for 'val'.",
@@ -251,6 +332,7 @@ class FeedDataModule(DataModuleBase):
     # --- loaders ------------------------------------------------------------------------------------------------------
 
     def _feed_loaders(self, split: str) -> Any:
+        self._feed_attach()
         trainer, feed = self.trainer, self._feed
         if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in feed.built:
             del feed.datasets[split]  # asked for again, since the data may have changed
@@ -292,9 +374,66 @@ class FeedDataModule(DataModuleBase):
             decode=self._feed_decode(split),
         )
 
+    # --- what an ImageFolderDataModule changes ------------------------------------------------------------------------
+
     def _feed_decode(self, split: str) -> BatchDecoder | None:
         """What decodes a loader's batches after its workers."""
         return None
+
+    def _feed_on_device(self, batch: Any, split: str) -> Any:
+        """A batch as ``device_transform`` is to see it."""
+        return batch
+
+    # --- details ------------------------------------------------------------------------------------------------------
+
+    def _feed_attach(self) -> None:
+        """Have the Trainer write exact checkpoints. Not only called in ``setup``, of which a subclass may have its
+        own."""
+        if self.trainer is not None and not any(isinstance(one, ExactResume) for one in self.trainer.callbacks):
+            self.trainer.callbacks.append(ExactResume())
+
+    def _feed_run_seed(self) -> int:
+        """The seed of the run's training order: as given, that of ``seed_everything``, or drawn once for all ranks."""
+        trainer = self.trainer
+        if self._feed_seed is None:
+            self._feed_seed = self._feed_given_seed
+        if self._feed_seed is None and "PL_GLOBAL_SEED" in os.environ:
+            self._feed_seed = int(os.environ["PL_GLOBAL_SEED"])
+        if self._feed_seed is None:
+            self._feed_seed = int(torch.randint(SEEDS, (), device="cpu"))
+            if trainer is not None and trainer.world_size > 1:
+                # Each rank takes its share of one common order.
+                self._feed_seed = trainer.strategy.broadcast(self._feed_seed)
+        return self._feed_seed
+
+    def _feed_no_loaders(self, split: str) -> list[Any]:
+        if split == "train":
+            raise DatasetError(
+                f"{type(self).__name__}.make_dataset('train') gave None, so there is nothing to train on. Let "
+                "it return data for 'train', or call trainer.validate, test or predict, which do without."
+            )
+        if self.trainer is not None and self.trainer.state.fn == "fit":  # training without validation is no slip
+            ignore_warning("Total length of `list` across ranks is zero")
+        return []
+
+    def _feed_epoch(self) -> int:
+        return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
+
+    def _feed_transfer(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The transfer as it would be without us, which is the module's where it has one, then ``device_transform``."""
+        trainer, own = self.trainer, getattr(type(self), _TRANSFER)
+        if trainer is None:
+            raise LoaderError(f"{_TRANSFER} needs to know the split, which a Trainer tells. Call device_transform.")
+        with traced("device_copy"):
+            if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):
+                there = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
+            else:
+                there = own(self, batch, device, dataloader_idx)
+        # Values that PrefetchCallback(host_keys=...) kept from the transfer are the user's again from here on.
+        there = release(there)
+        split = SPLITS_OF_STAGE[_host.stage_now(trainer)][0]
+        with traced("device_transform"):
+            return self.device_transform(self._feed_on_device(there, split), split)
 
 
 class FastDataModule(FeedDataModule, LightningDataModule):

@@ -13,8 +13,7 @@ from torch.utils.data import Subset
 from lightning_feed.archive.folder import SampleSource
 from lightning_feed.archive.splits import Splits
 from lightning_feed.data import image_backends
-from lightning_feed.data.backend_measurements import BackendMeasurements, measurement_key
-from lightning_feed.data.base import check_choice, check_whole, device_of
+from lightning_feed.data.base import PassEnds, check_choice, check_whole, device_of
 from lightning_feed.data.datamodule import FeedDataModule
 from lightning_feed.data.image_backends import DALI_BACKENDS, Backend, BackendChoice
 from lightning_feed.decode.choose import Choice, make_decoder
@@ -22,7 +21,7 @@ from lightning_feed.errors import DatasetError, FeedError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.collate import BadSamples, OnError
 from lightning_feed.load.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe, UserTransform
-from lightning_feed.load.dali.binding import DaliOptions, decode_threads, require_dali
+from lightning_feed.load.dali.binding import DaliOptions, decode_threads
 from lightning_feed.load.dali.images import DaliImageDecoder, PipelineSpec
 from lightning_feed.load.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
 from lightning_feed.load.loader import BatchDecoder
@@ -205,11 +204,19 @@ class FeedImageFolder(FeedDataModule):
             image_backends.require_nvjpeg(device)
         return None  # decoded in the transfer to the device
 
+    def _feed_attach(self) -> None:
+        super()._feed_attach()
+        callbacks = [] if self.trainer is None or self.backend not in DALI_BACKENDS else self.trainer.callbacks
+        if not any(isinstance(one, PassEnds) and one.datamodule is self for one in callbacks):
+            callbacks.append(PassEnds(self))
+
     def _feed_pass_ended(self, split: str) -> None:
+        """No further batch of this pass is asked for."""
         if split in self._images_decoders and not self._images_dali.keep_eval_pipelines:
             self._images_decoders[split].release()
 
     def _feed_release(self) -> None:
+        """Free what the loaders hold: the Trainer is done."""
         for decoder in self._images_decoders.values():
             decoder.release()  # a loader that is used again builds another pipeline
 
@@ -239,63 +246,38 @@ class FeedImageFolder(FeedDataModule):
         return made
 
     def _images_source(self, split: str) -> SampleSource | None:
-        """The images of a split; with the first of them, decoder and backend are chosen, if rank 0 has to for all."""
+        """The images of a split; with the first of them the decoder is chosen, by rank 0 if all have to agree."""
         source, failed = None, None
         try:
             source = self._images_splits.source(self._feed.storage.find(), split)
         except (FeedError, OSError) as error:
             failed = error  # not raised at once: the other ranks wait to hear of it
 
-        def choose() -> tuple[str, BackendChoice] | None:
+        def choose() -> str | None:
             if failed is not None:
                 raise failed
             if source is None:
                 return None
-            if self._images_choice is None:
-                self._images_choice = image_backends.choose_decoder(self.decoder, source, self._images_train.crops)
-            return self._images_choice.name, self._images_backend or self._images_decide(source)
+            self._images_choice = image_backends.choose_decoder(self.decoder, source, self._images_train.crops)
+            return self._images_choice.name
 
-        if self._images_choice is None or self._images_backend is None:
-            alone = "auto" not in (self.decoder, self.backend)
-            chosen = choose() if alone else image_backends.once_for_all_ranks(self.trainer, choose)
-            if chosen is not None:
-                self._images_choice = self._images_choice or make_decoder(chosen[0])
-                self._images_take(chosen[1])
+        if self._images_choice is None:
+            name = choose() if self.decoder != "auto" else image_backends.once_for_all_ranks(self.trainer, choose)
+            if name is not None and self._images_choice is None:  # on the other ranks
+                self._images_choice = make_decoder(name)
         if failed is not None:
             raise failed
         return source
 
     def _images_settle(self) -> str:
-        """The backend's name, settled when it is first asked for: the device is known by then."""
-        return (self._images_backend or self._images_take(self._images_decide(None))).name
-
-    def _images_take(self, choice: BackendChoice) -> BackendChoice:
-        if choice == self._images_backend:
-            return choice
-        if choice.name in DALI_BACKENDS:
-            require_dali(gpu=choice.name == "dali-gpu", why=f"backend={choice.name!r}")
-        self._images_backend = choice
-        if self._images_threads and choice.name != "torch":
-            # Reading alone is left to the workers, for which threads do.
-            self._feed.loaders.settings = LoaderSettings(workers="thread")
-        logger.info("backend=%r: %s", choice.name, choice.reason)
-        return choice
-
-    def _images_decide(self, source: SampleSource | None) -> BackendChoice:
-        device = device_of(self.trainer)
-        if self.backend != "auto":
-            return image_backends.as_asked(self.backend, device)
-        beside = {
-            "dataset": type(self).make_dataset is not FeedImageFolder.make_dataset,
-            "pixels": source is not None and image_backends.first_holds_pixels(source),
-        }
-        facts = image_backends.BackendFacts(
-            device=device,
-            findings=BackendMeasurements().load(self._feed_measurement_key(device)),
-            only_torch=(*self._images_only_torch(), *(name for name, there in beside.items() if there)),
-            quality=self.quality,
-        )
-        return image_backends.choose_backend(facts)
+        """The backend's name, checked when it is first asked for: the device is known by then."""
+        if self._images_backend is None:
+            image_backends.check_available(self.backend, device_of(self.trainer))
+            self._images_backend = BackendChoice(self.backend, f"backend={self.backend!r}, as asked for")
+            if self._images_threads and self.backend != "torch":
+                # Reading alone is left to the workers, for which threads do.
+                self._feed.loaders.settings = LoaderSettings(workers="thread")
+        return self._images_backend.name
 
     def _images_encoded(self, split: str) -> ImageDataset:
         """The images of a split that are left encoded, out of a ``Subset`` of them if need be.
@@ -309,13 +291,9 @@ class FeedImageFolder(FeedDataModule):
             raise SettingsError(
                 f"make_dataset({split!r}) gave a {type(dataset).__name__}, and this backend decodes the images "
                 f"that ImageFolderDataModule reads. Return super().make_dataset({split!r}) or a Subset of it, or use "
-                'backend="torch" or "auto".'
+                'backend="torch".'
             )
         return inner
-
-    def _feed_measurement_key(self, device: torch.device) -> dict[str, Any]:
-        root = self._feed.storage.data_dir
-        return measurement_key(root, device, image_size=self.image_size, quality=self.quality)
 
     def _images_only_torch(self) -> tuple[str, ...]:
         """What was asked for that only ``backend="torch"`` does."""
@@ -396,8 +374,7 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         on_error: for images that cannot be read, ``"raise"``, ``"skip"`` (another image of the batch takes the place)
             or ``"substitute"`` (another image of the split does). The last two are counted and logged.
         max_failures: how many are too many, for ``"skip"`` and ``"substitute"``.
-        backend: what decodes: ``"torch"`` in the workers, ``"nvjpeg"`` or ``"dali-gpu"`` on the GPU, ``"dali-cpu"``;
-            ``"auto"`` takes what ``lightning-feed diagnose`` measured to be best, and torch where it was not run.
+        backend: what decodes: ``"torch"`` in the workers, ``"nvjpeg"`` or ``"dali-gpu"`` on the GPU, ``"dali-cpu"``.
         loader: how the loaders are to be built.
         **storage: ``cache``, ``cache_limit``, ``stage_to``, ``drop_keys`` and the others of FastDataModule.
 

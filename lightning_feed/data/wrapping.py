@@ -14,11 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_feed import _host
 from lightning_feed.data.base import SPLITS
 from lightning_feed.data.build_loaders import ChosenSettings, job_of
-from lightning_feed.data.dali import FeedDali
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import size_of
 from lightning_feed.load.cloning import twin_of
-from lightning_feed.load.dali.readers import ReaderLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend
 from lightning_feed.load.trials.in_fit import without_workers
@@ -29,10 +27,7 @@ logger = logging.getLogger(__name__)
 _SPLIT_OF = {f"{split}_dataloader": split for split in SPLITS}
 _OURS = "_feed_wrapped"
 _CHANGED = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
-_OF_DALI = (
-    "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline, or make the data "
-    "module a DaliDataModule, which chooses them."
-)
+_OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue_depth of its Pipeline."
 _DECIDED = (*_CHANGED, "sample_bytes")
 
 
@@ -53,11 +48,6 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
             "LightningDataModule.from_datasets(train_set, val_set, batch_size=32)."
         )
     _host.package_of(datamodule)
-    if isinstance(datamodule, FeedDali):
-        raise SettingsError(
-            f"{kind.__name__} loads with DALI already, in threads of DALI's own: it has no workers to choose. Train "
-            "with it as it is, and give its constructor dali=DaliOptions(threads=..., prefetch=...) or device='gpu'."
-        )
     if hasattr(datamodule, "loader_report"):
         raise SettingsError(
             f"{kind.__name__} chooses its loaders itself already. Give its constructor loader=LoaderSettings(...)."
@@ -174,7 +164,7 @@ class WrappedLoaders(ChosenSettings):
                 "%s is a %s, not a torch DataLoader, so it is left as it is.%s",
                 name,
                 type(loader).__name__,
-                f" {_OF_DALI}" if of_dali or isinstance(loader, ReaderLoader) else "",
+                f" {_OF_DALI}" if of_dali else "",
             )
         return loader
 

@@ -5,7 +5,7 @@ import io
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ from torch.nn.functional import interpolate
 from lightning_feed.decode.header import JPEG, KINDS, PNG, WEBP, Encoded, as_array, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.errors import DecodeError, MissingExtraError
 from lightning_feed.extras import require
-
-FIDELITIES: Final = ("exact", "linear")
-
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 """uint8, shape (H, W, 3), RGB, C-contiguous, owned by the caller."""
@@ -293,28 +290,24 @@ def _simplejpeg() -> Any:
     return require("simplejpeg", extra="images", why='decoder="turbo"')
 
 
-def resize(pixels: Pixels, size: tuple[int, int], *, fidelity: Literal["exact", "linear"] = "exact") -> Tensor:
+def resize(pixels: Pixels, size: tuple[int, int], *, antialias: bool = True) -> Tensor:
     """Resize an image bilinearly.
 
     Args:
         pixels: uint8, (H, W, 3). A box cut out of a larger image need not be copied first.
         size: (height, width) of the result.
-        fidelity: ``"exact"`` is torchvision's antialiased resize of uint8, which is Pillow's within a grey level.
-            ``"linear"`` is OpenCV's, without antialiasing: about half the time, the same where it enlarges, and
-            further from Pillow the more it shrinks.
+        antialias: as torchvision resizes uint8, which is Pillow's within a grey level. False: OpenCV's linear resize,
+            in about half the time; the same where it enlarges, and further from Pillow the more it shrinks.
 
     Returns:
         uint8, shape (3, height, width), the channels last in memory.
 
     Raises:
-        MissingExtraError: ``"linear"`` without OpenCV.
-        ValueError: for another fidelity.
+        MissingExtraError: without OpenCV, where it does not antialias.
     """
-    if fidelity == "linear":
+    if not antialias:
         cv2, _ = open_cv2()
         return torch.from_numpy(cv2.resize(pixels, size[::-1], interpolation=cv2.INTER_LINEAR)).permute(2, 0, 1)
-    if fidelity != "exact":
-        raise ValueError(f"fidelity={fidelity!r} is not known. Choose one of {', '.join(map(repr, FIDELITIES))}.")
     # Writeable: torch warns about memory that must not be written to, such as a cache's, though nothing here writes.
     batch = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))[None].permute(0, 3, 1, 2)
     # As a batch in channels last: torch's AVX2 code for uint8 then takes and gives pixels as they lie. With any other

@@ -10,7 +10,6 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from lightning_feed import _host
-from lightning_feed.data.backend_measurements import remember_diagnosis
 from lightning_feed.diagnosing.batches import FEWEST_CYCLES, Sample, own_loaders
 from lightning_feed.diagnosing.safety import (
     DiagnosisFailed,
@@ -91,7 +90,7 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     ``eval()``, the layers that it has; optimizers and schedulers that it holds; the random states of torch, numpy and
     Python; attributes of the data module and its data sets; your own loaders. What else your code changes in a training
     step, in objects of its own or outside of Python, is not put back: the command ``lightning-feed diagnose`` runs in a
-    process of its own. What it found of an ImageFolderDataModule is remembered for ``backend="auto"``.
+    process of its own.
 
     Args:
         trainer: the Trainer that trains the model. It is only read. None: a Trainer for the device that Lightning
@@ -141,7 +140,6 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
         raise stop
     if failure is not None:
         raise DiagnosisFailed(str(failure), diagnosis, written) from (failure.__cause__ or failure)
-    remember_diagnosis(session.datamodule, session.device, diagnosis)
     if problem is not None:
         raise DiagnosisNotWritten(str(problem), diagnosis, written) from problem
     return diagnosis

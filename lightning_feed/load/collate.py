@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -221,6 +221,10 @@ class DroppingCollate:
         return drop(batch, self.keys)
 
 
+GONE = object()
+"""In the place of a part that a mapping loses."""
+
+
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
@@ -236,32 +240,44 @@ def _parts(value: Any) -> dict[Any, Any]:
     return {}
 
 
+def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """A container with ``change(name, part)`` in the place of each part, or without it where that gives ``GONE``.
+
+    It is the container itself where nothing changes. The user's objects are not written to.
+    """
+    parts = _parts(container)
+    made = {name: change(name, part) for name, part in parts.items()}
+    changed = {name: part for name, part in made.items() if part is not parts[name]}
+    if not changed:
+        return container
+    kind: Any = type(container)
+    if isinstance(container, (list, tuple)):
+        return kind(*made.values()) if hasattr(container, "_fields") else kind(made.values())
+    if isinstance(container, Mapping) and not isinstance(container, MutableMapping):
+        return kind({name: part for name, part in made.items() if part is not GONE})
+    twin = copy.copy(container)  # keeps what a mapping of the user's has besides its values
+    for name, part in changed.items():
+        if not isinstance(container, Mapping):
+            object.__setattr__(twin, name, part)  # frozen dataclasses too: the copy is ours
+        elif part is GONE:
+            del twin[name]
+        else:
+            twin[name] = part
+    return twin
+
+
 def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:
     """The value itself where nothing is dropped. ``fields``: whether those of named tuples and dataclasses are, too."""
-    mapping, dataclass = isinstance(value, Mapping), _is_dataclass(value)
-    if dataclass and not fields:
+    mapping = isinstance(value, Mapping)
+    if not fields and _is_dataclass(value):
         return value
-    parts, gone = _parts(value), keys if mapping or fields else frozenset[str]()
-    kept = {
-        name: None if name in gone else _without(part, keys, fields=fields)
-        for name, part in parts.items()
-        if not (mapping and name in gone)
-    }
-    changed = [name for name, part in parts.items() if name not in kept or kept[name] is not part]
-    if not changed:
-        return value
-    if not mapping and not dataclass:
-        kind: Any = type(value)
-        return kind(*kept.values()) if hasattr(value, "_fields") else kind(kept.values())
-    made = copy.copy(value)  # keeps what a mapping of the user's has besides its values
-    for name in changed:
-        if dataclass:
-            object.__setattr__(made, name, kept[name])  # frozen ones too: the copy is ours
-        elif name in kept:
-            made[name] = kept[name]
-        else:
-            del made[name]
-    return made
+
+    def left(name: Any, part: Any) -> Any:
+        if name in keys and (mapping or fields):
+            return GONE if mapping else None
+        return _without(part, keys, fields=fields)
+
+    return rebuild(value, left)
 
 
 def _keys(value: Any) -> Iterator[Any]:

@@ -76,7 +76,7 @@ def crop_image(image: SourceImage, crop: CropSpec, quality: Quality) -> torch.Te
         "fast": crop.resized,
     }[quality]
     pixels = image.region(crop.region, cover=cover)
-    made = resize(pixels, crop.resized, fidelity="linear" if quality == "fast" else "exact")
+    made = resize(pixels, crop.resized, antialias=quality != "fast")
     top, left, height, width = crop.window
     kept = made[..., top : top + height, left : left + width]
     return kept.flip(-1) if crop.flipped else kept

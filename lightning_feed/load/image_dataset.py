@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -364,3 +364,44 @@ def decode_on_cpu(batch: EncodedBatch, dataset: ImageDataset) -> Any:
         DatasetError: when an image cannot be decoded, with its name, and ``on_error`` does not deal with it.
     """
     return collate_images([dataset.decoded(image) for image in batch.images()])
+
+
+def decode_rest(
+    places: Iterable[int],
+    images: list[EncodedSample],
+    dataset: ImageDataset,
+    batch: Tensor,
+    convert: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Fill places of a batch with what the CPU decodes, or what ``on_error`` puts there. The host waits for no copy.
+
+    Args:
+        places: of the images that nothing else has decoded.
+        images: of the whole batch.
+        dataset: where they are from.
+        batch: its pixels, shape (B, 3, height, width). Written to.
+        convert: from uint8, shape (3, height, width), on the device of the batch, to what the batch holds.
+
+    Returns:
+        The labels of the batch: int64, shape (B,), on the host.
+
+    Raises:
+        DatasetError: when an image cannot be decoded, with its name, and ``on_error`` does not deal with it.
+    """
+    pin = batch.device.type != "cpu"
+    labels: list[int] = [image.label for image in images]
+    order: list[Any] = list(range(len(images)))
+    for place in places:
+        made = dataset.decoded(images[place])
+        if isinstance(made, Skipped):
+            order[place] = made
+            continue
+        pixels, labels[place] = made
+        _, height, width = pixels.shape
+        row = torch.empty((height, width, 3), dtype=torch.uint8, device="cpu", pin_memory=pin)
+        there = row.copy_(pixels.permute(1, 2, 0)).to(batch.device, non_blocking=True).permute(2, 0, 1)
+        batch[place] = there if convert is None else convert(there)
+    for place, other in enumerate(fill_skipped(order)):
+        if other != place:
+            batch[place], labels[place] = batch[other], labels[other]
+    return torch.tensor(labels, device="cpu", pin_memory=pin)

@@ -18,8 +18,6 @@ Traced = Literal[
     "gather",
     "look_ahead",
     "transfer",
-    "pack_small",
-    "unpack_small",
     "device_copy",
     "device_transform",
     "hand_over",

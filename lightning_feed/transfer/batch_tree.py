@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_feed.load.collate import rebuild
+
 _OPAQUE = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device)
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
@@ -68,43 +70,18 @@ def hold(batch: Any, keys: frozenset[str]) -> Any:
     Only plain containers are entered (mappings, lists, tuples, named tuples): an object with its own ``.to`` decides
     for itself what it moves. :func:`release` brings the values back.
     """
-    return _rebuild(batch, lambda key, value: _Held(value) if key in keys else hold(value, keys))
+    named = isinstance(batch, Mapping)
+    return _enter(batch, lambda key, value: _Held(value) if named and key in keys else hold(value, keys))
 
 
 def release(batch: Any) -> Any:
     """Undo :func:`hold`."""
-    return _rebuild(batch, lambda _, value: value.value if isinstance(value, _Held) else release(value))
+    return _enter(batch, lambda _, value: value.value if isinstance(value, _Held) else release(value))
 
 
-def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``batch`` with ``change(tensor)`` in the place of every tensor in its plain containers, in order.
-
-    Objects with their own ``.to``, and those under :func:`hold`, are not entered.
-    """
-    if isinstance(batch, Tensor):
-        return change(batch)
-    return _rebuild(batch, lambda _, value: map_tensors(value, change))
-
-
-def _rebuild(batch: Any, child: Callable[[Any, Any], Any]) -> Any:
-    """One container with ``child(key, value)`` in the place of each value: itself where that changes nothing."""
-    if hasattr(batch, "to"):
-        return batch
-    if isinstance(batch, Mapping):
-        values = {key: child(key, value) for key, value in batch.items()}
-        if all(values[key] is value for key, value in batch.items()):
-            return batch
-        if type(batch) is dict:
-            return values
-        kind: Any = type(batch)  # Mapping promises no constructor; whatever is like dict has dict's
-        factory = getattr(batch, "default_factory", None)  # a defaultdict takes it first
-        return kind(values) if factory is None else kind(factory, values)
-    if isinstance(batch, (list, tuple)):
-        parts = [child(None, value) for value in batch]
-        if all(part is value for part, value in zip(parts, batch, strict=True)):
-            return batch
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+def _enter(batch: Any, change: Callable[[Any, Any], Any]) -> Any:
+    plain = isinstance(batch, (Mapping, list, tuple)) and not hasattr(batch, "to")
+    return rebuild(batch, change) if plain else batch
 
 
 def _leaves(batch: Any, *, to_record: bool = False) -> Iterator[Any]:

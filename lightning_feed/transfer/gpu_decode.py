@@ -12,9 +12,8 @@ from torchvision.io import ImageReadMode
 from lightning_feed.decode.decoders import Region, refuse_bomb
 from lightning_feed.decode.header import FRAME_HEADERS, JPEG, Encoded, as_array, ends_like_jpeg, jpeg_segments, kind_of
 from lightning_feed.errors import DecodeError, LoaderError, MissingExtraError
-from lightning_feed.load.collate import Skipped, fill_skipped
 from lightning_feed.load.crop import CropSpec, Quality
-from lightning_feed.load.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_on_cpu
+from lightning_feed.load.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_on_cpu, decode_rest
 from lightning_feed.load.trace import traced
 
 _BASELINE, _PROGRESSIVE, _APP14, _SCAN = 0xC0, 0xC2, 0xEE, 0xDA
@@ -182,10 +181,10 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
     # Filled image by image, in channels last: no stacking, and no transposing after it.
     pixels = torch.empty((len(images), height, width, 3), dtype=torch.uint8, device=batch.device)
     left = _decode_on_device(images, dataset, decode, pixels)
-    labels = batch.labels
+    made, labels = pixels.permute(0, 3, 1, 2), batch.labels
     if left:
-        labels = _decode_the_rest(left, images, dataset, pixels, labels)
-    return [pixels.permute(0, 3, 1, 2), labels]
+        labels = decode_rest(left, images, dataset, made).to(labels.device, non_blocking=True)
+    return [made, labels]
 
 
 def _decode_on_device(
@@ -257,33 +256,6 @@ def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None],
                 f"({text}). Use a smaller batch_size, or leave torch less: torch.cuda.set_per_process_memory_fraction."
             ) from error
         return [None] * len(files), error
-
-
-def _decode_the_rest(
-    left: list[int], images: list[EncodedSample], dataset: ImageDataset, pixels: Tensor, labels: Tensor
-) -> Tensor:
-    """Fill the places that are left with what the CPU decodes, and what ``on_error`` puts in place of the others."""
-    on_device = pixels.device.type != "cpu"
-    true_labels = [image.label for image in images]
-    places: list[Any] = list(range(len(images)))
-    # Pinned: the copies then wait for nothing, and the allocator keeps this memory until they are done.
-    decoded = torch.empty((len(left), *pixels.shape[1:]), dtype=torch.uint8, device="cpu", pin_memory=on_device)
-    for row, place in zip(decoded, left, strict=True):
-        sample = dataset.decoded(images[place])
-        if isinstance(sample, Skipped):
-            places[place] = sample
-            continue
-        image, true_labels[place] = sample
-        row.copy_(image.permute(1, 2, 0))
-        pixels[place].copy_(row, non_blocking=True)
-    for place, other in enumerate(fill_skipped(places)):
-        if other != place:
-            pixels[place].copy_(pixels[other])
-            true_labels[place] = images[other].label if other not in left else true_labels[other]
-    if true_labels == [image.label for image in images]:
-        return labels
-    changed = torch.tensor(true_labels, device="cpu", pin_memory=on_device)
-    return changed.to(labels.device, non_blocking=True)
 
 
 def crop_on_device(

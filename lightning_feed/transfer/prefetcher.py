@@ -65,9 +65,6 @@ class SideStream:
         """Whether a graph is being captured on the compute stream: nothing else may be issued then."""
         return False
 
-    def stamp(self) -> Any:
-        """An event with the device's time after all work issued so far; None where there is no such clock."""
-
 
 class DeviceStream(SideStream):
     """A real stream of any backend whose module has streams and events: ``torch.cuda``, ``torch.xpu``.
@@ -131,12 +128,6 @@ class DeviceStream(SideStream):
         """Whether a graph is being captured on the compute stream: nothing else may be issued then."""
         asks = getattr(self._backend, "is_current_stream_capturing", None)  # torch.xpu has had graphs for short
         return asks is not None and bool(asks())
-
-    def stamp(self) -> Any:
-        """An event with the device's time after all work issued so far."""
-        event = self._backend.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
 
 
 def open_stream(device: torch.device) -> SideStream | None:

@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from lightning_feed.data.backend_measurements import remember_tuning
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.program import Fit
 from lightning_feed.diagnosing.safety import told
@@ -104,9 +103,7 @@ def find(
             bar.update()
 
         tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=on_trial)
-    tuned = replace(tuned, batch_size=tuned.batch_size or batch_size or batch_size_of(loader))
-    remember_tuning(session.datamodule, device, tuned, ranks=goal.local_ranks)
-    return tuned
+    return replace(tuned, batch_size=tuned.batch_size or batch_size or batch_size_of(loader))
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int | None:

@@ -10,7 +10,6 @@ from typing import Any
 from torch.utils.data import IterableDataset, Subset
 
 from lightning_feed.load.crop import cropping_step
-from lightning_feed.load.dali.readers import ReaderLoader
 from lightning_feed.load.iterable import divides_among_workers, methods_of
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.transfer.batch_tree import tensors
@@ -44,9 +43,6 @@ def with_loaders(facts: LoopFacts, every: Sequence[Any], *, reloaded: bool | Non
         datasets = [getattr(loader, "dataset", None) for loader in loaders]
         known["map_style"] = not any(isinstance(dataset, IterableDataset) for dataset in datasets)
         known["decodes_whole"] = any(map(_decodes_whole, datasets))
-    for loader in every:
-        if isinstance(loader, ReaderLoader):
-            known |= loader.facts()
     if reloaded is not None:
         divided = [told for loader in every if (told := divides_among_workers(loader)) is not None]
         known["every_num_workers"] = tuple(loader.num_workers for loader in every if hasattr(loader, "num_workers"))

@@ -25,10 +25,10 @@ def _pixels(image: torch.Tensor) -> Pixels:
     return image.permute(1, 2, 0).numpy()
 
 
-@pytest.mark.parametrize("fidelity", ["exact", "linear"])
-def test_shape_and_layout(fidelity: str) -> None:
+@pytest.mark.parametrize("antialias", [True, False])
+def test_shape_and_layout(antialias: bool) -> None:
     for shape in SHAPES:
-        image = resize(waves(3, *shape), (32, 48), fidelity=fidelity)
+        image = resize(waves(3, *shape), (32, 48), antialias=antialias)
         assert image.shape == (3, 32, 48)
         assert image.dtype == torch.uint8
         assert image.permute(1, 2, 0).is_contiguous(), "the channels lie last"
@@ -51,42 +51,37 @@ def test_exact_is_torchvision_and_pillow_within_a_grey_level(shape: tuple[int, i
 def test_a_cut_need_not_be_copied() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (90, 80, 3), dtype=np.uint8)
     cut = noise[7:70, 11:60]
-    for fidelity in ("exact", "linear"):
-        image = resize(cut, (20, 30), fidelity=fidelity)
-        assert torch.equal(image, resize(np.ascontiguousarray(cut), (20, 30), fidelity=fidelity))
+    for antialias in (True, False):
+        image = resize(cut, (20, 30), antialias=antialias)
+        assert torch.equal(image, resize(np.ascontiguousarray(cut), (20, 30), antialias=antialias))
         assert image.permute(1, 2, 0).is_contiguous(), "the channels lie last"
 
 
 def test_pixels_that_must_not_be_written_to() -> None:
     pixels = waves(3, 90, 80)
     pixels.setflags(write=False)
-    for fidelity in ("exact", "linear"):
+    for antialias in (True, False):
         assert torch.equal(
-            resize(pixels, (20, 30), fidelity=fidelity), resize(pixels.copy(), (20, 30), fidelity=fidelity)
+            resize(pixels, (20, 30), antialias=antialias), resize(pixels.copy(), (20, 30), antialias=antialias)
         )
 
 
 def test_the_right_size_already_is_a_copy() -> None:
     pixels = waves(3, 20, 30)
-    for fidelity in ("exact", "linear"):
-        image = resize(pixels, (20, 30), fidelity=fidelity)
+    for antialias in (True, False):
+        image = resize(pixels, (20, 30), antialias=antialias)
         assert np.array_equal(_pixels(image), pixels)
         assert not np.shares_memory(pixels, image.numpy())
 
 
 def test_linear_is_the_same_where_it_enlarges_and_less_where_it_shrinks() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (100, 100, 3), dtype=np.uint8)
-    assert psnr_db(_pixels(resize(noise, (150, 140), fidelity="linear")), _pillow(noise, (150, 140))) > 50
-    assert psnr_db(_pixels(resize(noise, (30, 30), fidelity="linear")), _pillow(noise, (30, 30))) < 30
+    assert psnr_db(_pixels(resize(noise, (150, 140), antialias=False)), _pillow(noise, (150, 140))) > 50
+    assert psnr_db(_pixels(resize(noise, (30, 30), antialias=False)), _pillow(noise, (30, 30))) < 30
 
 
 def test_linear_needs_opencv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cv2", None)
     decoders.open_cv2.cache_clear()
     with pytest.raises(MissingExtraError, match=r"needs cv2.*lightning-feed\[images\]"):
-        resize(waves(), (8, 8), fidelity="linear")
-
-
-def test_no_other_fidelity() -> None:
-    with pytest.raises(ValueError, match=r"fidelity='area' is not known. Choose one of 'exact', 'linear'"):
-        resize(waves(), (8, 8), fidelity="area")  # type: ignore[arg-type]
+        resize(waves(), (8, 8), antialias=False)

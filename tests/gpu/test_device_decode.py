@@ -12,9 +12,8 @@ from on_cuda import Seen, fitted, spin, warm_up
 from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
-from lightning_feed.data import image_backends
 from lightning_feed.decode.choose import psnr_db
-from lightning_feed.errors import DecodeError, MissingExtraError
+from lightning_feed.errors import DecodeError
 from lightning_feed.load.crop import CropSpec, EvalRecipe, TrainRecipe
 from lightning_feed.load.image_dataset import decode_on_cpu
 from lightning_feed.transfer.gpu_decode import MOST_BYTES, crop_on_device, decode_batch, nvjpeg
@@ -61,14 +60,6 @@ def test_pixels_are_those_of_the_cpu_within_a_bound(recipe: Any, options: dict[s
     assert made.cpu_fallback.as_dict() == {}
 
 
-@pytest.mark.parametrize("quality", ["near", "fast"])
-def test_other_qualities_run(quality: Any) -> None:
-    made = dataset(large_jpegs(4), TrainRecipe(size=64, quality=quality), decoder="turbo-region")
-    images, _ = on_gpu(made)
-    expected, _ = decode_on_cpu(batch_of(made), made)
-    assert psnr_db(images.numpy(), expected.numpy()) > 25
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=["train", "eval"])
 def test_mixed_formats_come_from_the_cpu_to_the_bit(recipe: Any) -> None:
     names = ["palette PNG", "WebP", "CMYK", "RGB inside", "16 bit PNG", "greyscale", "EXIF-rotated", "GIF"]
@@ -107,14 +98,6 @@ def test_a_file_that_nvjpeg_refuses_fails_alone() -> None:
     expected, _ = decode_on_cpu(batch_of(whole), whole)
     for place in (0, 1, 3):
         assert psnr_db(images[place].numpy(), expected[place].numpy()) > LEAST_DB
-
-
-def test_skipped_images_are_filled_from_the_batch() -> None:
-    files = large_jpegs(3)
-    made = dataset([files[0], CUT_SHORT, *files[1:]], RECIPES[1], decoder="pillow", on_error="skip")
-    images, labels = on_gpu(made)
-    assert labels.tolist() == [0, 0, 20, 30]
-    assert torch.equal(images[0], images[1])
 
 
 def test_device_memory_does_not_grow_over_200_batches() -> None:
@@ -291,19 +274,6 @@ def test_prefetched_batches_are_those_without_the_callback(photos: Path) -> None
     for ours, theirs in zip(ahead, plain, strict=True):
         assert torch.equal(ours[0], theirs[0])
         assert torch.equal(ours[1], theirs[1])
-
-
-def test_a_torchvision_without_nvjpeg_is_told_before_the_first_step(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(device: torch.device) -> Any:
-        raise MissingExtraError("this torchvision has none")
-
-    monkeypatch.setattr(image_backends, "nvjpeg", missing)
-    model = Seen()
-    with pytest.raises(MissingExtraError, match="this torchvision has none"):
-        fitted(model, ImageFolderDataModule(photos, batch_size=4, backend="nvjpeg", val_fraction=0.0))
-    assert model.given["train"] == []
 
 
 def test_a_fit_sees_the_boxes_of_torch(photos: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_feed.decode.decoders import Region
-from lightning_feed.errors import DatasetError, DecodeError, SettingsError
+from lightning_feed.errors import DecodeError, SettingsError
 from lightning_feed.load.cacheable import open_caches
 from lightning_feed.load.crop import CropSpec, EvalRecipe, TrainRecipe
 from lightning_feed.load.image_dataset import (
@@ -206,14 +206,6 @@ def test_a_substitute_draws_no_random_number_of_the_training() -> None:
     assert_same(decode_on_cpu(batch, made), first)  # and the same ones in a run that is repeated
     other = decode_on_cpu(batch_of(made, seed=1), made)
     assert not torch.equal(other[0][3], first[0][3])  # other boxes in another epoch
-
-
-def test_too_many_broken_images_end_the_run() -> None:
-    made = dataset([CUT_SHORT, *jpegs(1), CUT_SHORT], on_error="skip")
-    made.bad_samples.max_failures = 1
-    batch = batch_of(made)
-    with pytest.raises(DatasetError, match="2 samples could not be read, and max_failures=1"):
-        decode_on_cpu(batch, made)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip", "substitute"])

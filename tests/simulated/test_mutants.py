@@ -84,17 +84,6 @@ def nothing_is_issued_in_a_capture() -> None:
             assert stream.is_capturing(), "a capture goes unseen"
 
 
-def copies_are_timed() -> None:
-    with simulated(SimulatedDevice(copy_bytes_per_ms=1)) as device:
-        stream = DeviceStream(SECOND)
-        first = stream.stamp()
-        with stream.issue():
-            device.pin(torch.zeros(7, dtype=torch.uint8)).to(SECOND, non_blocking=True)
-        last = stream.stamp()
-        device.host(10)
-        assert first.elapsed_time(last) == 7
-
-
 def images_are_decoded_into_free_memory() -> None:
     """By a decoder whose stream was handed out again to another part of the program."""
     with simulated(SimulatedDevice()) as device, pytest.MonkeyPatch.context() as patch:
@@ -133,7 +122,6 @@ CHECKS = [
     copies_run_beside_the_steps,
     the_host_is_not_far_ahead,
     nothing_is_issued_in_a_capture,
-    copies_are_timed,
     images_are_decoded_into_free_memory,
     steps_are_timed,
 ]
@@ -198,9 +186,6 @@ MUTANTS = {
     ),
     "a capture is not asked for": Mutant(
         DeviceStream, "is_capturing", "bool(asks())", "False", nothing_is_issued_in_a_capture, "a capture goes unseen"
-    ),
-    "stamps without timing": Mutant(
-        DeviceStream, "stamp", "enable_timing=True", "", copies_are_timed, "enable_timing=True"
     ),
     "the decoder's stream is not empty": Mutant(
         NvJpeg,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BatchSizeFinder
-from recording import NullStreamPrefetch, Numbers, Recording, quiet_trainer
+from recording import Numbers
 from simulated.device import SimulatedDevice
 from simulated.training import Model, SimulatedLoader, evaluate, fit, numbers
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_feed import PrefetchCallback
 from lightning_feed.transfer import prefetcher
@@ -137,17 +137,6 @@ def test_a_batch_that_changes_its_structure(depth: int) -> None:
     trained(AnyBatch(SimulatedDevice()), make, depth=depth)
 
 
-def test_workers_without_pinned_memory() -> None:
-    """Right, and seen: each copy makes the host wait for itself, not for the step."""
-    device = SimulatedDevice(copy_bytes_per_ms=64)
-    model = Model(device, compute_ms=10)
-    fit(device, model, DataLoader(Numbers(14), batch_size=2, num_workers=1, pin_memory=False), PrefetchCallback())
-    assert device.races == []
-    assert len(model.seen) == 7
-    # For the side stream, which is empty.
-    assert [wait.blocked_ns for wait in model.waits if wait.what.startswith("a copy")] == [0] * 6
-
-
 class Static:
     """As DALI: one buffer on the device that every batch is written to."""
 
@@ -186,20 +175,6 @@ def test_a_second_loader_of_device_tensors_is_not_drawn_ahead(depth: int) -> Non
     assert model.seen == [1] * 4
     assert model.transfers == 3 + 4
     assert device.races == []
-
-
-class OnCuda(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.zeros(4, device="cuda")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the error is another one with a device: see tests/gpu")
-def test_torchs_own_error_comes_through_where_workers_make_cuda_tensors() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)worker process 0.*(CUDA|NVIDIA)"):
-        quiet_trainer([NullStreamPrefetch()]).fit(Recording(), DataLoader(OnCuda(), batch_size=2, num_workers=1))
 
 
 class Small(Model):

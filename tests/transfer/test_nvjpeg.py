@@ -1,8 +1,7 @@
 """Which files are for nvJPEG, and how it is called beside other work on the device."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from decode.made_images import BROKEN, WHOLE, encoded
 from made_samples import photo
 
 from lightning_feed.errors import MissingExtraError
-from lightning_feed.transfer import gpu_decode as nvjpeg
 from lightning_feed.transfer.gpu_decode import NvJpeg, not_for_nvjpeg
 
 JPEG = WHOLE["colour"]
@@ -122,115 +120,19 @@ def test_reasons_do_not_tell_images_apart() -> None:
 # --- the call ---------------------------------------------------------------------------------------------------------
 
 
-class FakeCuda:
-    """A device module: streams by name, the kernels queued on them, and the order in which things were done."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.done: list[Any] = []
-        self.now = Stream("compute", self.done)
-        self.own = Stream("own", self.done)
-        self.error: str | None = None
-        monkeypatch.setattr(torch, "get_device_module", lambda device: self)
-        monkeypatch.setattr(torch.ops.image, "decode_jpegs_cuda", self.operator, raising=False)
-
-    def Stream(self, device: torch.device) -> "Stream":
-        return self.own
-
-    def current_stream(self, device: torch.device) -> "Stream":
-        return self.now
-
-    @contextmanager
-    def stream(self, stream: "Stream") -> Iterator[None]:
-        before, self.now = self.now, stream
-        yield
-        self.now = before
-
-    def operator(self, files: list[Any], mode: int, device: torch.device) -> list[Any]:
-        self.done.append(("decoded", len(files), mode, device.type, "on", self.now.name, "behind", self.now.queued))
-        if self.error is not None:
-            raise RuntimeError(self.error)
-        return [Image(self.done) for _ in files]
-
-
-class Stream:
-    def __init__(self, name: str, done: list[Any]) -> None:
-        self.name, self.done, self.queued = name, done, 0
-
-    def record_event(self) -> "Stream":
-        return self  # and the event is waited for
-
-    def synchronize(self) -> None:
-        self.done.append(("the host waits for", self.name))
-        self.queued = 0
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.done.append((self.name, "waits for", other.name))
-
-
-class Image:
-    def __init__(self, done: list[Any]) -> None:
-        self.done = done
-
-    def record_stream(self, stream: Stream) -> None:
-        self.done.append(("kept for", stream.name))
-
-
-def test_images_lie_in_memory_of_a_stream_that_nothing_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that nvJPEG, which waits for no stream, cannot write to memory that kernels in the queue still read."""
-    fake = FakeCuda(monkeypatch)
-    decode = NvJpeg(torch.device("cuda", 0))
-    assert len(decode([torch.zeros(1), torch.zeros(1)])) == 2
-    assert fake.done == [
-        ("the host waits for", "own"),
-        ("decoded", 2, 3, "cuda", "on", "own", "behind", 0),  # 3: RGB
-        ("compute", "waits for", "own"),
-        ("kept for", "compute"),
-        ("kept for", "compute"),
-    ]
-    fake.done.clear()
-    fake.now = Stream("side", fake.done)
-    decode([torch.zeros(1)])
-    assert fake.done[2:] == [("side", "waits for", "own"), ("kept for", "side")]
-
-
-@pytest.mark.parametrize("current", ["shared", "another"])
-def test_kernels_queued_on_a_shared_stream_are_over_before_decoding(
-    monkeypatch: pytest.MonkeyPatch, current: str
-) -> None:
-    """torch hands out 32 streams in turn: the stream may be the prefetch stream of a later fit."""
-    fake = FakeCuda(monkeypatch)
-    decode = NvJpeg(torch.device("cuda", 0))
-    fake.own.queued = 3
-    if current == "shared":
-        fake.now = fake.own
-    decode([torch.zeros(1)])
-    assert fake.done[:2] == [
-        ("the host waits for", "own"),
-        ("decoded", 1, 3, "cuda", "on", "own", "behind", 0),
-    ]
-
-
 def test_a_torchvision_without_nvjpeg_is_said_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeCuda(monkeypatch)
+    operator = Mock(side_effect=RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: MagicMock())
+    monkeypatch.setattr(torch.ops.image, "decode_jpegs_cuda", operator, raising=False)
     decode = NvJpeg(torch.device("cuda", 0))
-    fake.error = "decode_jpegs_cuda: torchvision not compiled with nvJPEG support"
     with pytest.raises(MissingExtraError, match=r"pip install torchvision --index-url \S+/whl/cu\d+$"):
         decode([torch.zeros(1)])
-    fake.error = "Failed to decode batch: 3"
+    operator.side_effect = RuntimeError("Failed to decode batch: 3")
     with pytest.raises(RuntimeError, match="Failed to decode batch"):
         decode([torch.zeros(1)])
     monkeypatch.setattr(torch.ops, "image", object())
     with pytest.raises(MissingExtraError, match="too new"):
         NvJpeg(torch.device("cuda", 0))
-
-
-def test_a_device_has_one_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(monkeypatch)
-    nvjpeg.nvjpeg.cache_clear()
-    first, second = nvjpeg.nvjpeg(torch.device("cuda", 0)), nvjpeg.nvjpeg(torch.device("cuda", 1))
-    assert first is nvjpeg.nvjpeg(torch.device("cuda", 0))
-    assert first is not second
-    nvjpeg.nvjpeg.cache_clear()
 
 
 def test_the_installed_torchvision_takes_what_it_is_given() -> None:

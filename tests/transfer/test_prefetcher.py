@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated.device import DEVICE, MS, Event, SimulatedDevice, simulated
+from simulated.device import DEVICE, Event, SimulatedDevice, simulated
 
 from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.prefetcher import RUN_AHEAD, DeviceStream, Prefetcher, SideStream, Staged, open_stream
@@ -24,52 +24,6 @@ def pinned(device: SimulatedDevice, size: int = 8) -> torch.Tensor:
 
 def to_device(batch: torch.Tensor) -> torch.Tensor:
     return batch.to(DEVICE, non_blocking=True)
-
-
-def test_a_copy_runs_beside_a_step_and_the_next_step_waits_for_it(device: SimulatedDevice) -> None:
-    prefetcher = Prefetcher(DeviceStream(DEVICE))
-    began = device.now
-    device.launch(10)
-    staged = prefetcher.stage(pinned(device, 8), prepare=lambda batch: batch, copy=to_device)
-    batch = prefetcher.take(staged)
-    device.launch(10, reads=batch)
-    assert device.compute.free_at - began == 20 * MS
-    assert device.now == began
-    late = prefetcher.stage(pinned(device, 30), prepare=lambda batch: batch, copy=to_device)
-    device.launch(1, reads=prefetcher.take(late))
-    assert device.compute.free_at - began == (8 + 30 + 1) * MS
-    assert device.races == []
-
-
-def test_one_stream_for_all_batches(device: SimulatedDevice) -> None:
-    prefetcher = Prefetcher(DeviceStream(DEVICE))
-    used = set()
-
-    def copy(batch: torch.Tensor) -> torch.Tensor:
-        used.add(device.current_stream())
-        return to_device(batch)
-
-    for _ in range(5):
-        prefetcher.take(prefetcher.stage(pinned(device), prepare=lambda x: x, copy=copy))
-        prefetcher.pass_on(pinned(device), copy)
-    assert len(used) == 1
-    assert device.compute not in used
-
-
-def test_the_host_is_never_further_ahead_than_said(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "RUN_AHEAD_BYTES", 0)
-    prefetcher = Prefetcher(DeviceStream(DEVICE))
-    behind = []
-    for _ in range(12):
-        staged = prefetcher.stage(pinned(device, 1), prepare=lambda x: x, copy=to_device)
-        behind.append((device.compute.free_at - device.now) / MS)
-        batch = prefetcher.take(staged)
-        device.launch(10, reads=batch)
-        del staged, batch
-    # RUN_AHEAD whole steps and the one that runs now: never are fewer in the queue because of the wait.
-    assert max(behind[RUN_AHEAD + 1 :]) <= 10 * (RUN_AHEAD + 1)
-    assert min(behind[RUN_AHEAD + 1 :]) > 10 * RUN_AHEAD
-    assert device.memory_bytes() <= RUN_AHEAD + 2
 
 
 def test_an_exception_leaves_the_side_stream_and_waits_for_its_step() -> None:
@@ -143,15 +97,3 @@ def test_a_copy_waits_for_what_was_prepared_on_the_device(device: SimulatedDevic
     torch.ones(8, device=DEVICE)  # may get the memory of what was prepared
     device.launch(reads=prefetcher.take(staged))
     assert device.races == []
-
-
-def test_a_stamp_is_a_timing_event_on_the_side_stream(device: SimulatedDevice) -> None:
-    stream = DeviceStream(DEVICE)
-    device.launch(50)
-    first = stream.stamp()
-    with stream.issue():
-        to_device(pinned(device, 7))
-    last = stream.stamp()
-    device.host(60)
-    assert first.elapsed_time(last) == 7
-    assert SideStream().stamp() is None

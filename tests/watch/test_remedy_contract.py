@@ -78,7 +78,6 @@ CONTRACTS = {
             "threads": {"workers": "thread"},
             "they were tried": {"found": {"worker_scaling": ((2, 20.0), (4, 20.3))}},
             "batches are ready": {"loaders": READY},
-            "DALI": {"dali_device": "cpu"},
             "steps of a first try": {"step": 1.0, "data": 0.4},
         },
     ),
@@ -192,7 +191,6 @@ CONTRACTS = {
             "at work": {"stats": {"prefetch_active": True}},
             "pageable memory": {"pin_memory": False},
             "no GPU": {"device_type": "cpu"},
-            "DALI gives batches of the GPU": {"dali_device": "cuda"},
         },
     ),
     "rare progress bar": Contract(

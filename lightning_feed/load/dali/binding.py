@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
+from lightning_feed.errors import LoaderError, MissingExtraError, SettingsError
 from lightning_feed.load.machine import Machine
 
 _GPU_THREADS = 8
@@ -55,19 +55,6 @@ class DaliOptions:
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise SettingsError(f"DaliOptions(hw_decoder_load={self.hw_decoder_load!r}): give a share from 0 to 1.")
 
-    def refuse_gpu_options(self, why: str) -> None:
-        """Refuse what is for the decoder of ``backend="dali-gpu"`` alone.
-
-        Args:
-            why: it has no effect, as the end of a sentence, and what to do.
-
-        Raises:
-            SettingsError: names the option.
-        """
-        for name in ("largest_image", "hw_decoder_load"):
-            if getattr(self, name) is not None:
-                raise SettingsError(f"DaliOptions({name}={getattr(self, name)!r}) {why}")
-
 
 def decode_threads(
     options: DaliOptions, machine: Machine, local_ranks: int = 1, *, gpu: bool = False
@@ -96,13 +83,12 @@ FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 
 _NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
 """How DALI says that there is none left, in small letters (in the libraries of 2.4.0)."""
-DECODING = "Decoding with DALI"
 _OLDEST = 2  # first number of the version: what this was written for, and what the extra asks for
 _alive: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _inherited: list[Any] = []
 
 
-def require_dali(*, gpu: bool, why: str = DECODING) -> Any:
+def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
     """Import ``nvidia.dali``, or say how to install the one that fits.
 
     Args:
@@ -147,38 +133,23 @@ def pip_line(option: str = "") -> str:
     return " ".join(filter(None, ("pip install", option, package)))
 
 
-def take_outputs(pipeline: Any, device: torch.device | None = None) -> list[Tensor]:
-    """Wait for the oldest scheduled run of a pipeline, and take its outputs.
+def take_output(pipeline: Any, device: torch.device) -> Tensor:
+    """Wait for the oldest scheduled run of a pipeline, and take its first output, whose samples have one shape.
 
     Args:
         pipeline: of the dynamic executor, whose outputs own their memory, with a run scheduled (``schedule_run``).
-        device: the CUDA device that outputs of the GPU lie on. They are then ordered after the current stream there,
-            and have to be used on it; the host does not wait. None for a pipeline without GPU.
-
-    Returns:
-        One tensor of shape (B, ...) for each output, which stays valid for as long as it is held.
+        device: that it works on. An output on a CUDA device is ordered after the current stream there, and has to be
+            used on it; the host does not wait.
 
     Raises:
-        StopIteration: when a reader of the pipeline has come to its end.
-        DatasetError: when the samples of an output differ in shape.
         RuntimeError: what an operator raised.
     """
-    on_gpu = device is not None and device.type == "cuda"
-    outputs = pipeline.share_outputs(torch.cuda.current_stream(device)) if on_gpu else pipeline.share_outputs()
+    stream = (torch.cuda.current_stream(device),) if device.type == "cuda" else ()
+    outputs = pipeline.share_outputs(*stream)
     try:
-        return [_dense(output, place) for place, output in enumerate(outputs)]
+        return from_dlpack(outputs[0].as_tensor())
     finally:
         pipeline.release_outputs()
-
-
-def _dense(output: Any, place: int) -> Tensor:
-    if not output.is_dense_tensor():
-        shapes = sorted({tuple(shape) for shape in output.shape()})
-        raise DatasetError(
-            f"Output {place} of the DALI pipeline has samples of {len(shapes)} shapes, {shapes[0]} to {shapes[-1]}: "
-            "they are not one tensor. Bring them to one shape, with fn.resize, fn.crop or fn.pad."
-        )
-    return from_dlpack(output.as_tensor())
 
 
 def reason_of(error: Exception) -> str:
@@ -206,28 +177,13 @@ def release_unused_memory() -> None:
     require_dali(gpu=False).backend.ReleaseUnusedMemory()
 
 
-def new_pipeline(
-    batch_size: int, threads: int, prefetch: int, device: torch.device | None, why: str = DECODING, **options: Any
-) -> Any:
-    """A pipeline without a graph, of the dynamic executor. A device that is no CUDA device: on the CPU alone.
+def keep_in_forks(pipeline: Any) -> None:
+    """Have a pipeline not freed in children of this process that are forked, as workers of a DataLoader are.
 
-    It is not freed in children of this process that are forked, as workers of a DataLoader are. Its threads are not
-    there, and freeing it waits for them for ever (DALI 2.4: ``~Executor2`` destroys a condition variable that has
-    waiters). Garbage that the parent had not collected yet is collected in the child.
+    Its threads are not there, and freeing it waits for them for ever (DALI 2.4: ``~Executor2`` destroys a condition
+    variable that has waiters). Garbage that the parent had not collected yet is collected in the child.
     """
-    index = None
-    if device is not None and device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-    pipeline = require_dali(gpu=index is not None, why=why).Pipeline(
-        batch_size=batch_size,
-        num_threads=threads,
-        device_id=index,
-        prefetch_queue_depth=prefetch,
-        exec_dynamic=True,
-        **options,
-    )
     _alive.add(pipeline)
-    return pipeline
 
 
 def is_inherited(pipeline: Any) -> bool:

@@ -14,11 +14,10 @@ from torch import Tensor
 from lightning_feed.decode.decoders import Region
 from lightning_feed.decode.header import JPEG, PNG, WEBP, Encoded, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
 from lightning_feed.errors import DatasetError, DecodeError, LoaderError
-from lightning_feed.load.collate import Skipped, fill_skipped
 from lightning_feed.load.crop import CropSpec
 from lightning_feed.load.dali import binding
 from lightning_feed.load.dali.binding import FAILURES, DaliOptions
-from lightning_feed.load.image_dataset import EncodedBatch, EncodedSample, ImageDataset
+from lightning_feed.load.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_rest
 from lightning_feed.load.trace import traced
 
 STAND_IN = b"P6\n1 1\n255\n\x00\x00\x00"
@@ -97,7 +96,7 @@ class ImagePipeline:
         Raises:
             RuntimeError: what DALI says. It is not known which batch or image is at fault.
         """
-        [images] = binding.take_outputs(self._pipeline, self.spec.device)
+        images = binding.take_output(self._pipeline, self.spec.device)
         self._fed.popleft()
         return images.permute(0, 3, 1, 2)
 
@@ -149,11 +148,18 @@ def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[Any]]:
 
 
 def _build(spec: PipelineSpec) -> Any:
-    gpu = spec.device.type == "cuda"
-    # Nothing is drawn here, so any seed will do.
-    pipeline = binding.new_pipeline(spec.batch_size, spec.threads, spec.options.prefetch, spec.device, seed=0)
+    gpu, index = spec.device.type == "cuda", spec.device.index
     dali = binding.require_dali(gpu=gpu)
     fn, types = dali.fn, dali.types
+    pipeline = dali.Pipeline(
+        batch_size=spec.batch_size,
+        num_threads=spec.threads,
+        device_id=torch.cuda.current_device() if gpu and index is None else index,
+        prefetch_queue_depth=spec.options.prefetch,
+        exec_dynamic=True,
+        seed=0,  # nothing is drawn here, so any will do
+    )
+    binding.keep_in_forks(pipeline)
 
     def fed(name: str, dtype: Any) -> Any:
         return fn.external_source(name=name, device="cpu", dtype=dtype, ndim=1, no_copy=True)
@@ -378,33 +384,18 @@ class DaliImageDecoder:
         Raises:
             DatasetError: when one cannot be decoded and ``on_error`` does not deal with it, with its name.
         """
-        # The outputs of DALI are its own memory, and may be read-only for us: what is changed is a copy.
-        batch, labels = batch.clone(), done.batch.labels.clone()
-        order: list[Any] = list(range(len(done.images)))
         for place, reason in done.on_host.items():
             index = done.images[place].index
             self.dataset.cpu_fallback.add(reason, f"{self.dataset.source.name(index)} (sample {index})")
-            made = self.dataset.decoded(done.images[place])
-            if isinstance(made, Skipped):
-                order[place] = made
-            else:
-                pixels, labels[place] = made
-                batch[place] = self._like(pixels, batch)
-        if any(isinstance(place, Skipped) for place in order):
-            kept = torch.tensor(fill_skipped(order), device="cpu", pin_memory=batch.device.type != "cpu")
-            batch = batch[kept.to(batch.device, non_blocking=True)].contiguous(memory_format=torch.channels_last)
-            labels = labels[kept.to(labels.device)]
-        return batch, labels
+        batch = batch.clone()  # the outputs of DALI are its own memory, and may be read-only for us
+        convert = None if batch.dtype == torch.uint8 else self._normalised
+        return batch, decode_rest(done.on_host, done.images, self.dataset, batch, convert)
 
-    def _like(self, pixels: Tensor, batch: Tensor) -> Tensor:
-        """Pixels of the host as the batch has them: normalised where it is of floats, which are on the GPU."""
-        if batch.dtype == torch.uint8:
-            return pixels
-        # From pinned memory, so that nothing waits.
-        values = pixels.pin_memory().to(batch.device, non_blocking=True).float() / 255
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        """Pixels that the host decoded, as DALI normalises its own on the GPU."""
         spec = torch.tensor([self.spec.mean, self.spec.std], device="cpu", pin_memory=True)
-        mean, std = spec.to(batch.device, non_blocking=True).view(2, 3, 1, 1).unbind()
-        return ((values - mean) / std).to(batch.dtype)
+        mean, std = spec.to(pixels.device, non_blocking=True).view(2, 3, 1, 1).unbind()
+        return (pixels.float() / 255 - mean) / std
 
     # --- the pipeline -------------------------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ def data_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of waiting for data."""
     facts = measured.facts
     found = next(found for rule in DATA_RULES if (found := rule(measured, shares)) is not None)
-    if facts.dali_device == "cuda" or facts.backend == "dali-gpu":
+    if facts.backend == "dali-gpu":
         return replace(found, because=[*found.because, DALI_DECODES])
     return found
 
@@ -371,10 +371,8 @@ def _gain(measured: Measurements, rate: str) -> float | None:
     return None if changed is None or not now else changed / now
 
 
-def _unknown(measured: Measurements, _: Shares) -> Reason:
-    dali = measured.facts.dali_device is not None
-    said = "DALI loads in threads of its own, whose work is not measured"
-    return Reason("unknown", [said if dali else "what the workers do meanwhile is not known"], sure=False)
+def _unknown(_: Measurements, __: Shares) -> Reason:
+    return Reason("unknown", ["what the workers do meanwhile is not known"], sure=False)
 
 
 DATA_RULES = (
@@ -388,7 +386,7 @@ NAMED_SHARE = 0.5
 """Share of the time between the steps that hooks must take to be its cause, and not a wait for the device."""
 HOOKS_SAID = 3
 SMALL_BYTES, MANY_TENSORS = 64 * 1024, 8
-"""The batches that PrefetchCallback(pack_small=True) packs: so many tensors of at most so many bytes."""
+"""A batch of many small tensors has so many or more, of at most so many bytes in the mean."""
 COPY_SHARE = 0.5
 """Share of the time in the transfer to the device that the copy alone takes, or else hooks are at fault."""
 LINK_SHARE = 0.5

@@ -116,12 +116,6 @@ class LoopFacts:
     """Whether a FastDataModule reads from a copy."""
     device_transform: bool | None = None
     """Whether a FastDataModule transforms batches on the device."""
-    dali_device: str | None = None
-    """Of a DaliDataModule: ``cpu`` or ``cuda``, where its training pipeline works."""
-    dali_threads: int | None = None
-    """The same: CPU threads of the pipeline."""
-    dali_prefetch: int | None = None
-    """The same: batches that DALI makes ahead."""
     max_epochs: int | None = None
     """Of the fit; None: without bound."""
     log_every_n_steps: int | None = None

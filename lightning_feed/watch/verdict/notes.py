@@ -68,9 +68,6 @@ def _data(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
     facts, cause = case.facts, case.causes.get("data")
     if cause is None:
         return
-    if facts.dali_device is not None:
-        yield from _dali(case)
-        return
     if not may_have_workers(case) and (facts.num_workers or 0) <= 1:
         yield _SHARD
     yield from _whole_images(case, cause)
@@ -197,16 +194,6 @@ def _transforms(case: Case, step: float) -> Iterator[str]:
     yield f"the slowest transforms of a sample are {named}; without any of them a step takes {in_ms(then, step)} ms"
 
 
-def _dali(case: Case) -> Iterator[str]:
-    facts, threads, cpus = case.facts, case.facts.dali_threads, case.facts.usable_cpus
-    if facts.dali_device == "cpu" and facts.device_type == "cuda":
-        yield 'DALI can decode and augment on the GPU: DaliDataModule(device="gpu")'
-    if threads is not None and cpus is not None and threads != cpus:
-        yield f"DALI has {threads} threads, and {cpus} CPUs may be used: DaliOptions(threads={cpus})"
-    if facts.dali_prefetch is not None:
-        yield f"DALI makes {facts.dali_prefetch} batches ahead; more bridge slow ones: DaliOptions(prefetch=...)"
-
-
 # --- the other parts of a step ------------------------------------------------------------------------------------
 
 
@@ -249,7 +236,7 @@ def _copy(case: Case) -> Iterator[str]:
     elif cause == "unpinned":
         yield "batches lie in pageable memory, and copying them makes the host wait: try pin_memory=True"
     elif cause == "small tensors" and case.measured.stats.prefetch_active:
-        yield "many small tensors can be copied as one: PrefetchCallback(pack_small=True)"
+        yield "each of the many small tensors is a copy of its own: let collate make one tensor of them"
     elif cause == "decoding on the GPU":
         yield 'to compare decoders: ImageFolderDataModule(backend="torch"), or "dali-gpu"'
 

@@ -43,8 +43,8 @@ class Case:
 
     @property
     def data(self) -> Cause | None:
-        """The cause of waiting for data; None: there is none, or none of the settings of a loader bears on it."""
-        return None if self.facts.dali_device is not None else self.causes.get("data")
+        """The cause of waiting for data; None: there is none."""
+        return self.causes.get("data")
 
     @property
     def step_with_start_ms(self) -> float:
@@ -362,7 +362,7 @@ def prefetch_callback(case: Case) -> Remedy | None:
     decodes = cause == "decoding on the GPU"
     if cause is None or not (facts.pin_memory is True or decodes) or stats.prefetch_active or stats.h2d_ms is None:
         return None
-    if facts.device_type != "cuda" or facts.dali_device == "cuda":  # there it would stand aside
+    if facts.device_type != "cuda":
         return None
     return callback_remedy(
         case.place,

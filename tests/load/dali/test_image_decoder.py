@@ -155,21 +155,7 @@ def test_what_dali_is_not_given() -> None:
     }
 
 
-def test_what_the_host_decodes_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    made = dataset([WHOLE["GIF"], *jpegs(2), WHOLE["GIF"], WHOLE["CMYK"]], EVAL, decoder="pillow")
-    with caplog.at_level(logging.WARNING):
-        list(decoder(made).run(iter(batches(made, 2))))
-    assert made.cpu_fallback.as_dict() == {"an image of the kind GIF": 2, "a CMYK JPEG": 1}
-    assert len([message for message in caplog.messages if "The CPU decodes" in message]) == 2
-
-
 # --- passes -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_pass_without_batches() -> None:
-    made = decoder(dataset(jpegs(1)))
-    assert list(made.run(iter([]))) == []
-    assert made.built == 0
 
 
 def test_a_kept_pipeline_serves_pass_after_pass_and_larger_batches() -> None:
@@ -180,14 +166,6 @@ def test_a_kept_pipeline_serves_pass_after_pass_and_larger_batches() -> None:
         assert_like_torch(list(ours.run(iter(given))), given, made)
         assert ours.built == built
         assert ours.active
-
-
-def test_batches_that_grow_within_a_pass() -> None:
-    made = dataset(jpegs(12))
-    ours = decoder(made)
-    given = [*batches(made, 2)[:2], *batches(made, 5)[:2], *batches(made, 12)]
-    assert_like_torch(list(ours.run(iter(given))), given, made)
-    assert ours.built == 3
 
 
 def test_a_pipeline_that_is_not_kept_is_there_for_its_pass_only() -> None:
@@ -310,16 +288,6 @@ def test_what_takes_its_place_is_what_torch_puts_there(broken: str, on_error: st
     assert_like_torch(found, given, made)
     assert_like_torch(list(ours.run(iter(given))), given, made)
     assert ours.built == (2 if broken == LOUD else 1)  # it is known by now
-
-
-def test_two_broken_images_in_batches_that_are_on_their_way_together() -> None:
-    files = jpegs(8)
-    files[1] = files[3] = BROKEN[LOUD]
-    made = dataset(files, EVAL, on_error="substitute")
-    given = batches(made, 2)
-    ours = decoder(made)
-    assert_like_torch(list(ours.run(iter(given))), given, made)
-    assert ours.built == 2
 
 
 def test_an_image_that_only_dali_fails_at_is_decoded_on_the_host(

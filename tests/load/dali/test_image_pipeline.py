@@ -11,7 +11,7 @@ import pytest
 import torch
 from made_samples import jpegs
 
-from lightning_feed.load.dali.binding import DaliOptions, take_outputs
+from lightning_feed.load.dali.binding import DaliOptions, take_output
 from lightning_feed.load.dali.images import ImagePipeline, PipelineSpec, gpu_decoding, normalised
 
 dali = pytest.importorskip("nvidia.dali")
@@ -39,7 +39,7 @@ def run(graph: Any, files: list[bytes]) -> torch.Tensor:
         pipeline.set_outputs(graph(given))
     pipeline.build()
     pipeline.schedule_run()
-    return take_outputs(pipeline)[0]
+    return take_output(pipeline, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -114,8 +114,6 @@ PLAIN_NUMBERS = {
     "world_size",
     "slow_rank",
     "prefetch_factor",
-    "dali_threads",
-    "dali_prefetch",
     "log_every_n_steps",
     "bar_refresh_rate",
     "checkpoint_steps",

@@ -1,4 +1,4 @@
-"""Two real ranks that choose how images are decoded: both do what rank 0 finds, and both hear of it when it fails."""
+"""Two real ranks that choose a decoder: both take what rank 0 finds, and both hear of it when it fails."""
 
 import json
 import os
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from decode_bound import pretend_gpu, remember
 from lightning.pytorch import LightningModule
 from made_samples import jpegs
 from recording import quiet_trainer
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.data import image_backends
-from lightning_feed.data.backend_measurements import BackendMeasurements
 from lightning_feed.decode.choose import make_decoder
 from lightning_feed.errors import FeedError
 
@@ -54,13 +52,13 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def in_ranks(photos: Path, how: str, decoder: str = "pillow") -> list[dict[str, Any]]:
+def in_ranks(photos: Path, how: str) -> list[dict[str, Any]]:
     """What ``fit`` tells of each rank of a run as torchrun starts it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = torch.multiprocessing.start_processes(
-        _one_rank, (port, photos, how, decoder), nprocs=2, start_method="fork", join=False
+        _one_rank, (port, photos, how), nprocs=2, start_method="fork", join=False
     )
     end = time.monotonic() + MOST_S
     try:
@@ -72,7 +70,7 @@ def in_ranks(photos: Path, how: str, decoder: str = "pillow") -> list[dict[str, 
     return [json.loads((photos.parent / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def _one_rank(rank: int, port: int, photos: Path, how: str, decoder: str) -> None:
+def _one_rank(rank: int, port: int, photos: Path, how: str) -> None:
     warnings.simplefilter("ignore")  # what there is to hear is heard in the tests of one rank
     torch.set_num_threads(1)
     os.environ |= {
@@ -80,66 +78,48 @@ def _one_rank(rank: int, port: int, photos: Path, how: str, decoder: str) -> Non
         **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         "XDG_CACHE_HOME": str(photos.parent / f"home of {rank}"),
     }
-    (photos.parent / f"{rank}.json").write_text(json.dumps(fit(rank, photos, how, decoder)))
+    (photos.parent / f"{rank}.json").write_text(json.dumps(fit(rank, photos, how)))
 
 
-def fit(rank: int, photos: Path, how: str, decoder: str) -> dict[str, Any]:
-    def broken(*args: Any, **options: Any) -> Any:
-        assert rank == 0
-        raise OSError("the disk is gone")
+def fit(rank: int, photos: Path, how: str) -> dict[str, Any]:
+    def choose(*args: Any) -> Any:
+        """Each rank would find another one the fastest."""
+        if how == "no disk":
+            assert rank == 0
+            raise OSError("the disk is gone")
+        return make_decoder(("torchvision", "pillow")[rank])
 
-    patch = pytest.MonkeyPatch()  # to the end of this process
-    pretend_gpu(patch)
     root = photos
     if how == "no folder" and rank == 0:
         root = photos.parent / "elsewhere"
-    if how == "no findings":
-        BackendMeasurements.load = broken  # type: ignore[method-assign]
-    # Each rank would find another one the fastest.
-    patch.setattr(
-        image_backends,
-        "choose_decoder",
-        lambda name, *args: make_decoder(("torchvision", "pillow")[rank] if name == "auto" else name),
-    )
-    if how == "fine" and rank == 0:
-        remember(photos, image_size=16)
+    image_backends.choose_decoder = choose
     model = Small()
     loader = LoaderSettings(num_workers=1, workers="thread", seed=3)
-    module = ImageFolderDataModule(
-        root, 4, image_size=16, backend="auto", decoder=decoder, val_fraction=0.0, loader=loader
-    )
+    module = ImageFolderDataModule(root, 4, image_size=16, val_fraction=0.0, loader=loader)
     try:
         quiet_trainer([], devices=2, strategy="ddp", max_epochs=1).fit(model, datamodule=module)
     except (FeedError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    choice, decoder_choice = module.backend_choice, module.decoder_choice
-    assert choice is not None
-    assert decoder_choice is not None
-    names = {"backend": choice.name, "decoder": decoder_choice.name}
-    return {**names, "reason": choice.reason, "labels": model.labels}
+    assert module.decoder_choice is not None
+    return {"decoder": module.decoder_choice.name, "labels": model.labels}
 
 
-def test_both_ranks_take_what_rank_0_remembers(photos: Path) -> None:
-    first, second = in_ranks(photos, "fine", decoder="auto")
-    assert first["backend"] == second["backend"] == "nvjpeg"
+def test_both_ranks_take_what_rank_0_finds(photos: Path) -> None:
+    first, second = in_ranks(photos, "fine")
     assert first["decoder"] == second["decoder"] == "torchvision"
-    assert first["reason"] == second["reason"]
-    assert "60 %" in second["reason"]
     assert sorted(first["labels"] + second["labels"]) == list(range(8))
-    assert not list((photos.parent / "home of 1").glob("**/images/*.json"))
 
 
-@pytest.mark.parametrize("decoder", ["auto", "pillow"])
 @pytest.mark.parametrize(
     ("how", "own", "told"),
     [
-        ("no findings", "OSError: the disk is gone", "LoaderError: Rank 0.* failed: OSError: the disk is gone"),
+        ("no disk", "OSError: the disk is gone", "LoaderError: Rank 0.* failed: OSError: the disk is gone"),
         ("no folder", "DatasetError: .*elsewhere", "DatasetError: Rank 0.* failed: .*elsewhere"),
     ],
-    ids=["findings", "folder"],
+    ids=["disk", "folder"],
 )
-def test_both_ranks_end_with_the_error_of_rank_0(how: str, own: str, told: str, decoder: str, photos: Path) -> None:
-    first, second = in_ranks(photos, how, decoder)
+def test_both_ranks_end_with_the_error_of_rank_0(how: str, own: str, told: str, photos: Path) -> None:
+    first, second = in_ranks(photos, how)
     assert "error" in first, first
     assert re.match(own, first["error"])
     assert re.match(told, second["error"])
