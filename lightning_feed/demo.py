@@ -32,7 +32,7 @@ from lightning_feed.errors import DatasetError, SettingsError, plural
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.reports.document import make_report
-from lightning_feed.watch.reports.files import as_html, as_text, check_writable, in_frame, write_report, write_whole
+from lightning_feed.watch.reports.files import as_text, check_writable, write_report, write_whole
 from lightning_feed.watch.reports.report import Report
 
 PIXELS = 64
@@ -426,7 +426,7 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
         "report": out / "report.html",
         "logs": plan.logs,
     }
-    write_whole(out / "report.html", _page(outcome, {name: run.report for name, run in runs.items()}))
+    write_whole(out / "report.html", _page(outcome))
     return outcome
 
 
@@ -440,14 +440,20 @@ def _compared(runs: Mapping[str, Run]) -> dict[str, Any]:
     }
 
 
-def _page(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
-    """The table and all reports, one under the other."""
+def _page(outcome: Mapping[str, Any]) -> str:
+    """The seconds per epoch of each run as a bar, and the table."""
+    slowest = max(outcome[name]["epoch_s"] for name in RUNS)
+    bars = "".join(
+        f"<p>{name}: {outcome[name]['epoch_s']:.2f} s per epoch"
+        f'<span style="width: {100 * outcome[name]["epoch_s"] / slowest:.1f}%"></span></p>'
+        for name in RUNS
+    )
     style = "body { font: 16px/1.5 system-ui; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }"
-    frames = "".join(f"<h2>{name}</h2>{in_frame(as_html(report))}" for name, report in reports.items())
+    bar = "span { display: block; height: 1.5rem; background: #4477aa; } pre { white-space: pre-wrap; }"
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>lightning-feed demo</title>'
-        f"<style>:root {{ color-scheme: light dark; }} {style} pre {{ white-space: pre-wrap; }}</style>"
-        f"<h1>lightning-feed demo</h1><pre>{escape(demo_text(outcome))}</pre>{frames}</html>"
+        f"<style>:root {{ color-scheme: light dark; }} {style} {bar}</style>"
+        f"<h1>lightning-feed demo</h1>{bars}<pre>{escape(demo_text(outcome))}</pre></html>"
     )
 
 

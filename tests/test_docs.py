@@ -208,7 +208,9 @@ def test_every_error_is_in_the_reference() -> None:
 def test_command_tables_name_every_option() -> None:
     (commands,) = (one for one in cli._parser()._actions if isinstance(one, argparse._SubParsersAction))
     for name, parser in commands.choices.items():
-        options = {one.option_strings[-1] for one in parser._actions if one.option_strings} - {"--help", "-m"}
+        options = {
+            one.option_strings[-1] for one in parser._actions if one.option_strings and one.help != argparse.SUPPRESS
+        } - {"--help", "-m"}
         named = _first_column(_section("docs/reference/command-line.md", f"`lightning-feed {name}"))
         assert {one.split()[0] for one in named if one.startswith("--")} == options, name
 
@@ -273,4 +275,4 @@ def test_the_tag_table_is_that_of_the_code() -> None:
 
 
 def test_the_readme_shows_the_tags_that_are_logged_by_default() -> None:
-    assert _tags("README.md") == list(choose_tags(tag_table(), "core", tensorboard=False))
+    assert _tags("README.md") == list(choose_tags(tag_table(), "core"))

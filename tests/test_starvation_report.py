@@ -152,7 +152,7 @@ def test_weights_and_biases_shows_the_page_and_the_whole_run(starvation: GPUStar
     assert summary["feed/starved_pct"] == stats.starved_pct
     assert summary["feed_step/step_ms"] == stats.step_ms
     assert summary["feed/verdict"] == headline(starvation.report())
-    assert not [tag for tag in summary if tag.startswith(("feed_stack", "feed_host", "feed_workers"))]
+    assert not [tag for tag in summary if tag.startswith(("feed_host", "feed_workers"))]
     (page,) = tmp_path.rglob("media/html/feed/*.html")
     assert "lightning_feed report" in page.read_text()
     assert len(list(tmp_path.rglob("feed_report.html"))) == 1

@@ -200,10 +200,8 @@ def test_compiled_modules(whole: bool) -> None:
         compiled = torch.compile(model, backend="eager")
     else:
         model.net.compile(backend="eager")
-    before = set(vars(model))
     found = short_diagnosis(make_trainer(), compiled, Data(), only="model")
     assert found.measurements.experiments.model_per_s > 0
-    assert set(vars(model)) == before
 
 
 # --- what is left out ---------------------------------------------------------------------------------------------
