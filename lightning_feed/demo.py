@@ -407,16 +407,21 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
         raise SettingsError(f"--epochs {epochs}: at least 1 is needed.")
     require("tensorboard", extra="demo", why="writing the demo's logs")
     check_writable(out)
-    found = find_images(_training_folder(data) if data is not None else make_images(out, images), images)
+    if data is not None and (data / "train").is_dir():
+        data /= "train"
+    found = find_images(data or make_images(out, images), images)
     plan = Plan(found, epochs, out / "logs")
     fed, advised = FedImages(found), AdvisedImages(found)
     loaders = {"plain": plain_loader(found), "fed": fed, "advised": advised}
     with quiet(), _half_the_cpus():
         _warm_up(len(found.classes))
         runs = {name: _train(name, given, plan) for name, given in loaders.items()}
-    choice = advised.decoder_choice
+    choice, figures = advised.decoder_choice, {name: run.figures for name, run in runs.items()}
     outcome = {
-        **_compared(runs),
+        **figures,
+        "ratio": float(figures["plain"]["epoch_s"] or 0.0) / float(figures["advised"]["epoch_s"] or 1.0),
+        "plain_report": as_text(runs["plain"].report.diagnosis),
+        "reports": {name: run.path for name, run in runs.items()},
         "pictures": len(found),
         "epochs": epochs,
         "cpus": read_machine().usable_cpus,
@@ -428,16 +433,6 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
     }
     write_whole(out / "report.html", _page(outcome))
     return outcome
-
-
-def _compared(runs: Mapping[str, Run]) -> dict[str, Any]:
-    figures = {name: run.figures for name, run in runs.items()}
-    return {
-        **figures,
-        "ratio": float(figures["plain"]["epoch_s"] or 0.0) / float(figures["advised"]["epoch_s"] or 1.0),
-        "plain_report": as_text(runs["plain"].report.diagnosis),
-        "reports": {name: run.path for name, run in runs.items()},
-    }
 
 
 def _page(outcome: Mapping[str, Any]) -> str:
@@ -455,10 +450,6 @@ def _page(outcome: Mapping[str, Any]) -> str:
         f"<style>:root {{ color-scheme: light dark; }} {style} {bar}</style>"
         f"<h1>lightning-feed demo</h1>{bars}<pre>{escape(demo_text(outcome))}</pre></html>"
     )
-
-
-def _training_folder(data: Path) -> Path:
-    return data / "train" if (data / "train").is_dir() else data
 
 
 def _warm_up(classes: int) -> None:

@@ -5,7 +5,6 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import lightning.pytorch
 import pytest
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from watch.small_fits import Memory, make_loader, make_trainer
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed._host import Wrap
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.watch import loop
 
@@ -189,21 +187,6 @@ def test_a_slow_logger_is_called_hardly_more_often_with_the_callback(model: type
     assert 5 < ours <= 3 + clock.now / 0.6  # three to see that it is slow, then 6 ms in 600
 
 
-class Stored:
-    """A logger behind another object: all is got from it and set there."""
-
-    __slots__ = ("inner",)
-
-    def __init__(self, inner: Any) -> None:
-        object.__setattr__(self, "inner", inner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.inner, name, value)
-
-
 class Slotted:
     """As above, and nothing can be set."""
 
@@ -214,19 +197,3 @@ class Slotted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-
-@pytest.mark.parametrize("logger", [Mock(wraps=Memory()), Stored(Memory()), Slotted(Memory())], ids=type)
-def test_a_logger_that_is_no_plain_object_is_left_as_it_is(logger: Any, caplog: pytest.LogCaptureFixture) -> None:
-    before = logger.log_metrics, logger.save
-    starvation = GPUStarvationCallback(every_n_steps=5, nvml=False, report=False)
-    make_trainer(starvation, logger=logger).fit(BoringModel(), make_loader(40))
-    assert (logger.log_metrics, logger.save) == before
-    assert not isinstance(logger.log_metrics, Wrap)
-    assert starvation.report().stats.steps == 20
-    assert not [one.getMessage() for one in caplog.records if one.name.startswith("lightning_feed")]
-    if isinstance(logger, Mock):
-        assert logger.log_metrics.called
-    else:
-        assert logger.rows
-        assert not {"log_metrics", "save"} & vars(logger.inner).keys()

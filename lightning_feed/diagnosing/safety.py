@@ -230,7 +230,9 @@ class ModelState:
         # That of the class: a module of the user's may leave parameters out of what it saves.
         values = {} if model is None else nn.Module.state_dict(model)
         self._values = {
-            name: _on_host(value) for name, value in values.items() if not (is_lazy(value) or _on_meta(value))
+            name: _on_host(value)
+            for name, value in values.items()
+            if not (is_lazy(value) or getattr(value, "is_meta", False))
         }
 
     def restore(self) -> None:
@@ -248,7 +250,3 @@ class ModelState:
 
 def _on_host(value: Any) -> Any:
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _on_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta

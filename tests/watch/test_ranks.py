@@ -187,7 +187,7 @@ def test_steps_kept_before_the_window_ends_are_sent_with_it() -> None:
     assert zero.finish().steps == 2  # type: ignore[union-attr]
 
 
-def test_a_rank_that_says_nothing_is_named_once_and_never_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_says_nothing_is_told_of_once_and_never_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     zero, one, _ = exchanges(3)
     time = Time()
     zero._sleep = time.sleep
@@ -198,8 +198,7 @@ def test_a_rank_that_says_nothing_is_named_once_and_never_waited_for(caplog: pyt
             assert zero.take() is None
         assert zero.finish() is None
     assert [record.getMessage() for record in caplog.records if "not compared" in record.getMessage()] == [
-        "The ranks are not compared: nothing came from [2]. GPUStarvationCallback must be on all ranks, with the same "
-        "interval."
+        "The ranks are not compared: GPUStarvationCallback must be on all ranks, with the same interval."
     ]
     assert time.now == 0.0
 
@@ -212,7 +211,7 @@ def test_ranks_that_log_at_different_steps_are_not_mixed_up(caplog: pytest.LogCa
             for part in range(3):
                 one.send([step(number * 3 + part, 9)])
             assert zero.take() is None
-    assert "they log at different steps" in caplog.text
+    assert "not compared" in caplog.text
 
 
 def test_rank_0_waits_a_little_for_the_last_steps() -> None:

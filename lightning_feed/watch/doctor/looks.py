@@ -348,15 +348,10 @@ def _thread_variables(given: dict[str, str], usable: int) -> Iterator[Finding]:
 
 
 def _thread_count(name: str, value: str) -> int | None:
-    """Threads that a variable asks for; None where that is no number of them.
-
-    OpenMP's may be a list, a number for each level of nesting, of which the first counts here. What libgomp takes for a
-    number was tried with torch 2.15: spaces and a plus sign, no 0, no hexadecimal one.
-    """
-    parts = [part.strip().removeprefix("+") for part in (value.split(",") if name == "OMP_NUM_THREADS" else [value])]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        return None
-    return int(parts[0])
+    """Threads that a variable asks for; None where that is no number of them. OpenMP's may be a list, of which the
+    first counts here."""
+    parts = [part.strip() for part in (value.split(",") if name == "OMP_NUM_THREADS" else [value])]
+    return int(parts[0]) if all(part.isdecimal() and int(part) > 0 for part in parts) else None
 
 
 # --- decoders -----------------------------------------------------------------------------------------------------
@@ -432,13 +427,6 @@ def nvjpeg(sources: Sources) -> Iterator[Finding]:
         yield Finding("nvJPEG", "not in torchvision", "note", meaning, do)
 
 
-def torchcodec(sources: Sources) -> Iterator[Finding]:
-    """Whether the successor of torchvision's decoders is there. None of our backends needs it."""
-    found = sources.version("torchcodec")
-    meaning = "" if found is not None else "not needed: backends here decode with torchvision, DALI or on the CPU"
-    yield Finding("torchcodec", found or "not installed", meaning=meaning)
-
-
 # --- versions -----------------------------------------------------------------------------------------------------
 
 
@@ -463,8 +451,7 @@ def versions(sources: Sources) -> Iterator[Finding]:
 LOOKS: dict[str, Callable[[Sources], Iterator[Finding]]] = {
     "CPUs": cpus, "CPU clock": clock, "memory": memory, "/dev/shm": shared_memory, "open files": open_files,
     "container": container, "GPU": gpus, "pinned memory": pinned_memory, "threads": threads,
-    "Pillow": pillow, "decoders": decoders, "DALI": dali, "nvJPEG": nvjpeg, "torchcodec": torchcodec,
-    "versions": versions,
+    "Pillow": pillow, "decoders": decoders, "DALI": dali, "nvJPEG": nvjpeg, "versions": versions,
 }  # fmt: skip
 """Topic, for when a look fails -> the look."""
 

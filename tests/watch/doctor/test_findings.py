@@ -150,7 +150,7 @@ def test_a_look_that_breaks_is_told_and_hides_no_other(monkeypatch: pytest.Monke
         assert {one.topic for one in found} - {topic} < whole | {topic}
 
 
-# --- DALI, nvJPEG, torchcodec -------------------------------------------------------------------------------------
+# --- DALI, nvJPEG ------------------------------------------------------------------------------------------------
 
 
 def _look(root: Path, topic: str, **changes: Any) -> Finding:

@@ -197,7 +197,7 @@ def test_what_would_take_too_much_memory_is_not_run(monkeypatch: pytest.MonkeyPa
     loader = DataLoader(Counting(), batch_size=16, num_workers=2, prefetch_factor=8)
     results = _last(loader)
     reasons = dict(results.left_out)
-    assert "would take 1 MiB of the 0 MiB that are free in /dev/shm" in reasons["loader"]
+    assert "17 batches need 1 MiB, more than 80% of the 0 MiB free in /dev/shm" in reasons["loader"]
     assert {"cached-files", "cold-files", "workers"} <= set(reasons)
     assert results.loader_per_s is None
     assert results.ceiling_per_s is None

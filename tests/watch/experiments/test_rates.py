@@ -73,7 +73,7 @@ def test_each_number_is_tried_three_times_and_the_configured_one_too() -> None:
 def test_what_does_not_fit_is_not_tried_and_told_once() -> None:
     session, told = _scaled(DataLoader(Images(), batch_size=4), machine_of(2, shm=60_000))
     assert session.tried == [1, 0] * 3
-    assert told.startswith("2 workers: its queue would take 0 MiB of the 0 MiB that are free in /dev/shm")
+    assert told.startswith("2 workers: 5 batches need 0 MiB, more than 80% of the 0 MiB free in /dev/shm")
     assert told.count("2 workers") == 1
 
 
