@@ -166,18 +166,19 @@ def _look(root: Path, topic: str, **changes: Any) -> Finding:
         (NO_DALI, "12.6", "note", "not installed", "need it", "pip install nvidia-dali-cuda120"),
         (NO_DALI, "13.2", "note", "not installed", "need it", "pip install nvidia-dali-cuda130"),
         (NO_DALI, None, "ok", "not installed", "need it", ""),
-        ({}, None, "ok", "2.4.0 for CUDA 12", "dali-gpu does not", ""),
+        ({}, None, "ok", "2.4.0 for CUDA 12", "", ""),
         (
-            FOR_13, "12.6", "warning", "2.4.0 for CUDA 13", "torch is built for CUDA 12",
+            FOR_13, "12.6", "warning", "2.4.0 for CUDA 13", "one build alone",
             "pip uninstall --yes nvidia-dali-cuda130 && pip install nvidia-dali-cuda120",
         ),
-        ({}, "11.8", "warning", "2.4.0 for CUDA 12", "torch is built for CUDA 11", ""),
+        ({}, "11.8", "warning", "2.4.0 for CUDA 12", "one build alone", ""),
         (
             {"nvidia-dali-cuda120": "1.50.0"}, "12.6", "warning", "1.50.0 for CUDA 12", "older than 2.0",
             "pip install --upgrade nvidia-dali-cuda120",
         ),
         (
-            {"nvidia-dali-cuda130": "2.4.0"}, "13.2", "warning", "2.4.0 for CUDA 12, 2.4.0 for CUDA 13", "two builds",
+            {"nvidia-dali-cuda130": "2.4.0"}, "13.2", "warning", "2.4.0 for CUDA 12, 2.4.0 for CUDA 13",
+            "one build alone",
             "pip uninstall --yes nvidia-dali-cuda120 nvidia-dali-cuda130 && pip install nvidia-dali-cuda130",
         ),
     ],
