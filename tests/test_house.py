@@ -208,10 +208,6 @@ def test_the_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_no_file_is_longer_than_500_lines() -> None:
-    assert {_relative(path) for path in FILES if len(path.read_text().splitlines()) > 500} == set()
-
-
 def test_no_file_is_named_for_nothing() -> None:
     assert {p.stem for p in FILES} & {"utils", "util", "helpers", "common", "manager", "misc"} == set()
 

@@ -249,11 +249,6 @@ def takes_iterator(pl_module: Any) -> bool:
     return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
 
 
-def trainer_of(pl_module: Any) -> Any:
-    """The Trainer of a module; None, where its property raises. Read in 2.4.0 and 2.6.6 (``core/module.py``)."""
-    return getattr(pl_module, "_trainer", None)
-
-
 def is_training(trainer: Any) -> bool:
     """Whether one of the Trainer's loops runs now. Read in 2.4.0 and 2.6.6 (``trainer/states.py``)."""
     return str(getattr(trainer.state.status, "value", trainer.state.status)) == "running"

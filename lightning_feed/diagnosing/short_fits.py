@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType
@@ -223,7 +223,9 @@ class DiagnosisSession:
         data: dict[str, Any] = {"datamodule": self.datamodule}
         if self.loaders is not None:
             data = {"train_dataloaders": given(lambda: self.loaders)}
-        stdin, wraps, before = sys.stdin, self._wraps(given, set_up=set_up), _host.trainer_of(self.model)
+        stdin, wraps, before = sys.stdin, self._wraps(given, set_up=set_up), None
+        with suppress(RuntimeError):  # it has none
+            before = self.model.trainer
         try:
             with tempfile.TemporaryDirectory(prefix="feed_diagnose_") as folder:
                 trainer = short_trainer(self.package, self.trainer, callbacks, folder, prefetch=prefetch)

@@ -216,17 +216,11 @@ def _epoch_start(measured: Measurements, shares: Shares) -> Reason | None:
     return Reason("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps goes by {took}"])
 
 
-def _one_rank(measured: Measurements, shares: Shares) -> Reason | None:
+def _one_rank(measured: Measurements, _: Shares) -> Reason | None:
     ranks = measured.ranks
     if ranks is None or ranks.slow_rank is None:
         return None
-    said = f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, the others wait for it"
-    waits = ranks.data_idle_ms_by_rank
-    if ranks.slow_rank < len(waits):
-        median = sorted(waits)[(len(waits) - 1) // 2]
-        its = in_ms(waits[ranks.slow_rank], shares.step_ms)
-        said += f" ({its} ms a step; the median rank {in_ms(median, shares.step_ms)})"
-    return Reason("one rank", [said])
+    return Reason("one rank", [f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, the others wait for it"])
 
 
 def _no_workers(measured: Measurements, _: Shares) -> Reason | None:
@@ -283,14 +277,13 @@ def _pin_thread(measured: Measurements, _: Shares) -> Reason | None:
 def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
     """Workers that are never idle lose nothing to the order or the hand-over, and are not fast enough on average."""
     loaders, wait = measured.loaders, measured.stats.next_wait_ms or 0.0
-    held, handed, ready, most = (
-        loaders.head_of_line_pct, loaders.handover_pct, loaders.queue_ready, loaders.queue_capacity,
-    )  # fmt: skip
+    held, handed = loaders.head_of_line_pct or 0.0, loaders.handover_pct or 0.0
+    ready, most = loaders.queue_ready, loaders.queue_capacity
     if (_busy_pct(measured) or 0.0) >= BUSY_PCT:
         return None
-    if held is not None and held >= HEAD_OF_LINE_PCT:
+    if held >= HEAD_OF_LINE_PCT:
         return Reason("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
-    if handed is not None and handed >= HANDOVER_PCT:
+    if handed >= HANDOVER_PCT:
         said = f"batches were ready in {handed:.0f} % of the waiting: handing one over takes most of {wait:.1f} ms"
         return Reason("hand-over", [said])
     if ready is not None and most and ready >= READY_SHARE * most:
@@ -318,22 +311,20 @@ def _busy_pct(measured: Measurements) -> float | None:
 def _blocked(measured: Measurements) -> Reason:
     """Workers neither compute nor could: do they wait for storage, or for something else?"""
     gain = _gain(measured, "cached_bytes_per_s")
-    same = gain is not None and gain < NO_FASTER
-    remote = _remote(measured)
-    found = _cold_reads(measured, gain)
-    if found is None and remote is not None:
-        found = Reason("remote reads", remote)
-    if found is None and same:
-        found = Reason("waiting", ["with its files in memory the loader is no faster"])
-    return found or _waiting(measured)
-
-
-def _cold_reads(measured: Measurements, gain: float | None) -> Reason | None:
-    cached, disk = measured.loaders.page_cache_pct, measured.loaders.disk_mb_per_s
     if gain is not None and gain >= FASTER:
         return Reason("cold reads", [f"with its files in memory the loader is {gain:.1f} x as fast"])
     same = gain is not None and gain < NO_FASTER
-    if same or (disk is not None and disk < DISK_MB_PER_S):
+    found, remote = None if same else _cold_reads(measured), _remote(measured)
+    if found is None and remote is not None:
+        return Reason("remote reads", remote)
+    if same:
+        return Reason("waiting", ["with its files in memory the loader is no faster"])
+    return found or _waiting(measured)
+
+
+def _cold_reads(measured: Measurements) -> Reason | None:
+    cached, disk = measured.loaders.page_cache_pct, measured.loaders.disk_mb_per_s
+    if disk is not None and disk < DISK_MB_PER_S:
         return None
     if cached is not None and cached < WARM_PCT:
         rate = "" if disk is None else f", {disk:.1f} MB/s"
@@ -447,18 +438,11 @@ def _waits(hook: HookTime) -> bool:
 
 def copy_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of an exposed transfer to the device."""
-    facts, found = measured.facts, measured.experiments
-    h2d, alone = measured.stats.h2d_ms or 0.0, None if found is None else found.copy_ms
-    hidden = alone is not None and alone < COPY_SHARE * h2d
-    took = f"the copy alone takes {in_ms(alone, shares.step_ms)} ms"
-    if facts.device_type == "cpu":
-        what = "device_transform takes" if facts.device_transform else "transfer hooks take"
-        return Reason("transfer hooks", [f"nothing is copied on the CPU: {what} the time"])
-    if facts.backend == "nvjpeg" and (alone is None or hidden):
-        said = "nvJPEG decodes in the transfer to the device, and the host waits for it: this is decoding, not the copy"
-        return Reason("decoding on the GPU", [said])
-    if hidden:
-        return Reason("transfer hooks", [f"{took}, hooks the rest"])
+    facts = measured.facts
+    alone = None if measured.experiments is None else measured.experiments.copy_ms
+    beside = _beside_the_copy(measured, alone, shares.step_ms)
+    if beside is not None:
+        return beside
     if facts.pin_memory is False:
         return Reason("unpinned", ["batches lie in pageable memory"])
     count, size = facts.batch_tensors or 0, facts.batch_bytes or 0
@@ -466,7 +450,25 @@ def copy_cause(measured: Measurements, shares: Shares) -> Reason:
         return Reason("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
     if facts.pin_memory and not measured.stats.prefetch_active:
         return Reason("not overlapped", ["batches are copied on the stream that computes"])
-    return Reason("link", [took]) if alone is not None else _link(measured, size / (h2d or 1.0) * 1e-6)
+    if alone is not None:
+        return Reason("link", [f"the copy alone takes {in_ms(alone, shares.step_ms)} ms"])
+    return _link(measured, size / (measured.stats.h2d_ms or 1.0) * 1e-6)
+
+
+def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float) -> Reason | None:
+    facts = measured.facts
+    if facts.device_type == "cpu":
+        what = "device_transform takes" if facts.device_transform else "transfer hooks take"
+        return Reason("transfer hooks", [f"nothing is copied on the CPU: {what} the time"])
+    hidden = alone is not None and alone < COPY_SHARE * (measured.stats.h2d_ms or 0.0)
+    if facts.backend == "nvjpeg" and (alone is None or hidden):
+        said = "nvJPEG decodes in the transfer to the device, and the host waits for it: this is decoding, not the copy"
+        return Reason("decoding on the GPU", [said])
+    return (
+        Reason("transfer hooks", [f"the copy alone takes {in_ms(alone, step_ms)} ms, hooks the rest"])
+        if hidden
+        else None
+    )
 
 
 def _link(measured: Measurements, rate: float) -> Reason:
