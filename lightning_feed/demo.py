@@ -358,18 +358,15 @@ def demo_text(outcome: Mapping[str, Any]) -> str:
 
 def _on_the_device(outcome: Mapping[str, Any]) -> str:
     """What the device gained, where it was measured; what stands in for it on the CPU."""
-    if outcome["device"] == "CPU" and outcome["cpus"] == 1:
-        return "\nThere is no GPU here, and one CPU: loading and training take turns, so only saved work counts."
     if outcome["device"] == "CPU":
         return (
             "\nThere is no GPU here. As a stand-in, training has half of the CPUs, in all runs; fed and advised load\n"
             "with the others, which plain leaves idle. What a GPU gains only a GPU can show."
         )
-    starved = [outcome[name]["starved_pct"] for name in RUNS]
-    if None in starved:
-        return "\nHow long the GPU waited was not measured: the runs were too short. Try --epochs 10."
-    return "\nThe GPU waited for data {:.1f} % (plain), {:.1f} % (fed), {:.1f} % (advised) of each step.".format(
-        *starved
+    starved = (outcome[name]["starved_pct"] for name in RUNS)
+    told = ("not measured" if pct is None else f"{pct:.1f} %" for pct in starved)
+    return "\nOf each step the GPU waited for data: " + ", ".join(
+        f"{pct} ({name})" for name, pct in zip(RUNS, told, strict=True)
     )
 
 

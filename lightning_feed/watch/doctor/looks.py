@@ -392,8 +392,7 @@ def dali(sources: Sources) -> Iterator[Finding]:
     """The DALI that is installed, and whether it is of torch's CUDA. It is not imported."""
     there = {cuda: sources.version(package) for cuda, package in DALI_PACKAGES.items()}
     installed = {cuda: Version(version) for cuda, version in there.items() if version is not None}
-    built = torch_cuda(sources)
-    ours = None if built is None else built[0]
+    ours = (torch_cuda(sources) or (None,))[0]
     install = f"pip install {DALI_PACKAGES[12 if ours is not None and ours < 13 else 13]}"
     value = ", ".join(f"{version} for CUDA {cuda}" for cuda, version in installed.items())
     if not installed:
