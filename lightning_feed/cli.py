@@ -231,8 +231,9 @@ def _add_report(commands: "Commands") -> None:
     report.add_argument("--fail-above", type=_percent, metavar="PCT", help="exit with 1 above this share, 0 to 100")
     form = report.add_mutually_exclusive_group()
     _flag(form, "--json", "print the report as JSON")
-    _flag(form, "--markdown", "print the report as Markdown")
     form.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML page")
+    instead = "the report as Markdown is the file feed_report.md beside feed_report.json"
+    form.add_argument("--markdown", nargs=0, action=_Gone, const=instead)
 
 
 def _percent(text: str) -> float:
@@ -251,7 +252,7 @@ def _report(arguments: argparse.Namespace) -> None:
     """
     from lightning_feed.watch.reports.compare import check_starved
     from lightning_feed.watch.reports.document import as_json, read_document
-    from lightning_feed.watch.reports.files import as_html, as_markdown, write_whole
+    from lightning_feed.watch.reports.files import as_html, write_whole
 
     report = read_document(arguments.folder)
     if arguments.folder.is_dir():
@@ -259,8 +260,8 @@ def _report(arguments: argparse.Namespace) -> None:
     if arguments.html is not None:
         write_whole(arguments.html, as_html(report))
         _print(arguments.html)
-    elif arguments.json or arguments.markdown:
-        _print((as_json if arguments.json else as_markdown)(report).removesuffix("\n"))
+    elif arguments.json:
+        _print(as_json(report).removesuffix("\n"))
     else:
         _print(_as_text(report))
     if arguments.fail_above is not None:

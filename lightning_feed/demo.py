@@ -32,7 +32,7 @@ from lightning_feed.errors import DatasetError, SettingsError, plural
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.reports.document import make_report
-from lightning_feed.watch.reports.files import as_html, as_text, check_writable, in_frame, write_report, write_whole
+from lightning_feed.watch.reports.files import as_text, check_writable, write_report, write_whole
 from lightning_feed.watch.reports.report import Report
 
 PIXELS = 64
@@ -358,18 +358,15 @@ def demo_text(outcome: Mapping[str, Any]) -> str:
 
 def _on_the_device(outcome: Mapping[str, Any]) -> str:
     """What the device gained, where it was measured; what stands in for it on the CPU."""
-    if outcome["device"] == "CPU" and outcome["cpus"] == 1:
-        return "\nThere is no GPU here, and one CPU: loading and training take turns, so only saved work counts."
     if outcome["device"] == "CPU":
         return (
             "\nThere is no GPU here. As a stand-in, training has half of the CPUs, in all runs; fed and advised load\n"
             "with the others, which plain leaves idle. What a GPU gains only a GPU can show."
         )
-    starved = [outcome[name]["starved_pct"] for name in RUNS]
-    if None in starved:
-        return "\nHow long the GPU waited was not measured: the runs were too short. Try --epochs 10."
-    return "\nThe GPU waited for data {:.1f} % (plain), {:.1f} % (fed), {:.1f} % (advised) of each step.".format(
-        *starved
+    starved = (outcome[name]["starved_pct"] for name in RUNS)
+    told = ("not measured" if pct is None else f"{pct:.1f} %" for pct in starved)
+    return "\nOf each step the GPU waited for data: " + ", ".join(
+        f"{pct} ({name})" for name, pct in zip(RUNS, told, strict=True)
     )
 
 
@@ -407,16 +404,21 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
         raise SettingsError(f"--epochs {epochs}: at least 1 is needed.")
     require("tensorboard", extra="demo", why="writing the demo's logs")
     check_writable(out)
-    found = find_images(_training_folder(data) if data is not None else make_images(out, images), images)
+    if data is not None and (data / "train").is_dir():
+        data /= "train"
+    found = find_images(data or make_images(out, images), images)
     plan = Plan(found, epochs, out / "logs")
     fed, advised = FedImages(found), AdvisedImages(found)
     loaders = {"plain": plain_loader(found), "fed": fed, "advised": advised}
     with quiet(), _half_the_cpus():
         _warm_up(len(found.classes))
         runs = {name: _train(name, given, plan) for name, given in loaders.items()}
-    choice = advised.decoder_choice
+    choice, figures = advised.decoder_choice, {name: run.figures for name, run in runs.items()}
     outcome = {
-        **_compared(runs),
+        **figures,
+        "ratio": float(figures["plain"]["epoch_s"] or 0.0) / float(figures["advised"]["epoch_s"] or 1.0),
+        "plain_report": as_text(runs["plain"].report.diagnosis),
+        "reports": {name: run.path for name, run in runs.items()},
         "pictures": len(found),
         "epochs": epochs,
         "cpus": read_machine().usable_cpus,
@@ -426,33 +428,25 @@ def run_demo(*, data: Path | None, images: int, epochs: int, out: Path) -> dict[
         "report": out / "report.html",
         "logs": plan.logs,
     }
-    write_whole(out / "report.html", _page(outcome, {name: run.report for name, run in runs.items()}))
+    write_whole(out / "report.html", _page(outcome))
     return outcome
 
 
-def _compared(runs: Mapping[str, Run]) -> dict[str, Any]:
-    figures = {name: run.figures for name, run in runs.items()}
-    return {
-        **figures,
-        "ratio": float(figures["plain"]["epoch_s"] or 0.0) / float(figures["advised"]["epoch_s"] or 1.0),
-        "plain_report": as_text(runs["plain"].report.diagnosis),
-        "reports": {name: run.path for name, run in runs.items()},
-    }
-
-
-def _page(outcome: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
-    """The table and all reports, one under the other."""
+def _page(outcome: Mapping[str, Any]) -> str:
+    """The seconds per epoch of each run as a bar, and the table."""
+    slowest = max(outcome[name]["epoch_s"] for name in RUNS)
+    bars = "".join(
+        f"<p>{name}: {outcome[name]['epoch_s']:.2f} s per epoch"
+        f'<span style="width: {100 * outcome[name]["epoch_s"] / slowest:.1f}%"></span></p>'
+        for name in RUNS
+    )
     style = "body { font: 16px/1.5 system-ui; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }"
-    frames = "".join(f"<h2>{name}</h2>{in_frame(as_html(report))}" for name, report in reports.items())
+    bar = "span { display: block; height: 1.5rem; background: #4477aa; } pre { white-space: pre-wrap; }"
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>lightning-feed demo</title>'
-        f"<style>:root {{ color-scheme: light dark; }} {style} pre {{ white-space: pre-wrap; }}</style>"
-        f"<h1>lightning-feed demo</h1><pre>{escape(demo_text(outcome))}</pre>{frames}</html>"
+        f"<style>:root {{ color-scheme: light dark; }} {style} {bar}</style>"
+        f"<h1>lightning-feed demo</h1>{bars}<pre>{escape(demo_text(outcome))}</pre></html>"
     )
-
-
-def _training_folder(data: Path) -> Path:
-    return data / "train" if (data / "train").is_dir() else data
 
 
 def _warm_up(classes: int) -> None:

@@ -274,4 +274,4 @@ def test_the_tag_table_is_that_of_the_code() -> None:
 
 
 def test_the_readme_shows_the_tags_that_are_logged_by_default() -> None:
-    assert _tags("README.md") == list(choose_tags(tag_table(), "core", tensorboard=False))
+    assert _tags("README.md") == list(choose_tags(tag_table(), "core"))

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.data import _update_dataloader
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, get_worker_info
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.callbacks.loader_place import find_place
+from lightning_feed.callbacks.loader_place import find_place, origin_of
 from lightning_feed.callbacks.starvation_run import facts_of
 from lightning_feed.load.iterable import divides_among_workers
 from lightning_feed.watch.facts import may_leave_process, may_persist
@@ -160,8 +161,8 @@ def _place(**given: Any) -> Place:
         ("Plain", "your training DataLoader (Plain.train_dataloader, mydata.py:12)"),
         ("ByModule", "your training DataLoader (ByModule.train_dataloader, mydata.py:21)"),
         ("ByHelper", "your training DataLoader (ByHelper.train_dataloader, mydata.py:29)"),
-        ("ByFactory", "your call of make_loader (ByFactory.train_dataloader, mydata.py:43)"),
-        ("ByMethod", "your call of make (ByMethod.train_dataloader, mydata.py:48)"),
+        ("ByFactory", "your training DataLoader (ByFactory.train_dataloader, mydata.py:38)"),
+        ("ByMethod", "your training DataLoader (ByMethod.train_dataloader, mydata.py:51)"),
         (
             "ByFactoryThatDoesNotListen",
             "your training DataLoader (ByFactoryThatDoesNotListen.train_dataloader, mydata.py:55)",
@@ -171,11 +172,12 @@ def _place(**given: Any) -> Place:
 def test_the_line_of_the_call(program: ModuleType, name: str, words: str) -> None:
     place = _place(datamodule=getattr(program, name)())
     assert (place.words, place.form, place.datamodule) == (words, "arguments", name)
-    assert place.names == ((("num_workers", "workers"),) if "call of" in words else ())
+    assert place.names == ()
 
 
 def test_loaders_side_by_side_are_all_named(program: ModuleType) -> None:
-    place = find_place(_source(program.Several()), [1, 2])
+    several = program.Several()
+    place = find_place(_source(several), list(several.train_dataloader().values()))
     assert place.words == "each of your 2 training DataLoaders (Several.train_dataloader, mydata.py:34)"
 
 
@@ -199,8 +201,103 @@ def _source(owner: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_a_loader_that_was_made_elsewhere(program: ModuleType) -> None:
-    place = _place(datamodule=program.Given(DataLoader(program.ROWS)))
-    assert place.words == "your training DataLoader (Given.train_dataloader, mydata.py:68)"
+    loader = DataLoader(program.ROWS)
+    line = sys._getframe().f_lineno - 1
+    place = _place(datamodule=program.Given(loader))
+    assert place.words == f"your training DataLoader (Given.train_dataloader, {Path(__file__).name}:{line})"
+
+
+def test_a_loader_that_was_made_before_anything_of_ours(program: ModuleType) -> None:
+    loader = DataLoader(program.ROWS)
+    del vars(loader)["_feed_origin"]
+    owner = program.Given(loader)
+    assert origin_of(loader) is None
+    assert find_place(_source(owner), [loader]).words == "your training DataLoader (Given.train_dataloader)"
+
+
+PACKAGE = """
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+
+def make_loader(rows, workers=0):
+    return DataLoader(rows, num_workers=workers)
+
+
+def make_alone(rows, workers=2):
+    return DataLoader(rows, num_workers=0)
+
+
+def train(rows, loader_kwargs=None, **trainer_kwargs):
+    return make_it(rows, **(loader_kwargs or {}))
+
+
+def make_it(rows, **kwargs):
+    return DataLoader(rows, **kwargs)
+
+
+class Data(LightningDataModule):
+    def __init__(self, rows, num_workers=0, in_order=True):
+        super().__init__()
+        self.rows, self.num_workers = rows, num_workers
+
+    def train_dataloader(self):
+        return self.loader(self.rows)
+
+    def loader(self, rows):
+        return DataLoader(rows, num_workers=self.num_workers)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> ModuleType:
+    file = tmp_path / "site-packages" / "readymade.py"
+    file.parent.mkdir()
+    file.write_text(PACKAGE)
+    spec = importlib.util.spec_from_file_location("readymade", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_loader_that_a_packages_function_makes(package: ModuleType, program: ModuleType) -> None:
+    loader = package.make_loader(program.ROWS)
+    here, line = Path(__file__).name, sys._getframe().f_lineno - 1
+    assert find_place(_source(None), [loader]) == Place(
+        words=f"your call of make_loader ({here}:{line})", names=(("num_workers", "workers"),)
+    )
+    origin = origin_of(loader)
+    assert origin is not None
+    found = (origin.at, origin.function, origin.package, origin.user_at, origin.parameter, origin.taker)
+    assert found == ("readymade.py:7", "make_loader", "readymade", f"{here}:{line}", "workers", "make_loader")
+
+    loader = package.make_alone(program.ROWS)  # which does not give its number to the loader
+    made = f"made in readymade, readymade.py:11, called from {here}:{sys._getframe().f_lineno - 1}"
+    words = find_place(_source(None), [loader]).words
+    assert words == f"your training DataLoader, which trainer.fit is given ({made})"
+
+    loader = package.train(program.ROWS)
+    made = f"made in readymade, readymade.py:19, called from {here}:{sys._getframe().f_lineno - 1}"
+    words = find_place(_source(None), [loader]).words
+    by = "where train(loader_kwargs=...) may set it"
+    assert words == f"your training DataLoader, which trainer.fit is given ({made}, {by})"
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+def test_a_loader_that_a_packages_data_module_makes(package: ModuleType, program: ModuleType) -> None:
+    place = _place(datamodule=package.Data(program.ROWS))
+    assert place.words == "your call that makes Data (Data.train_dataloader, readymade.py:31)"
+    assert place.names == (("num_workers", "num_workers"), ("in_order", "in_order"))
+
+
+def test_a_loader_that_lightning_makes_of_the_users_has_the_place_of_that(program: ModuleType) -> None:
+    loader = DataLoader(program.ROWS, shuffle=True)
+    sampler = DistributedSampler(program.ROWS, num_replicas=2, rank=0)  # type: ignore[var-annotated]
+    made = _update_dataloader(loader, sampler)
+    assert made is not loader
+    assert origin_of(made) == origin_of(loader) is not None
 
 
 FITS = """
@@ -233,10 +330,9 @@ def pair():
         ("trainer.fit(model, train_dataloaders=loader)", " (myfit.py:9)"),
         ("trainer.fit(model, DataLoader([torch.zeros(8)]))", " (myfit.py:11)"),
         ("trainer.fit(model, make())", " (myfit.py:15)"),
-        ("given, _ = pair()\n    trainer.fit(model, given)", " (myfit.py:12)"),
-        ("for given in [loader]: trainer.fit(model, given)", " (myfit.py:11)"),
-        ("trainer.fit(model, list([loader])[0:1][0].__class__(loader.dataset))", " (myfit.py:11)"),
-        ("trainer.fit(*[model, loader])", ""),
+        ("given, _ = pair()\n    trainer.fit(model, given)", " (myfit.py:16)"),
+        ("for given in [loader]: trainer.fit(model, given)", " (myfit.py:9)"),
+        ("trainer.fit(*[model, loader])", " (myfit.py:9)"),
     ],
 )
 def test_a_loader_that_fit_is_given(tmp_path: Path, call: str, place: str) -> None:

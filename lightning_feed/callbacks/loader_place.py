@@ -1,12 +1,14 @@
-"""Where the user's program sets up the training loader: the call, the argument, the key on the command line."""
+"""Location of the call that makes the training loader, noted when it is made, and its key on the command line."""
 
-import ast
+import functools
 import inspect
+import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -14,43 +16,138 @@ from torch.utils.data import DataLoader
 from lightning_feed import _host
 from lightning_feed.errors import source_line
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.watch.experiments.storage import is_users
 from lightning_feed.watch.verdict.diagnosis import Place
 
 SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "in_order")
-"""What remedies set."""
-OTHER_NAMES = {"num_workers": ("workers", "n_workers", "nworkers")}
-"""What functions that make loaders call them."""
-_LOADERS = ("DataLoader", "WebLoader", "StatefulDataLoader", "StreamingDataLoader")
-"""Classes that may be imported where nobody can look them up."""
+"""Settings that remedies change."""
+WORKER_NAMES = ("num_workers", "workers", "n_workers", "nworkers")
+"""Names of parameters that take the number of workers."""
+_HANDED_ON = re.compile(r"(.*(data|load|split).*_)?kwargs")
+"""Names of parameters that take a loader's arguments as a dict, or as further arguments."""
 _HOSTS = ("lightning_feed", "lightning", "pytorch_lightning", "torch")
-_DEEPEST = 3
-"""Functions of the user's that are followed to the call."""
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call that makes a loader."""
+@dataclass(frozen=True, kw_only=True)
+class LoaderOrigin:
+    """The place where a DataLoader was made, from the stack at that time."""
 
-    at: str
-    """``data.py:41``."""
-    name: str
-    """What is called."""
+    file: str
+    line: int
+    function: str
+    package: str
+    """The package of that file; empty for the user's own code."""
+    user_file: str = ""
+    """The innermost of the user's own code on the stack; empty: there was none."""
+    user_line: int = 0
+    parameter: str = ""
+    """A parameter by which its number of workers, or its arguments, can be given; empty: none was seen."""
+    taker: str = ""
+    """The function, or the class, that has this parameter."""
     names: tuple[tuple[str, str], ...] = ()
-    """As in :class:`Place`; empty for a loader class."""
+    """(setting, what ``taker`` calls it), where it takes the number of workers itself."""
+
+    @property
+    def at(self) -> str:
+        """Its line, as users find it."""
+        return source_line(self.file, self.line)
+
+    @property
+    def user_at(self) -> str:
+        """The user's line; empty where there is none."""
+        return source_line(self.user_file, self.user_line) if self.user_file else ""
 
 
-@dataclass(frozen=True)
-class _Sought:
-    """What is looked for: the calls that make these loaders."""
+def origin_of(loader: Any) -> LoaderOrigin | None:
+    """The place where a loader was made; None: before this module was imported, or it is no DataLoader."""
+    found = getattr(loader, "__dict__", {}).get("_feed_origin")
+    return found if isinstance(found, LoaderOrigin) else None
 
-    owner: Any
-    """Has the ``train_dataloader``; None where ``trainer.fit`` is given the loaders."""
-    num_workers: set[Any]
-    """Of the loaders; None among them: of one that has no such number."""
+
+def _note_making() -> None:
+    """Have each DataLoader that is made from now on note its origin."""
+    make = DataLoader.__init__
+
+    @functools.wraps(make)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        with suppress(Exception):  # frames hold whatever the user has
+            vars(self)["_feed_origin"] = _origin_on_stack(self, sys._getframe(1))
+
+    DataLoader.__init__ = noting  # type: ignore[method-assign]
+
+
+def _origin_on_stack(loader: Any, frame: FrameType | None) -> LoaderOrigin | None:
+    while frame is not None and _first_argument(frame) is loader:  # constructors, and wrappers around them
+        frame = frame.f_back
+    on_the_way: list[FrameType] = []
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        for held in frame.f_locals.values():
+            # Lightning and accelerate make a loader out of the user's, with another sampler.
+            if isinstance(held, DataLoader) and held is not loader and held.dataset is loader.dataset:
+                return origin_of(held)
+        on_the_way.append(frame)
+        frame = frame.f_back
+    maker = on_the_way[0] if on_the_way else frame
+    if maker is None:
+        return None
+    taker, parameter, names = next(filter(None, (_takes(one, loader) for one in reversed(on_the_way))), ("", "", ()))
+    return LoaderOrigin(
+        file=maker.f_code.co_filename,
+        line=maker.f_lineno,
+        function=maker.f_code.co_name,
+        package=_package(maker) if on_the_way else "",
+        user_file="" if frame is None else frame.f_code.co_filename,
+        user_line=0 if frame is None else frame.f_lineno,
+        parameter=parameter,
+        taker=taker,
+        names=names,
+    )
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _first_argument(frame: FrameType) -> Any:
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def _takes(frame: FrameType, loader: Any) -> tuple[str, str, tuple[tuple[str, str], ...]] | None:
+    """A function on the way, or the class of its ``self``, with the parameter by which the workers can be given."""
+    if _package(frame) in _HOSTS:
+        return None
+    code, owner = frame.f_code, _first_argument(frame)
+    flags = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + flags]
+    found = _parameter_of(parameters, frame.f_locals, loader)
+    if found is None and code.co_varnames[:1] == ("self",):
+        of_class = tuple(inspect.signature(type(owner)).parameters)
+        found = _parameter_of(of_class, getattr(owner, "__dict__", {}), loader)
+        return None if found is None else (type(owner).__name__, *found)
+    return None if found is None else (code.co_name, *found)
+
+
+def _parameter_of(
+    parameters: Sequence[str], values: Any, loader: Any
+) -> tuple[str, tuple[tuple[str, str], ...]] | None:
+    for name in WORKER_NAMES:
+        # One with another value does not lead to this loader.
+        if name in parameters and values.get(name, loader.num_workers) == loader.num_workers:
+            others = ((one, one) for one in SETTINGS[1:] if one in parameters)
+            return name, (("num_workers", name), *others)
+    handed_on = next(filter(_HANDED_ON.fullmatch, parameters), None)
+    return None if handed_on is None else (handed_on, ())
+
+
+_note_making()
+
+# --- in words -----------------------------------------------------------------------------------------------------
 
 
 def find_place(trainer: Any, loaders: Sequence[Any]) -> Place:
-    """Where the training loaders of a Trainer are set up.
+    """Location of the set-up of a Trainer's training loaders.
 
     Args:
         trainer: in a fit, with its loaders.
@@ -60,7 +157,7 @@ def find_place(trainer: Any, loaders: Sequence[Any]) -> Place:
 
 
 def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Place:
-    """The same outside of a fit.
+    """The location of that set-up outside of a fit.
 
     Args:
         owner: the module or data module with the ``train_dataloader``; None where ``trainer.fit`` is given the loaders.
@@ -81,165 +178,37 @@ def place_of(owner: Any, trainer: Any, data: Any, loaders: Sequence[Any]) -> Pla
 
 
 def _words(owner: Any, loaders: Sequence[Any]) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """The place in words, and what the settings are called there."""
+    """The place in words, and the names of the settings there."""
+    method = "" if owner is None else f"{type(owner).__name__}.train_dataloader"
+    origins = [one for one in dict.fromkeys(map(origin_of, loaders)) if one is not None]
+    first = origins[0] if origins else None
+    if first is not None and first.names:
+        made = first.user_at if first.taker != type(owner).__name__ else first.at
+        call = "call of" if first.taker != type(owner).__name__ else "call that makes"
+        return f"your {call} {first.taker}{_in_brackets(method, made)}", first.names
     which = "your training DataLoader" if len(loaders) < 2 else f"each of your {len(loaders)} training DataLoaders"
-    method = getattr(owner, "train_dataloader", None)
-    sought = _Sought(owner, {getattr(loader, "num_workers", None) for loader in loaders})
-    found = _given_to_fit(sought) if owner is None else _calls(method, sought, _DEEPEST)
-    calls = list(dict.fromkeys(found))
-    where = "" if owner is None else f"{type(owner).__name__}.train_dataloader"
-    places = " and ".join(call.at for call in calls) or _line_of(method)
-    inside = ", ".join(filter(None, (where, places)))
-    inside = f" ({inside})" if inside else ""
-    if calls and (calls[0].names or calls[0].name not in _LOADERS):
-        return f"your call of {calls[0].name}{inside}", calls[0].names
-    return f"{which}{', which trainer.fit is given' if owner is None else ''}{inside}", ()
+    given = ", which trainer.fit is given" if owner is None else ""
+    return f"{which}{given}{_in_brackets(method, ' and '.join(map(_made_at, origins)))}", ()
 
 
-# --- the call -----------------------------------------------------------------------------------------------------
+def _in_brackets(*parts: str) -> str:
+    said = ", ".join(filter(None, parts))
+    return f" ({said})" if said else ""
 
 
-def _calls(function: Any, sought: _Sought, deeper: int) -> Iterator[_Call]:
-    """The calls in a function, and in functions of the user's that it calls, that make a loader."""
-    function = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None
-    function = getattr(function, "__func__", function)
-    if function is None or not hasattr(function, "__code__") or not _of_the_user(function):
-        return
-    try:
-        lines, first = inspect.getsourcelines(function)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError):  # made by exec, or in a notebook that has gone on
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            called = _look_up(node.func, function, sought.owner)
-            at = source_line(function.__code__.co_filename, first + node.lineno - 1)
-            yield from _made_by(node, called, at, sought, deeper)
-
-
-def _made_by(node: ast.Call, called: Any, at: str, sought: _Sought, deeper: int) -> Iterator[_Call]:
-    """This call, where it makes a loader; else those in the function that it calls."""
-    found = _as_call(node, called, at, sought)
-    if found is not None:
-        yield found
-    elif deeper and not isinstance(called, type):
-        yield from _calls(called, sought, deeper - 1)
-
-
-def _as_call(node: ast.Call, called: Any, at: str, sought: _Sought) -> _Call | None:
-    last = ast.unparse(node.func).rpartition(".")[2]
-    if isinstance(called, type):
-        is_loader = issubclass(called, DataLoader) or called.__name__ in _LOADERS
-        return _Call(at, called.__name__ if called.__name__ in _LOADERS else last) if is_loader else None
-    if called is None:
-        return _Call(at, last) if last in _LOADERS else None
-    try:
-        signature = inspect.signature(called)
-    except (TypeError, ValueError):
-        return None
-    names = tuple(
-        (setting, one)
-        for setting in SETTINGS
-        for one in (setting, *OTHER_NAMES.get(setting, ()))
-        if one in signature.parameters
-    )
-    if not names or names[0][0] != "num_workers":
-        return None
-    given = _given(node, signature, names[0][1])
-    # A number that the loaders do not have: the function makes nothing of it.
-    return _Call(at, last, names) if given is None or sought.num_workers & {given, None} else None
-
-
-def _given(node: ast.Call, signature: inspect.Signature, name: str) -> int | None:
-    """The number that a call gives an argument, or leaves it to have; None: it cannot be told."""
-    if any(isinstance(one, ast.Starred) for one in node.args) or any(word.arg is None for word in node.keywords):
-        return None
-    owner = [None] if "self" in signature.parameters else []
-    try:
-        bound = signature.bind_partial(*owner, *node.args, **{str(word.arg): word.value for word in node.keywords})
-    except TypeError:  # not a call of what the name stands for now
-        return None
-    value = bound.arguments.get(name, signature.parameters[name].default)
-    value = value.value if isinstance(value, ast.Constant) else value
-    return value if type(value) is int else None
-
-
-def _look_up(node: ast.expr, function: Callable[..., Any], owner: Any) -> Any:
-    """What a name in a function stands for: a global, what it closes over, or an attribute; None: it cannot be told."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-        return inspect.getattr_static(type(owner), node.attr, None)
-    scope = inspect.getclosurevars(function)
-    return _look_up_in(node, {**scope.globals, **scope.nonlocals})
-
-
-def _look_up_in(node: ast.expr, scope: Mapping[str, Any]) -> Any:
-    if isinstance(node, ast.Name):
-        return scope.get(node.id)
-    inner = _look_up_in(node.value, scope) if isinstance(node, ast.Attribute) else None
-    return getattr(inner, node.attr, None) if isinstance(node, ast.Attribute) and inspect.ismodule(inner) else None
-
-
-def _of_the_user(function: Any) -> bool:
-    return _is_a_users(function.__code__.co_filename, str(getattr(function, "__module__", "")))
-
-
-def _line_of(function: Any) -> str:
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    return "" if code is None else source_line(code.co_filename, code.co_firstlineno)
+def _made_at(origin: LoaderOrigin) -> str:
+    if not origin.package:
+        return origin.at
+    called = f", called from {origin.user_at}" if origin.user_file else ""
+    by = f", where {origin.taker}({origin.parameter}=...) may set it" if origin.parameter else ""
+    return f"made in {origin.package}, {origin.at}{called}{by}"
 
 
 def users_line(function: Any) -> str:
     """``train.py:12`` of a function of the user's; empty for one of a library, or none."""
     function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
-    return _line_of(function) if hasattr(function, "__code__") and _of_the_user(function) else ""
-
-
-def _given_to_fit(sought: _Sought) -> Iterator[_Call]:
-    """The calls that make what ``trainer.fit`` is given, where the function that calls it makes it."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and not ("fit" in frame.f_code.co_names and _of_a_user(frame)):
-        frame = frame.f_back
-    if frame is None:
-        return
-    try:
-        lines, first = inspect.getsourcelines(frame)  # of a module's frame all lines, of its code the first
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError):
-        return
-    made = {
-        target.id: node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    for call in ast.walk(tree):
-        for given in _loaders_of_fit(call) if isinstance(call, ast.Call) else ():
-            node = made.get(given.id, given) if isinstance(given, ast.Name) else given
-            if not isinstance(node, (ast.Name, ast.Call)):
-                continue
-            at, calls = source_line(frame.f_code.co_filename, max(first, 1) + node.lineno - 1), []
-            if isinstance(node, ast.Call):
-                called = _look_up_in(node.func, {**frame.f_globals, **frame.f_locals})
-                calls = list(_made_by(node, called, at, sought, _DEEPEST))
-            # Where what makes it cannot be told, the line that hands it on.
-            yield from calls or [_Call(at, _LOADERS[0])]
-
-
-def _of_a_user(frame: Any) -> bool:
-    return _is_a_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
-
-
-def _loaders_of_fit(call: ast.Call) -> list[ast.expr]:
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "fit":
-        return []
-    named = [word.value for word in call.keywords if word.arg == "train_dataloaders"]
-    return named or call.args[1:2]
-
-
-def _is_a_users(file: str, module: str) -> bool:
-    libraries = {"site-packages", "dist-packages"} & set(Path(file).parts)
-    return not libraries and module.partition(".")[0] not in _HOSTS
+    code = getattr(function, "__code__", None)
+    return source_line(code.co_filename, code.co_firstlineno) if code and is_users(code.co_filename) else ""
 
 
 # --- the command line ---------------------------------------------------------------------------------------------

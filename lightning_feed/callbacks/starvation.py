@@ -313,11 +313,10 @@ class GPUStarvationCallback(Callback):
             run.leave_out_step()  # what our own call takes is no part of it
 
     def _log(self, trainer: Any, tags: dict[str, float], step: int) -> None:
-        def give(to: Any) -> None:
-            chosen = choose_tags(tags, self.tags, tensorboard=_draws_layouts(to))
-            self._paces.setdefault(id(to), Pace()).give(to, chosen, step)
-
-        self._for_each_logger(trainer, "log its figures to", give)
+        chosen = choose_tags(tags, self.tags)
+        self._for_each_logger(
+            trainer, "log its figures to", lambda to: self._paces.setdefault(id(to), Pace()).give(to, chosen, step)
+        )
 
     def _for_each_logger(self, trainer: Any, task: str, give: Callable[[Any], object]) -> None:
         """Logger by logger: one that fails takes nothing from the others."""
@@ -370,9 +369,10 @@ class GPUStarvationCallback(Callback):
         """Tell TensorBoard how to draw the tags, once for each of its writers."""
         if self._laid_out is None:
             self._laid_out = weakref.WeakSet()
-        if _draws_layouts(to) and to.experiment not in self._laid_out:
-            self._laid_out.add(to.experiment)
-            to.experiment.add_custom_scalars(custom_scalar_layout(self.tags))
+        experiment: Any = getattr(to, "experiment", None)
+        if callable(getattr(experiment, "add_custom_scalars", None)) and experiment not in self._laid_out:
+            self._laid_out.add(experiment)
+            experiment.add_custom_scalars(custom_scalar_layout(self.tags))
 
     def _start_nvml(self, trainer: Trainer, device: torch.device) -> NvmlSampler | None:
         if not self.nvml or not trainer.is_global_zero:
@@ -383,11 +383,6 @@ class GPUStarvationCallback(Callback):
         sampler = NvmlSampler(str(torch.cuda.get_device_properties(device).uuid))
         sampler.start()
         return sampler
-
-
-def _draws_layouts(to: Any) -> bool:
-    """Whether it is a logger of TensorBoard."""
-    return callable(getattr(getattr(to, "experiment", None), "add_custom_scalars", None))
 
 
 def _write(trainer: Any, report: Report) -> list[Path]:

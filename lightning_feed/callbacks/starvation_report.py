@@ -92,7 +92,7 @@ def give_report(to: Any, report: Report, step: int) -> None:
         import wandb
 
         experiment.log({TEXT_TAG: wandb.Html(io.StringIO(as_html(report))), "trainer/global_step": step})
-        whole = choose_tags(to_tags(found.stats), "core", tensorboard=False)
+        whole = choose_tags(to_tags(found.stats), "core")
         experiment.summary.update({**whole, "feed/verdict": headline(found)})  # else W&B shows the last window there
     elif callable(getattr(experiment, "add_text", None)):
         experiment.add_text(TEXT_TAG, diagnosis_markdown(found), step)

@@ -49,10 +49,6 @@ def _clone(tensor: Tensor) -> Tensor:
     return copied.pin_memory() if tensor.is_pinned() else copied
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _idle_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
     mine = copy.copy(loader)
     mine._iterator = None
@@ -113,7 +109,8 @@ class Replay:
         first = copy_of(self._batches[0])
         given = [(tensor, _version(tensor)) for tensor in tensors(first)]
         yield first
-        change = _clone if any(_version(tensor) != version for tensor, version in given) else _same
+        written = any(_version(tensor) != version for tensor, version in given)
+        change = _clone if written else lambda tensor: tensor
         del first, given
         for number in range(1, self._length):
             yield _with_new_containers(self._batches[number % len(self._batches)], change)

@@ -86,11 +86,11 @@ def diagnose(  # noqa: PLR0913  # one call that says what to train and how far t
     PrefetchCallback, and without the module's hooks for the end of a training. What was left out is named in the
     report. Then drives the training loader alone, with parts of its work left out.
 
-    Afterwards these are as before: the module's parameters, buffers and gradients, ``requires_grad``, ``train()`` and
-    ``eval()``, the layers that it has; optimizers and schedulers that it holds; the random states of torch, numpy and
-    Python; attributes of the data module and its data sets; your own loaders. What else your code changes in a training
-    step, in objects of its own or outside of Python, is not put back: the command ``lightning-feed diagnose`` runs in a
-    process of its own.
+    Afterwards these are as before: the ``state_dict`` of the module, of optimizers and schedulers that it has as
+    attributes, and of callbacks that ran; ``requires_grad``, ``train()`` and ``eval()``; the random states of torch,
+    numpy and Python; attributes of the data module and its data sets; your own loaders. Gradients are dropped. What
+    else your code changes in a training step is not put back: the command ``lightning-feed diagnose`` runs in a process
+    of its own.
 
     Args:
         trainer: the Trainer that trains the model. It is only read. None: a Trainer for the device that Lightning

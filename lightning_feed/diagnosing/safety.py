@@ -7,13 +7,12 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -212,70 +211,41 @@ class StopSignals:
 
 
 class ModelState:
-    """What torch can name of a module: parameters and buffers, their gradients, ``requires_grad``, ``train()`` and
-    ``eval()``, the layers that it has, and the ``state_dict`` of the optimizers and schedulers that it holds.
-
-    Plain attributes of the modules are kept too, and the lists and dicts that they hold themselves. Lazy layers are
-    lazy again. Tensors are kept in host memory.
+    """The ``state_dict`` of a module, of the optimizers and schedulers that its attributes are, and of callbacks;
+    ``train()``, ``eval()`` and ``requires_grad``. Tensors are kept in host memory.
 
     Args:
-        model: the module; None: nothing is kept.
+        model: the module; None: nothing of it is kept.
+        callbacks: of the user's.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, callbacks: Sequence[Any] = ()) -> None:
+        self._model = model
         modules = [] if model is None else list(model.modules())
-        self._kinds = [(one, type(one)) for one in modules]
-        held = [each for one in modules for each in (vars(one), *vars(one).values()) if isinstance(each, (dict, list))]
-        self._containers = [(one, dict(one) if isinstance(one, dict) else list(one)) for one in held]
-        tensors = [] if model is None else [*model.parameters(), *model.buffers()]
-        self._tensors = [_KeptTensor(one) for one in tensors]
-        values = [value for one in held for value in (one.values() if isinstance(one, dict) else one)]
-        optimizers = {id(one): one for one in values if isinstance(one, (Optimizer, LRScheduler))}
-        self._states = [(one, tree_map(_on_host, one.state_dict())) for one in optimizers.values()]
+        self._modes = [(one, one.training) for one in modules]
+        parameters = [] if model is None else [one for one in model.parameters() if not is_lazy(one)]
+        self._learning = [(one, one.requires_grad) for one in parameters]
+        held = [value for one in modules for value in vars(one).values() if isinstance(value, (Optimizer, LRScheduler))]
+        self._states = [(one, tree_map(_on_host, copy.deepcopy(one.state_dict()))) for one in [*held, *callbacks]]
+        # That of the class: a module of the user's may leave parameters out of what it saves.
+        values = {} if model is None else nn.Module.state_dict(model)
+        self._values = {
+            name: _on_host(value)
+            for name, value in values.items()
+            if not (is_lazy(value) or getattr(value, "is_meta", False))
+        }
 
     def restore(self) -> None:
-        """Put everything back. May be called more than once."""
-        for module, kind in self._kinds:
-            if type(module) is not kind:  # it was lazy
-                module.__class__ = kind
-        for container, before in self._containers:
-            container.clear()
-            if isinstance(container, dict):
-                container.update(before)
-            else:
-                container.extend(before)
-        with torch.no_grad():
-            for tensor in self._tensors:
-                tensor.restore()
+        """Put it back, and drop gradients. May be called more than once."""
+        for module, mode in self._modes:
+            module.training = mode
+        for parameter, learns in self._learning:
+            parameter.requires_grad_(learns)
+            parameter.grad = None
+        if self._model is not None:
+            nn.Module.load_state_dict(self._model, self._values, strict=False)
         for one, state in self._states:
             one.load_state_dict(copy.deepcopy(state))
-
-
-class _KeptTensor:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._kind, self._requires_grad = tensor, type(tensor), tensor.requires_grad
-        self._memory = tensor.data  # is kept when the tensor is moved to another device
-        self._values = None if is_lazy(tensor) or tensor.is_meta else self._memory.to("cpu", copy=True)
-        self._grad = _on_host(tensor.grad)
-
-    def restore(self) -> None:
-        tensor, memory = self._tensor, self._memory
-        if type(tensor) is not self._kind:  # it was lazy
-            tensor.data = memory
-            tensor.__class__ = self._kind
-        if self._values is None:
-            return
-        tensor.grad = None  # torch refuses new data while an unlike gradient is there
-        strided = memory.layout is torch.strided
-        if tensor.device != memory.device or (strided and tensor.data_ptr() != memory.data_ptr()):
-            tensor.data = memory
-        # What was expanded cannot be written to, and has not been; sparse tensors cannot be compared.
-        if not strided or not torch.equal(memory.cpu(), self._values):
-            with torch.inference_mode(memory.is_inference()):
-                memory.copy_(self._values)
-        if tensor.requires_grad != self._requires_grad:
-            tensor.requires_grad_(self._requires_grad)
-        tensor.grad = None if self._grad is None else self._grad.to(tensor.device, copy=True)
 
 
 def _on_host(value: Any) -> Any:

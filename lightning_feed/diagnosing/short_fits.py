@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType
@@ -103,8 +103,8 @@ class DiagnosisSession:
         """A context that hears signals, and after which what the fits change is as before. Gives the module's state."""
         if self.device.type == "cuda":
             torch.cuda.init()  # its generators are kept too
-        with self.stops, preserve_state(self.datamodule, self.loaders, self.callbacks):
-            state = ModelState(self.model)
+        with self.stops, preserve_state(self.datamodule, self.loaders):
+            state = ModelState(self.model, self.callbacks)
             try:
                 yield state
             finally:
@@ -189,7 +189,9 @@ class DiagnosisSession:
 
         def on_start(trainer: Any) -> None:
             if on_device:
-                _host.wrap_transfer(trainer, lambda _, batch: batch, lambda _original, _name, batch, *_: batch)
+                short_fit.wraps += _host.wrap_transfer(
+                    trainer, lambda _, batch: batch, lambda _original, _name, batch, *_: batch
+                )
 
         known = self.measured.facts.batches_per_epoch if self.measured is not None else None
         endless = Replay(batches, max(limits.most + 1, known or 0))
@@ -221,7 +223,9 @@ class DiagnosisSession:
         data: dict[str, Any] = {"datamodule": self.datamodule}
         if self.loaders is not None:
             data = {"train_dataloaders": given(lambda: self.loaders)}
-        stdin, wraps = sys.stdin, self._wraps(given, set_up=set_up)
+        stdin, wraps, before = sys.stdin, self._wraps(given, set_up=set_up), None
+        with suppress(RuntimeError):  # it has none
+            before = self.model.trainer
         try:
             with tempfile.TemporaryDirectory(prefix="feed_diagnose_") as folder:
                 trainer = short_trainer(self.package, self.trainer, callbacks, folder, prefetch=prefetch)
@@ -230,7 +234,7 @@ class DiagnosisSession:
             for wrap in reversed([*wraps, *short_fit.wraps]):
                 wrap.undo()
             sys.stdin = stdin
-            trainer = None
+            self.model.trainer, trainer = before, None
             gc.collect()  # a Trainer is a ring of objects; with it go the workers of this fit
 
     def _wraps(self, given: Callable[[Any], Any], *, set_up: bool) -> list[_host.Wrap]:

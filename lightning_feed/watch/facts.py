@@ -31,25 +31,39 @@ def with_loaders(facts: LoopFacts, every: Sequence[Any], *, reloaded: bool | Non
     known: dict[str, Any] = {}
     if loaders:
         slowest = min(loaders, key=lambda loader: loader.num_workers)
+        known = _told_by(slowest, loaders)
+        known["ours"] = all(isinstance(loader, FeedLoader) for loader in every)
         if len(loaders) == len(every):
-            for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order"):
-                known[name] = getattr(slowest, name, None)
+            known |= {name: getattr(slowest, name, None) for name in _SETTINGS}
             kind = "thread" if getattr(slowest, "workers", None) == "thread" else "process"
             known["workers"] = kind if slowest.num_workers else None
-        sampler = getattr(slowest, "batch_sampler", None)
-        known["batch_size"] = getattr(slowest, "batch_size", None) or getattr(sampler, "batch_size", None)
-        known["ours"] = all(isinstance(loader, FeedLoader) for loader in every)
-        # Loaders that are not torch's need have no dataset at all.
-        datasets = [getattr(loader, "dataset", None) for loader in loaders]
-        known["map_style"] = not any(isinstance(dataset, IterableDataset) for dataset in datasets)
-        known["decodes_whole"] = any(map(_decodes_whole, datasets))
     if reloaded is not None:
-        divided = [told for loader in every if (told := divides_among_workers(loader)) is not None]
-        known["every_num_workers"] = tuple(loader.num_workers for loader in every if hasattr(loader, "num_workers"))
-        known["shards_by_worker"] = all(divided) if divided else None
-        known["may_leave_process"] = all(may_leave_process(each) is not False for each in every) if divided else None
-        known["may_persist"] = may_persist(every, reloaded=reloaded)
+        known |= _for_remedies(every, reloaded=reloaded)
     return replace(facts, **known)
+
+
+_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
+
+
+def _told_by(slowest: Any, loaders: Sequence[Any]) -> dict[str, Any]:
+    sampler = getattr(slowest, "batch_sampler", None)
+    # Loaders that are not torch's need have no dataset at all.
+    datasets = [getattr(loader, "dataset", None) for loader in loaders]
+    return {
+        "batch_size": getattr(slowest, "batch_size", None) or getattr(sampler, "batch_size", None),
+        "map_style": not any(isinstance(dataset, IterableDataset) for dataset in datasets),
+        "decodes_whole": any(map(_decodes_whole, datasets)),
+    }
+
+
+def _for_remedies(every: Sequence[Any], *, reloaded: bool) -> dict[str, Any]:
+    divided = [told for loader in every if (told := divides_among_workers(loader)) is not None]
+    return {
+        "every_num_workers": tuple(loader.num_workers for loader in every if hasattr(loader, "num_workers")),
+        "shards_by_worker": all(divided) if divided else None,
+        "may_leave_process": all(may_leave_process(each) is not False for each in every) if divided else None,
+        "may_persist": may_persist(every, reloaded=reloaded),
+    }
 
 
 def with_batch(facts: LoopFacts, batch: Any) -> LoopFacts:

@@ -151,7 +151,7 @@ Calls = dict[str, Callable[[], object]]
 """Name of an action -> what to call."""
 
 
-class _Announced:
+class _Announced(AbstractContextManager[str]):
     """An action of a profiler that does nothing, for those who want to know of it."""
 
     __slots__ = ("_begins", "_ends", "_name")
@@ -167,6 +167,16 @@ class _Announced:
     def __exit__(self, *error: object) -> None:
         if self._ends is not None:
             self._ends()
+
+
+class _Actions(dict[str, AbstractContextManager[Any]]):
+    """A context for each name; for one that is not wanted an empty one, made once: some thirty are asked for in a
+    step."""
+
+    def __missing__(self, name: str) -> AbstractContextManager[Any]:
+        made: AbstractContextManager[Any] = nullcontext(name)
+        self[name] = made
+        return made
 
 
 def tap_profiler(
@@ -189,11 +199,11 @@ def tap_profiler(
         What takes the tap out. A tap that another tool has wrapped in its turn stays, and is dead.
     """
     starts, stops, own = dict(on_start), dict(on_stop), vars(profiler)
-    wanted = {name: _Announced(name, starts.get(name), stops.get(name)) for name in {**starts, **stops}}
+    actions = _Actions({name: _Announced(name, starts.get(name), stops.get(name)) for name in {**starts, **stops}})
     shadowed = {name: own[name] for name in ("start", "stop", "profile") if name in own}
     passes_over, timing = does_nothing and not shadowed, hooks or HookTimes(lambda: False)
     original_start, original_stop, original_profile = profiler.start, profiler.stop, profiler.profile
-    started, stopped, announced = starts.get, stops.get, wanted.get
+    started, stopped = starts.get, stops.get
 
     def start(action_name: str) -> None:
         original_start(action_name)
@@ -207,7 +217,7 @@ def tap_profiler(
 
     def profile(action_name: str) -> AbstractContextManager[Any]:
         if passes_over and own.get("start") is start and own.get("stop") is stop:
-            action = announced(action_name) or nullcontext(action_name)
+            action = actions[action_name]
         else:
             action = original_profile(action_name)
         return timing.measure(timing.timed, action_name, action) or action if timing.looking else action
@@ -216,7 +226,7 @@ def tap_profiler(
     own.update(taps)  # last: where anything above failed, nothing is left in the profiler
 
     def untap() -> None:
-        for calls in (starts, stops, wanted):
+        for calls in (starts, stops, actions):
             calls.clear()
         timing.stop()
         _take_out(own, taps, shadowed)

@@ -8,11 +8,11 @@ unknown, never an error in training.
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -20,6 +20,8 @@ from lightning_feed.load.loader import LoaderPass
 from lightning_feed.load.threads import OwnPass
 from lightning_feed.watch.kernel import Workers
 from lightning_feed.watch.step_meter import Clock, host_clock
+
+T = TypeVar("T")
 
 _HOLDERS = ("_dataloader", "base_dataloader", "dataloader", "loader")
 """Attributes under which wrappers hold a loader: Fabric's, accelerate's, and those of users."""
@@ -146,24 +148,21 @@ class Probe:
 
     def read(self) -> QueueState | None:
         """How it stands; None where that cannot be told. Takes about a microsecond."""
-        try:
-            return self._state(self._iterator())
-        except _UNREADABLE:
-            return None
+        return self._ask(self._state, None)
 
     def capacity(self) -> int | None:
         """Batches that it may hold ready."""
-        try:
-            return self._holds(self._iterator())
-        except _UNREADABLE:
-            return None
+        return self._ask(self._holds, None)
 
     def workers(self) -> Workers:
         """Who makes its batches, beside the thread that asks for them."""
+        return self._ask(self._made_by, Workers())
+
+    def _ask(self, question: Callable[[Any], T], unknown: T) -> T:
         try:
-            return self._made_by(self._iterator())
+            return question(self._iterator())
         except _UNREADABLE:
-            return Workers()
+            return unknown
 
     def head_of_line_ns(self) -> float | None:
         """Nanoseconds it has waited, so far, with a later batch ready, times the share of workers idle for that."""

@@ -108,7 +108,7 @@ MOST_STEPS = 4096
 PATIENCE_S = 5.0
 """How long rank 0 waits for the others' last steps when training is over."""
 WINDOWS_MISSED = 3
-"""After so many windows that not all ranks told of, one line says which did not."""
+"""After so many windows that not all ranks told of, one line says so."""
 _LOOK_S = 0.005
 _LAST = "last"
 _HEADER = 3  # layout, window, rows: float64, as the rows are
@@ -232,7 +232,7 @@ class RankExchange:
         told = [None] * len(keys) if values is None else [_unpack(value, window) for value in values]
         rows = [mine, *(each for each in told if each is not None)]
         if len(rows) < self.world_size:
-            self._miss(keys)
+            self._miss()
             return None
         self._missed = 0
         rows = [torch.cat(both) for both in zip(self._left, rows, strict=True)]
@@ -251,13 +251,11 @@ class RankExchange:
         """The values of all ``keys``; None where one of them is not there: to get it would be to wait for it."""
         return read_all(self._store, keys) if self._store.check(keys) else None
 
-    def _miss(self, keys: list[str]) -> None:
+    def _miss(self) -> None:
         self._missed += 1
         if self._missed == WINDOWS_MISSED:
-            silent = [rank for rank, key in enumerate(keys, 1) if not self._try(self._store.check, [key])]
             logger.info(
-                "The ranks are not compared: %s. GPUStarvationCallback must be on all ranks, with the same interval.",
-                f"nothing came from {silent}" if silent else "they log at different steps",
+                "The ranks are not compared: GPUStarvationCallback must be on all ranks, with the same interval."
             )
 
     def _await_others(self, patience_s: float) -> None:

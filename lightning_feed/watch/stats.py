@@ -13,6 +13,7 @@ LOST_SHARE = 0.1
 
 
 Sums = TypeVar("Sums", bound="Additive")
+T = TypeVar("T")
 
 
 @dataclass
@@ -61,7 +62,7 @@ class LoaderStats:
     handover_pct: float | None = tagged("feed_queue/handover_pct")
     """Share of the waiting that began with batches ready, and none of it lost to their order, 0 to 100. From 80: it is
     handing batches over to the training process that takes the time, so send fewer and smaller tensors, or threads."""
-    pin_lag_ms: float | None = tagged("feed_queue/pin_lag_ms")
+    pin_lag_ms: float | None = None
     """Mean time of waiting for a batch while batches were made, but none of them pinned. High: pinning limits."""
     produced_per_s: float | None = tagged("feed_queue/produced_per_s")
     """Batches per second that the loader made, what only left a full queue not counted."""
@@ -113,7 +114,7 @@ class RankStats:
     """The rank that waits longest in the mean, where it is 10 % of a step above the median. Absent: balanced."""
     starved_pct: float | None = tagged("feed_dist/starved_pct")
     """Sum of the longest waits over sum of the longest steps, 0 to 100: what waiting for data costs all together."""
-    amplification: float | None = tagged("feed_dist/amplification")
+    amplification: float | None = None
     """Sum of the longest waits over the sum of the mean waits, 1 to world_size: what all pay over what a rank waits
     itself. High: ranks wait in turn, or one for all. Absent: nobody waits."""
     data_idle_ms_by_rank: tuple[float, ...] = ()
@@ -142,7 +143,7 @@ class StarvationStats:
     """Lower end of the 95 % interval of starved_pct, by a block bootstrap."""
     starved_high_pct: float | None = None
     """Its upper end."""
-    input_pct: float | None = tagged("feed/input_pct")
+    input_pct: float | None = None
     """Share of step time spent on data and exposed copying, 0 to 100. High beside a low starved_pct: slow copies."""
     speedup_if_free: float | None = tagged("feed/speedup_if_free")
     """Step time over step time without waiting for data, 1 or more. An estimate: something else may limit next."""
@@ -206,13 +207,6 @@ def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: boo
 Which = Literal["core", "all"]
 """``core``: what tells how fast training is, and what it waits for. ``all``: what may say why, too."""
 
-STACK = {
-    "feed_stack/0_pct": (),
-    "feed_stack/1_compute_pct": ("compute_ms",),
-    "feed_stack/2_step_pct": ("compute_ms", "h2d_ms", "data_idle_ms", "other_ms"),
-}
-"""Tag -> the parts of a step that it is the share of. One chart of TensorBoard: computing, between 0 and the step."""
-
 _CORE = (
     *("starved_pct", "prefetch_active", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms", "other_ms", "start_s"),
     *("slow_rank", "util_pct"),
@@ -222,13 +216,12 @@ _CORE = (
 
 def tag_table() -> dict[str, str]:
     """Every tag that can be logged, and the name of the field that it shows."""
-    table = {
+    return {
         one.metadata["tag"]: one.name
         for kind in (StarvationStats, RankStats, LoaderStats, GpuStats)
         for one in fields(kind)
         if one.metadata
     }
-    return table | {tag: f"share of {' + '.join(parts)}" if parts else "0" for tag, parts in STACK.items()}
 
 
 def to_tags(
@@ -243,20 +236,12 @@ def to_tags(
         for one in fields(value) if value is not None else ():
             if one.metadata and getattr(value, one.name) is not None:
                 tags[one.metadata["tag"]] = float(getattr(value, one.name))
-    parts = {name: getattr(stats, name) for name in STACK["feed_stack/2_step_pct"]}
-    if None not in parts.values() and stats.step_ms:
-        for tag, names in STACK.items():
-            tags[tag] = 100 * sum(parts[name] for name in names) / sum(parts.values())
     return tags
 
 
-def choose_tags(tags: dict[str, float], which: Which, *, tensorboard: bool) -> dict[str, float]:
-    """Those that a logger is given: ``feed_stack`` is for TensorBoard alone."""
-    return {
-        tag: value
-        for tag, value in tags.items()
-        if (tensorboard if tag.startswith("feed_stack/") else which == "all" or tag.rpartition("/")[2] in _CORE)
-    }
+def choose_tags(tags: dict[str, T], which: Which) -> dict[str, T]:
+    """The tags that are logged."""
+    return {tag: value for tag, value in tags.items() if which == "all" or tag.rpartition("/")[2] in _CORE}
 
 
 LOOPS = {"validate": "feed_val", "test": "feed_test", "predict": "feed_predict"}
@@ -276,11 +261,9 @@ def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderStep
 
 
 def custom_scalar_layout(which: Which) -> dict[str, Any]:
-    """What ``SummaryWriter.add_custom_scalars`` takes: how much of a step computes, then its parts."""
-    zero, compute, step = STACK
-    logged = choose_tags(dict.fromkeys(tag_table(), 0.0), which, tensorboard=True)
+    """Charts for ``SummaryWriter.add_custom_scalars``: waiting for data, then the parts of a step."""
+    logged = choose_tags(tag_table(), which)
     charts = {
-        "step (%): computing below the line, lost above it": ["Margin", [compute, zero, step]],
         "waiting for data (% of the step)": ["Multiline", ["feed/starved_pct"]],
         "parts of the step (ms)": ["Multiline", [tag for tag in logged if tag.startswith("feed_step/")]],
     }

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_feed.diagnosing import diagnose
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+OF_LIGHTNING = ("_device", "_current_fx_name")
+"""Attributes that each fit sets again."""
 SHORT = {"budget_s": 600.0, "quick": True, "only": "model"}  # as many steps as conftest.py says, however slow
 
 
@@ -121,19 +123,16 @@ def state_of_process() -> dict[str, Any]:
 
 
 def state_of_module(model: Any) -> dict[str, Any]:
-    """What torch can name of a module, with the identity of its tensors and their memory, and its attributes."""
+    """Values, modes and attributes of a module, with the identity of its tensors and their memory."""
     tensors = {
         name: (id(one), one.data_ptr(), one.requires_grad, one.detach().numpy().tobytes())
         for name, one in [*model.named_parameters(), *model.named_buffers()]
     }
-    grads = {name: one.grad.numpy().tobytes() for name, one in model.named_parameters() if one.grad is not None}
     return {
         "tensors": tensors,
-        "grads": grads,
         "training": [module.training for module in model.modules()],
-        "attributes": {name: id(value) for name, value in vars(model).items()},
+        "attributes": {name: id(value) for name, value in vars(model).items() if name not in OF_LIGHTNING},
         "trainer": id(model._trainer),
-        "losses": (id(model.losses), list(model.losses)),
         "hparams": dict(model.hparams),
     }
 

@@ -95,18 +95,6 @@ def test_a_training(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_a_data_module_has_a_road(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "QUICK_BUDGET_S", 1.5)
-    assert cli.main(["diagnose", f"{file}:Data", "--quick", "--only", "x3", "--out", "here"]) == 0
-    printed = capsys.readouterr().out
-    assert "no verdict" in printed
-    assert "Pipeline (" in printed
-    assert "loader" in printed
-    assert Path("here/feed_report.json").exists()
-
-
 def test_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["diagnose", f"{file}:pair", "--quick", "--only", "model", "--json", "--accelerator", "cpu"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -178,20 +166,6 @@ def test_a_verdict_that_cannot_be_written_is_printed(
     assert printed.err.splitlines()[-1] == "lightning-feed: x could not be written: No space left on device."
 
 
-@pytest.mark.usefixtures("as_in_a_shell")
-def test_what_cannot_be_written_of_a_part_is_printed(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "write_report", _disk_is_full)
-    assert cli.main(["diagnose", f"{file}:stopped", "--quick", "--only", "model", "--accelerator", "cpu"]) == 130
-    printed = capsys.readouterr()
-    assert printed.out.startswith("FEED  ")
-    assert printed.err.splitlines()[-2:] == [
-        "lightning-feed: x could not be written: No space left on device.",
-        "lightning-feed: stopped",
-    ]
-
-
 def _disk_is_full(*_: Any, **__: Any) -> Any:
     raise ReportError("x could not be written: No space left on device.")
 
@@ -222,12 +196,6 @@ def test_what_an_earlier_report_predicted(file: Path, capsys: pytest.CaptureFixt
     assert "no remedy of feed_diagnosis/feed_report.json that can be checked is in effect" in printed.err
 
 
-def test_an_earlier_report_that_is_none_is_told_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["diagnose", f"{file}:pair", "--previous", "nowhere"]) == 1
-    assert "nowhere does not exist. Give a feed_report.json" in capsys.readouterr().err
-    assert not Path("feed_diagnosis").exists()
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -252,12 +220,3 @@ def test_the_reference_names_every_argument() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/diagnose.md").read_text().split("| raises |")[0]
     named = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert named == list(inspect.signature(run.diagnose).parameters)
-
-
-def test_the_page_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["diagnose", "--help"])
-    options = set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.MULTILINE))
-    text = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
-    section = text.split("## `lightning-feed diagnose SCRIPT.py -- ARGS`")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `(--\w+)", section, re.MULTILINE)) == options

@@ -3,17 +3,16 @@
 import json
 import sysconfig
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from diagnosing.small_runs import PACKAGES, make_parts, make_trainer, short_diagnosis
+from diagnosing.small_runs import make_parts, make_trainer, short_diagnosis
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_feed.diagnosing import diagnose
 from lightning_feed.diagnosing.safety import DiagnosisFailed, in_a_line
-from lightning_feed.errors import FeedError, LoaderError, SettingsError
+from lightning_feed.errors import FeedError
 from lightning_feed.watch.reports.document import read_document
 
 HERE = Path(__file__).name
@@ -66,26 +65,6 @@ def test_a_sample_that_fails_in_the_run(order: str, workers: int, where: str, pa
     assert isinstance(error.__cause__, ValueError)
 
 
-class WornOut(BadPhoto):
-    """Every sample fails from the sixth pass on."""
-
-    calls: ClassVar[list[int]] = []
-    """Of the class: what a data set has of its own is put back."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.calls.append(index)
-        if len(self.calls) > 5 * self.length:
-            raise ValueError("worn out")
-        return super().__getitem__(index)
-
-
-def test_the_order_of_a_later_pass_is_not_guessed() -> None:
-    error = fails(DataLoader(WornOut(-1, length=8), batch_size=4, shuffle=True))
-    assert str(error).startswith(
-        "training as it is failed. Loading from the data set (WornOut) failed: ValueError: worn out."
-    )
-
-
 def test_a_stream_and_a_collate_function() -> None:
     assert "(BadStream) failed: ValueError: bad photo 9." in str(fails(DataLoader(BadStream(), batch_size=4)))
 
@@ -125,36 +104,7 @@ def test_what_was_measured_before_is_kept(tmp_path: Path) -> None:
     assert read_document(tmp_path).diagnosis.stats == error.diagnosis.stats
 
 
-def test_of_nothing_there_is_no_report(tmp_path: Path) -> None:
-    error = fails(DataLoader(BadPhoto(0), batch_size=4), out=tmp_path / "report")
-    assert not isinstance(error, DiagnosisFailed)
-    assert not (tmp_path / "report").exists()
-
-
 # --- no loader ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_data_module_that_gives_none(package: str) -> None:
-    _, Data = make_parts(package)
-
-    class Nothing(Data):  # type: ignore[misc,valid-type]
-        def train_dataloader(self) -> None:
-            return None
-
-    with pytest.raises(SettingsError, match=r"Nothing.train_dataloader\(\) gives None, so there is nothing to load"):
-        diagnose(None, None, Nothing(), budget_s=2.0)
-
-
-def test_a_data_module_that_gives_no_iterable() -> None:
-    _, Data = make_parts()
-
-    class Number(Data):  # type: ignore[misc,valid-type]
-        def train_dataloader(self) -> int:
-            return 7
-
-    with pytest.raises(LoaderError, match="The training loader is a int, which nothing can be taken from"):
-        diagnose(None, None, Number(), budget_s=2.0, only="loader")
 
 
 # --- the line -----------------------------------------------------------------------------------------------------
@@ -176,19 +126,6 @@ def test_the_place_is_in_the_users_code() -> None:
     assert told(parse).endswith(f"({HERE}:{line})")
 
 
-def test_the_standard_library_is_nobodys_code() -> None:
-    source = 'def fail():\n    raise ValueError("no")\n'
-    for folder in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]):
-        made: dict[str, Any] = {}
-        exec(compile(source, f"{folder}/contextlib.py", "exec"), made)
-        error = ValueError("no")
-        try:
-            made["fail"]()
-        except ValueError as raised:
-            error = raised.with_traceback(raised.__traceback__.tb_next if raised.__traceback__ else None)
-        assert in_a_line(error) == "ValueError: no"
-
-
 def test_the_place_in_a_worker_is_in_its_message() -> None:
     text = (
         "Caught ValueError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n"
@@ -198,14 +135,3 @@ def test_the_place_in_a_worker_is_in_its_message() -> None:
         "ValueError: bad photo\n"
     )
     assert in_a_line(ValueError(text)) == "ValueError: bad photo (birds.py:17)"
-
-
-def test_a_message_with_a_full_stop_has_one() -> None:
-    Module, Data = make_parts()
-
-    class Nothing(Data):  # type: ignore[misc,valid-type]
-        def train_dataloader(self) -> None:
-            return None
-
-    with pytest.raises(FeedError, match=r"Found None\. Call trainer\.fit"):
-        short_diagnosis(make_trainer(), Module(), Nothing())

@@ -115,19 +115,6 @@ def test_a_subclass_of_the_trainer(script: Any) -> None:
     assert type(fit.trainer).__name__ == "Own"
 
 
-def test_what_would_come_next(script: Any) -> None:
-    text = (
-        "def main(trainer):\n"
-        "    trainer.fit(\n"
-        "        Model(), LOADER, ckpt_path='last.ckpt')\n"
-        "main(make(max_epochs=1, max_steps=500))\n"
-    )
-    assert fit_of(script(text)).ended == (
-        "train.py was ended where it calls fit at train.py:3. It would now train for 1 epoch or 500 steps from the "
-        "checkpoint last.ckpt, which was not loaded. Neither this nor anything else that follows in it was run."
-    )
-
-
 def lightning_cli(script: Any, package: str, call: str, rest: str = "") -> str:
     start = f"from {package}.cli import LightningCLI\n"
     return str(script(f"{start}cli = LightningCLI({call}, seed_everything_default=False)\n{rest}"))
@@ -341,17 +328,6 @@ def test_a_module_and_a_data_module(file: Path, monkeypatch: pytest.MonkeyPatch)
         assert (type(fit.model).__name__, type(fit.datamodule).__name__) == ("Model", "Data")
 
 
-@pytest.mark.parametrize("name", ["target.v2.py", "01-target.py", "package.py", "json.py", "sys.py"])
-def test_whatever_a_file_is_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").touch()
-    file, stem = tmp_path / name, name.removesuffix(".py")
-    file.write_text(GOOD.format(package="lightning.pytorch", stem="json"))
-    (tmp_path / "beside_json.py").touch()
-    monkeypatch.setitem(sys.modules, stem, sys.modules.get(stem))
-    assert type(fit_of_target(f"{file}:pair", "cpu").model).__name__ == "Model"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -377,23 +353,6 @@ def test_bad_targets(file: Path, text: str, message: str) -> None:
     with pytest.raises(SettingsError) as raised:
         fit_of_target(text.format(file=file, folder=file.parent), "cpu")
     assert message in str(raised.value)
-
-
-@pytest.mark.parametrize("body", ["import no_such_thing", "1 / 0", "raise SystemExit", "def ("])
-def test_files_that_do_not_import(tmp_path: Path, body: str) -> None:
-    file = tmp_path / "bad_target.py"
-    file.write_text(body)
-    with pytest.raises(SettingsError, match="could not be imported"):
-        fit_of_target(f"{file}:data", "cpu")
-    assert "bad_target" not in sys.modules
-
-
-def test_a_module_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bad_module.py").write_text("import no_such_thing")
-    monkeypatch.chdir(tmp_path)
-    wanted = pytest.raises(SettingsError, match="bad_module could not be imported: ModuleNotFoundError")
-    with wanted:
-        fit_of_target("bad_module:data", "cpu")
 
 
 @pytest.mark.parametrize("order", ["Model(), Data()", "Data(), Model()"])

@@ -293,27 +293,6 @@ def test_whatever_a_program_does_after_its_fit(name: str, command: tuple[str, ..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "code", "said"),
-    [
-        ("os._exit(3)", 3, ""),
-        ("try: 1 / 0\nfinally: os._exit(4)", 4, ""),
-        ("sys.stdout.close()\nsys.stderr.close()", 1, "never called Trainer.fit in this process"),
-        ("sys.stdout.close()\nsys.stderr.close()\n1 / 0", 1, "ZeroDivisionError: division by zero"),
-        ("thread = threading.Thread(target=fit)\nthread.start()\nthread.join()\nran(1)", 1, "in another thread"),
-    ],
-)
-def test_programs_that_get_to_no_fit(text: str, code: int, said: str, project: Path) -> None:
-    (project / "careless.py").write_text(BEGIN + text)
-    done = run(project, *QUICK, "careless.py")
-    assert done.returncode == code
-    assert said in done.stderr
-    assert done.stdout == ""
-    assert not (project / "ran").exists()
-    assert not (project / "feed_diagnosis").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_do_not_reach_the_program(number: signal.Signals, code: int, project: Path) -> None:
     handled = f"signal.signal({number.value}, lambda *_: ran('handler'))\n"
@@ -383,26 +362,6 @@ def test_callbacks_on_request(project: Path) -> None:
     assert (project / "uploaded").exists()  # in the steps, as was asked for
     assert "Uploads" not in "".join(line for line in done.stdout.splitlines() if line.startswith("skip"))
     assert not (project / "logs").exists()
-
-
-@pytest.mark.slow
-def test_a_program_that_trains_in_another_process(project: Path) -> None:
-    done = run(project, *QUICK, "starts.py")
-    assert done.returncode == 1
-    assert "starts.py is only looked at, and makes a Trainer in another process, which is not." in done.stderr
-    assert "starts.py ran to its end and never called Trainer.fit in this process" in done.stderr
-    assert "\n1\n" in f"\n{done.stdout}"
-    assert not (project / "uploaded").exists()
-
-
-@pytest.mark.slow
-def test_wrong_arguments_of_the_program(project: Path) -> None:
-    done = run(project, *QUICK, "plain.py", "--", "--epoch")
-    assert done.returncode == 2  # argparse's
-    assert "usage: plain.py" in done.stderr
-    assert done.stderr.splitlines()[-1] == (
-        "lightning-feed: plain.py ended by an exit with 2 before it called Trainer.fit."
-    )
 
 
 @pytest.mark.slow

@@ -17,10 +17,7 @@ from diagnosing.small_runs import (
     state_of_process,
 )
 
-from lightning_feed.diagnosing import diagnose, run
 from lightning_feed.diagnosing.safety import DiagnosisInterrupted
-from lightning_feed.errors import LoaderError
-from lightning_feed.watch.experiments.data_experiments import run_data_experiments
 from lightning_feed.watch.reports.document import read_document
 from lightning_feed.watch.windows import WARM_UP_STEPS
 
@@ -101,26 +98,6 @@ def test_one_that_is_lost_in_a_replay(dropped: list[Any]) -> None:
     assert stop.diagnosis.measurements.experiments.left_out == ()
 
 
-def lost_after_the_first_experiment(*arguments: Any, **options: Any) -> Iterator[Any]:
-    """In the place of the experiments with the loader."""
-    for found in run_data_experiments(*arguments, **options):
-        Dies(signal.SIGINT)
-        yield found
-
-
-@pytest.mark.parametrize("only", ["loader,constant-samples", "X7"])
-def test_one_that_is_lost_while_the_loader_is_driven(
-    only: str, dropped: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "run_data_experiments", lost_after_the_first_experiment)
-    _, Data = make_parts()
-    with pytest.raises(DiagnosisInterrupted) as stop:
-        diagnose(None, None, Data(), budget_s=2.0, only=only)
-    assert dropped == [KeyboardInterrupt]
-    found = stop.value.diagnosis.measurements.experiments
-    assert (found.loader_per_s is None, found.ceiling_per_s is None) == ("loader" not in only, "loader" in only)
-
-
 @pytest.mark.usefixtures("dropped")
 @pytest.mark.parametrize("count", [2, 20, IN_A_REPLAY])
 def test_a_loader_that_fails_of_ctrl_c(count: int) -> None:
@@ -134,43 +111,6 @@ def test_a_loader_that_fails_of_ctrl_c(count: int) -> None:
     model.during = at_call(count, worker_dies_of_it)
     stop = interrupted(model, Data())
     assert stop.diagnosis.measurements.experiments.left_out == ()
-
-
-def test_a_loader_that_fails_of_ctrl_c_before_anything_was_measured(
-    dropped: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any, **__: Any) -> Iterator[Any]:
-        Dies(signal.SIGINT)
-        raise LoaderError("a worker exited")
-        yield
-
-    monkeypatch.setattr(run, "run_data_experiments", fails)
-    _, Data = make_parts()
-    with pytest.raises(DiagnosisInterrupted) as stop:
-        diagnose(None, None, Data(), budget_s=2.0, only="loader")
-    assert dropped == [KeyboardInterrupt]
-    assert stop.value.signal_number == signal.SIGINT
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_sigterm_in_a_step(package: str) -> None:
-    Module, Data = make_parts(package)
-    model = Module()
-    model.during = at_call(20, lambda: signal.raise_signal(signal.SIGTERM))
-    assert interrupted(model, Data(), package).signal_number == signal.SIGTERM
-
-
-def test_sigterm_while_the_loader_is_driven(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told_to_end(*arguments: Any, **options: Any) -> Iterator[Any]:
-        yield next(run_data_experiments(*arguments, **options))
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(run, "run_data_experiments", told_to_end)
-    _, Data = make_parts()
-    with pytest.raises(DiagnosisInterrupted) as stop:
-        diagnose(None, None, Data(), budget_s=2.0, only="loader")
-    assert stop.value.signal_number == signal.SIGTERM
-    assert stop.value.diagnosis.measurements.experiments.loader_per_s > 0
 
 
 @pytest.mark.parametrize("package", PACKAGES)

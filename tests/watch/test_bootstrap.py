@@ -4,11 +4,9 @@ import math
 import random
 
 import pytest
-import torch
 
-from lightning_feed.watch import windows as bootstrap
 from lightning_feed.watch.step_meter import StepTimes
-from lightning_feed.watch.windows import MOST_CHUNKS, WARM_UP_STEPS, Ledger, PairSums, block_length, ratio_interval_pct
+from lightning_feed.watch.windows import MOST_CHUNKS, WARM_UP_STEPS, Ledger, PairSums, ratio_interval_pct
 
 WORKERS, STEPS, SEEDS, SEEDS_ALONE = 8, 800, 200, 40
 TRUE_PCT = 100 * math.exp(0.125) * 10 / (math.exp(0.125) * 10 + 10)
@@ -60,55 +58,6 @@ def test_million_steps_in_bounded_memory() -> None:
     assert sums.interval_pct(6) == pytest.approx((25, 25))
 
 
-@pytest.mark.parametrize(
-    ("count", "chunk", "period", "length"),
-    [
-        (1000, 1, 1, 10),
-        (1000, 1, 8, 16),
-        (1000, 1, 4, 12),  # the cube root, up to whole periods
-        (1000, 2, 6, 12),
-        (1000, 128, 14, 14),  # 7 chunks are a whole number of periods of 14
-        (64, 1, 0, 4),
-        (8, 1, 1, 2),
-    ],
-)
-def test_blocks_are_whole_periods(count: int, chunk: int, period: int, length: int) -> None:
-    assert block_length(count, chunk, period) == length
-    assert length * chunk % max(1, period) == 0
-
-
-def test_too_few_steps_have_no_interval() -> None:
-    sums = PairSums()
-    for _ in range(8 * 16 - 1):
-        sums.add(1.0, 2.0)
-    assert sums.interval_pct(8) is None
-    sums.add(1.0, 2.0)
-    assert sums.interval_pct(8) == pytest.approx((50, 50))
-    assert PairSums().interval_pct() is None
-
-
-def test_steps_of_no_time_have_no_share() -> None:
-    sums = PairSums()
-    for _ in range(100):
-        sums.add(0.0, 0.0)
-    assert sums.interval_pct() is None
-
-
-def test_fewer_blocks_are_trusted_less() -> None:
-    assert bootstrap._tail(10_000) == pytest.approx(0.025, abs=1e-4)
-    # t(7) is 2.365 at 97.5 %, times sqrt(8 / 7): 2.528, of which the normal tail is 0.00573.
-    assert bootstrap._tail(8) == pytest.approx(0.00573, abs=2e-4)
-
-
-def test_the_dice_are_its_own() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    first = _round_by_round(0).interval_pct(WORKERS)
-    assert torch.equal(torch.rand(1), expected)
-    assert _round_by_round(0).interval_pct(WORKERS) == first
-
-
 def test_the_total_of_a_run_has_an_interval_its_windows_have_none() -> None:
     ledger = Ledger(period=2)
     ledger.fresh += [StepTimes(0, 900, 0, 100, 900, True)] * WARM_UP_STEPS  # would show: 90 %
@@ -121,9 +70,3 @@ def test_the_total_of_a_run_has_an_interval_its_windows_have_none() -> None:
     short = Ledger()
     short.fresh += [StepTimes(0, 5, 0, 5, 5, True)] * (WARM_UP_STEPS + 19)
     assert short.total(prefetch_active=None).starved_low_pct is None
-
-
-def test_numbers_stay_on_the_host_whatever_the_default_device_is() -> None:
-    before = ratio_interval_pct([1.0, 2.0] * 40, [4.0] * 80, 4)
-    with torch.device("meta"):
-        assert ratio_interval_pct([1.0, 2.0] * 40, [4.0] * 80, 4) == before

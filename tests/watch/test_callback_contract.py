@@ -201,10 +201,3 @@ def test_a_profiler_of_the_user_sees_what_it_would_see(quiet: GPUStarvationCallb
     trainer = run_fit(quiet, profiler="simple")
     assert len(trainer.profiler.recorded_durations["run_training_batch"]) == 20
     assert len(trainer.profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]) == 20
-
-
-def test_a_single_process_is_not_compared_with_itself(quiet: GPUStarvationCallback) -> None:
-    logger = Memory()
-    run_fit(quiet, logger=logger)
-    assert len(logger.rows) == 4
-    assert not [tag for _, row in logger.rows for tag in row if tag.startswith("feed_dist/")]

@@ -8,7 +8,7 @@ import torch
 from simulated.device import Event, SimulatedDevice
 from watch.failing_device import FailingDevice
 
-from lightning_feed.watch.step_meter import EventRing, events_work, open_ring
+from lightning_feed.watch.step_meter import EventRing, open_ring
 
 
 def _step(device: SimulatedDevice, ring: EventRing, note: Any, work_ms: float = 5) -> None:
@@ -31,18 +31,6 @@ def test_a_step_is_read_once_the_device_has_passed_it() -> None:
     assert step.intervals == [(0, pytest.approx(0)), (1, pytest.approx(5e6))]
     assert ring.read() is None
     assert device.waited == 0
-
-
-def test_no_event_is_made_after_construction() -> None:
-    device = SimulatedDevice()
-    ring = EventRing(device.event, 8)
-    ring.begin()
-    for number in range(50):
-        _step(device, ring, number)
-        device.host(5)
-        assert ring.read() is not None
-    assert device.events == 8
-    assert ring.lost == 0
 
 
 def test_a_full_ring_loses_steps_and_recovers() -> None:
@@ -92,19 +80,6 @@ def test_events_that_cannot_be_compared_cost_the_step_not_the_training() -> None
     device.host(100)
     assert ring.read() == ("note", None)
     assert ring.lost == 1
-
-
-def test_waiting_is_for_the_last_step_only() -> None:
-    device = SimulatedDevice()
-    ring = EventRing(device.event, 64)
-    ring.begin()
-    ring.wait()
-    assert device.waited == 0
-    for number in range(5):
-        _step(device, ring, number)
-    ring.wait()
-    assert device.waited == 1
-    assert [step.note for step in iter(ring.read, None)] == [0, 1, 2, 3, 4]
 
 
 # --- a device that fails ------------------------------------------------------------------------------------------
@@ -196,10 +171,3 @@ def test_events_are_tried_first(backend: Any, works: bool, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "get_device_module", lambda _: backend)
     ring = open_ring(torch.device("xpu"), size=4)
     assert (ring is not None) is works
-
-
-def test_fake_events_pass_the_probe() -> None:
-    device = SimulatedDevice()
-    assert events_work(device.event)
-    device.launch(1e6)
-    assert events_work(device.event)

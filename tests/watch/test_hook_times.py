@@ -76,21 +76,6 @@ def test_self_times_of_what_lies_between_steps(does_nothing: bool) -> None:
     assert [one.name for one in loop.hooks.result()] == ["inner", "outer", "ours"]
 
 
-def test_steps_without_a_look_cost_nothing() -> None:
-    loop = Loop()
-    loop.run(FIRST_LOOK - 1)
-    assert (loop.clock.asked, loop.hooks.result()) == (0, ())
-    loop.run(FIRST_LOOKS + 1)
-    asked = loop.clock.asked
-    loop.run(EVERY - 2)
-    assert (loop.clock.asked, loop.hooks.looking) == (asked, False)
-    loop.run(1)
-    assert loop.hooks.looking
-    loop.run(1)
-    assert loop.clock.asked > asked
-    assert not loop.hooks.looking
-
-
 def test_one_step_in_many_is_looked_at() -> None:
     loop = Loop()
     loop.run(FIRST_LOOK + FIRST_LOOKS + 10 * EVERY)
@@ -113,20 +98,6 @@ def test_a_look_with_a_validation_in_it_does_not_count() -> None:
     # What switches the look off ends after it, and so counts with the next.
     assert found == pytest.approx({"inner": 2, "outer": 1, "ours": 0.5 * FIRST_LOOKS / (FIRST_LOOKS - 1)})
     assert loop.hooks._looks == FIRST_LOOKS - 1
-
-
-def test_leaving_out_between_looks_changes_nothing() -> None:
-    loop = Loop()
-    loop.hooks.leave_out_step()
-    loop.run(FIRST_LOOK + 2)
-    assert loop.hooks._looks == 2
-
-
-def test_a_look_that_was_left_out_stays_so_when_a_later_step_is() -> None:
-    loop = Loop()
-    loop.run(FIRST_LOOK + FIRST_LOOKS + EVERY, loop.hooks.leave_out_step)  # epochs of one batch: each step is a first
-    assert loop.hooks._looks == 0
-    assert loop.hooks.result() == ()
 
 
 def test_calls_of_a_logger_count_but_in_steps_that_are_left_out() -> None:

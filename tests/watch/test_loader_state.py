@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.watch.kernel import Workers
 from lightning_feed.watch.loader_state import (
-    PassProbe,
     Probe,
     QueueState,
     TorchProbe,
@@ -137,15 +136,6 @@ def test_closing_leaves_the_iterator_as_it_was() -> None:
     assert set(vars(iterator)) == before
 
 
-def test_a_second_watch_takes_nothing_from_the_first() -> None:
-    iterator = Imitated()
-    first, second = TorchProbe(iterator, Ticks()), TorchProbe(iterator, Ticks())
-    second.close()
-    keep(iterator, 1, 3, 5)
-    iterator._try_get_data()
-    assert (first.head_of_line_ns(), second.head_of_line_ns()) == (5, None)
-
-
 def test_probes_keep_no_iterator_alive() -> None:
     iterator = Imitated()
     probe, gone = TorchProbe(iterator), weakref.ref(iterator)
@@ -157,24 +147,6 @@ def test_probes_keep_no_iterator_alive() -> None:
         gc.enable()
     assert (probe.iterator(), probe.read(), probe.capacity(), probe.workers()) == (None, None, None, Workers())
     probe.close()
-
-
-class WithoutLength:
-    def qsize(self) -> int:
-        raise NotImplementedError  # multiprocessing.Queue on macOS
-
-
-@pytest.mark.parametrize("missing", ["_data_queue", "_num_yielded", "_worker_result_queue"])
-def test_a_missing_part_is_unknown(missing: str) -> None:
-    iterator = Imitated(pins=True)
-    delattr(iterator, missing)
-    assert TorchProbe(iterator).read() is None
-
-
-def test_a_queue_without_length_is_unknown() -> None:
-    iterator = Imitated()
-    iterator._data_queue = WithoutLength()
-    assert TorchProbe(iterator).read() is None
 
 
 @pytest.mark.parametrize("tasks", [None, [1, 2], {0: 1}], ids=str)
@@ -193,18 +165,6 @@ def test_parts_that_become_something_else_do_not_stop_the_loader() -> None:
     iterator._task_info = None  # type: ignore[assignment]
     assert iterator._try_get_data() == (True, "data")
     assert probe.head_of_line_ns() == 0
-
-
-def test_an_iterator_without_the_method_has_no_head_of_line() -> None:
-    class Other:
-        _task_info: Any = None
-
-        def __init__(self) -> None:
-            self._task_info = {}
-
-    probe: Any = probe_loader(Other())
-    assert probe is not None
-    assert (probe.head_of_line_ns(), probe.read(), probe.capacity(), probe.workers()) == (None, None, None, Workers())
 
 
 @pytest.mark.parametrize("other", [iter([1]), (x for x in [1]), object(), None, zip([1], [2], strict=True)])
@@ -263,14 +223,6 @@ def test_torch_with_workers(persistent: bool, in_order: bool) -> None:
         probe.close()
 
 
-def test_torch_with_workers_and_an_iterable_dataset() -> None:
-    iterator = iter(DataLoader(Stream(), batch_size=2, num_workers=1, prefetch_factor=2))
-    probe: Any = probe_loader(iterator)
-    until_ready(probe, 2)
-    assert sum(1 for _ in iterator) == 10
-    assert look(probe).taken == 10
-
-
 def test_torch_without_workers() -> None:
     iterator = iter(DataLoader(range(4)))  # type: ignore[arg-type]
     probe: Any = probe_loader(iterator)
@@ -297,18 +249,6 @@ def test_stateful_loader_of_torchdata() -> None:
     assert len(probe.workers().pids) == 2
     assert probe.head_of_line_ns() is not None
     assert sum(1 for _ in iterator) == 39
-
-
-def test_our_loader_with_processes() -> None:
-    iterator = iter(FeedLoader(range(40), num_workers=2, prefetch_factor=2))
-    probe: Any = probe_loader(iterator)
-    assert isinstance(probe, PassProbe)
-    until_ready(probe, 4)
-    next(iterator)
-    assert (look(probe).taken, probe.capacity(), len(probe.workers().pids)) == (1, 4, 2)
-    iterator.close()
-    assert probe.read() is None
-    assert probe.workers() == Workers()
 
 
 def test_our_loader_with_threads() -> None:

@@ -81,30 +81,6 @@ def test_what_is_ready_when_the_loop_asks(tmp_path: Path) -> None:
     assert stats.queue_capacity == 4
 
 
-def test_a_draining_queue_does_not_count_as_production(tmp_path: Path) -> None:
-    iterator = Imitated()
-    loop = Loop(tmp_path, iterator)
-    for held in (4, 4, 3, 3, 2, 2, 1, 1, 0, 0):
-        iterator._data_queue.held = held
-        loop.fetch()
-        loop.step(10)
-    # From the second look to the last: 8 taken in 80 ms, of which 4 had been made before.
-    assert loop.watch.take().produced_per_s == pytest.approx((8 - 4) / 0.080)
-
-
-def test_the_rate_goes_on_over_takes_without_losing_a_batch(tmp_path: Path) -> None:
-    iterator = Imitated()
-    loop = Loop(tmp_path, iterator)
-    rates = []
-    for number in range(40):
-        loop.fetch(wait_ms=15)
-        loop.step(5)
-        if number % 8 == 7:
-            rates.append(loop.watch.take().produced_per_s)
-    assert rates == pytest.approx([50] * 5)
-    assert loop.watch.total().produced_per_s == pytest.approx(50)
-
-
 def test_start_and_gap_of_epochs_are_no_time_of_production(tmp_path: Path) -> None:
     iterator = Imitated()
     loop = Loop(tmp_path, iterator)
@@ -118,23 +94,6 @@ def test_start_and_gap_of_epochs_are_no_time_of_production(tmp_path: Path) -> No
         loop.step(5000)  # validation
     stats = loop.watch.take()
     assert stats.produced_per_s == pytest.approx(100)
-
-
-def test_persistent_workers_count_from_zero_again(tmp_path: Path) -> None:
-    iterator = Imitated()
-    loop = Loop(tmp_path, iterator)
-    for _ in range(3):
-        loop.fetch()
-        loop.step(10)
-    loop.watch.fetch_began()
-    iterator._num_yielded = 1  # max_size_cycle finds the loader at its end, and starts it over
-    loop.watch.fetch_ended()
-    for _ in range(3):
-        loop.step(10)
-        iterator._data_queue.held += 1
-        loop.fetch()
-    # From the second look to the last: 5 taken in 50 ms, and 3 more made.
-    assert loop.watch.take().produced_per_s == pytest.approx((5 + 3) / 0.050)
 
 
 def test_head_of_line_is_the_share_of_waiting_lost_to_the_order(tmp_path: Path) -> None:
@@ -179,15 +138,6 @@ def test_pin_lag_is_waiting_for_batches_that_are_made(tmp_path: Path) -> None:
     stats = loop.watch.take()
     assert stats.pin_lag_ms == pytest.approx(30 / 3)
     assert stats.queue_ready == pytest.approx(1 / 3)
-
-
-def test_without_a_pin_thread_there_is_no_lag(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, Imitated())
-    for _ in range(4):
-        loop.fetch(wait_ms=5)
-    stats = loop.watch.take()
-    assert stats.pin_lag_ms is None
-    assert stats.head_of_line_pct == 0  # measured
 
 
 def test_handing_out_what_was_fetched_before_is_no_fetch(tmp_path: Path) -> None:
@@ -236,21 +186,6 @@ def test_beside_an_iterator_of_another_kind_nobody_knows_which_is_waited_for(pla
         assert stats.produced_per_s == pytest.approx(1000 / 40 * (4 - 3) / 4)
 
 
-def test_when_it_is_gone_the_others_are_waited_for_again(tmp_path: Path) -> None:
-    one = Imitated()
-    one._data_queue.held = 3
-    loop = Loop(tmp_path, one)
-    unseen = SimpleNamespace(_num_yielded=0)
-    loop.iterators.append(unseen)
-    for left in (True, True, True, False, False, False):
-        if not left and unseen in loop.iterators:
-            loop.iterators.remove(unseen)
-        loop.fetch(wait_ms=30)
-        loop.step(10)
-    stats = loop.watch.take()
-    assert (stats.queue_ready, stats.queue_capacity, stats.handover_pct) == (3, 4, 100)
-
-
 @pytest.mark.parametrize("iterators", [[], [object()]])
 def test_of_nothing_known_nothing_is_told(tmp_path: Path, iterators: list[Any]) -> None:
     loop = Loop(tmp_path, *iterators)
@@ -258,15 +193,6 @@ def test_of_nothing_known_nothing_is_told(tmp_path: Path, iterators: list[Any]) 
         loop.fetch(wait_ms=5, draw=False)
     assert loop.watch.take() == LoaderStats()
     assert loop.watch.total() == LoaderStats()
-
-
-def test_nothing_at_all(tmp_path: Path) -> None:
-    watch = LoaderWatch(list, clock=Clock(), root=tmp_path)
-    watch.fetch_ended()  # a fetch that began before the watch did
-    watch.settle()
-    assert watch.take() == watch.total() == LoaderStats()
-    watch.close()
-    watch.close()
 
 
 def test_a_new_iterator_within_an_epoch_begins_anew(tmp_path: Path) -> None:
@@ -344,22 +270,6 @@ def test_pressure_runs_from_the_start(tmp_path: Path) -> None:
     (tmp_path / "proc/pressure/io").write_text("some avg10=0 total=300000")
     loop.step(1000)
     assert loop.watch.take().io_pressure_pct == pytest.approx(30)
-
-
-def test_the_kernel_is_read_no_more_often_than_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "proc/pressure").mkdir(parents=True)
-    file = tmp_path / "proc/pressure/io"
-    file.write_text("some avg10=0 total=0")
-    monkeypatch.setattr(Loop, "read_every_ns", 250 * MS)
-    loop = Loop(tmp_path)
-    found, total = [], 0
-    for step_ms in (100, 100, 100, 200, 100):
-        loop.step(step_ms)
-        total += int(500 * step_ms)  # microseconds: half of the time
-        file.write_text(f"some avg10=0 total={total}")
-        found.append(loop.watch.take().io_pressure_pct)
-    assert found == [pytest.approx(50), None, None, pytest.approx(50), None]  # at 100 ms, and at 500
-    assert loop.watch.total().io_pressure_pct == pytest.approx(50)  # all of it, up to now
 
 
 def test_waiting_with_a_batch_ready_is_handing_over(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 Bounds are wide, since other programs may use the CPUs meanwhile: what is told apart differs by a factor of ten.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,9 +87,6 @@ def check_adds_up(stats: LoaderStats) -> None:
     assert all(part is not None and -1e-6 <= part <= 100 for part in parts)
 
 
-SPINNING = Samples(spin_s=0.01)
-BLOCKING = Samples(block_s=0.02)
-
 LOADERS: dict[str, Callable[[Samples], Any]] = {
     "workers": lambda data: DataLoader(data, batch_size=None, num_workers=1),
     "persistent": lambda data: DataLoader(data, batch_size=None, num_workers=1, persistent_workers=True),
@@ -99,55 +95,6 @@ LOADERS: dict[str, Callable[[Samples], Any]] = {
     "background alone": lambda data: FeedLoader(data, batch_size=None, background=2),
     "threads": lambda data: FeedLoader(data, batch_size=None, num_workers=1, workers="thread"),
 }
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_blocked_workers(kind: str) -> None:
-    stats = watch(LOADERS[kind](BLOCKING), 20)
-    check_adds_up(stats)
-    assert stats.workers_blocked_pct is not None
-    assert stats.workers_blocked_pct > 80
-    assert stats.queue_ready is not None
-    assert stats.queue_ready < 1
-    assert stats.produced_per_s == pytest.approx(1 / 0.02, rel=0.3)
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_spinning_workers(kind: str) -> None:
-    stats = watch(LOADERS[kind](SPINNING), 20)
-    check_adds_up(stats)
-    assert stats.workers_on_cpu_pct is not None
-    assert stats.workers_run_queue_pct is not None
-    assert stats.workers_blocked_pct is not None
-    # Where other programs want the CPU too, a spinning worker waits for it, and is not blocked all the same.
-    assert stats.workers_on_cpu_pct + stats.workers_run_queue_pct > 75
-    assert stats.workers_on_cpu_pct > 5
-
-
-def test_without_workers_there_is_nothing_to_tell_of_them() -> None:
-    stats = watch(DataLoader(BLOCKING, batch_size=None), 5)
-    assert (stats.workers_on_cpu_pct, stats.workers_blocked_pct, stats.read_mb_per_s) == (None, None, None)
-    assert (stats.queue_ready, stats.queue_capacity, stats.head_of_line_pct) == (0, 0, 0)
-    assert stats.produced_per_s == pytest.approx(50, rel=0.3)
-
-
-def test_more_spinning_workers_than_cpus_wait_for_one_another() -> None:
-    mine = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(mine)})  # inherited by the workers
-    try:
-        stats = watch(DataLoader(Samples(spin_s=0.005), batch_size=None, num_workers=3), 120, warm_up=20)
-    finally:
-        os.sched_setaffinity(0, mine)
-    check_adds_up(stats)
-    assert stats.workers_run_queue_pct is not None
-    assert stats.workers_run_queue_pct > 50
-
-
-def test_a_loader_that_is_ahead_is_seen_full() -> None:
-    stats = watch(DataLoader(Samples(), batch_size=None, num_workers=2, prefetch_factor=3), 20, step_s=0.02)
-    assert stats.queue_capacity == 6
-    assert stats.queue_ready is not None
-    assert stats.queue_ready > 4
 
 
 @pytest.mark.parametrize("workers", ["process", "thread"])
@@ -169,12 +116,6 @@ def test_workers_alike_hold_up_nobody(workers: Any) -> None:
     stats = watch(loader, 40, warm_up=8)
     assert stats.head_of_line_pct is not None
     assert stats.head_of_line_pct < 25
-
-
-def test_out_of_order_nothing_is_held_up() -> None:
-    samples = Samples(block_s=0.002, slow_s=0.1, every=20)
-    loader = DataLoader(samples, batch_size=None, num_workers=3, prefetch_factor=2, in_order=False)
-    assert watch(loader, 60, warm_up=10).head_of_line_pct == 0
 
 
 def test_bytes_that_the_workers_read(tmp_path: Path) -> None:

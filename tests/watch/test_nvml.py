@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.watch.nvml import NvmlSampler, find_handle
+from lightning_feed.watch.nvml import NvmlSampler
 from lightning_feed.watch.stats import GpuStats
 
 UUID = "ba4d9f52-91d3-4d3f-9a1e-3f6a0e0a1234"
@@ -160,43 +160,10 @@ def test_a_figure_that_the_board_does_not_give_is_absent_and_not_asked_again(sam
     assert nvml.calls.count("power") == 1
 
 
-def test_a_metric_that_failed_by_itself_is_absent_and_not_asked_again(sampled: Callable[..., Any]) -> None:
-    nvml = FakeNvml(sm=((FakeNvml.NVML_ERROR_NOT_SUPPORTED, 1.7e308),))
-    stats, _ = sampled(nvml, rounds=3)
-    assert stats.sm_pct is None
-    assert stats.power_w == 250.0
-    assert nvml.calls.count("metrics") == 1
-
-
-def test_a_figure_that_failed_once_is_asked_for_again(sampled: Callable[..., Any]) -> None:
-    every = ("util", "memory", "power", "pcie", "metrics")
-    stats, _ = sampled(FakeNvml(fail_once=every), rounds=3)
-    assert stats == GpuStats(util_pct=60.0, sm_pct=25.0, mem_used_mib=3072.0, power_w=250.0, pcie_rx_mb_per_s=1500.0)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_a_number_is_not_part_of_a_mean(value: float, sampled: Callable[..., Any]) -> None:
-    stats, _ = sampled(FakeNvml(sm=((0, value), (0, 25.0))), rounds=4)
-    assert stats.sm_pct == 25.0
-
-
 def test_a_mig_instance_is_found_by_its_own_prefix(sampled: Callable[..., Any]) -> None:
     stats, _ = sampled(FakeNvml(prefix="MIG-", cannot=("util",)))
     assert stats.util_pct is None
     assert stats.mem_used_mib == 3072.0
-
-
-@pytest.mark.parametrize("given", [UUID, f"GPU-{UUID}", f"MIG-{UUID}"])
-@pytest.mark.parametrize("prefix", ["GPU-", "MIG-"])
-def test_handles(given: str, prefix: str) -> None:
-    assert find_handle(FakeNvml(prefix=prefix), given) == prefix + UUID
-
-
-def test_old_bindings_without_gpm(sampled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(FakeNvml, "nvmlGpmQueryDeviceSupport")
-    stats, _ = sampled(FakeNvml())
-    assert stats.sm_pct is None
-    assert stats.util_pct == 50.0
 
 
 @pytest.mark.parametrize(

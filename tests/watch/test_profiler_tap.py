@@ -111,14 +111,3 @@ def test_a_tool_that_was_there_before_stays() -> None:
     _use(profiler)
     assert theirs == ["wanted", "other"] * 2
     assert profiler.start == theirs.append
-
-
-def test_two_taps() -> None:
-    profiler, first, second = Idle(), [], []
-    untap_first = tap_profiler(profiler, {"wanted": lambda: first.append(1)}, {}, does_nothing=True)
-    untap_second = tap_profiler(profiler, {"other": lambda: second.append(1)}, {}, does_nothing=True)
-    _use(profiler)
-    assert (first, second) == ([1], [1])
-    untap_second()
-    untap_first()
-    assert set(vars(profiler)) == {"told"}

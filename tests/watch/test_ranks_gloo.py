@@ -136,35 +136,6 @@ def _told(compares: Compares) -> Any:
     return [each and vars(each) for each in (*compares.windows, compares.total)]
 
 
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.parametrize(("world_size", "slow_rank"), [(2, 0), (2, 1), (3, 2)])
-def test_the_rank_with_the_slow_dataset_is_named(world_size: int, slow_rank: int, tmp_path: Path) -> None:
-    told, *others = in_ranks(world_size, fit_slow, tmp_path, world_size, slow_rank)
-    assert others == [[None] * 5] * (world_size - 1)
-    *windows, total = told
-    # Four windows of 5 steps in 22, of which the last is told of in the end; the first step of an epoch does not count.
-    assert [each and each["steps"] for each in windows] == [None, 4, 5, 4]
-    assert total["steps"] == 20
-    for each in (*windows[1:], total):
-        assert each["slow_rank"] == slow_rank
-        assert each["max_data_idle_ms"] >= WAIT_MS
-        assert each["data_idle_ms_by_rank"][slow_rank] >= WAIT_MS
-        assert each["starved_pct"] > 20
-        # One waits for all, so that the others' own figures are next to nothing.
-        assert world_size / 2 < each["amplification"] <= world_size
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_no_rank_is_named_where_they_are_alike(tmp_path: Path) -> None:
-    told, _ = in_ranks(2, fit_slow, tmp_path, 2, None)
-    *_, total = told
-    assert total["steps"] == 20
-    assert total["slow_rank"] is None
-    assert total["starved_pct"] < 20
-
-
 def test_fit_twice_in_the_same_process_group(tmp_path: Path) -> None:
     told, _ = in_ranks(2, fit_slow, tmp_path, 2, 1, 2)
     assert [each and each["steps"] for each in told] == [None, 4, 5, 4, 20]
@@ -206,17 +177,6 @@ def test_the_callback_names_the_slow_rank(world_size: int, tmp_path: Path, capfd
     for _, _, rows in others:
         assert rows == []  # one rank logs
     assert capfd.readouterr().out.count("FEED") == 1  # and prints, at the end of so short a fit
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_the_callback_names_no_rank_where_they_are_alike(tmp_path: Path) -> None:
-    (bottleneck, _, rows), _ = in_ranks(2, fit_watched, tmp_path, 2, None, str(tmp_path))
-    assert bottleneck == "compute"
-    assert len(rows) == 12
-    last = rows[-1][1]
-    assert last["feed_dist/starved_pct"] < 20
-    assert "feed_dist/slow_rank" not in last
 
 
 @pytest.mark.slow
@@ -299,10 +259,3 @@ def test_a_rank_that_leaves_early_is_left_out(leaving_rank: int, tmp_path: Path)
         assert told[0]["steps"] == 3
     else:
         assert told == [None, None]
-
-
-def test_a_single_process_does_nothing() -> None:
-    compares = Compares()
-    trainer = make_trainer(compares, 1, strategy="auto")
-    trainer.fit(BoringModel(), DataLoader(torch.ones(10, 32)))
-    assert compares.exchange is None

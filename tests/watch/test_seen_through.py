@@ -1,6 +1,5 @@
 """Loaders and their live iterators inside WebLoader, Fabric's loaders, CombinedLoader and generators."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,20 +7,16 @@ import pytest
 import torch
 import webdataset
 from lightning.fabric import Fabric
-from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.watch.experiments.session import parts_of
-from lightning_feed.watch.facts import with_loaders
 from lightning_feed.watch.loader_state import (
     Probe,
     TorchProbe,
     iterator_in,
-    loaders_in,
     probe_loader,
 )
 from lightning_feed.watch.loader_watch import LoaderWatch
-from lightning_feed.watch.verdict.diagnosis import LoopFacts
 
 
 class Endless(IterableDataset[Any]):
@@ -42,22 +37,11 @@ def _fabric(workers: int = 0) -> Any:
     return Fabric(accelerator="cpu", devices=1).setup_dataloaders(_loader(workers))
 
 
-def _repeated(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader
-
-
 WRAPPERS = {
     "webdataset": _web,
     "webdataset, batched anew": lambda workers=0: _web(workers, rebatched=True),
     "Fabric": _fabric,
 }
-
-
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_facts_are_those_of_the_loader_inside(kind: str) -> None:
-    facts = with_loaders(LoopFacts(), loaders_in(WRAPPERS[kind](1)))
-    assert (facts.num_workers, facts.workers, facts.map_style, facts.ours) == (1, "process", False, False)
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
@@ -73,16 +57,6 @@ def test_the_live_iterator_inside_is_looked_at(kind: str, workers: int) -> None:
     state = probe.read()
     assert state is not None
     assert state.taken >= 1
-
-
-def test_of_nested_wrappers_the_one_inside_counts_until_another_takes_its_place() -> None:
-    batches = (batch for batch in itertools.islice(_repeated(_loader()), 40))
-    next(batches)
-    probe = probe_loader(batches)
-    assert type(probe) is Probe
-    for _ in range(32):
-        next(batches)  # the second pass has begun
-    assert probe.iterator() is None
 
 
 def test_nothing_is_told_of_several_or_none() -> None:
@@ -109,16 +83,6 @@ def test_the_queue_of_a_wrapped_loader_is_watched() -> None:
     watch.close()
     assert stats.queue_capacity == 2
     assert stats.produced_per_s is not None
-
-
-def test_loaders_of_containers() -> None:
-    first, second = _loader(), _loader(1)
-    assert loaders_in(CombinedLoader({"a": first, "b": [_web(), second]}, "min_size"))[::2] == [first, second]
-    assert loaders_in([first, second]) == [first, second]
-    assert loaders_in(first) == [first]
-    numbers = [1, 2]
-    assert loaders_in(numbers) == [numbers]
-    assert loaders_in([]) == [[]]
 
 
 def test_experiments_are_made_on_the_loader_inside_where_that_gives_the_same_batches() -> None:

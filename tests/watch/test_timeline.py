@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated.device import MS
 from simulated.training import Production
 from watch.timeline import Step, Timeline
 
@@ -45,16 +44,6 @@ def test_queued_work_hides_the_wait(load: float, wait_pct: float) -> None:
     assert stats.hidden_wait_ms == pytest.approx(load)
 
 
-def test_of_a_wait_of_80_percent_33_cost_time() -> None:
-    timeline = run(Timeline(), Step(fetch=24, launch=6, work=20))
-    stats = timeline.stats(SETTLED)
-    assert host_wait_pct(timeline) == pytest.approx(80)
-    assert timeline.device_idle_pct(SETTLED) == pytest.approx(100 / 3)
-    # Work is queued before the host's 6 ms: it is done 14 ms into the wait, and nothing but the wait is in its way.
-    assert stats.starved_pct == pytest.approx(100 / 3)
-    assert stats.speedup_if_free == pytest.approx(1.5)
-
-
 def test_an_unpinned_copy_idles_the_device_without_any_wait() -> None:
     timeline = run(Timeline(), Step(fetch=0, copy=6, pinned=False, launch=0.5, work=20))
     stats = timeline.stats(SETTLED)
@@ -62,14 +51,6 @@ def test_an_unpinned_copy_idles_the_device_without_any_wait() -> None:
     assert stats.starved_pct == 0
     assert stats.input_pct == pytest.approx(100 * 6 / 26)  # 23 %
     assert stats.h2d_ms == pytest.approx(6)
-
-
-def test_where_each_step_synchronises_the_two_agree() -> None:
-    timeline = run(Timeline(), Step(fetch=10, launch=1, work=20, synchronize=True))
-    stats = timeline.stats(SETTLED)
-    assert host_wait_pct(timeline) == pytest.approx(100 / 3)
-    assert stats.starved_pct == pytest.approx(100 / 3)
-    assert stats.hidden_wait_ms == pytest.approx(0)
 
 
 # --- loaders ------------------------------------------------------------------------------------------------------
@@ -92,35 +73,6 @@ def test_a_loader_of_constant_rate_starves_by_what_it_lacks(period: float, worke
     assert last.step_ms == pytest.approx(max(20, period / workers), abs=0.01)
 
 
-def test_a_full_queue_hides_a_slow_loader_until_it_is_empty() -> None:
-    """Q / (1 - rho) steps: 16 / (1 - 20 / 24) = 96."""
-    timeline = Timeline(Production([24], prefetch=16), ahead=1)
-    filled = Step(before=2000, work=20, launch=1)
-    timeline.run([filled] + [Step(launch=1, work=20)] * 199)
-    assert_true(timeline)
-    idle = [step.data_ns / MS for step in timeline.steps]
-    first_idle = next(number for number, ms in enumerate(idle[1:], 1) if ms > 1)
-    assert first_idle == pytest.approx(96, abs=6)  # a batch is in hand while its step computes
-    assert idle[120:] == pytest.approx([4.0] * 80)
-
-
-def test_jitter_costs_only_what_the_queue_cannot_bridge() -> None:
-    periods = [10.0] * 19 + [150.0]
-    shallow = run(Timeline(Production(periods, prefetch=2), ahead=1), Step(work=20, launch=1), steps=300)
-    deep = run(Timeline(Production(periods, prefetch=12), ahead=1), Step(work=20, launch=1), steps=300)
-    spike = shallow.stats(99).data_idle_ms
-    assert spike is not None
-    assert spike == pytest.approx((150 - 2 * 20) / 20, abs=1.1)
-    assert deep.stats(99).data_idle_ms == pytest.approx(0)
-
-
-def test_one_slow_batch_holds_up_those_behind_it() -> None:
-    timeline = run(Timeline(Production([5.0] * 19 + [400.0], workers=4), ahead=1), Step(work=20, launch=1), steps=300)
-    waits = [step.data_ns / MS for step in timeline.steps[100:]]
-    assert sum(wait > 1 for wait in waits) == 10  # one batch in twenty
-    assert max(waits) == pytest.approx(400 - 8 * 20, abs=21)  # eight were ready, or nearly
-
-
 # --- the prefetcher -----------------------------------------------------------------------------------------------
 
 
@@ -132,24 +84,7 @@ def test_a_look_ahead_hides_the_wait_and_the_copy() -> None:
     assert ahead.step_ms == pytest.approx(20)
 
 
-def test_a_look_ahead_cannot_hide_a_loader_that_is_slower_than_the_device() -> None:
-    timeline = run(Timeline(Production([30]), look_ahead=True, ahead=1), Step(copy=2, launch=1, work=20))
-    stats = timeline.stats(SETTLED)
-    # 30 ms a batch: 20 of work, 8 of waiting, and the copy, which begins when the batch is there.
-    assert stats.step_ms == pytest.approx(30)
-    assert stats.compute_ms == pytest.approx(20)
-    assert stats.h2d_ms == pytest.approx(2)
-    assert stats.data_idle_ms == pytest.approx(8)
-
-
 # --- what is not data ---------------------------------------------------------------------------------------------
-
-
-def test_a_callback_that_idles_the_device_is_not_data() -> None:
-    stats = run(Timeline(), Step(before=15, fetch=3, launch=1, work=10)).stats(SETTLED)
-    assert stats.step_ms == pytest.approx(19)
-    assert stats.other_ms == pytest.approx(6)  # 15, less the 9 that the work still lasts
-    assert stats.data_idle_ms == pytest.approx(3)
 
 
 def test_a_validation_in_between_is_left_out() -> None:
@@ -161,23 +96,6 @@ def test_a_validation_in_between_is_left_out() -> None:
     assert stats.steps == 80 - 8
     assert stats.starved_pct == pytest.approx(100 / 3)
     assert stats.other_ms == pytest.approx(0)
-
-
-def test_gradient_accumulation() -> None:
-    """10 ms of work in each step, and 12 of the optimizer in one of four; the loader takes 15 ms for each batch."""
-    steps = [Step(fetch=15, launch=0, work=10 + 12 * (number % 4 == 3)) for number in range(STEPS)]
-    timeline = Timeline()
-    timeline.run(steps)
-    assert_true(timeline)
-    # 60 ms for 52 of work: the optimizer hides two of the waits and most of the third.
-    assert [round(step.data_ns / MS) for step in timeline.steps[40:48]] == [0, 0, 3, 5, 0, 0, 3, 5]
-
-
-def test_waiting_for_another_rank_is_computing() -> None:
-    """The gradient exchange spins on the device until the slowest rank has come."""
-    stats = run(Timeline(ahead=1), Step(fetch=0, launch=1, work=20 + 30)).stats(SETTLED)
-    assert stats.starved_pct == 0
-    assert stats.compute_ms == pytest.approx(50)
 
 
 # --- any timeline -------------------------------------------------------------------------------------------------

@@ -96,21 +96,6 @@ def fit(package: Any, loaders: Any, *others: Any, **options: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_one_loader_has_a_new_iterator_each_epoch(package: Any) -> None:
-    found = fit(package, DataLoader(Ones(), batch_size=2), max_epochs=2)
-    assert [len(each) for each in found] == [1] * 8
-    assert found[0][0] is found[3][0]
-    assert found[4][0] is not found[3][0]
-    assert found[0][0]._num_yielded == 4
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_loader_without_a_length(package: Any) -> None:
-    found = fit(package, DataLoader(Stream(), batch_size=2))
-    assert [len(each) for each in found] == [1] * 4
-
-
 @pytest.mark.parametrize(
     "mode",
     ["min_size", "max_size", "max_size_cycle"],  # a fit refuses "sequential"
@@ -131,16 +116,6 @@ def test_under_a_prefetcher_and_with_our_loader(package: Any) -> None:
     found = fit(package, FeedLoader(Ones(), batch_size=2, background=1), prefetcher(package))
     assert [len(each) for each in found] == [1] * 4
     assert isinstance(found[0][0], LoaderPass)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_plain_iterable(package: Any) -> None:
-    class Plain:
-        def __iter__(self) -> Any:
-            return iter([torch.ones(2, 4)] * 3)
-
-    found = fit(package, Plain())
-    assert [len(each) for each in found] == [1] * 3
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

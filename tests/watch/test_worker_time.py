@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.watch.kernel import MOST_THREADS, WorkerClock, Workers, WorkerTime
+from lightning_feed.watch.kernel import WorkerClock, Workers, WorkerTime
 
 SECOND = 1_000_000_000
 
@@ -44,22 +44,6 @@ def test_a_sleeping_helper_thread_takes_nothing_from_the_worker(tmp_path: Path) 
     assert shares(clock.take(workers, SECOND)) == pytest.approx([95, 0, 5])
 
 
-def test_threads_at_work_together_fill_the_wall_clock_and_no_more(tmp_path: Path) -> None:
-    clock, workers = WorkerClock(tmp_path), Workers(pids=(7,))
-    write_worker(tmp_path, 7, {7: (0, 0), 8: (0, 0)})
-    clock.take(workers, 0)
-    write_worker(tmp_path, 7, {7: (900, 100), 8: (600, 400)})
-    assert shares(clock.take(workers, SECOND)) == pytest.approx([75, 25, 0])
-
-
-def test_a_thread_born_between_the_readings_counts_whole(tmp_path: Path) -> None:
-    clock, workers = WorkerClock(tmp_path), Workers(pids=(7,))
-    write_worker(tmp_path, 7, {7: (10, 0)})
-    clock.take(workers, 0)
-    write_worker(tmp_path, 7, {7: (10, 0), 9: (300, 0)})
-    assert shares(clock.take(workers, SECOND)) == pytest.approx([30, 0, 70])
-
-
 def test_only_workers_present_both_times_count(tmp_path: Path) -> None:
     clock = WorkerClock(tmp_path)
     write_worker(tmp_path, 1, {1: (0, 0)})
@@ -71,18 +55,6 @@ def test_only_workers_present_both_times_count(tmp_path: Path) -> None:
     time = clock.take(Workers(pids=(1, 2, 3)), SECOND)
     assert time.wall_ns == SECOND
     assert shares(time) == pytest.approx([50, 0, 50])
-
-
-def test_the_mean_is_over_workers(tmp_path: Path) -> None:
-    clock, workers = WorkerClock(tmp_path), Workers(pids=(1, 2))
-    for pid in (1, 2):
-        write_worker(tmp_path, pid, {pid: (0, 0)})
-    clock.take(workers, 0)
-    write_worker(tmp_path, 1, {1: (1000, 0)})
-    write_worker(tmp_path, 2, {2: (0, 500)}, io=(3_000_000, 1, 0))
-    time = clock.take(workers, SECOND)
-    assert shares(time) == pytest.approx([50, 25, 25])
-    assert time.read_mb_per_s == pytest.approx(3)  # of both, in one second: not two
 
 
 @pytest.mark.parametrize("later", [(5, 60), (60, 5)])
@@ -109,16 +81,6 @@ def test_a_kernel_that_counts_nothing_is_not_taken_for_blocked_workers(tmp_path:
     assert shares(clock.take(workers, SECOND)) == [None, None, None]
 
 
-@pytest.mark.parametrize("content", ["", "garbage here", "12"])
-def test_files_of_another_form_are_unknown(tmp_path: Path, content: str) -> None:
-    clock, workers = WorkerClock(tmp_path), Workers(pids=(7,))
-    write_worker(tmp_path, 7, {7: (1, 1)})
-    (tmp_path / "proc/7/task/7/schedstat").write_text(content)
-    (tmp_path / "proc/7/io").write_text(content)
-    clock.take(workers, 0)
-    assert shares(clock.take(workers, SECOND)) == [None, None, None]
-
-
 def test_times_are_known_where_bytes_are_not(tmp_path: Path) -> None:
     clock, workers = WorkerClock(tmp_path), Workers(pids=(7,))
     write_worker(tmp_path, 7, {7: (0, 0)}, io=None)
@@ -127,14 +89,6 @@ def test_times_are_known_where_bytes_are_not(tmp_path: Path) -> None:
     time = clock.take(workers, SECOND)
     assert time.share_pct(time.on_cpu_ns) == 50
     assert time.read_mb_per_s is None
-
-
-def test_at_most_so_many_threads_are_read(tmp_path: Path) -> None:
-    clock, workers = WorkerClock(tmp_path), Workers(pids=(7,))
-    write_worker(tmp_path, 7, dict.fromkeys(range(7, 7 + 3 * MOST_THREADS), (0, 0)))
-    clock.take(workers, 0)
-    assert len(clock._last["process", 7].threads) == MOST_THREADS
-    assert max(clock._last["process", 7].threads) == 7 + MOST_THREADS - 1  # the oldest
 
 
 def test_threads_of_this_process(tmp_path: Path) -> None:
@@ -160,21 +114,10 @@ def read_bytes(root: Path, after: tuple[int, int, int]) -> WorkerTime:
     return clock.take(workers, SECOND)
 
 
-def test_whole_pages_of_small_files_are_a_cold_cache(tmp_path: Path) -> None:
-    time = read_bytes(tmp_path, (100 * 1000, 200, 100 * 4096))  # 100 files of 1000 bytes, two calls each
-    assert time.page_cache_pct == 0
-    assert time.read_mb_per_s == pytest.approx(0.4096)
-
-
 def test_more_from_disk_than_was_asked_for_means_mapped_files(tmp_path: Path) -> None:
     time = read_bytes(tmp_path, (2000, 20, 50_000_000))
     assert time.page_cache_pct is None
     assert (time.read_mb_per_s, time.disk_mb_per_s) == pytest.approx((50, 50))
-
-
-def test_nothing_read_has_no_share(tmp_path: Path) -> None:
-    time = read_bytes(tmp_path, (0, 0, 0))
-    assert (time.page_cache_pct, time.read_mb_per_s) == (None, 0)
 
 
 def test_meeting_gives_those_who_are_new_a_first_reading(tmp_path: Path) -> None:
@@ -188,10 +131,3 @@ def test_meeting_gives_those_who_are_new_a_first_reading(tmp_path: Path) -> None
     time = clock.take(Workers(pids=(1, 2)), 2 * SECOND)
     assert time.wall_ns == 3 * SECOND  # the first was met a second earlier, and is not read anew
     assert shares(time) == pytest.approx([200 / 3, 0, 100 / 3])
-
-
-def test_sums_over_intervals(tmp_path: Path) -> None:
-    total = WorkerTime()
-    total += WorkerTime(wall_ns=10, on_cpu_ns=10)
-    total += WorkerTime(wall_ns=30, run_queue_ns=10)
-    assert shares(total) == pytest.approx([25, 25, 50])

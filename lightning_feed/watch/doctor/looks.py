@@ -98,17 +98,15 @@ def memory(sources: Sources) -> Iterator[Finding]:
     swap = dict(re.findall(r"^(Swap\w+):\s*(\d+)", read_text(sources.root / "proc/meminfo"), re.MULTILINE))
     if not {"SwapTotal", "SwapFree"} <= swap.keys():
         yield Finding("swap", NOT_KNOWN, "note", "/proc/meminfo does not tell")
-    elif int(swap["SwapTotal"]) == 0:
-        yield Finding("swap", "none")
-    else:
-        total, free = (int(swap[name]) * 1024 for name in ("SwapTotal", "SwapFree"))
-        yield Finding(
-            "swap",
-            f"{size_text(total - free)} of {size_text(total)} used",
-            "warning",
-            "memory ran short at some time; samples read back from swap are slow",
-            "Free memory: fewer workers, a smaller cache, fewer other programs.",
-        ).only_if(total - free >= MUCH_SWAP_BYTES)
+        return
+    total, used = (1024 * one for one in (int(swap["SwapTotal"]), int(swap["SwapTotal"]) - int(swap["SwapFree"])))
+    yield Finding(
+        "swap",
+        f"{size_text(used)} of {size_text(total)} used" if total else "none",
+        "warning",
+        "memory ran short at some time; samples read back from swap are slow",
+        "Free memory: fewer workers, a smaller cache, fewer other programs.",
+    ).only_if(used >= MUCH_SWAP_BYTES)
 
 
 def shared_memory(sources: Sources) -> Iterator[Finding]:
@@ -174,21 +172,36 @@ def data_url(url: str) -> Iterator[Finding]:
 def data_folder(path: Path, sources: Sources) -> Iterator[Finding]:
     """The file system that the data lies on."""
     system, kind = file_system(path, sources.root)
-    if system is None:
+    if system is None or kind is None:
         yield Finding("data", NOT_KNOWN, "note", "/proc/self/mountinfo does not tell")
-    elif kind == "network":
-        meaning = "each file is a round trip, and others share the line"
-        do = "Copy it to a local disk or memory (lightning-feed stage), or pack it (lightning-feed pack)."
-        yield Finding("data", f"{system}, over a network", "warning", meaning, do)
-    elif kind == "rotational":
-        meaning = "a seek of some milliseconds for each small file in random order; virtual disks often only say so"
-        do = "Pack it (lightning-feed pack), or stage it to an SSD or memory (lightning-feed stage)."
-        yield Finding("data", f"{system}, on a disk that calls itself rotating", "warning", meaning, do)
-    elif kind == "overlay":
-        meaning = "opening files is slower here, and the disk below is not known"
-        yield Finding("data", f"{system}, the container's own layers", "note", meaning, "Mount the data as a volume.")
-    else:
-        yield Finding("data", f"{system}, {'in memory' if kind == 'memory' else 'on a local disk'}")
+        return
+    where, level, meaning, do = _DISKS[kind]
+    yield Finding("data", f"{system}, {where}", level, meaning, do)
+
+
+_DISKS: dict[str, tuple[str, Level, str, str]] = {
+    "memory": ("in memory", "ok", "", ""),
+    "local": ("on a local disk", "ok", "", ""),
+    "network": (
+        "over a network",
+        "warning",
+        "each file is a round trip, and others share the line",
+        "Copy it to a local disk or memory (lightning-feed stage), or pack it (lightning-feed pack).",
+    ),
+    "rotational": (
+        "on a disk that calls itself rotating",
+        "warning",
+        "a seek of some milliseconds for each small file in random order; virtual disks often only say so",
+        "Pack it (lightning-feed pack), or stage it to an SSD or memory (lightning-feed stage).",
+    ),
+    "overlay": (
+        "the container's own layers",
+        "note",
+        "opening files is slower here, and the disk below is not known",
+        "Mount the data as a volume.",
+    ),
+}
+"""Kind of a file system -> its place, and the finding."""
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------------
@@ -249,18 +262,11 @@ def _link(topic: str, nvml: Any, handle: Any, _: Sources) -> Finding:
         meaning = f"copies to the GPU run at {100 * width / widest:.0f} % of the link's width"
         do = "Look again while it trains; if it stays, reseat the board or use another slot or riser."
         return Finding(topic, value, "warning", meaning, do)
-    if now >= most:
-        return Finding(topic, value)
-    try:
-        busy = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) >= BUSY_PCT
-    except nvml.NVMLError:
-        busy = False
-    if not busy:
-        return Finding(topic, value, meaning="an idle GPU lowers the generation by itself: no fault")
-    meaning = "the GPU is busy and the link still below its best generation"
-    return Finding(
-        topic, value, "warning", meaning, "Check the slot's generation in the firmware (BIOS), and the riser."
-    )
+    # An idle GPU lowers the generation by itself.
+    meaning = "the link is below its best generation"
+    do = "Check the slot's generation in the firmware (BIOS), and the riser."
+    busy = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) >= BUSY_PCT
+    return Finding(topic, value, "warning", meaning, do).only_if(now < most and busy)
 
 
 def _node(topic: str, nvml: Any, handle: Any, sources: Sources) -> Finding:
@@ -348,15 +354,10 @@ def _thread_variables(given: dict[str, str], usable: int) -> Iterator[Finding]:
 
 
 def _thread_count(name: str, value: str) -> int | None:
-    """Threads that a variable asks for; None where that is no number of them.
-
-    OpenMP's may be a list, a number for each level of nesting, of which the first counts here. What libgomp takes for a
-    number was tried with torch 2.15: spaces and a plus sign, no 0, no hexadecimal one.
-    """
-    parts = [part.strip().removeprefix("+") for part in (value.split(",") if name == "OMP_NUM_THREADS" else [value])]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        return None
-    return int(parts[0])
+    """Threads that a variable asks for; None where that is no number of them. OpenMP's may be a list, of which the
+    first counts here."""
+    parts = [part.strip() for part in (value.split(",") if name == "OMP_NUM_THREADS" else [value])]
+    return int(parts[0]) if all(part.isdecimal() and int(part) > 0 for part in parts) else None
 
 
 # --- decoders -----------------------------------------------------------------------------------------------------
@@ -391,28 +392,22 @@ def dali(sources: Sources) -> Iterator[Finding]:
     """The DALI that is installed, and whether it is of torch's CUDA. It is not imported."""
     there = {cuda: sources.version(package) for cuda, package in DALI_PACKAGES.items()}
     installed = {cuda: Version(version) for cuda, version in there.items() if version is not None}
-    built = torch_cuda(sources)
-    ours = None if built is None else built[0]
+    ours = (torch_cuda(sources) or (None,))[0]
     install = f"pip install {DALI_PACKAGES[12 if ours is not None and ours < 13 else 13]}"
-    again = f"pip uninstall --yes {' '.join(DALI_PACKAGES[cuda] for cuda in installed)} && {install}"
     value = ", ".join(f"{version} for CUDA {cuda}" for cuda, version in installed.items())
     if not installed:
         meaning = 'backend="dali-gpu" and "dali-cpu" need it; see whether decoding limits: lightning-feed diagnose'
-        bare = Finding("DALI", "not installed", meaning=meaning)
-        yield bare if ours is None else Finding("DALI", "not installed", "note", meaning, install)
-    elif len(installed) > 1:
-        meaning = "two builds of one module: which of them is imported is left to chance"
-        yield Finding("DALI", value, "warning", meaning, again)
-    elif ours is not None and ours not in installed:
-        meaning = f"torch is built for CUDA {ours}: dali-gpu refuses it, dali-cpu works"
+        level: Level = "ok" if ours is None else "note"
+        yield Finding("DALI", "not installed", level, meaning, "" if ours is None else install)
+    elif len(installed) > 1 or (ours is not None and ours not in installed):
+        meaning = "one build alone may be installed, of torch's CUDA: else dali-gpu refuses it"
+        again = f"pip uninstall --yes {' '.join(DALI_PACKAGES[cuda] for cuda in installed)} && {install}"
         yield Finding("DALI", value, "warning", meaning, again if ours in DALI_PACKAGES else "")
-    elif any(version.major < OLDEST_DALI for version in installed.values()):
-        meaning = f"older than {OLDEST_DALI}.0, the oldest that is supported"
-        yield Finding("DALI", value, "warning", meaning, install.replace("install", "install --upgrade", 1))
-    elif ours is None:
-        yield Finding("DALI", value, meaning="this torch has no CUDA: dali-cpu works, dali-gpu does not")
     else:
-        yield Finding("DALI", value)
+        meaning = f"older than {OLDEST_DALI}.0, the oldest that is supported"
+        upgrade = install.replace("install", "install --upgrade", 1)
+        old = any(version.major < OLDEST_DALI for version in installed.values())
+        yield Finding("DALI", value, "warning", meaning, upgrade).only_if(old)
 
 
 def nvjpeg(sources: Sources) -> Iterator[Finding]:
@@ -430,13 +425,6 @@ def nvjpeg(sources: Sources) -> Iterator[Finding]:
         meaning = 'this torchvision is built without CUDA, so backend="nvjpeg" cannot be used'
         do = f"pip install torchvision --index-url https://download.pytorch.org/whl/cu{ours[0]}{ours[1]}"
         yield Finding("nvJPEG", "not in torchvision", "note", meaning, do)
-
-
-def torchcodec(sources: Sources) -> Iterator[Finding]:
-    """Whether the successor of torchvision's decoders is there. None of our backends needs it."""
-    found = sources.version("torchcodec")
-    meaning = "" if found is not None else "not needed: backends here decode with torchvision, DALI or on the CPU"
-    yield Finding("torchcodec", found or "not installed", meaning=meaning)
 
 
 # --- versions -----------------------------------------------------------------------------------------------------
@@ -463,8 +451,7 @@ def versions(sources: Sources) -> Iterator[Finding]:
 LOOKS: dict[str, Callable[[Sources], Iterator[Finding]]] = {
     "CPUs": cpus, "CPU clock": clock, "memory": memory, "/dev/shm": shared_memory, "open files": open_files,
     "container": container, "GPU": gpus, "pinned memory": pinned_memory, "threads": threads,
-    "Pillow": pillow, "decoders": decoders, "DALI": dali, "nvJPEG": nvjpeg, "torchcodec": torchcodec,
-    "versions": versions,
+    "Pillow": pillow, "decoders": decoders, "DALI": dali, "nvJPEG": nvjpeg, "versions": versions,
 }  # fmt: skip
 """Topic, for when a look fails -> the look."""
 

@@ -61,8 +61,6 @@ class DiskFacts:
     """Of a URL: from asking for one byte to having it, one request after the other."""
     line_mb_per_s: float | None = None
     """Of a URL: with many requests at the same time."""
-    page_cache_pct: float | None = None
-    """Share of what was read that no disk had to give, 0 to 100. Only in earlier reports."""
 
 
 @dataclass(frozen=True, kw_only=True)

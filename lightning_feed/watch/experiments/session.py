@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.errors import DatasetError, FeedError, LoaderError
+from lightning_feed.errors import DatasetError, FeedError, LoaderError, plural
 from lightning_feed.load.cloning import (
     Changes,
     Heartbeat,
@@ -27,7 +27,7 @@ from lightning_feed.load.cloning import (
     time_loader,
     watchdog,
 )
-from lightning_feed.load.machine import MEMORY_SHARE, SHM_SHARE, Machine, mib, read_machine
+from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH
 from lightning_feed.load.worker import end_pass
@@ -344,21 +344,21 @@ class Session:
         Raises:
             LeftOut: they would take too much.
         """
-        shared = private = 0
         for part, sample in zip(self.parts, self.samples, strict=True):
             workers = part.loader.num_workers if num_workers is None else num_workers
             prefetch = part.loader.prefetch_factor or TORCH_PREFETCH
             batches = workers * prefetch + getattr(part.loader, "background", 0) + 1
-            taken = batches * part.batch_size * size_of_leaf(sample)
-            private += taken
-            if workers and getattr(part.loader, "workers", "process") == "process":
-                shared += taken
-        for taken, free, most, where in (
-            (shared, self.machine.free_shm_bytes, SHM_SHARE, "that are free in /dev/shm"),
-            (private, self.machine.available_memory_bytes, MEMORY_SHARE, "of free memory"),
-        ):
-            if free is not None and taken > most * free:
-                raise LeftOut(f"its queue would take {mib(taken)} of the {mib(free)} {where}")
+            taken = Footprint(
+                workers=workers,
+                batches=batches,
+                batch_bytes=part.batch_size * size_of_leaf(sample),
+                size=plural(batches, "batch", "batches"),
+                worker_bytes=0,
+                threads=not workers or getattr(part.loader, "workers", "process") == "thread",
+                sharers=len(self.parts),
+            )
+            if said := exceeded_limit(self.machine, taken):
+                raise LeftOut(said)
 
 
 # --- the parts of a batch -----------------------------------------------------------------------------------------

@@ -381,7 +381,6 @@ def _disk_rows(disk: DiskFacts) -> list[Row]:
         ("mean size of a file", None if disk.mean_file_bytes is None else disk.mean_file_bytes / 1e3, "{:.0f} kB"),
         ("a request", disk.latency_ms, "{:.1f} ms"),
         ("many requests at once", disk.line_mb_per_s, "{:.0f} MB/s"),
-        ("from memory", disk.page_cache_pct, "{:.0f} %"),
     )
 
 

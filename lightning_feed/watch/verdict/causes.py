@@ -55,39 +55,41 @@ class Shares:
 
 def shares_of(measured: Measurements) -> Shares | None:
     """The shares; None where too little was measured for any."""
-    stats, ranks = measured.stats, measured.ranks
+    stats = measured.stats
     if stats.steps < MIN_STEPS or stats.starved_pct is None or stats.input_pct is None or not stats.step_ms:
         return None
-    step_ms, data_pct, data_ms = stats.step_ms, stats.starved_pct, stats.data_idle_ms or 0.0
-    by_ranks = False
-    if ranks is not None and ranks.starved_pct is not None and ranks.starved_pct > data_pct:
-        by_ranks, data_pct = True, ranks.starved_pct
-        data_ms = max(data_ms, min(step_ms, ranks.max_data_idle_ms or 0.0))
-    epoch_pct = _epoch_pct(measured, step_ms)
+    waiting_pct, data_ms, by_ranks = _waiting_of(measured, stats.starved_pct, stats.step_ms)
+    epoch_pct = _epoch_pct(measured, stats.step_ms)
     pcts: dict[StepPart, float] = {
-        "framework": 100 * (stats.other_ms or 0.0) / step_ms,
+        "framework": 100 * (stats.other_ms or 0.0) / stats.step_ms,
         "copy": max(0.0, stats.input_pct - stats.starved_pct),
-        "data": max(data_pct, epoch_pct or 0.0),
+        "data": max(waiting_pct, epoch_pct or 0.0),
     }
-    limits: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
-    over = [part for part, pct in pcts.items() if pct >= limits[part]]
-    over.sort(key=lambda part: -pcts[part])
-    compute_bound_confirmed = (
-        "data" in over and (epoch_pct or 0.0) < DATA_PCT and not by_ranks and _model_takes_all(measured)
-    )
-    if compute_bound_confirmed:
-        over.remove("data")
+    over = sorted((part for part, pct in pcts.items() if pct >= _LIMITS[part]), key=lambda part: -pcts[part])
+    of_steps = "data" in over and (epoch_pct or 0.0) < DATA_PCT and not by_ranks
+    confirmed = of_steps and _model_takes_all(measured)
     return Shares(
-        step_ms=step_ms,
+        step_ms=stats.step_ms,
         framework_pct=pcts["framework"],
         copy_pct=pcts["copy"],
         data_pct=pcts["data"],
         data_ms=data_ms,
         epoch_pct=epoch_pct,
         by_ranks=by_ranks,
-        over=tuple(over),
-        compute_bound_confirmed=compute_bound_confirmed,
+        over=tuple(part for part in over if part != "data" or not confirmed),
+        compute_bound_confirmed=confirmed,
     )
+
+
+_LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
+
+
+def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> tuple[float, float, bool]:
+    """Share and milliseconds of a step that wait for data, and whether they are those of the slowest rank."""
+    ranks, own_ms = measured.ranks, measured.stats.data_idle_ms or 0.0
+    if ranks is None or ranks.starved_pct is None or ranks.starved_pct <= own_pct:
+        return own_pct, own_ms, False
+    return ranks.starved_pct, max(own_ms, min(step_ms, ranks.max_data_idle_ms or 0.0)), True
 
 
 def grade_of(data_pct: float) -> Grade:
@@ -214,17 +216,11 @@ def _epoch_start(measured: Measurements, shares: Shares) -> Reason | None:
     return Reason("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps goes by {took}"])
 
 
-def _one_rank(measured: Measurements, shares: Shares) -> Reason | None:
+def _one_rank(measured: Measurements, _: Shares) -> Reason | None:
     ranks = measured.ranks
     if ranks is None or ranks.slow_rank is None:
         return None
-    said = f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, the others wait for it"
-    waits = ranks.data_idle_ms_by_rank
-    if ranks.slow_rank < len(waits):
-        median = sorted(waits)[(len(waits) - 1) // 2]
-        its = in_ms(waits[ranks.slow_rank], shares.step_ms)
-        said += f" ({its} ms a step; the median rank {in_ms(median, shares.step_ms)})"
-    return Reason("one rank", [said])
+    return Reason("one rank", [f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, the others wait for it"])
 
 
 def _no_workers(measured: Measurements, _: Shares) -> Reason | None:
@@ -242,23 +238,33 @@ def _no_workers(measured: Measurements, _: Shares) -> Reason | None:
     return Reason("no workers", [said])
 
 
-def _oversubscribed(measured: Measurements, _: Shares) -> Reason | None:
+def _without_a_cpu(measured: Measurements, _: Shares) -> Reason | None:
+    facts, queue = measured.facts, measured.loaders.workers_run_queue_pct
+    if queue is None or queue < RUN_QUEUE_PCT:
+        return None
+    because = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
+    if facts.num_workers and facts.usable_cpus and facts.num_workers <= facts.usable_cpus:
+        because.append("there are no more workers than CPUs, so other threads or other programs take them")
+    return Reason("oversubscribed", because)
+
+
+def _throttled(measured: Measurements, _: Shares) -> Reason | None:
+    pct = measured.loaders.throttled_pct
+    if pct is None or pct < THROTTLED_PCT:
+        return None
+    return Reason("oversubscribed", [f"the CPU quota is used up in {pct:.0f} % of the scheduler's periods"])
+
+
+def _crowded(measured: Measurements, _: Shares) -> Reason | None:
     loaders, facts = measured.loaders, measured.facts
-    queue, throttled, pressure = loaders.workers_run_queue_pct, loaders.throttled_pct, loaders.cpu_pressure_pct
-    more = facts.num_workers - facts.usable_cpus if facts.num_workers and facts.usable_cpus else None
-    if queue is not None and queue >= RUN_QUEUE_PCT:
-        because = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
-        if more is not None and more <= 0:
-            because.append("there are no more workers than CPUs, so other threads or other programs take them")
-        return Reason("oversubscribed", because)
-    if throttled is not None and throttled >= THROTTLED_PCT:
-        return Reason("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
+    pressure = loaders.cpu_pressure_pct or 0.0
     # Workers whose queue is full rest; then it is the training process that waits for a CPU, to take what is ready.
-    unseen = queue is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
+    unseen = loaders.workers_run_queue_pct is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
     by_others = (facts.others_cpu_pct or 0.0) >= OTHERS_PCT
-    if unseen and (more or 0) > 0 and not by_others and pressure is not None and pressure >= CPU_PRESSURE_PCT:
-        return Reason("oversubscribed", [f"some task waits for a CPU {pressure:.0f} % of the time"], sure=False)
-    return None
+    more = bool(facts.usable_cpus) and (facts.num_workers or 0) > (facts.usable_cpus or 0)
+    if not unseen or by_others or not more or pressure < CPU_PRESSURE_PCT:
+        return None
+    return Reason("oversubscribed", [f"some task waits for a CPU {pressure:.0f} % of the time"], sure=False)
 
 
 def _pin_thread(measured: Measurements, _: Shares) -> Reason | None:
@@ -271,14 +277,13 @@ def _pin_thread(measured: Measurements, _: Shares) -> Reason | None:
 def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
     """Workers that are never idle lose nothing to the order or the hand-over, and are not fast enough on average."""
     loaders, wait = measured.loaders, measured.stats.next_wait_ms or 0.0
-    held, handed, ready, most = (
-        loaders.head_of_line_pct, loaders.handover_pct, loaders.queue_ready, loaders.queue_capacity,
-    )  # fmt: skip
+    held, handed = loaders.head_of_line_pct or 0.0, loaders.handover_pct or 0.0
+    ready, most = loaders.queue_ready, loaders.queue_capacity
     if (_busy_pct(measured) or 0.0) >= BUSY_PCT:
         return None
-    if held is not None and held >= HEAD_OF_LINE_PCT:
+    if held >= HEAD_OF_LINE_PCT:
         return Reason("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
-    if handed is not None and handed >= HANDOVER_PCT:
+    if handed >= HANDOVER_PCT:
         said = f"batches were ready in {handed:.0f} % of the waiting: handing one over takes most of {wait:.1f} ms"
         return Reason("hand-over", [said])
     if ready is not None and most and ready >= READY_SHARE * most:
@@ -305,26 +310,38 @@ def _busy_pct(measured: Measurements) -> float | None:
 
 def _blocked(measured: Measurements) -> Reason:
     """Workers neither compute nor could: do they wait for storage, or for something else?"""
-    loaders, gain = measured.loaders, _gain(measured, "cached_bytes_per_s")
-    cached, disk, pressure = loaders.page_cache_pct, loaders.disk_mb_per_s, loaders.io_pressure_pct
-    gives, pressed = disk is None or disk >= DISK_MB_PER_S, (pressure or 0.0) >= IO_PRESSURE_PCT
+    gain = _gain(measured, "cached_bytes_per_s")
     if gain is not None and gain >= FASTER:
         return Reason("cold reads", [f"with its files in memory the loader is {gain:.1f} x as fast"])
     same = gain is not None and gain < NO_FASTER
-    if not same and cached is not None and cached < WARM_PCT and gives:
-        rate = "" if disk is None else f", {disk:.1f} MB/s"
-        return Reason("cold reads", [f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
-    if not same and cached is None and disk is not None and gives and pressed:
-        return Reason("cold reads", [f"storage gives {disk:.1f} MB/s, mapped into memory"])
-    remote = _remote(measured)
-    if remote is not None:
+    found, remote = None if same else _cold_reads(measured), _remote(measured)
+    if found is None and remote is not None:
         return Reason("remote reads", remote)
     if same:
         return Reason("waiting", ["with its files in memory the loader is no faster"])
-    if cached is None and disk is None and pressure is None:
-        return Reason("unknown", ["whether workers wait for storage is not known"], sure=False)
-    if cached is None and disk is None and pressed:
-        return Reason("cold reads", [f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
+    return found or _waiting(measured)
+
+
+def _cold_reads(measured: Measurements) -> Reason | None:
+    cached, disk = measured.loaders.page_cache_pct, measured.loaders.disk_mb_per_s
+    if disk is not None and disk < DISK_MB_PER_S:
+        return None
+    if cached is not None and cached < WARM_PCT:
+        rate = "" if disk is None else f", {disk:.1f} MB/s"
+        return Reason("cold reads", [f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
+    if cached is None and disk is not None and (measured.loaders.io_pressure_pct or 0.0) >= IO_PRESSURE_PCT:
+        return Reason("cold reads", [f"storage gives {disk:.1f} MB/s, mapped into memory"])
+    return None
+
+
+def _waiting(measured: Measurements) -> Reason:
+    loaders = measured.loaders
+    cached, pressure = loaders.page_cache_pct, loaders.io_pressure_pct
+    if cached is None and loaders.disk_mb_per_s is None:
+        if pressure is None:
+            return Reason("unknown", ["whether workers wait for storage is not known"], sure=False)
+        if pressure >= IO_PRESSURE_PCT:
+            return Reason("cold reads", [f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
     read = "" if cached is None else f": {cached:.0f} % of the bytes come from the page cache"
     return Reason("waiting", [f"workers do not wait for storage{read}"])
 
@@ -376,7 +393,8 @@ def _unknown(_: Measurements, __: Shares) -> Reason:
 
 
 DATA_RULES = (
-    _epoch_start, _one_rank, _no_workers, _oversubscribed, _pin_thread, _idle_workers, _workers, _experiments, _unknown,
+    _epoch_start, _one_rank, _no_workers, _without_a_cpu, _throttled, _crowded, _pin_thread, _idle_workers, _workers,
+    _experiments, _unknown,
 )  # fmt: skip
 
 
@@ -418,30 +436,44 @@ def _waits(hook: HookTime) -> bool:
 
 def copy_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of an exposed transfer to the device."""
-    facts, stats, found = measured.facts, measured.stats, measured.experiments
-    h2d, alone = stats.h2d_ms or 0.0, None if found is None else found.copy_ms
-    hidden = alone is not None and alone < COPY_SHARE * h2d
-    took = f"the copy alone takes {in_ms(alone, shares.step_ms)} ms"
-    count, size = facts.batch_tensors, facts.batch_bytes
-    link_gb_per_s, rate = (found.pinned_gb_per_s if found is not None else None), (size or 0) / (h2d or 1.0) * 1e-6
+    facts = measured.facts
+    alone = None if measured.experiments is None else measured.experiments.copy_ms
+    beside = _beside_the_copy(measured, alone, shares.step_ms)
+    if beside is not None:
+        return beside
+    if facts.pin_memory is False:
+        return Reason("unpinned", ["batches lie in pageable memory"])
+    count, size = facts.batch_tensors or 0, facts.batch_bytes or 0
+    if count >= MANY_TENSORS and facts.batch_bytes is not None and size <= count * SMALL_BYTES:
+        return Reason("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
+    if facts.pin_memory and not measured.stats.prefetch_active:
+        return Reason("not overlapped", ["batches are copied on the stream that computes"])
+    if alone is not None:
+        return Reason("link", [f"the copy alone takes {in_ms(alone, shares.step_ms)} ms"])
+    return _link(measured, size / (measured.stats.h2d_ms or 1.0) * 1e-6)
+
+
+def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float) -> Reason | None:
+    facts = measured.facts
     if facts.device_type == "cpu":
         what = "device_transform takes" if facts.device_transform else "transfer hooks take"
         return Reason("transfer hooks", [f"nothing is copied on the CPU: {what} the time"])
+    hidden = alone is not None and alone < COPY_SHARE * (measured.stats.h2d_ms or 0.0)
     if facts.backend == "nvjpeg" and (alone is None or hidden):
         said = "nvJPEG decodes in the transfer to the device, and the host waits for it: this is decoding, not the copy"
         return Reason("decoding on the GPU", [said])
-    if hidden:
-        return Reason("transfer hooks", [f"{took}, hooks the rest"])
-    if facts.pin_memory is False:
-        return Reason("unpinned", ["batches lie in pageable memory"])
-    if count is not None and size is not None and count >= MANY_TENSORS and size <= count * SMALL_BYTES:
-        return Reason("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
-    if facts.pin_memory and not stats.prefetch_active:
-        return Reason("not overlapped", ["batches are copied on the stream that computes"])
-    if alone is not None:
-        return Reason("link", [took])
-    if link_gb_per_s and size and h2d and rate >= LINK_SHARE * link_gb_per_s:
-        return Reason("link", [f"{rate:.1f} GB/s of the {link_gb_per_s:.1f} that the link gives"])
+    return (
+        Reason("transfer hooks", [f"the copy alone takes {in_ms(alone, step_ms)} ms, hooks the rest"])
+        if hidden
+        else None
+    )
+
+
+def _link(measured: Measurements, rate: float) -> Reason:
+    found = measured.experiments
+    most = (found.pinned_gb_per_s if found is not None else None) or 0.0
+    if rate and rate >= LINK_SHARE * most > 0 and measured.stats.h2d_ms:
+        return Reason("link", [f"{rate:.1f} GB/s of the {most:.1f} that the link gives"])
     return Reason("unknown", ["whether batches are pinned, or what the link gives, is not known"], sure=False)
 
 

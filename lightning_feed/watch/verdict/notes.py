@@ -1,7 +1,7 @@
 """Notes beside the remedies: changes without a prediction, and why the obvious one would not help."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lightning_feed.errors import in_rate, plural, rate_unit, throughput
 from lightning_feed.watch.verdict import predict
@@ -38,27 +38,33 @@ def notes_for(case: Case, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
 
 def why_not(case: Case, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
     """The reason why more workers are no remedy, where they were tried or can be predicted."""
-    facts, step, now = case.facts, case.shares.step_ms, case.facts.num_workers
     if case.data is None or any(remedy.changes.startswith("num_workers=") for remedy in remedies):
         return ()
-    tried = predict.tried_rates(case.measured)
-    more = [rate for number, rate in tried.items() if now is not None and number > now]
-    if now in tried and more and max(more) < tried[now] * (1 + least_gain_pct(case) / 100):
-        size = case.measured.experiments.batch_size if case.measured.experiments is not None else None
-        now_per_s, *span = (in_rate(per_s * (size or 1)) for per_s in (tried[now], min(more), max(more)))
-        gives = " to ".join(dict.fromkeys(span))
-        return (f"more workers: {now_per_s} -> {gives} {rate_unit(size)} from the loader alone, no gain",)
-    steps = steps_with_more(case)
-    if not steps:
-        return ()
-    least = min(steps.values())
+    said = _tried_in_vain(case) or _predicted_in_vain(case)
+    return (f"more workers: {said}",) if said else ()
+
+
+def _tried_in_vain(case: Case) -> str:
+    now, tried = case.facts.num_workers or 0, predict.tried_rates(case.measured)
+    more = [rate for number, rate in tried.items() if number > now]
+    if now not in tried or not more or max(more) >= tried[now] * (1 + least_gain_pct(case) / 100):
+        return ""
+    size = case.measured.experiments.batch_size if case.measured.experiments is not None else None
+    now_per_s, *span = (in_rate(per_s * (size or 1)) for per_s in (tried[now], min(more), max(more)))
+    return f"{now_per_s} -> {' to '.join(dict.fromkeys(span))} {rate_unit(size)} from the loader alone, no gain"
+
+
+def _predicted_in_vain(case: Case) -> str:
+    facts, step, least = case.facts, case.shares.step_ms, min(steps_with_more(case).values(), default=None)
+    if least is None:
+        return ""
     then = f"step {in_ms(step, step)} -> {in_ms(least, step)} ms predicted, no gain worth it"
-    said = f"more workers: {then if least < step else 'no gain predicted'}"
+    because = ""
     if facts.others_cpu_pct is not None and facts.others_cpu_pct >= OTHERS_PCT:
-        said += f": other programs take {facts.others_cpu_pct:.0f} % of the CPUs"
+        because = f": other programs take {facts.others_cpu_pct:.0f} % of the CPUs"
     elif facts.usable_cpus is not None and facts.device_type == "cpu":
-        said += f": training and loading share {plural(facts.usable_cpus, 'CPU')}"
-    return (said,)
+        because = f": training and loading share {plural(facts.usable_cpus, 'CPU')}"
+    return (then if least < step else "no gain predicted") + because
 
 
 # --- waiting for data ---------------------------------------------------------------------------------------------
@@ -89,28 +95,32 @@ def _data(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
 
 
 def _without_remedy(case: Case, cause: Cause) -> Iterator[str]:
-    facts, workers, cpus = case.facts, case.facts.num_workers, case.facts.usable_cpus
-    by_others = (facts.others_cpu_pct or 0.0) >= OTHERS_PCT  # the evidence says so
+    facts = case.facts
     if case.measured.experiments is None and cause in _ASK and facts.loop == "trainer" and facts.stage == "fit":
         yield "`lightning-feed diagnose your_script.py -- ARGUMENTS` finds the lines of your code that take the time"
-    if cause == "hand-over" and (facts.batch_tensors or 0) >= MANY_TENSORS:
+    if cause in _TRY:
+        yield from _TRY[cause](case)
+
+
+def _hand_over(case: Case) -> Iterator[str]:
+    facts = case.facts
+    if (facts.batch_tensors or 0) >= MANY_TENSORS:
         yield (
             f"a batch has {facts.batch_tensors} tensors, each handed over by itself: fewer, larger ones are sooner "
             "handed over"
         )
-    if cause == "hand-over" and workers:
+    if facts.num_workers:
         yield (
             "batches are ready, and taking them from the workers takes the time: where they are made quickly, fewer "
             "workers or num_workers=0 can be faster. `lightning-feed tune` tries it"
         )
-    if cause == "oversubscribed" and workers and cpus and not by_others:
-        yield _crowded(workers, cpus)
-    if cause == "cold reads" and facts.cache != "bytes":
-        how = "`lightning-feed pack`" + ("" if facts.loop == "plain" else ", FastDataModule(stage_to=...)")
+
+
+def _cold(case: Case) -> Iterator[str]:
+    if case.facts.cache != "bytes":
+        how = "`lightning-feed pack`" + ("" if case.facts.loop == "plain" else ", FastDataModule(stage_to=...)")
         what = "a copy in memory or on a local disk, or fewer and larger files, is read faster"
         yield f"reads come from storage: {what} ({how})"
-    if cause == "cpu":
-        yield from _missing_cpus(case)
 
 
 def _over_the_network(case: Case) -> Iterator[str]:
@@ -151,13 +161,25 @@ def _missing_cpus(case: Case) -> Iterator[str]:
     yield said
 
 
-def _crowded(workers: int, cpus: int) -> str:
+def _crowded(case: Case) -> Iterator[str]:
+    workers, cpus = case.facts.num_workers, case.facts.usable_cpus
+    if not workers or not cpus or (case.facts.others_cpu_pct or 0.0) >= OTHERS_PCT:  # the evidence says so
+        return
     if workers > cpus:
-        return f"{workers} workers share {cpus} CPUs: fewer may be as fast. `lightning-feed tune` tries it"
-    return (
+        yield f"{workers} workers share {cpus} CPUs: fewer may be as fast. `lightning-feed tune` tries it"
+        return
+    yield (
         "other threads or programs take the workers' CPUs. If they are threads of the training process, "
         "torch.set_num_threads(1) at the start of your program gives them back"
     )
+
+
+_TRY: dict[Cause, Callable[[Case], Iterator[str]]] = {
+    "hand-over": _hand_over,
+    "oversubscribed": _crowded,
+    "cold reads": _cold,
+    "cpu": _missing_cpus,
+}
 
 
 def _whole_images(case: Case, cause: Cause) -> Iterator[str]:

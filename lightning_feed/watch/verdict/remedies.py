@@ -174,18 +174,26 @@ def more_workers(case: Case) -> Remedy | None:
 def steps_with_more(case: Case) -> dict[int, float]:
     """The step time to expect by number of workers, of each that is possible; empty where more are no remedy."""
     facts, now = case.facts, case.facts.num_workers
-    tried = predict.tried_rates(case.measured)
-    known = bool(tried) or case.measured.loaders.workers_on_cpu_pct is not None or now == 0
+    known = bool(predict.tried_rates(case.measured)) or case.measured.loaders.workers_on_cpu_pct is not None or now == 0
     if now is None or not facts.usable_cpus or case.data not in _MADE_SLOWLY or not known or facts.workers == "thread":
         return {}
-    if not _can_change_workers(case):
-        return {}
-    numbers: Iterable[int] = [number for number in tried if number > now] or range(now + 1, _most_workers(case) + 1)
-    if not may_have_workers(case):
-        numbers = [1] if now == 0 and facts.may_leave_process else []
     measured = _with_kept_workers(case)[0]
-    steps = {number: predict.with_workers(measured, case.shares, number) for number in numbers if _fits(case, number)}
+    steps = {
+        number: predict.with_workers(measured, case.shares, number)
+        for number in _numbers_to_name(case, now)
+        if _fits(case, number)
+    }
     return {number: step for number, step in steps.items() if step is not None}
+
+
+def _numbers_to_name(case: Case, now: int) -> Iterable[int]:
+    """Those tried, else all up to the most; a stream that does not divide itself may have one worker."""
+    if not _can_change_workers(case):
+        return []
+    if not may_have_workers(case):
+        return [1] if now == 0 and case.facts.may_leave_process else []
+    tried = [number for number in predict.tried_rates(case.measured) if number > now]
+    return tried or range(now + 1, _most_workers(case) + 1)
 
 
 def may_have_workers(case: Case) -> bool:

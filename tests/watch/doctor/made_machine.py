@@ -121,7 +121,7 @@ def made_machine(root: Path, **changes: Any) -> Sources:
         **changes.pop("modules", {}),
     }
     versions = {"torch": "2.15.0+cu126", "torchvision": "0.29", "lightning": "2.6.6", "simplejpeg": "1.9"}
-    versions |= {"turbojpeg": "1", "opencv-python": "5", "nvidia-dali-cuda120": "2.4.0", "torchcodec": "0.17"}
+    versions |= {"turbojpeg": "1", "opencv-python": "5", "nvidia-dali-cuda120": "2.4.0"}
     versions |= changes.pop("versions", {})
     return Sources(
         **(

@@ -10,12 +10,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.errors import DatasetError, MissingExtraError
+from lightning_feed.errors import DatasetError
 from lightning_feed.watch.experiments import rates
 from lightning_feed.watch.experiments.data_experiments import run_data_experiments
 from lightning_feed.watch.experiments.rates import (
     BUFFER_BYTES,
-    FEWEST_ROUNDS,
     MOST_IMAGES,
     decode_rate,
     measure_copies,
@@ -63,12 +62,6 @@ def test_rounds_are_counted_until_the_time_is_over(batch_size: int, class_folder
     assert clock.waits == 1 + 5
 
 
-def test_there_are_never_fewer_than_two_rounds(class_folders: Path) -> None:
-    clock = Clock()
-    assert _measure(_loader(class_folders), clock, max_s=0.0) is not None
-    assert clock.waits == 1 + FEWEST_ROUNDS
-
-
 def test_the_files_are_decoded_as_the_loader_would_crop_them(
     class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,18 +85,6 @@ def test_as_many_images_as_a_device_can_hold_before_they_are_cropped(
     assert MOST_IMAGES >= 32
 
 
-def test_the_loader_is_as_before(class_folders: Path) -> None:
-    loader, other = _loader(class_folders), _loader(class_folders)
-    torch.manual_seed(7)
-    state = torch.get_rng_state()
-    _measure(loader)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(7)
-    ours = [batch[0] for batch in loader]
-    torch.manual_seed(7)
-    assert all(torch.equal(one, two[0]) for one, two in zip(ours, other, strict=True))
-
-
 def test_images_that_are_encoded_already_and_subsets_too(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_feed.data.image_backends.GPU_BACKENDS", ())
     assert _measure(_loader(class_folders, backend="nvjpeg")) is not None
@@ -114,14 +95,6 @@ def test_images_that_are_encoded_already_and_subsets_too(class_folders: Path, mo
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield torch.zeros(3)
-
-
-def test_where_it_is_not_possible(class_folders: Path) -> None:
-    own = _loader(class_folders, transform=lambda image: image[:, :8, :8], transform_input="tensor")
-    assert _measure(own) is None
-    assert _measure(_loader(class_folders, cache="decoded")) is None
-    assert _measure(DataLoader([(torch.zeros(3), 0)])) is None
-    assert _measure(DataLoader(Stream())) is None
 
 
 def test_a_broken_image_is_named(class_folders: Path) -> None:
@@ -161,32 +134,6 @@ def _results(loader: Any, kind: str) -> ExperimentResults:
     only = frozenset({"transforms", "no-transforms", "device-decode"})
     found = list(run_data_experiments(loader, device=kind, budget_s=1, only=only))
     return found[-1]
-
-
-def test_it_is_measured_on_cuda_only(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(rates, "decode_rate", lambda *args: given.append(args) or 7.0)
-    assert _results(_loader(class_folders), "cpu").device_decode_per_s is None
-    assert not given
-    assert _results(_loader(class_folders), "cuda").device_decode_per_s == 7.0
-    assert given[0][1] == torch.device("cuda")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [MissingExtraError("no nvJPEG\nmore"), RuntimeError("CUDA out of memory\nmore"), DatasetError("a.jpg: cut\nmore")],
-)
-def test_a_failure_hides_no_other_result(
-    error: Exception, class_folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> float:
-        raise error
-
-    monkeypatch.setattr(rates, "decode_rate", fail)
-    found = _results(_loader(class_folders), "cuda")
-    assert found.device_decode_per_s is None
-    assert found.left_out == (("device-decode", str(error).split("\n")[0]),)
-    assert {cost.name for cost in found.costs} == {"read", "decode", "TrainRecipe"}
 
 
 def test_costs_of_workers_that_only_read(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:

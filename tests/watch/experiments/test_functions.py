@@ -13,7 +13,6 @@ from torchvision.transforms import v2
 from watch.experiments.made_data import Images, Slow, Stream, burn
 
 import lightning_feed
-from lightning_feed.errors import LoaderError
 from lightning_feed.watch.experiments.functions import StackTally, time_batches
 from lightning_feed.watch.experiments.session import LoaderPart
 from lightning_feed.watch.experiments.storage import is_users
@@ -85,19 +84,6 @@ def test_kinds_of_loaders(kind: Callable[..., Dataset[Any]], options: dict[str, 
     assert sys.getswitchinterval() == interval
 
 
-class Together(Images):
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        burn(0.002)
-        return [torch.ones(2)] * len(indices)
-
-    def __getitem__(self, index: int) -> Any:
-        raise AssertionError("samples come together")
-
-
-def test_samples_that_come_together() -> None:
-    assert time_batches(LoaderPart("", DataLoader(Together(), batch_size=4)), 0.05)[0]["samples"] >= 2.0
-
-
 class Empty(Stream):
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -106,12 +92,6 @@ class Empty(Stream):
 class Failing(Images):
     def __getitem__(self, index: int) -> Any:
         raise KeyError("label")
-
-
-@pytest.mark.parametrize(("dataset", "said"), [(Empty(), "gives no batch"), (Failing(), "KeyError: 'label'")])
-def test_what_cannot_be_made_here_is_said(dataset: Any, said: str) -> None:
-    with pytest.raises(LoaderError, match=said):
-        time_batches(LoaderPart("", DataLoader(dataset, batch_size=2)), 1.0)
 
 
 def frames_of(call: Callable[[Callable[..., Any]], Any]) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
@@ -104,18 +103,6 @@ def test_files_are_really_asked_to_leave(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before
 
 
-def test_why_files_cannot_be_read_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LeftOut, match="no file was seen"):
-        measure_cold(_session(Images()))
-    session = _session(Files(tmp_path, size=60))
-    monkeypatch.setattr(storage, "file_system", lambda path: ("tmpfs", "memory"))
-    with pytest.raises(LeftOut, match=r"the files lie in memory \(tmpfs\)"):
-        measure_cold(session)
-    monkeypatch.delattr(os, "posix_fadvise")
-    with pytest.raises(LeftOut, match="posix_fadvise"):
-        measure_cold(session)
-
-
 def _taken(session: Session) -> list[int]:
     return [len(batches) for batches in choose(session).batches.values()]
 
@@ -160,26 +147,6 @@ def test_other_files_are_found_by_listening(tmp_path: Path) -> None:
     assert files_of_samples(part_of(dataset), [4, 2]) == [str(dataset.paths[4]), str(dataset.paths[2])]
     with pytest.raises(DatasetError, match="cannot give sample 13"):
         files_of_samples(part_of(Broken()), [13])
-
-
-def test_what_is_no_data_is_not_heard(tmp_path: Path) -> None:
-    (tmp_path / "a.npy").write_bytes(b"")
-    np.save(tmp_path / "a.npy", np.zeros(3))
-    (tmp_path / "code.py").write_text("")
-
-    def work() -> None:
-        np.load(tmp_path / "a.npy")
-        (tmp_path / "code.py").read_text()
-        Path("/proc/self/stat").read_text()
-        Path(torch.__file__).read_bytes()
-        (tmp_path / "written").write_text("x")
-        file = os.open(tmp_path / "written", os.O_RDWR)
-        os.close(file)
-        with pytest.raises(FileNotFoundError):
-            (tmp_path / "gone").read_text()
-        (tmp_path / "a.npy").read_bytes()
-
-    assert opened_by(work) == [str(tmp_path / "a.npy")]
 
 
 def test_listening_hears_one_thread_and_ends(tmp_path: Path) -> None:
@@ -272,26 +239,6 @@ def machine(tmp_path: Path) -> Path:
 )
 def test_file_systems(machine: Path, path: str, system: str, kind: str) -> None:
     assert file_system(path, machine) == (system, kind)
-
-
-def test_a_fast_disk_is_local(machine: Path) -> None:
-    mounts = machine / "proc/self/mountinfo"
-    mounts.write_text("26 22 259:2 / / rw - xfs /dev/nvme0n1p2 rw\n")
-    assert file_system("/a", machine) == ("xfs", "local")
-
-
-@pytest.mark.parametrize("place", ["pci0000:00/virtio2/block/vda", "vbd-51712/block/xvda"])
-def test_a_disk_of_a_virtual_machine_is_not_taken_to_rotate(machine: Path, place: str) -> None:
-    disk = machine / "sys/devices" / place
-    (disk / "queue").mkdir(parents=True)
-    (disk / "queue/rotational").write_text("1\n")  # Linux says so of all of them
-    (machine / "sys/dev/block/254:0").symlink_to(disk)
-    (machine / "proc/self/mountinfo").write_text("26 22 254:0 / / rw - ext4 /dev/root rw\n")
-    assert file_system("/a", machine) == ("ext4", "local")
-
-
-def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
-    assert file_system("/pictures/a", tmp_path) == (None, None)
 
 
 def test_facts_of_a_disk(tmp_path: Path) -> None:

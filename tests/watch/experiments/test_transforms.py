@@ -1,6 +1,5 @@
 """The planted slow step is found by its name, however the pipeline is built, and the pipeline stays as it was."""
 
-import pickle
 import random
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,10 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
-from watch.experiments.made_data import Broken, Images, Slow, Stream, burn, session_of
+from watch.experiments.made_data import Images, Slow, Stream, burn, session_of
 
 from lightning_feed.archive.folder import FolderSource, scan_classes
 from lightning_feed.decode.decoders import PillowDecoder
-from lightning_feed.errors import DatasetError
 from lightning_feed.load.cacheable import CacheableDataset
 from lightning_feed.load.crop import Recipe, TrainRecipe, UserTransform
 from lightning_feed.load.image_dataset import ImageDataset
@@ -27,7 +25,6 @@ from lightning_feed.watch.experiments import transforms
 from lightning_feed.watch.experiments.results import NamedCost
 from lightning_feed.watch.experiments.session import LoaderPart
 from lightning_feed.watch.experiments.transforms import (
-    Constant,
     StepTimer,
     UntilSized,
     find_sites,
@@ -74,36 +71,6 @@ class Slow16:
         return v1.functional.pil_to_tensor(image)
 
 
-class KeywordStep:
-    """As albumentations calls its steps: with keywords, and a dict comes back."""
-
-    def __call__(self, *, image: Any, **others: Any) -> dict[str, Any]:
-        return {"image": image, **others}
-
-
-class SlowKeywordStep(KeywordStep):
-    def __call__(self, *, image: Any, **others: Any) -> dict[str, Any]:
-        burn(SLOW_S)
-        return super().__call__(image=image, **others)
-
-
-class KeywordCompose:
-    def __init__(self, transforms: list[Any]) -> None:
-        self.transforms = transforms
-
-    def __call__(self, **data: Any) -> dict[str, Any]:
-        for step in self.transforms:
-            assert isinstance(step, KeywordStep)
-            data = step(**data)
-        return data
-
-
-class KeywordImages(Images):
-    def __getitem__(self, index: int) -> Any:
-        assert self.transform is not None
-        return self.transform(image=torch.rand(3, 8, 8))["image"]
-
-
 def slow_function(image: Any) -> Any:
     burn(SLOW_S)
     return image
@@ -142,17 +109,6 @@ def test_the_slow_step_is_found_by_name(name: str) -> None:
     assert costs["load"].cpu_ms < SLOW_S * 1e3 / 2  # what the steps took is not counted a second time
 
 
-def test_steps_are_named_in_order_and_told_apart() -> None:
-    costs = _costs(Images(PIPELINES["twice"][0]))
-    assert list(costs) == ["load", "Resize", "Resize (2)", "Slow"]
-
-
-def test_keyword_pipelines() -> None:
-    costs = _costs(KeywordImages(KeywordCompose([KeywordStep(), SlowKeywordStep()])))
-    assert list(costs) == ["load", "KeywordStep", "SlowKeywordStep"]
-    assert costs["SlowKeywordStep"].cpu_ms > 10 * costs["KeywordStep"].cpu_ms
-
-
 @pytest.mark.parametrize("wrap", [lambda d: Subset(d, range(10)), lambda d: ConcatDataset([Images(), d, d])])
 def test_transforms_under_other_data_sets(wrap: Any) -> None:
     dataset = wrap(Images(v1.Compose([Slow(SLOW_S)])))
@@ -183,22 +139,6 @@ def test_nothing_of_the_users_is_changed() -> None:
     assert np.array_equal(before[1], np.random.get_state()[1])
     assert before[2] == random.getstate()
     assert torch.get_num_threads() == 2
-
-
-def test_a_sample_that_cannot_be_made_is_named_and_everything_is_put_back() -> None:
-    dataset = Broken(Slow(0.0))
-    transform = dataset.transform
-    with pytest.raises(DatasetError, match=r"\(Broken\) cannot give sample 13: ValueError: the picture is cut short"):
-        sample_costs(_part(dataset, sampler=[1, 13], shuffle=None), 20)
-    assert dataset.transform is transform
-    assert dataset.reads == 0
-
-
-def test_time_is_bounded() -> None:
-    timer = StepTimer()
-    costs = sample_costs(_part(Images(Slow(0.02))), 0.1, timer=timer)
-    assert [cost.name for cost in costs] == ["load", "Slow"]
-    assert timer.steps["Slow"].cpu_ns < 40 * 20e6 / 2  # of forty samples, not half were made
 
 
 def augment(image: Any) -> Any:
@@ -242,13 +182,6 @@ class Counting(PillowDecoder):
         return super().decode(data)
 
 
-def test_our_images_are_decoded_even_where_their_recipe_is_free(class_folders: Path) -> None:
-    source = FolderSource(class_folders, scan_classes(class_folders))
-    _without_transforms(ImageDataset(source, Counting(), TrainRecipe(size=16)))
-    batches = 1 + 2 + 2  # the first, two that do not count, two that do
-    assert len(DECODED) >= 4 * batches
-
-
 class Staged(CacheableDataset):
     def __len__(self) -> int:
         return 20
@@ -277,13 +210,6 @@ def test_without_transforms_the_loader_is_as_fast_as_if_they_were_free() -> None
     assert _without_transforms(Images()) is None
 
 
-def test_given_results_keep_their_shape_and_can_be_sent_to_workers() -> None:
-    given = pickle.loads(pickle.dumps(Constant({"image": torch.ones(2)})))
-    first, second = given(torch.rand(3), image=1), given()
-    first.pop("image")
-    assert torch.equal(second["image"], torch.ones(2))
-
-
 def test_a_timed_copy_does_the_same() -> None:
     torch.manual_seed(0)
     pipeline = v2.Compose([v2.RandomCrop(5), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)])
@@ -296,34 +222,6 @@ def test_a_timed_copy_does_the_same() -> None:
         assert torch.equal(twin(image), expected)
     assert isinstance(twin, v2.Compose)
     assert all(isinstance(step, type(was)) for step, was in zip(twin.transforms, pipeline.transforms, strict=True))
-
-
-def test_a_clock_of_ones_own() -> None:
-    ticks = iter(range(0, 10**9, 1000))
-    timer = StepTimer(on=True, cpu=lambda: 0, wall=lambda: next(ticks))
-    twin = timed(v1.Compose([v1.Resize(4), slow_function]), timer)
-    twin(torch.rand(3, 8, 8))
-    timer.on = False
-    twin(torch.rand(3, 8, 8))
-    assert [(name, step.wall_ns, step.cpu_ns) for name, step in timer.steps.items()] == [
-        ("Resize", 1000, 0),
-        ("slow_function", 1000, 0),
-    ]
-
-
-class OnlyOne:
-    """As objects of many libraries in C, it cannot be copied."""
-
-    def __call__(self, image: Any) -> Any:
-        return image
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("cannot pickle 'OnlyOne' object")
-
-
-@pytest.mark.parametrize("transform", [OnlyOne(), v1.Compose([OnlyOne()])])
-def test_a_step_that_cannot_be_copied_is_timed(transform: Any) -> None:
-    assert "OnlyOne" in _costs(Images(transform))
 
 
 def _albumentations() -> Any:
@@ -345,13 +243,6 @@ class Photos(Images):
         assert self.transform is not None
         photo = np.full((32, 32, 3), index, np.uint8)
         return self.transform(image=photo)["image"]  # type: ignore[call-arg]
-
-
-def test_every_step_of_albumentations_has_its_own_name() -> None:
-    names = ["RandomResizedCrop", "ColorJitter", "GaussianBlur", "HorizontalFlip", "OneOf", "Normalize"]
-    costs = _costs(Photos(_albumentations()))
-    assert list(costs) == ["load", *names]
-    assert all(costs[name].wall_ms > 0 for name in names)
 
 
 def test_timed_steps_of_albumentations_draw_and_give_what_they_did_and_are_not_registered() -> None:
@@ -415,22 +306,6 @@ def test_steps_up_to_the_last_that_changes_the_size_stay(class_folders: Path, ve
     assert made.shape == (3, 16, 16)
     assert dataset.transform is transform
     assert dataset.transforms.transform is transform
-
-
-def test_tensors_of_floats_become_bytes(seen: Any) -> None:
-    dataset = Images(nn.Sequential(v2.Resize(4), v2.Normalize([0.0] * 3, [2.0] * 3)))
-    assert _as_uint8(dataset) is not None
-    made = seen[0](torch.full((3, 8, 8), 0.5))
-    assert made.dtype == torch.uint8
-    assert made.shape == (3, 4, 4)
-    assert made.unique().tolist() == [127]
-
-
-def test_without_a_change_of_size_nothing_stays(seen: Any) -> None:
-    slow = Slow(0.01)
-    dataset = Images(v1.Compose([slow]))
-    assert (_as_uint8(dataset) or 0) > 10 * (1 / (4 * 0.01))
-    assert seen[0].steps == []
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from watch.reports.sample_reports import (
     sample_stats,
 )
 
-from lightning_feed.watch.reports.compare import Comparison, compare, comparison_text, wanted_settings
+from lightning_feed.watch.reports.compare import Comparison, compare, comparison_text
 from lightning_feed.watch.reports.document import as_document, from_document, to_plain
 from lightning_feed.watch.reports.report import Report
-from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Remedy
+from lightning_feed.watch.verdict.diagnosis import LoopFacts, Remedy
 
 FED = sample_stats(
     step_ms=60.0, data_idle_ms=2.0, starved_pct=3.3, starved_low_pct=2.0, starved_high_pct=5.0, epoch_start_s=None
@@ -48,16 +48,6 @@ def test_predicted_against_achieved() -> None:
     assert (check.changes, check.predicted_step_ms, check.achieved_step_ms) == ("num_workers=14", 57.6, 60.0)
     assert check.error_pct == pytest.approx(-4.0)  # 57.6 is 4 % less than 60: too much was predicted
     assert check.also_changed == ()
-
-
-def test_a_faster_run_than_predicted_has_an_error_above_0() -> None:
-    (check,) = compare(sample_report(), _after(replace(FED, step_ms=48.0), num_workers=14)).predictions
-    assert check.error_pct == pytest.approx(20.0)
-
-
-def test_other_changes_are_named_beside_a_prediction() -> None:
-    (check,) = compare(sample_report(), _after(num_workers=14, pin_memory=False)).predictions
-    assert check.also_changed == ("pin_memory",)
 
 
 @pytest.mark.parametrize("workers", [6, 12, 15, None])
@@ -95,31 +85,12 @@ def test_whether_a_remedy_was_followed(
     assert [one.changes for one in found.predictions] == ([changes] if followed else [])
 
 
-def test_a_remedy_without_a_prediction_has_no_error() -> None:
-    remedies = (Remedy(code="code", why="why", changes="num_workers=14"),)
-    (check,) = compare(sample_report(sample(remedies=remedies)), _after(num_workers=14)).predictions
-    assert (check.predicted_step_ms, check.achieved_step_ms, check.error_pct) == (None, 60.0, None)
-    (check,) = compare(sample_report(), _after(replace(FED, step_ms=None), num_workers=14)).predictions
-    assert (check.predicted_step_ms, check.achieved_step_ms, check.error_pct) == (57.6, None, None)
-
-
 def test_remedies_of_which_no_report_tells_are_named() -> None:
     changes = ("num_workers=8", "device_transform", "stage_to=/dev/shm", "device_transform", "")
     remedies = tuple(Remedy(code="code", why="why", changes=one) for one in changes)
     found = compare(sample_report(sample(remedies=remedies)), sample_report())
     assert found.unchecked == ("device_transform", "stage_to=/dev/shm")
     assert "whether these are in effect: device_transform; stage_to=/dev/shm" in comparison_text(found)
-
-
-def test_what_is_measured_is_no_setting() -> None:
-    after = sample_report(sample(facts=sample_facts(host_cpu_ms=9.0)))
-    before = sample_report(sample(facts=sample_facts(host_cpu_ms=3.0)))
-    assert compare(before, after).settings == ()
-
-
-def test_settings_of_a_remedy() -> None:
-    remedy = Remedy(code="", why="", changes="num_workers=8, decoder='turbo'")
-    assert wanted_settings(remedy) == {"num_workers": "8", "decoder": "turbo"}
 
 
 def test_the_report_card_is_part_of_the_next_report() -> None:
@@ -150,22 +121,6 @@ def test_what_changed() -> None:
         "torch": ("2.15.0", "2.16.0"),
     }
     assert _changes(compare(sample_report(), sample_report())) == {}
-
-
-def test_figures_of_both() -> None:
-    figures = {one.name: one for one in compare(sample_report(), _after(num_workers=14)).figures}
-    rate = figures["samples_per_s"]
-    assert (rate.before, rate.after) == (pytest.approx(32_000 / 87.2), pytest.approx(32_000 / 60))
-    assert rate.change_pct == pytest.approx(100 * (87.2 / 60 - 1))
-    assert figures["step_ms"].change_pct == pytest.approx(100 * (60 - 87.2) / 87.2)
-    assert (figures["epoch_start_s"].before, figures["epoch_start_s"].after) == (0.8, None)
-    assert figures["epoch_start_s"].change_pct is None
-
-
-def test_a_change_from_0_is_no_share() -> None:
-    before = sample_report(sample(stats=sample_stats(h2d_ms=0.0)))
-    figures = {one.name: one for one in compare(before, sample_report()).figures}
-    assert (figures["h2d_ms"].before, figures["h2d_ms"].change_pct) == (0.0, None)
 
 
 @pytest.mark.parametrize(
@@ -225,26 +180,6 @@ def test_the_comparison_in_words() -> None:
         "noise    of starved_pct: the 95 % intervals do not overlap: more than noise; of step times it is not known",
         "check    num_workers=14: predicted step 57.6 ms, achieved 60.0 ms, error -4.0 % (also changed: pin_memory)",
     ]
-
-
-def test_the_comparison_of_two_runs_of_the_same() -> None:
-    text = comparison_text(compare(sample_report(), sample_report()))
-    assert "verdict  data (cpu), highly data-bound (unchanged)\nchanged  no setting that the reports tell of\n" in text
-    assert "result   1.00 times as fast" in text
-    assert "of starved_pct: the 95 % intervals overlap: within noise" in text
-    assert "check    none of the earlier report's remedies is in effect" in text
-
-
-def test_predictions_without_a_figure_in_words() -> None:
-    def said(before: Diagnosis, after: Report) -> str:
-        return next(
-            line for line in comparison_text(compare(sample_report(before), after)).splitlines() if "14:" in line
-        )
-
-    silent = sample(remedies=(Remedy(code="code", why="why", changes="num_workers=14"),))
-    assert said(silent, _after(num_workers=14)) == "check    num_workers=14: nothing was predicted"
-    lost = _after(replace(FED, step_ms=None), num_workers=14)
-    assert said(sample(), lost) == "check    num_workers=14: predicted step 57.6 ms, achieved not measured"
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example])

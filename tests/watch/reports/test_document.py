@@ -10,7 +10,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import numpy
 import pytest
 from hypothesis import HealthCheck, given, settings
 from watch.reports.any_reports import any_report
@@ -26,9 +25,8 @@ from lightning_feed.watch.reports.document import (
     from_document,
     json_schema,
     read_document,
-    to_plain,
 )
-from lightning_feed.watch.reports.files import check_writable, write_report, write_whole
+from lightning_feed.watch.reports.files import check_writable, write_report
 from lightning_feed.watch.reports.report import Report, read_environment
 
 ANY = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -56,21 +54,6 @@ def test_every_report_is_valid_json_of_the_schema(report: Report) -> None:
     }
 
 
-def test_the_schema_can_fail() -> None:
-    document = as_document(sample_report())
-    assert problems(document, json_schema()) == []
-    for change in (
-        {"schema": "other/1"},
-        {"step": {**document["step"], "step_ms": "87"}},
-        {"verdict": {**document["verdict"], "grade": "splendid"}},
-        {"ranks": []},
-        {"made_up": 1},
-    ):
-        assert problems(document | change, json_schema())
-    del document["hooks"]
-    assert problems(document, json_schema()) == ["$.hooks is missing"]
-
-
 def test_what_is_in_a_document() -> None:
     document = as_document(sample_report())
     assert document["schema"] == SCHEMA == "lightning_feed.report/1"
@@ -87,15 +70,6 @@ def test_figures_that_are_not_finite_are_null() -> None:
     odd = sample(stats=sample_stats(step_ms=float("nan"), starved_pct=float("inf")))
     step = as_document(sample_report(odd))["step"]
     assert (step["step_ms"], step["starved_pct"]) == (None, None)
-
-
-def test_a_value_without_a_form_in_json_is_refused() -> None:
-    with pytest.raises(TypeError, match="object has no form in JSON"):
-        to_plain((object(),))
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    assert json.dumps(to_plain((numpy.float32(0.5), numpy.int64(3)))) == "[0.5, 3]"
 
 
 # --- units --------------------------------------------------------------------------------------------------------
@@ -155,13 +129,6 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert sorted(written[0].parent.iterdir()) == sorted(written)
 
 
-def test_names_that_utf8_cannot_hold_are_written(tmp_path: Path) -> None:
-    report = sample_report(sample(evidence=("hook \udcff",)))
-    for path in write_report(report, tmp_path):
-        assert path.read_text(encoding="utf-8")
-    assert read_document(tmp_path).diagnosis.evidence == ("hook \udcff",)
-
-
 def test_a_write_that_fails_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = write_report(sample_report(), tmp_path)
     path = written[0]
@@ -177,37 +144,12 @@ def test_a_write_that_fails_leaves_the_old_report(tmp_path: Path, monkeypatch: p
     assert sorted(tmp_path.iterdir()) == sorted(written)
 
 
-@pytest.mark.parametrize("name", ["file/run.html", "x" * 300, ""])
-def test_paths_that_no_file_can_have(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    with pytest.raises(ReportError, match="could not be written"):
-        write_whole(Path(name), "text")
-    with pytest.raises(ReportError):
-        read_document(name)
-
-
 @pytest.mark.parametrize("folder", ["", "here", "new", "new/below/it"])
 def test_whether_a_folder_can_be_written_to_is_known_and_leaves_nothing(folder: str, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "feed_report.json").write_text("what is there")
     check_writable(tmp_path / folder)
     assert sorted(str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*")) == ["here", "here/feed_report.json"]
-
-
-@pytest.mark.parametrize("folder", ["file", "file/below"])
-def test_a_folder_that_is_a_file_cannot_be_written_to(folder: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ReportError, match=r"reports cannot be written into .*: Not a directory\. Give another folder"):
-        check_writable(tmp_path / folder)
-    assert [one.name for one in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_the_right_to_write(tmp_path: Path) -> None:
-    (tmp_path / "theirs").mkdir(mode=0o500)
-    with pytest.raises(ReportError, match="Permission denied"):
-        check_writable(tmp_path / "theirs" / "new")
 
 
 def test_the_report_of_a_folder(tmp_path: Path) -> None:
@@ -240,9 +182,9 @@ def _document(**changes: Any) -> dict[str, Any]:
         ("[]", "it has no schema"),
         ("{}", "it has no schema"),
         ('{"schema": 1}', "it has no schema"),
-        ('{"schema": "other/1"}', "its schema is 'other/1', and not"),
-        ('{"schema": "lightning_feed.report/x"}', "and not"),
-        ('{"schema": "lightning_feed.report/2"}', "Update lightning_feed"),
+        ('{"schema": "other/1"}', "its schema is 'other/1', and this"),
+        ('{"schema": "lightning_feed.report/x"}', "and this"),
+        ('{"schema": "lightning_feed.report/2"}', "update lightning_feed"),
         ('{"schema": "lightning_feed.report/1"}', "written_at is missing"),
         ('{"schema": "lightning_feed.report/1", "written_at": "now"}', "environment is missing"),
     ],
@@ -290,24 +232,6 @@ def test_every_part_that_reports_always_had_must_be_there() -> None:
         del document[part]
         with pytest.raises(ReportError, match=f"{part} is missing"):
             from_document(document)
-
-
-def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
-    for number, message in (
-        ("NaN", "is not JSON"),
-        ("Infinity", "is not JSON"),
-        ("1e999", r"step\.step_ms is inf, and must be a finite number"),
-    ):
-        text = json.dumps(_document()).replace('"step_ms": 87.2', f'"step_ms": {number}')
-        (tmp_path / "feed_report.json").write_text(text)
-        with pytest.raises(ReportError, match=message):
-            read_document(tmp_path)
-
-
-def test_whole_numbers_may_be_written_with_a_point_and_new_keys_are_left_out() -> None:
-    document = _document(added_later=1)
-    document["step"] = {**document["step"], "steps": 412.0, "added_later": "x"}
-    assert from_document(document).diagnosis == sample()
 
 
 def test_there_is_no_report(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from watch.reports.sample_reports import (
     sample,
     sample_experiments,
     sample_report,
-    sample_stats,
 )
 
 from lightning_feed.watch.experiments.results import KeyUse, NamedCost
@@ -94,14 +93,6 @@ def test_nothing_comes_from_outside() -> None:
     assert not re.search(r"https?:|url\(|@import", text)
 
 
-def test_the_page_knows_light_and_dark() -> None:
-    text = as_html(sample_report())
-    assert "color-scheme: light dark" in text
-    light, dark = (set(re.findall(r"(--\w+):", block)) for block in re.findall(r":root \{(.*?)\}", text, re.DOTALL))
-    assert light == dark
-    assert set(re.findall(r"var\((--\w+)\)", text)) == light
-
-
 def test_the_bar_of_a_step_adds_up() -> None:
     text = as_html(sample_report())
     (drawn,) = re.findall(r'<svg class="stack".*?</svg>', text, re.DOTALL)
@@ -112,15 +103,6 @@ def test_the_bar_of_a_step_adds_up() -> None:
     ends = [start + float(one.get("width") or 0) for start, one in zip(starts, bars, strict=True)]
     assert ends[-1] == pytest.approx(100, abs=0.25)
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
-
-
-def test_bars_of_stations_are_as_long_as_their_rates() -> None:
-    text = as_html(sample_report())
-    bars = re.findall(r'<rect class="(\w+)( cut)?" x="0" y="0" width="([\d.]+)"', text)
-    lengths = [(colour, bool(cut), float(width)) for colour, cut, width in bars if colour != "track"]
-    assert lengths[0] == ("compute", True, 100.0)  # read: cut
-    assert lengths[4] == ("data", False, 33.333)  # loader: the narrowest
-    assert "Bars end at 1 114 samples/s" in text
 
 
 def test_every_name_is_text() -> None:
@@ -144,12 +126,6 @@ def test_every_name_is_text() -> None:
     assert "script" not in page.tags
     assert "".join(page.words).count(HOSTILE) == 14  # every place that was given it
     assert page.tags.count("title") == 5  # of the page, and of the four parts of a step
-
-
-def test_a_part_that_was_not_measured_is_not_drawn() -> None:
-    text = as_html(sample_report(sample(stats=sample_stats(h2d_ms=None, starved_pct=None))))
-    (drawn,) = re.findall(r'<svg class="stack".*?</svg>', text, re.DOTALL)
-    assert [one.get("class") for one in ElementTree.fromstring(drawn).findall("rect")] == ["compute", "data", "other"]
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -19,7 +19,7 @@ from watch.reports.sample_reports import (
     sample_stats,
 )
 
-from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse, NamedCost
+from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse
 from lightning_feed.watch.reports.files import (
     as_html,
     as_markdown,
@@ -29,8 +29,7 @@ from lightning_feed.watch.reports.files import (
     show_report,
 )
 from lightning_feed.watch.reports.report import Report, headline
-from lightning_feed.watch.reports.sections import Pipeline, in_rate, pipeline_text, read_pipeline
-from lightning_feed.watch.stats import RankStats
+from lightning_feed.watch.reports.sections import Pipeline, pipeline_text, read_pipeline
 from lightning_feed.watch.verdict.decide import diagnose
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, HookTime, LoopFacts, Measurements, Remedy
 
@@ -74,28 +73,12 @@ def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
     assert "skip  cold-files: the files belong to another user" in text
 
 
-def test_a_sample_that_is_loaded_as_a_whole_is_no_transform() -> None:
-    found = sample()
-    whole = replace(sample_experiments(), costs=(NamedCost(name="load", cpu_ms=2.0, wall_ms=2.0),))
-    pipeline = read_pipeline(replace(found, measurements=replace(found.measurements, experiments=whole)))
-    assert pipeline is not None
-    assert [one.name for one in pipeline.bars][:2] == ["load", "collate, IPC"]
-
-
-def test_no_interval_is_said_where_there_is_none() -> None:
-    assert "data (confidence high, 412 steps)" in as_text(_bare(stats=sample_stats(starved_low_pct=None)))
-
-
 def test_toy_steps_are_one_sentence() -> None:
     found = _bare(stats=sample_stats(step_ms=0.71))
     assert as_text(found) == "FEED  Steps of 0.7 ms: Python overhead dominates; use larger batches."
     for page in (as_markdown(sample_report(found)), as_html(sample_report(found))):
         assert "Steps of 0.7 ms: Python overhead dominates; use larger batches" in page
         assert "num_workers=14" not in page
-
-
-def test_an_interval_without_width_is_not_said() -> None:
-    assert "data (confidence high" in as_text(_bare(stats=sample_stats(starved_low_pct=33.8, starved_high_pct=34.2)))
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
@@ -117,19 +100,6 @@ def _keys_line(keys: tuple[KeyUse, ...], *, steps: int = 412) -> str | None:
     results = replace(sample_experiments(), keys=keys)
     text = as_text(replace(found, measurements=replace(found.measurements, experiments=results)))
     return next((line for line in text.splitlines() if line.startswith("keys")), None)
-
-
-def test_of_parts_of_a_batch_that_nobody_could_use_nothing_is_said() -> None:
-    unknown, used = (KeyUse(name="b", bytes_per_batch=9, used=use) for use in (None, True))
-    assert _keys_line((unknown,), steps=0) is None
-    assert _keys_line((used,)) is None
-    for keys, steps in (((unknown,), 412), ((unknown, used), 0)):
-        assert "use by the model unknown" in (_keys_line(keys, steps=steps) or "")
-
-
-def test_a_line_of_the_console_names_some_rows() -> None:
-    keys = tuple(KeyUse(name=f"k{at}", bytes_per_batch=9, used=False) for at in range(9))
-    assert (_keys_line(keys) or "").endswith("; k5: 0.0 kB a batch, never used by the model; 3 more")
 
 
 def test_no_verdict() -> None:
@@ -175,11 +145,6 @@ def _cause(found: Diagnosis) -> str | None:
     return next((line for line in as_text(found).splitlines() if line.startswith("cause")), None)
 
 
-def test_a_compute_bound_run_needs_no_cause() -> None:
-    assert _cause(_bare(bottleneck="compute", cause="compute", grade="fed")) is None
-    assert _cause(_bare(bottleneck="compute", cause="launch", grade="fed")) == "cause launch"
-
-
 def test_what_experiments_found_beside_the_pipeline() -> None:
     found = sample()
     results = replace(sample_experiments(), keys=(KeyUse(name="meta.path", bytes_per_batch=2500, used=False),))
@@ -218,27 +183,6 @@ def test_a_slow_rank_is_named_where_this_one_waits_little() -> None:
     first = as_text(sample(cause="one rank")).splitlines()[0]
     assert "all ranks wait 35 % of each step for the data of rank 1" in first
     assert "GPU idle" not in first
-
-
-def test_a_slow_rank_has_no_interval_and_the_gain_of_all_ranks() -> None:
-    ranks = RankStats(world_size=2, steps=400, starved_pct=84.0, max_data_idle_ms=73.2, slow_rank=1)
-    fed = sample_stats(starved_pct=0.1, starved_low_pct=0.0, starved_high_pct=0.2, speedup_if_free=1.0)
-    found = sample(cause="one rank", stats=fed)
-    found = replace(found, measurements=replace(found.measurements, ranks=ranks))
-    first, second, *_ = as_text(found).splitlines()
-    assert first.endswith("all ranks wait 84 % of each step for the data of rank 1 (confidence high, 412 steps)")
-    assert second.endswith("if data were free: 6.25 x as fast")
-    page = diagnosis_markdown(found)
-    assert "CI" not in page
-    assert "Confidence high, 412 steps; if data were free: 6.25 x as fast." in page
-    assert "<b>6.25 <small>x</small></b>" in as_html(sample_report(found))
-
-
-def test_ranks_that_wait_in_turn_are_told_where_this_one_waits_little() -> None:
-    ranks = RankStats(world_size=2, steps=400, starved_pct=30.0, max_data_idle_ms=26.0)
-    found = sample(cause="cpu", stats=sample_stats(starved_pct=3.0))
-    found = replace(found, measurements=replace(found.measurements, ranks=ranks))
-    assert headline(found) == "highly data-bound: all ranks wait 30 % of each step for the data of one of them"
 
 
 def _slow_start(*, device: str = "cpu", start_s: float = 2.0) -> Diagnosis:
@@ -322,51 +266,15 @@ def test_the_rates_of_the_stages() -> None:
     assert pipeline.full_per_s == pytest.approx(3 * 371.2)
 
 
-def test_the_narrowest_is_the_model_where_it_is() -> None:
-    costs = sample_experiments().costs
-    pipeline = _pipeline(batch_size=32, loader_per_s=20.0, ceiling_per_s=30.0, costs=costs, model_per_s=11.5)
-    assert len(_rates(pipeline)) == 6
-    assert _narrowest(pipeline) == ["model"]
-
-
 def test_a_model_alone_that_was_disturbed_is_no_stage() -> None:
     stages = {ms: [*_rates(_pipeline(loader_per_s=20.0, model_per_s=1000 / ms))] for ms in (95, 96)}
     assert stages == {95: ["loader", "model"], 96: ["loader"]}  # steps of 87.2 ms
-
-
-def test_one_stage_alone_is_not_called_the_narrowest() -> None:
-    assert _narrowest(_pipeline(loader_per_s=20.0)) == []
-
-
-def test_more_workers_than_cpus_do_not_decode_faster() -> None:
-    costs = sample_experiments().costs
-    pipeline = _pipeline(sample_facts(num_workers=40, usable_cpus=2), batch_size=32, costs=costs)
-    assert _rates(pipeline)["decode"] == pytest.approx(2 / 9.6e-3)
-
-
-def test_with_several_loaders_their_stages_are_named_alike() -> None:
-    costs = tuple(NamedCost(name=name, cpu_ms=0.1, wall_ms=4.5) for name in ("a: load", "b: read", "b: decode"))
-    pipeline = _pipeline(sample_facts(num_workers=2), batch_size=16, costs=costs)
-    assert _rates(pipeline) == dict.fromkeys(("read", "decode", "load"), pytest.approx(2 / 4.5e-3))
 
 
 def test_without_workers_one_process_decodes() -> None:
     facts = sample_facts(num_workers=0, usable_cpus=None)
     pipeline = _pipeline(facts, batch_size=32, costs=sample_experiments().costs)
     assert _rates(pipeline)["decode"] == pytest.approx(1 / 9.8e-3)
-
-
-def test_without_a_batch_size_rates_are_in_batches() -> None:
-    pipeline = _pipeline(sample_facts(batch_size=None), loader_per_s=20.0, costs=sample_experiments().costs)
-    assert (pipeline.unit, _rates(pipeline)) == ("batches/s", {"loader": 20.0})
-    assert _rates(pipeline, "fit") == {"fit as it ran": pytest.approx(1000 / 87.2)}
-
-
-def test_no_pipeline_without_a_stage() -> None:
-    assert _pipeline() is None
-    assert _pipeline(cold_per_s=3.0) is None
-    assert _pipeline(loader_per_s=0.0) is None
-    assert _pipeline(loader_per_s=float("inf")) is None
 
 
 def test_the_pipeline_as_text() -> None:
@@ -379,10 +287,6 @@ def test_the_pipeline_as_text() -> None:
     assert lines[3].split() == ["model", "640", "#" * 21]
     assert lines[4].split() == ["fit", "as", "it", "ran", "367", "#" * 12]
     assert lines[5].split() == ["with:", "x" * 41 + "...", "500", "#" * 17, "predicted"]
-
-
-def test_rates_have_three_digits() -> None:
-    assert [in_rate(one) for one in (0.123, 9.87, 12.34, 123.4, 12345.6)] == ["0.12", "9.87", "12.3", "123", "12 346"]
 
 
 # --- Markdown -----------------------------------------------------------------------------------------------------
@@ -402,13 +306,6 @@ def test_the_markdown_of_a_report() -> None:
     assert "| `cold-files` | the files belong to another user |" in text
 
 
-def test_the_markdown_for_loggers_is_the_beginning_of_the_file() -> None:
-    short = diagnosis_markdown(sample())
-    assert as_markdown(sample_report()).startswith(short)
-    assert "## What to change" in short
-    assert "## Run" not in short
-
-
 def test_names_cannot_break_the_tables() -> None:
     found = sample(evidence=(HOSTILE,), remedies=(Remedy(code=HOSTILE, why=HOSTILE),))
     hooks = (HookTime(name=HOSTILE, ms_per_step=1.0),)
@@ -420,11 +317,3 @@ def test_names_cannot_break_the_tables() -> None:
     for row in rows[1:]:
         bars = row.replace("\\|", "").count("|")
         assert bars in (3, 5)  # the cells of its table and no more
-
-
-def test_what_was_not_measured_is_left_out() -> None:
-    text = as_markdown(sample_report(Diagnosis(**{**vars(nothing_measured()), "evidence": ()})))
-    assert text.startswith("# no verdict\n\nConfidence low, 3 steps.\n\n## Run")
-    bare = as_markdown(sample_report(replace(sample(), measurements=Measurements(stats=sample_stats()))))
-    for heading in ("## Pipeline", "## Ranks", "## Slowest", "## Loader"):
-        assert heading not in bare
