@@ -13,8 +13,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from torch.utils._pytree import tree_leaves
-
 from lightning_feed.errors import SettingsError
 
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -206,11 +204,6 @@ def wrap_train_source(trainer: Any, around: Callable[..., Any]) -> "Wrap":
     Read in 2.4.0 and 2.6.6 (``connectors/data_connector.py: _DataLoaderSource.dataloader``).
     """
     return Wrap(trainer.fit_loop._data_source, "dataloader", around)
-
-
-def count_loaders(made: Any) -> int:
-    """Loaders in what a hook for loaders returns: one, a CombinedLoader, or any structure of loaders."""
-    return len(made.flattened if hasattr(made, "flattened") and hasattr(made, "limits") else tree_leaves(made))
 
 
 def replace_train_loader(trainer: Any, loader: Any) -> None:

@@ -13,6 +13,7 @@ from lightning_feed import _host
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError, throughput
+from lightning_feed.load.cloning import map_loaders
 from lightning_feed.load.rank_store import gather
 from lightning_feed.load.settings import MOST
 from lightning_feed.load.trials.in_fit import goal_of, tune_for_fit
@@ -217,7 +218,9 @@ class AutotuneCallback(Callback):
 
     def _count(self, original: Any) -> Any:
         made = original()
-        self._loaders = _host.count_loaders(made)
+        found: list[Any] = []
+        map_loaders(made, lambda loader, _: found.append(loader))
+        self._loaders = len(found)
         return made
 
     def _process(self, trainer: Any, original: Any, loader: Any) -> Any:

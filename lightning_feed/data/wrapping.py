@@ -1,6 +1,5 @@
 """wrap: any LightningDataModule, its loaders with workers that fit the machine; all else in them stays."""
 
-import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -8,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from torch.utils._pytree import keystr, tree_map_with_path
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
@@ -16,7 +14,7 @@ from lightning_feed.data.base import SPLITS
 from lightning_feed.data.build_loaders import ChosenSettings, job_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import size_of
-from lightning_feed.load.cloning import twin_of
+from lightning_feed.load.cloning import map_loaders, twin_of
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend
 from lightning_feed.load.trials.in_fit import without_workers
@@ -142,10 +140,15 @@ class WrappedLoaders(ChosenSettings):
         """The same structure of loaders, each DataLoader of it with other workers. Other loaders are left alone."""
         # Training goes through its loaders side by side, evaluation through one after the other.
         loaders: list[Any] = []
-        _map_loaders(made, split, lambda loader, _: loaders.append(loader))
+        map_loaders(made, lambda loader, _: loaders.append(loader))
         count = sum(isinstance(loader, DataLoader) for loader in loaders)
         together = max(1, count) if split == "train" else 1
-        return _map_loaders(made, split, lambda loader, name: self._change(trainer, split, name, loader, together))
+
+        def change(loader: Any, path: tuple[Any, ...]) -> Any:
+            name = split + "".join(f"[{key!r}]" for key in path)
+            return self._change(trainer, split, name, loader, together)
+
+        return map_loaders(made, change)
 
     def _change(self, trainer: Any, split: str, name: str, loader: Any, together: int) -> Any:
         if not isinstance(loader, DataLoader):
@@ -210,17 +213,3 @@ def _why_kept(loader: DataLoader[Any], *, stream: bool) -> str:
     context: Any = loader.multiprocessing_context
     why = why_not_sent(loader, context.get_start_method() if context is not None else read_machine().start_method)
     return f"as the loader has it: {why}" if why else ""
-
-
-def _map_loaders(made: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
-    """The same structure, with ``change(loader, its name)`` in place of each loader."""
-
-    def each(path: Any, leaf: Any) -> Any:
-        place = f"{name}{keystr(path)}"
-        if not (hasattr(leaf, "flattened") and hasattr(leaf, "limits")):  # a CombinedLoader, of either package
-            return change(leaf, place)
-        combined = copy.copy(leaf)
-        combined.flattened = [change(one, f"{place}[{index}]") for index, one in enumerate(leaf.flattened)]
-        return combined
-
-    return tree_map_with_path(each, made)

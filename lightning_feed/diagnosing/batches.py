@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from lightning_feed.errors import SettingsError
+from lightning_feed.load.cloning import map_loaders
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.watch.experiments.session import WHOLE, key_leaves
 from lightning_feed.watch.step_meter import event_maker
@@ -68,20 +69,18 @@ def own_loaders(loaders: Any, make: Callable[[DataLoader[Any]], Any] = _idle_cop
     Raises:
         SettingsError: for an iterator, which can be read only once.
     """
-    if isinstance(loaders, DataLoader):
-        return make(loaders)
-    if type(loaders) in (dict, list, tuple):
-        return tree_map(lambda one: own_loaders(one, make), loaders)
-    if hasattr(loaders, "flattened") and hasattr(loaders, "limits"):
-        mine = copy.copy(loaders)
-        mine.flattened = own_loaders(loaders.flattened, make)
-        return mine
-    if hasattr(loaders, "__next__"):
-        raise SettingsError(
-            f"The training loader is a {type(loaders).__name__}, an iterator that can be read only once: diagnosing it "
-            "would use it up. Give an object whose __iter__ begins anew, such as a DataLoader."
-        )
-    return loaders
+
+    def mine(loader: Any, _: tuple[Any, ...]) -> Any:
+        if isinstance(loader, DataLoader):
+            return make(loader)
+        if hasattr(loader, "__next__"):
+            raise SettingsError(
+                f"The training loader is a {type(loader).__name__}, an iterator that can be read only once: diagnosing "
+                "it would use it up. Give an object whose __iter__ begins anew, such as a DataLoader."
+            )
+        return loader
+
+    return map_loaders(loaders, mine)
 
 
 # --- replay -------------------------------------------------------------------------------------------------------

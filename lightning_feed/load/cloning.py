@@ -4,6 +4,7 @@ Workers finish together, so batches come in bursts of ``num_workers``, and what 
 started. Windows of a fixed number of batches were seen to be off by -13 to +52 %, whole rounds by -4 to +3 %.
 """
 
+import copy
 import re
 import threading
 import time
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, LoaderError
@@ -122,6 +124,25 @@ def clone_loader(loader: DataLoader[Any], changes: Changes | None = None) -> Dat
     if isinstance(loader, FeedLoader):
         values |= {"order": None, "watch": None, "workers": changes.workers or loader.workers}
     return twin_of(loader, **values)
+
+
+def map_loaders(made: Any, change: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
+    """The same structure of loaders, with ``change(loader, path)`` in place of each loader.
+
+    Args:
+        made: what a hook for loaders returned: a loader, dicts and lists of loaders, or a CombinedLoader.
+        change: given a loader and the keys and numbers that lead to it.
+    """
+
+    def each(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not (hasattr(leaf, "flattened") and hasattr(leaf, "limits")):
+            return change(leaf, tuple(entry.key if hasattr(entry, "key") else entry.idx for entry in path))
+        combined = copy.copy(leaf)
+        inside, _ = tree_flatten_with_path(leaf.iterables, lambda node: any(node is one for one in leaf.flattened))
+        combined.flattened = [each((*path, *below), one) for below, one in inside]
+        return combined
+
+    return tree_map_with_path(each, made)
 
 
 def burst_of(loader: DataLoader[Any]) -> int:

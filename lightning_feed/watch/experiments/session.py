@@ -24,6 +24,7 @@ from lightning_feed.load.cloning import (
     burst_of,
     clone_loader,
     locate_failure,
+    map_loaders,
     time_loader,
     watchdog,
 )
@@ -101,23 +102,21 @@ def parts_of(loader: Any) -> tuple[LoaderPart, ...]:
     Raises:
         LoaderError: when there is anything else in it.
     """
-    found = tuple(_parts_in(loader, ""))
+    found: list[LoaderPart] = []
+
+    def add(loader: Any, path: tuple[Any, ...]) -> None:
+        stages = getattr(loader, "pipeline", None)
+        if isinstance(stages, list) and len(stages) == 1:
+            loader = stages[0]  # of a WebLoader that gives the batches as they come
+        if not isinstance(loader, DataLoader):
+            name = type(loader).__name__
+            raise LoaderError(f"a {name} is no torch DataLoader, so it cannot be built again with changes")
+        found.append(LoaderPart(".".join(map(str, path)), loader))
+
+    map_loaders(loader, add)
     if not found:
         raise LoaderError("There is no loader in it.")
-    return found
-
-
-def _parts_in(loader: Any, place: str) -> Iterator[LoaderPart]:
-    inner, stages = getattr(loader, "iterables", loader), getattr(loader, "pipeline", None)
-    if isinstance(stages, list) and len(stages) == 1:
-        inner = stages[0]  # a WebLoader that gives the batches as they come
-    if isinstance(inner, DataLoader):
-        yield LoaderPart(place, inner)
-    elif isinstance(inner, (dict, list, tuple)):
-        for key, one in inner.items() if isinstance(inner, dict) else enumerate(inner):
-            yield from _parts_in(one, f"{place}.{key}" if place else str(key))
-    else:
-        raise LoaderError(f"a {type(loader).__name__} is no torch DataLoader, so it cannot be built anew with changes")
+    return tuple(found)
 
 
 class Together(Iterator[Any]):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 from watch.experiments.made_data import Broken, Files, Images, Slow
 
@@ -89,12 +90,8 @@ def test_several_loaders_are_drained_side_by_side() -> None:
     assert [key.name for key in results.keys] == ["a.0", "a.1", "b.0.0", "b.0.1"]
     assert [cost.name for cost in results.costs] == ["a: load", "b.0: load", "b.0: Slow"]
 
-    class Combined:
-        """As Lightning's CombinedLoader, which this folder does not import."""
-
-        iterables = loaders
-
-    assert _last(Combined(), only=frozenset({"loader"})).batch_size == 6
+    combined = CombinedLoader(loaders, "max_size_cycle")
+    assert _last(combined, only=frozenset({"loader"})).batch_size == 6
 
 
 class Batches:
@@ -110,7 +107,7 @@ def test_other_iterables() -> None:
     assert [(key.name, key.bytes_per_batch) for key in results.keys] == [("x", 24)]
     left_out = dict(results.left_out)
     assert set(left_out) == set(EXPERIMENTS) - {"loader", "keys"}
-    assert left_out["transforms"] == "a Batches is no torch DataLoader, so it cannot be built anew with changes"
+    assert left_out["transforms"] == "a Batches is no torch DataLoader, so it cannot be built again with changes"
     used_up = iter(Batches())
     results = _last(used_up)
     assert "gone through only once" in dict(results.left_out)["loader"]
