@@ -110,10 +110,13 @@ def _flag(command: "argparse._ActionsContainer", name: str, text: str) -> None:
 
 
 class _Gone(argparse.Action):
-    """An option of an earlier version: a usage error that names the way now."""
+    """An option that went. What to do instead is its constant, and the error of who gives it."""
+
+    def __init__(self, **given: object) -> None:
+        super().__init__(**given, help=argparse.SUPPRESS)  # type: ignore[arg-type]
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.error(str(self.const))
+        parser.error(f"{self.option_strings[0]} is gone: {self.const}")
 
 
 # --- demo, pack, stage --------------------------------------------------------------------------------------------
@@ -220,8 +223,8 @@ def _add_report(commands: "Commands") -> None:
     form = report.add_mutually_exclusive_group()
     _flag(form, "--json", "print the report as JSON")
     form.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML page")
-    instead = "--markdown is gone: the report as Markdown is the file feed_report.md beside feed_report.json"
-    form.add_argument("--markdown", action=_Gone, nargs=0, const=instead, help=argparse.SUPPRESS)
+    instead = "the report as Markdown is the file feed_report.md beside feed_report.json"
+    form.add_argument("--markdown", action=_Gone, nargs=0, const=instead)
 
 
 def _percent(text: str) -> float:

@@ -208,9 +208,8 @@ def test_every_error_is_in_the_reference() -> None:
 def test_command_tables_name_every_option() -> None:
     (commands,) = (one for one in cli._parser()._actions if isinstance(one, argparse._SubParsersAction))
     for name, parser in commands.choices.items():
-        options = {
-            one.option_strings[-1] for one in parser._actions if one.option_strings and one.help != argparse.SUPPRESS
-        } - {"--help", "-m"}
+        shown = [one for one in parser._actions if one.option_strings and one.help != argparse.SUPPRESS]
+        options = {one.option_strings[-1] for one in shown} - {"--help", "-m"}
         named = _first_column(_section("docs/reference/command-line.md", f"`lightning-feed {name}"))
         assert {one.split()[0] for one in named if one.startswith("--")} == options, name
 
