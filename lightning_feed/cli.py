@@ -224,7 +224,7 @@ def _add_report(commands: "Commands") -> None:
     _flag(form, "--json", "print the report as JSON")
     form.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML page")
     instead = "the report as Markdown is the file feed_report.md beside feed_report.json"
-    form.add_argument("--markdown", action=_Gone, nargs=0, const=instead)
+    form.add_argument("--markdown", nargs=0, action=_Gone, const=instead)
 
 
 def _percent(text: str) -> float:
