@@ -107,9 +107,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """The document that :func:`write_json` wrote; empty where there is none, or none to be trusted."""
     try:
         found = json.loads(read_private(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        if isinstance(found, dict):
+            return found
+        logger.debug("%s is not used: it is of something else.", path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        logger.debug("%s is not used: %s.", path, error)
+    return {}
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
