@@ -231,6 +231,8 @@ class Mirror:
 
     def __init__(self, source: LocalOrigin | RemoteOrigin, target: Path, parts: Path) -> None:
         self._source, self._target, self._parts = source, str(target), parts
+        self.wanted = self._there = Tree()
+        self.to_copy, self.to_remove = list[str](), list[str]()
         self._stop = threading.Event()
 
     def compare(self, *, force: bool) -> None:
