@@ -128,7 +128,7 @@ class ReadThrough:
 
         Args:
             key: of the file.
-            size: that it must have; -1: any.
+            size: that it must have.
             again_late: whether it will be read again only after most others, as in epochs.
         """
         with suppress(OSError):
@@ -146,7 +146,7 @@ class ReadThrough:
                 raise
             stored = b""  # a FIFO, a link, or nothing that can be read
         data = stored[: -_CHECK.size]
-        if stored[-_CHECK.size :] != _CHECK.pack(zlib.crc32(data)) or size not in (-1, len(data)):
+        if stored[-_CHECK.size :] != _CHECK.pack(zlib.crc32(data)) or size != len(data):
             logger.warning(
                 "%s was damaged, by a crash, a faulty disk or another program, and is read from its source again.", path
             )
