@@ -29,6 +29,7 @@ from lightning_feed.archive.system import (
     RefcountedFile,
     find_caveats,
     find_mount,
+    make_private,
     open_refcounted,
     owner_of,
     read_json,
@@ -336,11 +337,10 @@ def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]
 
 def _make_private(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_private(folder)
     except OSError as error:
         todo = "Give SRC a shorter name" if error.errno == errno.ENAMETOOLONG else "Give a folder of your own as DEST"
         raise ArchiveError(f"{folder} cannot be made: {error.strerror}. {todo}.") from error
-    check_owner(folder)
 
 
 _uses: dict[tuple[int, str], RefcountedFile] = {}

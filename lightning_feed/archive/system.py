@@ -1,5 +1,6 @@
 """The operating system: atomic, private and refcounted files; limits on memory; mounts, and room on them."""
 
+import errno
 import fcntl
 import json
 import logging
@@ -74,6 +75,26 @@ def owner_of(path: str | os.PathLike[str]) -> int | None:
     with suppress(OSError):
         return os.lstat(path).st_uid
     return None
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can enter, or take one in which nobody else can have changed anything.
+
+    Raises:
+        OSError: when it cannot be made, or is not such a folder.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+        return  # not looked at: root is another user on some network file systems
+    except FileExistsError:
+        status = folder.lstat()
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} is no folder")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user")
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, f"others may write to it (mode {mode:04o}), and may have. Remove it")
 
 
 def read_private(path: str | Path) -> bytes:
