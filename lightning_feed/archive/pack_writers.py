@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from lightning_feed.archive.folder import flat_names, is_pack
 from lightning_feed.archive.pack_formats import Format, PartIndex, lmdb_key
 from lightning_feed.archive.pack_samples import Payload, Payloads
+from lightning_feed.archive.system import make_private
 from lightning_feed.errors import ArchiveError
 from lightning_feed.extras import require
 
@@ -38,7 +39,11 @@ def in_the_making(target: Path) -> Iterator[Path]:
     partial = target.with_name(f".{target.name}.partial")
     lock = FileLock(partial / _LOCK, fallback_to_soft=False)
     try:
-        _make_private(partial)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        make_private(partial)
+    except OSError as error:
+        raise ArchiveError(f"{partial} cannot be made or written to: {error.strerror}. Give another DEST.") from error
+    try:
         lock.acquire(timeout=0)
     except (Timeout, FileNotFoundError) as error:  # not found: renamed by the other process, which is done
         raise ArchiveError(f"Another process is packing to {target}. Wait for it, or give another DEST.") from error
@@ -61,18 +66,6 @@ def in_the_making(target: Path) -> Iterator[Path]:
         raise ArchiveError(f"The disk of {target.parent} is full. Free some space there, and pack again.") from error
     finally:
         lock.release()
-
-
-def _make_private(partial: Path) -> None:
-    """Make the folder, or take one of this user's that nobody else may enter."""
-    try:
-        partial.mkdir(mode=0o700, parents=True)
-    except FileExistsError as error:
-        status = partial.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise ArchiveError(f"{partial} is a link, or open to other users. Remove it.") from error
-    except OSError as error:
-        raise ArchiveError(f"{partial} cannot be made or written to: {error.strerror}. Give another DEST.") from error
 
 
 def _remove(path: Path) -> None:

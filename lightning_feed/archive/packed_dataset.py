@@ -107,8 +107,6 @@ class PackedDataset(Dataset[Any]):
         read = self._reader()
         try:
             payload = read(index)
-        except FeedError:
-            raise
         except Exception as error:
             raise damaged(self.path, error, index) from error
         if not self._checked[index]:

@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_feed.archive.system import RAM_SHARE, find_room, read_private, size_text
+from lightning_feed.archive.system import RAM_SHARE, find_room, make_private, read_private, size_text
 from lightning_feed.errors import ArchiveError
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,7 @@ class ReadThrough:
         try:
             self.folder.parent.mkdir(mode=0o700, exist_ok=True)
             for folder in (self.folder, *self._buckets()):
-                folder.mkdir(mode=0o700, exist_ok=True)
-                _check_private(folder)
+                make_private(folder)
             count = self.folder / _COUNT
             if count.is_symlink() or not count.is_file():
                 count.unlink(missing_ok=True)
@@ -128,7 +127,7 @@ class ReadThrough:
 
         Args:
             key: of the file.
-            size: that it must have; -1: any.
+            size: that it must have.
             again_late: whether it will be read again only after most others, as in epochs.
         """
         with suppress(OSError):
@@ -146,7 +145,7 @@ class ReadThrough:
                 raise
             stored = b""  # a FIFO, a link, or nothing that can be read
         data = stored[: -_CHECK.size]
-        if stored[-_CHECK.size :] != _CHECK.pack(zlib.crc32(data)) or size not in (-1, len(data)):
+        if stored[-_CHECK.size :] != _CHECK.pack(zlib.crc32(data)) or size != len(data):
             logger.warning(
                 "%s was damaged, by a crash, a faulty disk or another program, and is read from its source again.", path
             )
@@ -370,22 +369,6 @@ def _read_count(file: int) -> int:
 def _write_count(file: int, total: int) -> int:
     os.pwrite(file, max(0, total).to_bytes(8, "little"), 0)
     return max(0, total)
-
-
-def _check_private(folder: Path) -> None:
-    """See that only this user can have changed what is in a folder.
-
-    Raises:
-        OSError: where it is not so.
-    """
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} is no folder")
-    if status.st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, "it belongs to another user")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = stat.S_IMODE(status.st_mode)
-        raise PermissionError(errno.EPERM, f"others may write to it (mode {mode:04o}), and may have. Remove it")
 
 
 _chance = random.SystemRandom()  # never the user's generators

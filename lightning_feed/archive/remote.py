@@ -5,7 +5,6 @@ else in threads. One way for both, so that retries, time limits and checks are w
 """
 
 import asyncio
-import errno
 import hashlib
 import logging
 import os
@@ -18,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import fsspec
 from fsspec.asyn import get_loop
@@ -169,7 +168,7 @@ class Connection:
         self.place = place
         self.loop = get_loop()  # fsspec forgets it in a forked child
         self._slots = asyncio.Semaphore(REQUESTS)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="lightning-feed-remote")
         self._renewing, self._renewed_s = asyncio.Lock(), float("-inf")
         self._open()
 
@@ -200,13 +199,6 @@ class Connection:
             self.fs.retries = 1
         if hasattr(getattr(self.fs, "dircache", None), "use_listings_cache"):
             self.fs.dircache.use_listings_cache = False  # a million entries, for each process
-
-    @property
-    def pool(self) -> ThreadPoolExecutor:
-        """Threads, for a file system without coroutines."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="lightning-feed-remote")
-        return self._pool
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":
         """Begin some work in the loop, from any other thread."""
@@ -268,8 +260,6 @@ class Connection:
                     check(found)
                 return found
             except Exception as error:
-                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise  # of a file of this machine
                 cause = error
                 if method == "info" and self.place.is_http and isinstance(error.__cause__, Exception):
                     cause = error.__cause__  # each failure is called a missing file there
@@ -281,11 +271,11 @@ class Connection:
         raise AssertionError("the last attempt returns or raises")
 
     def _begin(self, method: str, path: str, options: dict[str, Any]) -> Awaitable[Any]:
-        begun: Awaitable[Any]
         if self.fs.async_impl:
-            begun = getattr(self.fs, f"_{method}")(path, **options)
-        else:
-            begun = self.loop.run_in_executor(self.pool, partial(getattr(self.fs, method), path, **options))
+            return cast("Awaitable[Any]", getattr(self.fs, f"_{method}")(path, **options))
+        begun: Awaitable[Any] = self.loop.run_in_executor(
+            self._pool, partial(getattr(self.fs, method), path, **options)
+        )
         return begun
 
     async def _renew(self, since_s: float) -> bool:
@@ -295,7 +285,7 @@ class Connection:
                 return True
             if time.monotonic() < self._renewed_s + _RENEW_EVERY_S:
                 return False
-            await self.loop.run_in_executor(self.pool, self._open)
+            await self.loop.run_in_executor(self._pool, self._open)
             self._renewed_s = time.monotonic()
         return True
 

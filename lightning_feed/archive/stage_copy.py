@@ -5,22 +5,25 @@ import os
 import shutil
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_feed.archive.folder import below, open_file, walk
-from lightning_feed.archive.remote import SLOWEST_BYTES_PER_S, GoneError, RemotePlace, ReplacedError
+from lightning_feed.archive.remote import GoneError, RemotePlace
 from lightning_feed.archive.remote_folder import list_files, stamp_of
 from lightning_feed.archive.system import check_room, owner_of, progress_bar
 from lightning_feed.errors import ArchiveError
 
 _CHUNK_BYTES = 1 << 20
-_LARGE_BYTES = 16 << 20
-"""A remote file that takes longer may be replaced while it is fetched."""
+_PART_BYTES = 16 << 20
+_PARTS = 4
+"""Of one remote file at the same time."""
 
 
 class FileStamp(NamedTuple):
@@ -144,36 +147,29 @@ class RemoteOrigin:
         Raises:
             ArchiveError: when it cannot be read, or is not what was listed.
         """
-        connection = self._place.connection()
-
-        def check(_: Any) -> None:
-            if part.stat().st_size != stamp.size:
-                raise ReplacedError(f"{part.stat().st_size} bytes came where {stamp.size} were listed")
-
-        async def get() -> None:
-            large = stamp.size > _LARGE_BYTES
-            before = await connection.call("info", name) if large else {}
-            grace_s = stamp.size / SLOWEST_BYTES_PER_S
-            await connection.call("get_file", name, lpath=str(part), grace_s=grace_s, check=check)
-            # Not compared with the listing: some servers list a time with its milliseconds, and tell it without.
-            if large and stamp_of(before) != stamp_of(await connection.call("info", name)):
-                raise GoneError(f"{self._place.url_of(name)} was replaced while it was copied. Stage it again.")
-
-        part.touch()
-        if stamp.size:  # some file systems give nothing of an empty object
-            _wait(connection.submit(get()), advance)
-        advance(stamp.size)
-
-
-def _wait(future: "Future[None]", advance: Callable[[int], None]) -> None:
-    """Wait for an end, or for ``advance`` to raise."""
-    try:
-        while not wait([future], timeout=0.5).done:
-            advance(0)
-    except BaseException:
-        future.cancel()
-        raise
-    future.result()
+        connection, url = self._place.connection(), self._place.url_of(name)
+        large = stamp.size > _PART_BYTES
+        before = connection.submit(connection.call("info", name)).result() if large else {}
+        asked = (
+            connection.submit(connection.fetch(name, min(_PART_BYTES, left), begin=stamp.size - left, whole=False))
+            for left in range(stamp.size, 0, -_PART_BYTES)
+        )
+        if not large:
+            asked = (connection.submit(connection.fetch(name, stamp.size)) for _ in range(1))
+        reading = deque(islice(asked, _PARTS))
+        try:
+            with part.open("wb") as copy:
+                while reading:
+                    while not wait(list(reading)[:1], timeout=0.5).done:
+                        advance(0)
+                    advance(copy.write(reading.popleft().result()))
+                    reading.extend(islice(asked, 1))
+        finally:
+            for one in reading:
+                one.cancel()
+        # Not compared with the listing: some servers list a time with its milliseconds, and tell it without.
+        if large and stamp_of(before) != stamp_of(connection.submit(connection.call("info", name)).result()):
+            raise GoneError(f"{url} was replaced while it was copied. Stage it again.")
 
 
 def _listed(root: str, *, follow: bool) -> Iterator[tuple[str, os.stat_result, bool]]:
@@ -235,6 +231,8 @@ class Mirror:
 
     def __init__(self, source: LocalOrigin | RemoteOrigin, target: Path, parts: Path) -> None:
         self._source, self._target, self._parts = source, str(target), parts
+        self.wanted = self._there = Tree()
+        self.to_copy, self.to_remove = list[str](), list[str]()
         self._stop = threading.Event()
 
     def compare(self, *, force: bool) -> None:

@@ -29,6 +29,7 @@ from lightning_feed.archive.system import (
     RefcountedFile,
     find_caveats,
     find_mount,
+    make_private,
     open_refcounted,
     owner_of,
     read_json,
@@ -109,47 +110,32 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
         )
     since_s = time.time()
     origin, place = find_place(source, dest)
-    mirror = Mirror(_source_of(source, origin, place, storage_options), place.target, place.parts)
-    try:
+    mirror = Mirror(_origin_of(source, origin, place, storage_options), place.target, place.parts)
+    with _told(f"{dest} cannot be made", "Give another DEST"):
         place.target.parent.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ArchiveError(f"{dest} cannot be made: {error.strerror}. Give another DEST.") from error
-    try:
-        with claimed(place, wait_s=wait_s):
-            found = place.read()
-            if found is not None and found.source == origin and (found.checked_s or 0.0) >= since_s:
-                record = replace(found, remove_at_exit=found.remove_at_exit and remove_at_exit)
-                copied = list[str]()  # another process saw that it was up to date while this one waited
-                removed = 0
-            else:
-                may_go = found.remove_at_exit if found else owner_of(place.target) is None
-                record = start_record(origin, remove_at_exit=remove_at_exit and may_go)
-                record = _bring_up_to_date(place, mirror, record, found, force=force)
-                copied, removed = mirror.to_copy, len(set(mirror.to_remove).difference(mirror.to_copy))
-            place.write(record)
-            hold(place)
-    except ArchiveError:
-        raise
-    except OSError as error:
-        raise ArchiveError(f"{origin} was not staged to {place.target}: {error}. Give another DEST.") from error
+    with _told(f"{origin} was not staged to {place.target}", "Give another DEST"), claimed(place, wait_s=wait_s):
+        record = _make(place, mirror, origin, since_s, force=force, remove_at_exit=remove_at_exit)
+        place.write(record)
+        hold(place)
     mount, caveats = find_mount(place.target.parent), find_caveats(str(place.target.parent))
-    for caveat in caveats if copied else ():
-        logger.warning("%s", caveat)
+    if mirror.to_copy:
+        for caveat in caveats:
+            logger.warning("%s", caveat)
     return Staged(
         source=origin if is_url(origin) else Path(origin),
         path=place.target,
         files=record.files,
         total_bytes=record.total_bytes,
-        copied_files=len(copied),
-        copied_bytes=sum(mirror.wanted.files[name].size for name in copied),
-        removed=removed,
+        copied_files=len(mirror.to_copy),
+        copied_bytes=sum(mirror.wanted.files[name].size for name in mirror.to_copy),
+        removed=len(set(mirror.to_remove).difference(mirror.to_copy)),
         took_s=time.time() - since_s,
         in_memory=mount is not None and mount.in_memory,
         caveats=caveats,
     )
 
 
-def _source_of(
+def _origin_of(
     source: str | os.PathLike[str], origin: str, place: "StagePlace", storage_options: Mapping[str, Any] | None
 ) -> LocalOrigin | RemoteOrigin:
     given = os.fspath(source)
@@ -157,22 +143,29 @@ def _source_of(
     return RemoteOrigin(found) if isinstance(found, RemotePlace) else LocalOrigin(origin, place.target)
 
 
-def _bring_up_to_date(
-    place: "StagePlace", mirror: Mirror, record: "StageRecord", found: "StageRecord | None", *, force: bool
+@contextmanager
+def _told(what: str, advice: str) -> Iterator[None]:
+    """Raise an ArchiveError in place of any OSError of the system."""
+    try:
+        yield
+    except ArchiveError:
+        raise
+    except OSError as error:
+        raise ArchiveError(f"{what}: {error.strerror or error}. {advice}.") from error
+
+
+def _make(
+    place: "StagePlace", mirror: Mirror, origin: str, since_s: float, *, force: bool, remove_at_exit: bool
 ) -> "StageRecord":
-    """Copy what differs. Gives the record of the complete copy."""
-    target = place.target
+    """Copy what differs, unless another process did, or saw that nothing does, while this one waited."""
+    target, found = place.target, place.read()
+    if found is not None and found.source == origin and (found.checked_s or 0.0) >= since_s:
+        return replace(found, remove_at_exit=found.remove_at_exit and remove_at_exit)
+    may_go = found.remove_at_exit if found else owner_of(target) is None
+    record = start_record(origin, remove_at_exit=remove_at_exit and may_go)
     check_owner(target)
     mirror.compare(force=force)
-    if force:
-        release(place)
-        if is_used(place):
-            raise ArchiveError(f"{target} is used by another process. Wait for that to end, or leave force out.")
-    elif owner_of(target) is not None and (found is None or found.source != record.source):
-        what = f"a copy of {found.source}" if found else "no staged copy"
-        raise ArchiveError(f"{target} is {what}. Give another DEST, or force=True (--force) to remove it.")
-    if found is not None and found.checked_s is None:
-        logger.info("Going on with the copy at %s, which was not completed by %s.", target, found.copied_by)
+    _check_what_is_there(place, origin, found, force=force)
     if mirror.to_copy or mirror.to_remove:
         mirror.check_room()
         place.write(record)  # no longer complete, and ours
@@ -180,6 +173,19 @@ def _bring_up_to_date(
     mirror.finish()
     sizes = [stamp.size for stamp in mirror.wanted.files.values()]
     return replace(record, files=len(sizes), total_bytes=sum(sizes), checked_s=time.time())
+
+
+def _check_what_is_there(place: "StagePlace", origin: str, found: "StageRecord | None", *, force: bool) -> None:
+    target = place.target
+    if force:
+        release(place)
+        if is_used(place):
+            raise ArchiveError(f"{target} is used by another process. Wait for that to end, or leave force out.")
+    elif owner_of(target) is not None and (found is None or found.source != origin):
+        what = f"a copy of {found.source}" if found else "no staged copy"
+        raise ArchiveError(f"{target} is {what}. Give another DEST, or force=True (--force) to remove it.")
+    if found is not None and found.checked_s is None:
+        logger.info("Going on with the copy at %s, which was not completed by %s.", target, found.copied_by)
 
 
 # --- removal ----------------------------------------------------------------------------------------------------------
@@ -200,16 +206,12 @@ def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> boo
             it or copies.
     """
     origin, place = find_place(source, dest)
-    try:
+    with _told(f"{place.target} cannot be removed", "Give a DEST of your own"):
         if not place.folder.exists():
             return False
         release(place)
         with claimed(place, wait_s=0):
             _remove(place, origin)
-    except ArchiveError:
-        raise
-    except OSError as error:
-        raise ArchiveError(f"{place.target} cannot be removed: {error.strerror}. Give a DEST of your own.") from error
     return True
 
 
@@ -335,11 +337,10 @@ def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]
 
 def _make_private(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_private(folder)
     except OSError as error:
         todo = "Give SRC a shorter name" if error.errno == errno.ENAMETOOLONG else "Give a folder of your own as DEST"
         raise ArchiveError(f"{folder} cannot be made: {error.strerror}. {todo}.") from error
-    check_owner(folder)
 
 
 _uses: dict[tuple[int, str], RefcountedFile] = {}

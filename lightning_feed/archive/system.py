@@ -1,5 +1,6 @@
 """The operating system: atomic, private and refcounted files; limits on memory; mounts, and room on them."""
 
+import errno
 import fcntl
 import json
 import logging
@@ -76,6 +77,26 @@ def owner_of(path: str | os.PathLike[str]) -> int | None:
     return None
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can enter, or take one in which nobody else can have changed anything.
+
+    Raises:
+        OSError: when it cannot be made, or is not such a folder.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+        return  # not looked at: root is another user on some network file systems
+    except FileExistsError:
+        status = folder.lstat()
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} is no folder")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user")
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, f"others may write to it (mode {mode:04o}), and may have. Remove it")
+
+
 def read_private(path: str | Path) -> bytes:
     """The content of a file that only this user can have written.
 
@@ -107,9 +128,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """The document that :func:`write_json` wrote; empty where there is none, or none to be trusted."""
     try:
         found = json.loads(read_private(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        if isinstance(found, dict):
+            return found
+        logger.debug("%s is not used: it is of something else.", path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        logger.debug("%s is not used: %s.", path, error)
+    return {}
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -268,7 +268,7 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(store: ObjectStore, tmp_
 
 
 def test_staging_copies_what_is_new(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_copy, "_LARGE_BYTES", 800)  # so that most are compared afterwards
+    monkeypatch.setattr(stage_copy, "_PART_BYTES", 800)  # so that most are read in parts
     done = stage("s3://photos", tmp_path, storage_options=store.options)
     assert done.copied_files == len(birds())
     copied = {str(path.relative_to(done.path)): path.read_bytes() for path in done.path.rglob("*.jpg")}

@@ -134,7 +134,7 @@ def planted(tmp_path: Path, kind: str) -> Path:
 def test_a_folder_that_others_may_have_made_is_not_packed_to(kind: str, files: Path, tmp_path: Path) -> None:
     place = planted(tmp_path, kind)
     before = sorted(place.iterdir())
-    with pytest.raises(ArchiveError, match=r"x\.pack\.partial is a link, or open to other users\. Remove it"):
+    with pytest.raises(ArchiveError, match=r"x\.pack\.partial cannot be made .*(is no folder|another user|others may)"):
         pack(files, tmp_path / "x.pack", workers=0)
     assert sorted(place.iterdir()) == before
 

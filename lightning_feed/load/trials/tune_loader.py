@@ -204,12 +204,14 @@ class Store:
 
     def load(self, key: dict[str, Any]) -> Tuned | None:
         """What was saved under ``key``; None where there is nothing that fits."""
-        kept = read_json(self._path(key))
-        if kept.get("version") != _VERSION or kept.get("key") != key:
-            return None
+        path = self._path(key)
+        kept = read_json(path)
         try:
-            return _tuned(kept["tuned"])
-        except (ValueError, KeyError, TypeError):  # of something else
+            if kept and (kept["version"] != _VERSION or kept["key"] != key):
+                raise ValueError("it is of another version")
+            return _tuned(kept["tuned"]) if kept else None
+        except (ValueError, KeyError, TypeError) as error:  # of something else
+            logger.debug("The remembered result of tuning in %s is not used (%s): tuning begins again.", path, error)
             return None
 
     def save(self, key: dict[str, Any], tuned: Tuned) -> None:
