@@ -23,7 +23,6 @@ import lightning_feed
 from lightning_feed import _host
 from lightning_feed.data import datamodule
 from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
-from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import LoaderSettings
 from lightning_feed.load.worker import WorkerInit
@@ -231,13 +230,6 @@ def test_datasets_of_one_size_are_not_shuffled_alike() -> None:
     assert left != right
 
 
-def test_a_list_of_validation_sets() -> None:
-    data = Data({"train": Rows(8), "val": [Rows(4), Rows(4, 100)]})
-    model = module()
-    trainer().fit(model, datamodule=data)
-    assert firsts(model.seen["val"]) == [0, 1, 2, 3, 100, 101, 102, 103]
-
-
 def test_a_stream() -> None:
     data = Data({"train": Stream(10), "val": Stream(3)}, loader=LoaderSettings())
     model = module()
@@ -326,14 +318,6 @@ def test_the_background_thread_is_gone_after_the_fit(workers: int) -> None:
     assert len(model.seen["train"]) == 3
     assert [thread.name for thread in threading.enumerate() if type(thread).__name__ == "BackgroundGenerator"] == []
     assert multiprocessing.active_children() == []
-
-
-def test_the_fit_makes_its_checkpoints_exact() -> None:
-    from lightning_feed.data.exact_resume import ExactResume
-
-    fitting = trainer()
-    fitting.fit(module(), datamodule=Data({"train": Rows(8)}))
-    assert sum(isinstance(callback, ExactResume) for callback in fitting.callbacks) == 1
 
 
 # --- overrides ------------------------------------------------------------------------------------------------------
@@ -538,17 +522,6 @@ def test_workers_are_seeded_as_lightning_does(monkeypatch: pytest.MonkeyPatch) -
     assert init.seed_worker.__name__ == "pl_worker_init_function"
 
 
-def test_settings_reach_the_loader() -> None:
-    settings = LoaderSettings(
-        num_workers=2, prefetch_factor=3, timeout_s=9, in_order=False, start_method="fork", background=2
-    )
-    loader = Data({"train": Rows(8)}, loader=settings).train_dataloader()
-    assert isinstance(loader, FeedLoader)
-    assert (loader.num_workers, loader.prefetch_factor, loader.timeout, loader.in_order) == (2, 3, 9, False)
-    assert (loader.background, loader.persistent_workers, loader.pin_memory) == (2, True, False)
-    assert loader.multiprocessing_context.get_start_method() == "fork"
-
-
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
@@ -658,18 +631,6 @@ def test_what_is_shared_with_workers_is_not_refused() -> None:
     rows.lock = multiprocessing.get_context("spawn").Lock()  # type: ignore[attr-defined]
     data = Data({"train": rows}, loader=LoaderSettings(num_workers=1, start_method="spawn"))
     assert data.train_dataloader().num_workers == 1
-
-
-def test_an_error_in_a_sample_reaches_the_caller() -> None:
-    class Broken(Rows):
-        def __getitem__(self, index: int) -> Tensor:
-            if index == 5:
-                raise OSError("sample 5 is cut short")
-            return super().__getitem__(index)
-
-    for settings in (HERE, LoaderSettings(num_workers=0, background=2)):
-        with pytest.raises(OSError, match="sample 5 is cut short"):
-            trainer().fit(module(), datamodule=Data({"train": Broken(8)}, loader=settings))
 
 
 def test_attributes_of_the_users_do_not_collide() -> None:

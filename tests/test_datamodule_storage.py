@@ -67,16 +67,6 @@ def test_a_cache_changes_no_batch_and_reads_each_sample_once(cache: Any, loader:
         assert reads == [1] * 12
 
 
-def test_a_fit_ends_with_the_same_weights(tmp_path: Path) -> None:
-    weights = []
-    for cache in (None, "bytes", "decoded", "device"):
-        torch.manual_seed(0)
-        model = Recording()
-        quiet_trainer([], max_epochs=2).fit(model, datamodule=Module(4, loader=HERE, cache=cache))
-        weights.append(torch.cat([value.flatten() for value in model.state_dict().values()]))
-    assert all(torch.equal(weights[0], other) for other in weights[1:])
-
-
 def test_all_splits_of_a_fit_share_one_limit() -> None:
     module = Module(4, loader=HERE, cache="decoded", cache_limit="4MiB")
     module.setup("fit")
@@ -127,11 +117,6 @@ def test_on_the_device_there_is_one_loader_of_another_kind_and_one_copy() -> Non
     assert isinstance(first, ResidentLoader)
     assert first.dataset is second.dataset
     assert "the set is on cpu" in module.loader_report()
-
-
-def test_what_does_not_fit_on_the_device_is_refused_with_the_numbers() -> None:
-    with pytest.raises(SettingsError, match=r"needs .* MiB on cpu, for 12 of 12 samples of 16 bytes each"):
-        Module(4, loader=HERE, cache="device", cache_limit=100).train_dataloader()
 
 
 def test_a_copy_of_the_module_has_caches_of_its_own() -> None:

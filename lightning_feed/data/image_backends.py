@@ -152,16 +152,13 @@ def once_for_all_ranks(trainer: Any, decide: Callable[[], Chosen]) -> Chosen:
     return chosen  # type: ignore[no-any-return]
 
 
-def choose_decoder(name: str, source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it
-    """A decoder by name; for "auto" the fastest on some of the images, the reference where it cannot be told.
+def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it
+    """The decoder for "auto": the fastest on some of the images, the reference where it cannot be told.
 
     Args:
-        name: as asked for.
         source: of the images.
         crops: whether training takes a part of each.
     """
-    if name != "auto":
-        return make_decoder(name)
     step = max(1, len(source) // _SAMPLES_TO_CHOOSE_BY)
     samples, indices = [], range(0, len(source), step)[:_SAMPLES_TO_CHOOSE_BY]
     expect = getattr(source, "expect", None)

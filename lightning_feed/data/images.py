@@ -17,7 +17,7 @@ from lightning_feed.data.base import PassEnds, check_choice, check_whole, device
 from lightning_feed.data.datamodule import FeedDataModule
 from lightning_feed.data.image_backends import DALI_BACKENDS, Backend, BackendChoice
 from lightning_feed.decode.choose import Choice, make_decoder
-from lightning_feed.errors import DatasetError, FeedError, SettingsError
+from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
 from lightning_feed.load.collate import BadSamples, OnError
 from lightning_feed.load.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe, UserTransform
@@ -247,27 +247,25 @@ class FeedImageFolder(FeedDataModule):
 
     def _images_source(self, split: str) -> SampleSource | None:
         """The images of a split; with the first of them the decoder is chosen, by rank 0 if all have to agree."""
-        source, failed = None, None
-        try:
-            source = self._images_splits.source(self._feed.storage.find(), split)
-        except (FeedError, OSError) as error:
-            failed = error  # not raised at once: the other ranks wait to hear of it
+        found: list[SampleSource | None] = []
+
+        def find() -> SampleSource | None:
+            found.append(self._images_splits.source(self._feed.storage.find(), split))
+            return found[0]
 
         def choose() -> str | None:
-            if failed is not None:
-                raise failed
+            source = find()
             if source is None:
                 return None
-            self._images_choice = image_backends.choose_decoder(self.decoder, source, self._images_train.crops)
+            self._images_choice = image_backends.choose_decoder(source, self._images_train.crops)
             return self._images_choice.name
 
         if self._images_choice is None:
-            name = choose() if self.decoder != "auto" else image_backends.once_for_all_ranks(self.trainer, choose)
-            if name is not None and self._images_choice is None:  # on the other ranks
+            auto = self.decoder == "auto"
+            name = image_backends.once_for_all_ranks(self.trainer, choose) if auto else self.decoder
+            if name is not None and self._images_choice is None:  # by name, and on the other ranks
                 self._images_choice = make_decoder(name)
-        if failed is not None:
-            raise failed
-        return source
+        return found[0] if found else find()
 
     def _images_settle(self) -> str:
         """The backend's name, checked when it is first asked for: the device is known by then."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_feed.decode.choose import psnr_db
 from lightning_feed.decode.decoders import Region
-from lightning_feed.errors import DatasetError, DecodeError, LoaderError
+from lightning_feed.errors import DecodeError, LoaderError
 from lightning_feed.load.collate import BadSamples
 from lightning_feed.load.crop import QUALITIES, CropSpec, EvalRecipe, TrainRecipe
 from lightning_feed.load.image_dataset import decode_on_cpu
@@ -218,13 +218,6 @@ def test_boxes_are_resized_in_bounded_memory(monkeypatch: pytest.MonkeyPatch, tm
     assert most / 2 < max(held) < most
 
 
-def test_on_the_cpu_it_is_the_batch_of_torch_itself() -> None:
-    made = dataset([*jpegs(3), WHOLE["CMYK"]], decoder="pillow")
-    batch = batch_of(made)
-    assert_same(decode_batch(batch, made), decode_on_cpu(batch, made))
-    assert made.cpu_fallback.as_dict() == {}
-
-
 def test_large_images_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     made = dataset(jpegs(7))
     batch = batch_of(made)
@@ -259,23 +252,6 @@ def test_other_images_are_decoded_by_the_cpu_counted_and_said_once(caplog: pytes
     assert len(said) == len(counts)
     assert "photos/0.jpg, and others like it, in the training process: nvJPEG decodes JPEG, and the image" in said[0]
     assert 'backend="torch" is faster' in said[0]
-
-
-def test_a_batch_without_a_jpeg_never_calls_the_device() -> None:
-    made = dataset([WHOLE["RGB PNG"], WHOLE["WebP"]])
-    batch = batch_of(made)
-    decode = Decoder()
-    assert_same(decode_batch(batch, made, decode), decode_on_cpu(batch, made))
-    assert decode.calls == []
-
-
-def test_what_shrinks_a_lot_is_left_to_the_device() -> None:
-    made = dataset([encoded(photo(1300, 1300)), encoded(photo(600, 600))], EvalRecipe(size=16, short_side=18))
-    batch = batch_of(made)
-    decode = Decoder()
-    assert_same(decode_batch(batch, made, decode), decode_on_cpu(batch, made))
-    assert decode.calls == [2]
-    assert made.cpu_fallback.as_dict() == {}
 
 
 def test_a_header_that_asks_for_all_memory_never_reaches_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,12 +291,6 @@ def test_a_corrupt_image_is_named() -> None:
         decode_batch(batch, made, Decoder(refused=BAD_INSIDE))
 
 
-def test_of_several_corrupt_images_the_first_is_named() -> None:
-    batch, made = broken_batch("raise", [BAD_INSIDE, BROKEN["JPEG cut in the middle"], *jpegs(1)])
-    with pytest.raises(DecodeError, match=r"photos/0\.jpg"):
-        decode_batch(batch, made, Decoder(refused=BAD_INSIDE))
-
-
 @pytest.mark.parametrize("broken", [BAD_INSIDE, BROKEN["JPEG cut in the middle"]], ids=["inside", "cut"])
 @pytest.mark.parametrize("on_error", ["skip", "substitute"])
 def test_a_corrupt_image_is_dealt_with_as_on_error_says(on_error: str, broken: bytes) -> None:
@@ -339,13 +309,6 @@ def test_a_corrupt_image_is_dealt_with_as_on_error_says(on_error: str, broken: b
         assert labels.tolist() == [0, 0, 20, 20, 40, 50]
         assert torch.equal(images[1], images[0])
         assert torch.equal(images[3], images[2])
-
-
-def test_a_batch_of_corrupt_images_alone_cannot_be_filled() -> None:
-    cut = BROKEN["JPEG cut in the middle"]
-    batch, made = broken_batch("skip", [cut, cut])
-    with pytest.raises(DatasetError, match="No sample of a batch of 2 could be read"):
-        decode_batch(batch, made, Decoder())
 
 
 def test_a_picture_of_another_size_than_its_header_says_is_left_to_the_cpu() -> None:

@@ -84,8 +84,6 @@ FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 _NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
 """How DALI says that there is none left, in small letters (in the libraries of 2.4.0)."""
 _OLDEST = 2  # first number of the version: what this was written for, and what the extra asks for
-_alive: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_inherited: list[Any] = []
 
 
 def require_dali(*, gpu: bool, why: str = "Decoding with DALI") -> Any:
@@ -177,24 +175,9 @@ def release_unused_memory() -> None:
     require_dali(gpu=False).backend.ReleaseUnusedMemory()
 
 
-def keep_in_forks(pipeline: Any) -> None:
-    """Have a pipeline not freed in children of this process that are forked, as workers of a DataLoader are.
-
-    Its threads are not there, and freeing it waits for them for ever (DALI 2.4: ``~Executor2`` destroys a condition
-    variable that has waiters). Garbage that the parent had not collected yet is collected in the child.
-    """
-    _alive.add(pipeline)
-
-
-def is_inherited(pipeline: Any) -> bool:
-    """Whether the pipeline belongs to the process that this one was forked from, so that its threads are not here."""
-    return any(pipeline is one for one in _inherited)
-
-
-def _keep_all() -> None:
-    _inherited.extend(_alive)
-    _alive.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_all)
+pipelines: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Those of this process. Children that are forked, as workers of a DataLoader are, must not free them: their threads
+are not there, and freeing one waits for them for ever (DALI 2.4: ``~Executor2`` destroys a condition variable that has
+waiters). Garbage that the parent had not collected yet is collected in the child."""
+_kept: list[Any] = []
+os.register_at_fork(after_in_child=lambda: _kept.extend(pipelines))

@@ -1,5 +1,6 @@
 """Encoded images decoded by DALI behind a loader, some batches ahead; the host decodes what DALI cannot."""
 
+import os
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -62,7 +63,7 @@ class ImagePipeline:
         self.owner: object = None
         """Whose batches are on their way."""
         self._fed: deque[Any] = deque()  # DALI reads them where they lie, until their outputs are there
-        self._pipeline = _build(spec)
+        self._pipeline, self._process = _build(spec), os.getpid()
         # The first schedule_run() runs as often as there is room for batches, later ones run once. So that all runs of
         # ours are alike, that first one is spent on stand-ins.
         for _ in range(spec.options.prefetch):
@@ -78,7 +79,7 @@ class ImagePipeline:
     @property
     def inherited(self) -> bool:
         """Whether it belongs to the process that this one was forked from: its threads are not here."""
-        return binding.is_inherited(self._pipeline)
+        return self._process != os.getpid()
 
     def feed(self, files: Sequence[Encoded], crops: Sequence[CropSpec]) -> None:
         """Start to decode a batch.
@@ -159,7 +160,7 @@ def _build(spec: PipelineSpec) -> Any:
         exec_dynamic=True,
         seed=0,  # nothing is drawn here, so any will do
     )
-    binding.keep_in_forks(pipeline)
+    binding.pipelines.add(pipeline)
 
     def fed(name: str, dtype: Any) -> Any:
         return fn.external_source(name=name, device="cpu", dtype=dtype, ndim=1, no_copy=True)

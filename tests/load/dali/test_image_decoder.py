@@ -128,14 +128,6 @@ def _image(pixels: np.ndarray) -> Any:
     return Image.fromarray(pixels)
 
 
-def test_an_image_of_one_pixel_and_a_large_one_and_a_thin_one() -> None:
-    files = [encoded(photo(1, 1)), encoded(photo(1500, 2000)), encoded(photo(2, 600)), encoded(photo(9, 7))]
-    for recipe in (TRAIN, EVAL):
-        made = dataset(files, recipe, decoder="pillow")
-        given = batches(made, 4)
-        assert_like_torch(list(decoder(made).run(iter(given))), given, made)
-
-
 def test_what_dali_is_not_given() -> None:
     found = {name: why_on_host(data) for name, data in {**WHOLE, **BROKEN}.items()}
     assert {name: why for name, why in found.items() if why} == {
