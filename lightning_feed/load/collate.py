@@ -229,15 +229,20 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _parts(value: Any) -> dict[Any, Any]:
-    """The parts of a container by key, field or place; none of anything else."""
+def _moves_itself(value: Any) -> bool:
+    """Whether it is a sequence with a ``.to``, as a ``PackedSequence``, of which no part can be missing."""
+    return isinstance(value, (list, tuple)) and hasattr(value, "to")
+
+
+def named_parts(value: Any) -> dict[Any, Any] | None:
+    """The parts of a container by key, field or place; None of anything else."""
     if isinstance(value, Mapping):
         return dict(value)
     if _is_dataclass(value):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "to"):
+    if isinstance(value, (list, tuple)):
         return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
-    return {}
+    return None
 
 
 def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
@@ -245,7 +250,7 @@ def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
 
     It is the container itself where nothing changes. The user's objects are not written to.
     """
-    parts = _parts(container)
+    parts = named_parts(container) or {}
     made = {name: change(name, part) for name, part in parts.items()}
     changed = {name: part for name, part in made.items() if part is not parts[name]}
     if not changed:
@@ -269,7 +274,7 @@ def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
 def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:
     """The value itself where nothing is dropped. ``fields``: whether those of named tuples and dataclasses are, too."""
     mapping = isinstance(value, Mapping)
-    if not fields and _is_dataclass(value):
+    if _moves_itself(value) or (not fields and _is_dataclass(value)):
         return value
 
     def left(name: Any, part: Any) -> Any:
@@ -281,7 +286,7 @@ def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:
 
 
 def _keys(value: Any) -> Iterator[Any]:
-    parts = _parts(value)
+    parts = {} if _moves_itself(value) else named_parts(value) or {}
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
         yield from parts
     for part in parts.values():

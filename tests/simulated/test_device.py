@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated.device import DEVICE, MS, SimulatedDevice, simulated
+from simulated.device import DEVICE, LAUNCH_QUEUE, MS, POOL, SimulatedDevice, simulated
 from torch import Tensor
 
 
@@ -126,6 +126,20 @@ def test_reads_beside_each_other_and_views_are_no_race(device: SimulatedDevice) 
     assert device.races == []
 
 
+def test_out_arguments_are_written_to(device: SimulatedDevice) -> None:
+    made, side = zeros(), device.Stream()
+    with device.stream(side):
+        torch.add(torch.ones(8, dtype=torch.uint8, device=DEVICE), 1, out=made)
+    assert any(race.startswith("aten.add.out") for race in device.races)
+
+
+def test_streams_come_from_a_pool(device: SimulatedDevice) -> None:
+    first = device.Stream()
+    others = [device.Stream() for _ in range(POOL - 1)]
+    assert first not in others
+    assert device.Stream() is first
+
+
 def test_a_decoder_that_ignores_order_is_found_unless_its_memory_was_never_used(device: SimulatedDevice) -> None:
     device.launch(10, reads=zeros(12))
     device.decode([(3, 2, 2)])
@@ -147,6 +161,27 @@ def test_kernels_queue_and_the_host_goes_on(device: SimulatedDevice) -> None:
     assert device.compute.free_at == began + 15 * MS
     device.synchronize()
     assert device.now == began + 15 * MS
+
+
+def test_a_launch_costs_the_host_what_is_said_and_waits_where_the_queue_is_full() -> None:
+    with simulated(SimulatedDevice(launch_ns=1000)) as device:
+        began = device.now
+        for _ in range(LAUNCH_QUEUE):
+            device.launch(10)
+        assert device.now == began + 1000 * LAUNCH_QUEUE
+        device.launch(10)
+        assert device.now == began + 1000 + 10 * MS  # the first kernel is over
+
+
+@pytest.mark.parametrize(("pinned", "non_blocking", "blocked"), [(True, True, 0), (True, False, 18), (False, True, 18)])
+def test_what_a_copy_costs_the_host(device: SimulatedDevice, pinned: bool, non_blocking: bool, blocked: int) -> None:
+    began = device.now
+    device.launch(10)
+    batch = host(device) if pinned else torch.zeros(8, dtype=torch.uint8)
+    batch.to(DEVICE, non_blocking=non_blocking)
+    assert device.now - began == blocked * MS
+    assert device.compute.free_at - began == 18 * MS
+    assert bool(device.waits) == bool(blocked)
 
 
 def test_copies_share_one_engine_and_run_beside_kernels(device: SimulatedDevice) -> None:
@@ -187,7 +222,25 @@ def test_events_tell_the_time_between_them_once_they_have_passed(device: Simulat
     assert first.elapsed_time(last) == 10
 
 
+def test_the_values_of_a_copy_are_known_also_of_its_parts(device: SimulatedDevice) -> None:
+    batch = device.pin(torch.arange(12, dtype=torch.int32))
+    there = batch.to(DEVICE, non_blocking=True)
+    batch.zero_()
+    assert device.content(there).tolist() == list(range(12))
+    assert device.content(there[3:9].view(2, 3)[1]).tolist() == [6, 7, 8]
+
+
 # --- refusals, as torch has them --------------------------------------------------------------------------------------
+
+
+def test_host_tensors_refuse_record_stream_in_the_words_of_torch(device: SimulatedDevice) -> None:
+    made: Any = torch.zeros(8)
+    with pytest.raises(NotImplementedError) as ours:
+        made.record_stream(device.compute)
+    on_host: Any = torch.Stream(device="cpu")
+    with pytest.raises(NotImplementedError) as torchs:
+        torch._C.TensorBase.record_stream(made, on_host)
+    assert str(torchs.value).startswith(str(ours.value))
 
 
 def test_events_made_without_timing_refuse_to_tell_it(device: SimulatedDevice) -> None:
@@ -213,6 +266,16 @@ def test_each_device_has_streams_of_its_own(device: SimulatedDevice) -> None:
         assert device.current_stream() is there
         assert device.Stream().index == 1
     assert device.current_device() == 0
+
+
+def test_entering_a_stream_makes_its_device_the_current_one(device: SimulatedDevice) -> None:
+    here, there = device.Stream(), device.Stream(SECOND)
+    with device.stream(here):
+        with device.stream(there):
+            assert (device.current_device(), device.current_stream()) == (1, there)
+            assert device.current_stream(0) is here
+        assert (device.current_device(), device.current_stream()) == (0, here)
+        assert device.current_stream(SECOND) is not there
 
 
 def test_work_goes_to_the_device_of_its_tensors(device: SimulatedDevice) -> None:

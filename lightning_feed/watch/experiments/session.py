@@ -1,7 +1,6 @@
 """The loaders under experiment, and what the experiments on them share."""
 
 import copy
-import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from lightning_feed.load.cloning import (
     time_loader,
     watchdog,
 )
+from lightning_feed.load.collate import named_parts
 from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH
@@ -390,7 +390,7 @@ def key_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     if parts is None:
         yield place or WHOLE, batch
         return
-    for key, value in parts:
+    for key, value in parts.items():
         yield from key_leaves(value, f"{place}.{key}" if place else str(key))
 
 
@@ -413,16 +413,10 @@ def size_of_leaf(leaf: Any) -> int:
     return sum(map(size_of_leaf, tensors(leaf)))
 
 
-def _named_parts(value: Any) -> list[tuple[Any, Any]] | None:
-    """The named parts of a container; None for a leaf."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(value._fields, value, strict=True))
-    if isinstance(value, (list, tuple)):
-        containers = (Tensor, np.ndarray, Mapping, list, tuple)
-        holds_parts = any(isinstance(part, containers) or dataclasses.is_dataclass(part) for part in value)
-        return list(enumerate(value)) if holds_parts else None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(one.name, getattr(value, one.name, None)) for one in dataclasses.fields(value)]
-    return None
+def _named_parts(value: Any) -> dict[Any, Any] | None:
+    """The named parts of a container; None for a leaf, as a list of plain values is."""
+    parts = named_parts(value)
+    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
+        return parts
+    holds_parts = any(isinstance(part, (Tensor, np.ndarray)) or named_parts(part) is not None for part in value)
+    return parts if holds_parts else None
