@@ -340,10 +340,14 @@ def index_of(
         return remembered
     index = scan_classes(root, classes)
     if max(stamp.ctime_ns for _, stamp in index.folders) < now_ns() - _SETTLED_NS:
-        about = json.dumps({"classes": index.classes, "folders": index.folders}).encode()
-        plain = np.frombuffer(about, dtype=np.uint8)
-        save_arrays(kept, about=plain, labels=index.labels, names=index.names, ends=index.ends)
+        _save(index, kept)
     return index
+
+
+def _save(index: FolderIndex, kept: Path) -> None:
+    about = json.dumps({"classes": index.classes, "folders": index.folders}).encode()
+    plain = np.frombuffer(about, dtype=np.uint8)
+    save_arrays(kept, about=plain, labels=index.labels, names=index.names, ends=index.ends)
 
 
 def _load(kept: Path) -> FolderIndex | None:

@@ -85,7 +85,7 @@ def test_an_index_with_any_bit_flipped_is_made_again(photos: Path, caplog: pytes
         kept.write_bytes(damaged)
         caplog.clear()
         assert files_of(photos) == expected
-        assert "is damaged. The folder is listed anew" in caplog.text
+        assert "is damaged. The folder is listed again" in caplog.text
     remember(photos)
     assert kept.read_bytes() == sound
 
