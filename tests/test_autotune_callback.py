@@ -5,7 +5,6 @@ import json
 import logging
 import multiprocessing
 import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.trials import tune_loader
 from lightning_feed.load.trials.search import Tuned
-from lightning_feed.load.trials.trial import Setting
+from lightning_feed.load.trials.trial import Setting, Trial
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -130,13 +129,13 @@ LOADERS["plain, workers, its sampler draws at once"] = plain(shuffle=False, samp
 def test_same_samples_same_order_same_weights(name: str, best: int, script: str, trials: Trials) -> None:
     """The model has dropout and the samplers draw from torch's generators, so a draw too many would show."""
     expected, _, _ = fit([], LOADERS[name], max_epochs=4)
-    trials.rates = {0: 30.0 if best == 0 else 10.0, 1: 11.0, 2: 12.0, 3: 30.0 if best == 3 else 13.0}
+    own = 0 if "no workers" in name or name == "plain, its sampler draws at once" else 1
+    trials.rates = {0: 10.0 + 10.0 * (own == 0), 1: 11.0, 2: 12.0, 3: 13.0, best: 30.0}
     watching, autotune = Watching(), AutotuneCallback(max_workers=3)
     changed, _, error = fit([Scripted(*SCRIPTS[script]), autotune, watching], LOADERS[name], max_epochs=4)
     assert error is None
     assert by_hook(changed.events) == by_hook(expected.events)
     assert all(map(torch.equal, changed.parameters(), expected.parameters()))
-    own = 0 if "no workers" in name or name == "plain, its sampler draws at once" else 1
     later = {"kept": [best] * 3, "taken back": [own] * 3, "set again": [own, best, best]}[script]
     assert [workers for workers, _ in watching.seen] == ([best, *later] if own != best else [own] * 4)
     if "threads" not in name:  # workers that are replaced end
@@ -233,7 +232,18 @@ def test_short_epochs_are_put_together(trials: Trials, monkeypatch: pytest.Monke
 def test_late(workers: int, step_ms: float, idle_ms: float, late: bool) -> None:
     setting = Setting(num_workers=workers, prefetch_factor=2 if workers else None)
     tuned = Tuned(setting=setting, reason="", trials=(), batches_per_s=10.0)
-    assert is_late(tuned, step_ms=step_ms, data_idle_ms=idle_ms) is late
+    assert is_late(tuned, Setting(num_workers=1, prefetch_factor=2), step_ms=step_ms, data_idle_ms=idle_ms) is late
+
+
+@pytest.mark.parametrize(("own", "late"), [(0, False), (1, True), (3, False)])
+def test_not_late_where_its_own_setting_was_slower(own: int, late: bool) -> None:
+    """Ten batches a second were promised, and a step takes 150 ms, of which it waits 60."""
+    rates = {0: 1000 / 61, 1: 1000 / 149, 3: 1000 / 151}
+    settings = {workers: Setting(num_workers=workers, prefetch_factor=2 if workers else None) for workers in (0, 1, 3)}
+    trials = tuple(Trial(setting=settings[workers], batches_per_s=rate) for workers, rate in rates.items())
+    best = Setting(num_workers=2, prefetch_factor=2)
+    tuned = Tuned(setting=best, reason="", trials=trials, batches_per_s=10.0)
+    assert is_late(tuned, settings[own], step_ms=150, data_idle_ms=60) is late
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", 100_000])
@@ -281,8 +291,22 @@ def test_a_second_callback_stands_aside(trials: Trials, caplog: pytest.LogCaptur
 # --- the host ---------------------------------------------------------------------------------------------------------
 
 
-def test_real_trials_and_figures_of_its_own() -> None:
-    """Which setting is found is left to chance. 24 batches of 4 epochs are enough steps for figures."""
+def test_real_trials() -> None:
+    """Which setting is found is left to chance."""
+    loaders = plain(num_workers=1)
+    expected, trainer, _ = fit([], loaders, max_epochs=3)
+    autotune = AutotuneCallback(max_workers=2, budget_s=2)
+    same, our_trainer, error = fit([autotune], loaders, max_epochs=3)
+    assert error is None
+    assert autotune._tuned is not None
+    assert by_hook(same.events) == by_hook(expected.events)
+    assert all(map(torch.equal, same.parameters(), expected.parameters()))
+    assert vars(our_trainer.profiler).keys() == vars(trainer.profiler).keys()
+    assert "process_dataloader" not in vars(our_trainer.strategy)
+
+
+def test_without_a_starvation_callback_it_measures_for_itself(trials: Trials) -> None:
+    """24 batches of 4 epochs are enough steps for figures."""
     taken: list[Any] = []
 
     class Listening(AutotuneCallback):
@@ -290,25 +314,9 @@ def test_real_trials_and_figures_of_its_own() -> None:
             taken.append(super()._figures(trainer))
             return taken[-1]
 
-    class Slow(Numbers):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            threading.Event().wait(0.005)
-            return super().__getitem__(index)
-
-    def loaders() -> dict[str, Any]:
-        return {"train_dataloaders": DataLoader(Slow(SAMPLES), 1, shuffle=True)}
-
-    expected, trainer, _ = fit([], loaders, max_epochs=4)
-    same, our_trainer, error = fit(
-        [autotune := Listening(max_workers=2, budget_s=4), watching := Watching()], loaders, max_epochs=4
-    )
+    _, _, error = fit([Listening(max_workers=3)], plain(num_workers=1, batch_size=1), max_epochs=4)
     assert error is None
-    assert watching.seen[0][0] == autotune.moves[0].num_workers > 0  # several samples are waited for at once
     assert any(taken)
-    assert by_hook(same.events) == by_hook(expected.events)
-    assert all(map(torch.equal, same.parameters(), expected.parameters()))
-    assert vars(our_trainer.profiler).keys() == vars(trainer.profiler).keys()
-    assert "process_dataloader" not in vars(our_trainer.strategy)
 
 
 def test_it_can_be_sent_and_copied() -> None:

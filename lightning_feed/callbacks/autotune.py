@@ -68,8 +68,9 @@ class AutotuneCallback(Callback):
 
     It tries the loader's own setting and a few others, on copies of the loader, and takes the fastest, unless the own
     one is within 10 % of it. It sets ``num_workers``, ``prefetch_factor`` and ``persistent_workers`` on a copy, says
-    so in one line, and remembers the result for this machine and data. If an epoch is starved although the trials
-    promised more, it goes back to the loader's own setting for an epoch, and keeps the one with the shorter steps.
+    so in one line, and remembers the result for this machine and data. If an epoch is starved, and its loader slower
+    than the trials promised and than its own setting was in them, it goes back to that setting for an epoch, and keeps
+    the one with the shorter steps.
 
     Samples come in the same order as without the callback. Random numbers drawn inside workers (augmentation) differ
     with the number of workers, as they do when it is set by hand.
@@ -288,13 +289,14 @@ class AutotuneCallback(Callback):
         beside = (one.measured_fit for one in trainer.callbacks if isinstance(one, GPUStarvationCallback))
         run = self._run or next((run for run in beside if run is not None), None)
         self._sums = run.settled() if run is not None else None
-        if self._sums is None or self._tuned is None:
+        if self._sums is None or self._tuned is None or self._loader is None:
             return None
         sums = self._sums - self._decided if self._decided is not None else self._sums
         stats = sums.steps.stats(settled=True, trusted_clock=True, prefetch_active=None)
         if stats.steps < FEWEST_STEPS or stats.step_ms is None or stats.data_idle_ms is None:
             return None
-        late = is_late(self._tuned, step_ms=stats.step_ms, data_idle_ms=stats.data_idle_ms)
+        own = setting_of(self._loader)
+        late = is_late(self._tuned, own, step_ms=stats.step_ms, data_idle_ms=stats.data_idle_ms)
         return EpochFigures(step_ms=stats.step_ms, data_idle_ms=stats.data_idle_ms, late=late)
 
     def _compare(self, trainer: Any, every: list[EpochFigures | None] | None) -> None:
@@ -369,20 +371,26 @@ class AutotuneCallback(Callback):
             self._guard.attempt(task, each.log_metrics, tags, step=step)
 
 
-def is_late(tuned: Tuned, *, step_ms: float, data_idle_ms: float) -> bool:
-    """Whether training is starved, and its loader slower than the trials promised.
+def is_late(tuned: Tuned, own: Setting, *, step_ms: float, data_idle_ms: float) -> bool:
+    """Whether training is starved by a loader that is slower than the trials promised, and than its own setting was.
 
-    With workers the loader has the whole step to make a batch; without, the time that the step waits for it.
+    With workers a loader has the whole step to make a batch; without, the time that the step waits for it.
 
     Args:
         tuned: what the trials found.
+        own: the setting of the user's loader.
         step_ms: mean time of a step.
         data_idle_ms: how long of it the step waits for data.
     """
-    if not tuned.batches_per_s or 100 * data_idle_ms < STARVED_PCT * step_ms:
+    if 100 * data_idle_ms < STARVED_PCT * step_ms:
         return False
-    took_ms = step_ms if tuned.setting.num_workers else data_idle_ms
-    return took_ms > (1 + LATE) * 1e3 / tuned.batches_per_s
+    rates = {trial.setting: trial.batches_per_s for trial in tuned.trials}
+    limits = {tuned.setting: (1 + LATE, tuned.batches_per_s), own: (1.0, rates.get(own))}
+    for setting, (share, per_s) in limits.items():
+        took_ms = step_ms if setting.num_workers else data_idle_ms
+        if per_s and took_ms <= share * 1e3 / per_s:
+            return False
+    return True
 
 
 def _described(before: Setting, now: Setting) -> str:

@@ -124,7 +124,8 @@ class _Run:
         if trial.batches_per_s is None or abs(trial.batches_per_s / kept.batches_per_s - 1) > SAME_WITHIN:
             logger.info("A remembered loader setting gives other than it gave, so the loader is tuned anew.")
             return None
-        return replace(kept, trials=(trial,), remembered=True, seconds=self._clock() - self._began)
+        own = [one for one in kept.trials if one.setting == self.goal.given != kept.setting]
+        return replace(kept, trials=(trial, *own), remembered=True, seconds=self._clock() - self._began)
 
     def search(self) -> Tuned:
         """Trials until the search ends, or the budget."""
