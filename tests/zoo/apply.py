@@ -216,7 +216,10 @@ def _loader_calls(source: Source, where: str) -> list[Call]:
     loader = re.search(r'loader "([^"]+)"', where)
     if loader is not None:
         calls = [call for call in calls if _key_of(source, call) == loader.group(1)]
-    lines = re.findall(r"([\w-]+\.py):(\d+)", where)
+    if "which trainer.fit is given" in where:
+        calls = [call for call in calls if _is_given_to_fit(source, call)]
+    files = {path.name for path, _ in source.cells}
+    lines = [(file, line) for file, line in re.findall(r"([\w-]+\.py):(\d+)", where) if file in files]
     found = [
         _for_training(
             source, [call for call in calls if call[0].name == file and _inside(source, call, int(line))], where
@@ -225,6 +228,18 @@ def _loader_calls(source: Source, where: str) -> list[Call]:
     ]
     found = found or [_for_training(source, calls, where)]
     return sorted(found, key=lambda call: (call[0], call[1], call[2].lineno), reverse=True)
+
+
+def _is_given_to_fit(source: Source, call: Call) -> bool:
+    """Whether a call makes what is the second argument of ``trainer.fit``, by the name of a variable or itself."""
+    given = {
+        ast.unparse(one)
+        for _, _, fit in source.calls("fit")
+        for one in [*fit.args[1:2], *(keyword.value for keyword in fit.keywords if keyword.arg == "train_dataloaders")]
+    }
+    assigned = [node for node in ast.walk(ast.parse(source.cells[call[0], call[1]])) if isinstance(node, ast.Assign)]
+    names = {ast.unparse(one) for node in assigned if node.value.lineno == call[2].lineno for one in node.targets}
+    return bool(given & {ast.unparse(call[2]), *names})
 
 
 def _for_training(source: Source, calls: list[Call], where: str) -> Call:
