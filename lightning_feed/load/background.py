@@ -7,10 +7,8 @@ the source and its worker processes alive. So its queue has no bound, and the th
 
 import logging
 import queue
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,8 +17,7 @@ from typing import Any
 from prefetch_generator import BackgroundGenerator
 
 from lightning_feed.errors import LoaderError, plural
-from lightning_feed.load.ray_workers import RayPass
-from lightning_feed.load.threads import Ending, ThreadPass, shortened
+from lightning_feed.load.threads import Ending, OwnPass, shortened, stack_here
 from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import on_this_device, stack_of
 
@@ -245,20 +242,14 @@ class LateBatch:
 def _where(batches: Any, consumer: int) -> str:
     """Who is at which samples, and the stack."""
     source, position = batches.source, batches.position
-    if isinstance(source, ThreadPass):
-        told = (
-            f"Thread worker {thread} is {doing}. Its stack:\n{_stack_here(source.threads[thread].ident)}"
-            for thread, doing in source.at_work()
-        )
-        return "\n".join(told) or "The worker threads have nothing to do."
-    if isinstance(source, RayPass):
+    if isinstance(source, OwnPass):
         return source.where()
     if getattr(source, "_workers", None):
         return _in_processes(source, position)
     loading = batches.background.thread.ident if batches.background is not None else consumer
     newest = position.newest()
     at = "" if newest is None else f", at {shortened(newest)}"
-    return f"The training process loads it itself{at}. Its stack:\n{_stack_here(loading)}"
+    return f"The training process loads it itself{at}. Its stack:\n{stack_here(loading)}"
 
 
 def _in_processes(iterator: Any, position: Any) -> str:
@@ -280,8 +271,3 @@ def _in_processes(iterator: Any, position: Any) -> str:
     later = f", nor {plural(len(more), 'batch', 'batches')} after that. It may be at any of these" if more else ""
     others = f" {len(unsent) - 1} other workers have work, too." if len(unsent) > 1 else ""
     return f"Worker {worker} (process {pid}) has not sent {what}{later}.{others} Its stack:\n{stack_of(pid)}"
-
-
-def _stack_here(ident: int | None) -> str:
-    frame = sys._current_frames().get(ident or 0)
-    return "(the thread has ended)" if frame is None else "".join(traceback.format_stack(frame)).rstrip()

@@ -21,9 +21,9 @@ def _is_generator_state(value: Any) -> bool:
 
 
 _COUNT, _SIZE = range(2**63), range(1, 2**63)
-_COMMON = {"version": _SIZE, "kind": str, "seed": (int, None), "begun": bool, "exact": bool}
-_BEGUN = {**_COMMON, "epoch": (_COUNT, None), "cycle": _COUNT, "batches": _COUNT}
-_STARTS = _each(str, {"epoch?": (_COUNT, None), "seed?": int, "generator?": _is_generator_state})
+_COMMON = {"version": _SIZE, "kind": str, "seed": (int, NoneType), "begun": bool, "exact": bool}
+_BEGUN = {**_COMMON, "epoch": (_COUNT, NoneType), "cycle": _COUNT, "batches": _COUNT}
+_STARTS = _each(str, {"epoch?": (_COUNT, NoneType), "seed?": int, "generator?": _is_generator_state})
 _MAP = {
     **_BEGUN,
     "pass_start": _STARTS,
@@ -36,9 +36,9 @@ _MAP = {
 _FACTS = {
     "world": _SIZE,
     "shares": _SIZE,
-    "batch_size": (_SIZE, None),
-    "samples": (_COUNT, None),
-    "order": ({"sampler": str, "shuffle?": bool, "seed?": int}, None),
+    "batch_size": (_SIZE, NoneType),
+    "samples": (_COUNT, NoneType),
+    "order": ({"sampler": str, "shuffle?": bool, "seed?": int}, NoneType),
     "since": _COUNT,
     "done": [[_SIZE]],
 }
@@ -48,16 +48,15 @@ _ITERABLE = {
     "num_workers": _COUNT,
     "workers": _each(_COUNT, {"drawn": _COUNT, "ended": bool}),
     "next_worker": _COUNT,
-    "base_state": (_is_generator_state, None),
+    "base_state": (_is_generator_state, NoneType),
     "world?": _SIZE,
-    "batch_size?": (_SIZE, None),
+    "batch_size?": (_SIZE, NoneType),
     "beside?": _COUNT,
 }
 
 
 _CHECKS: dict[type, Callable[[Any, Any], bool]] = {
     type: lambda value, shape: type(value) is shape,
-    NoneType: lambda value, shape: value is None,
     str: lambda value, shape: type(value) is str and value == shape,
     range: lambda value, shape: type(value) is int and value in shape,
     tuple: lambda value, shape: any(_fits(value, one) for one in shape),
@@ -65,8 +64,8 @@ _CHECKS: dict[type, Callable[[Any, Any], bool]] = {
     dict: lambda value, shape: type(value) is dict and all(_has(value, *field) for field in shape.items()),
     FunctionType: lambda value, shape: bool(shape(value)),
 }
-"""Kinds of shapes, in their order: a type, None, a constant, whole numbers, one of several shapes, a list with the shape
-of its items, fields of a dict (optional ones with ``?`` behind their names), and a function that tells."""
+"""Kinds of shapes, in their order: a type, a constant, whole numbers, one of several shapes, a list with the shape of
+its items, fields of a dict (optional ones with ``?`` behind their names), and a function that tells."""
 
 
 def _fits(value: Any, shape: Any) -> bool:
