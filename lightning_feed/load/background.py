@@ -2,7 +2,7 @@
 
 The first is ``prefetch_generator`` with what it lacks: ``BackgroundGenerator`` alone ends an epoch silently on
 KeyboardInterrupt and SystemExit, and its thread blocks for ever on a full queue once the consumer has gone, which keeps
-the source and its worker processes alive. So its queue has no bound, and the thread asks for leave to draw.
+the source and its worker processes alive. So its queue has no bound, and the thread asks for a permit to draw.
 """
 
 import logging
@@ -64,10 +64,10 @@ class BackgroundIterator(Iterator[Any]):
     def __init__(self, source: Iterator[Any], depth: int) -> None:
         self._closed = self._ended = False
         self.depth = depth
-        self._leave = leave = _Leave(depth + 1)
-        self.thread = BackgroundGenerator(_draws(source, leave, on_this_device()), max_prefetch=0)
+        self._permits = permits = _Permits(depth + 1)
+        self.thread = BackgroundGenerator(_draws(source, permits, on_this_device()), max_prefetch=0)
         # The thread knows nothing of this object, so an iterator that is abandoned is collected, and the thread ends.
-        self._ending = Ending(self, [self.thread], leave.refuse)
+        self._ending = Ending(self, [self.thread], permits.refuse)
 
     def __next__(self) -> Any:
         if self._ended:
@@ -83,7 +83,7 @@ class BackgroundIterator(Iterator[Any]):
             self.close(SOON_S if isinstance(error, KeyboardInterrupt) else None)
             raise
         if drawn.error is None:
-            self._leave.give()
+            self._permits.give()
             return drawn.empty()
         self.close()
         self._ended = isinstance(drawn.error, StopIteration)
@@ -117,11 +117,11 @@ class BackgroundIterator(Iterator[Any]):
                 return drawn  # type: ignore[no-any-return]
 
 
-class _Leave:
-    """Leave to draw an item, given by the consumer. All of it may be called from a finalizer, in any thread."""
+class _Permits:
+    """Permits to draw an item, given by the consumer. All of it may be called from a finalizer, in any thread."""
 
     def __init__(self, items: int) -> None:
-        self._refused = False
+        self.refused = False
         self._given: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(items):
             self.give()
@@ -130,20 +130,20 @@ class _Leave:
         self._given.put(None)
 
     def refuse(self) -> None:
-        self._refused = True
+        self.refused = True
         self.give()
 
-    def wait(self) -> bool:
-        """Whether one more item may be drawn."""
+    def take(self) -> bool:
+        """Wait for a permit. Returns whether one more item may be drawn."""
         self._given.get()
-        return not self._refused
+        return not self.refused
 
 
-def _draws(source: Iterator[Any], leave: _Leave, set_device: Callable[[], None]) -> Iterator[_Drawn]:
+def _draws(source: Iterator[Any], permits: _Permits, set_device: Callable[[], None]) -> Iterator[_Drawn]:
     """The source as the thread sees it: never raises, and ends when told to."""
     try:
         drawn = _Drawn()
-        while drawn.error is None and leave.wait():
+        while drawn.error is None and permits.take():
             drawn = _draw(source, set_device)
             yield drawn
     finally:
