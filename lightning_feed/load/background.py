@@ -40,11 +40,6 @@ class _Drawn:
     value: Any = None
     error: BaseException | None = None
 
-    def empty(self) -> Any:
-        """Take the value out: the thread still holds this object while it waits for the next one."""
-        value, self.value = self.value, None
-        return value
-
 
 class BackgroundIterator(Iterator[Any]):
     """Iterates over ``source`` in a thread of its own, ``depth`` items ahead.
@@ -84,7 +79,8 @@ class BackgroundIterator(Iterator[Any]):
             raise
         if drawn.error is None:
             self._permits.give()
-            return drawn.empty()
+            value, drawn.value = drawn.value, None  # the thread holds this object while it waits for the next one
+            return value
         self.close()
         self._ended = isinstance(drawn.error, StopIteration)
         try:

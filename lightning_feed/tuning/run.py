@@ -181,14 +181,12 @@ def sweep_loader(loader: DataLoader[Any], grid: Iterable[int], on_trial: Callabl
 
 
 def _setting(loader: DataLoader[Any], workers: int) -> Setting:
-    if not workers:
-        return Setting(num_workers=0, prefetch_factor=None, pin_memory=loader.pin_memory)
     return Setting(
         num_workers=workers,
-        prefetch_factor=loader.prefetch_factor or TORCH_PREFETCH,
-        workers=getattr(loader, "workers", "process"),
+        prefetch_factor=(loader.prefetch_factor or TORCH_PREFETCH) if workers else None,
+        workers=getattr(loader, "workers", "process") if workers else "process",
         pin_memory=loader.pin_memory,
-        in_order=loader.in_order or workers < 2,  # one worker has nobody to overtake it
+        in_order=loader.in_order or workers < 2,  # to overtake takes two
     )
 
 
