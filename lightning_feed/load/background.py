@@ -2,15 +2,13 @@
 
 The first is ``prefetch_generator`` with what it lacks: ``BackgroundGenerator`` alone ends an epoch silently on
 KeyboardInterrupt and SystemExit, and its thread blocks for ever on a full queue once the consumer has gone, which keeps
-the source and its worker processes alive. So its queue has no bound, and the thread asks for leave to draw.
+the source and its worker processes alive. So its queue has no bound, and the thread asks for a permit to draw.
 """
 
 import logging
 import queue
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,8 +17,7 @@ from typing import Any
 from prefetch_generator import BackgroundGenerator
 
 from lightning_feed.errors import LoaderError, plural
-from lightning_feed.load.ray_workers import RayPass
-from lightning_feed.load.threads import Ending, ThreadPass, shortened
+from lightning_feed.load.threads import Ending, OwnPass, shortened, stack_here
 from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import on_this_device, stack_of
 
@@ -43,11 +40,6 @@ class _Drawn:
     value: Any = None
     error: BaseException | None = None
 
-    def empty(self) -> Any:
-        """Take the value out: the thread still holds this object while it waits for the next one."""
-        value, self.value = self.value, None
-        return value
-
 
 class BackgroundIterator(Iterator[Any]):
     """Iterates over ``source`` in a thread of its own, ``depth`` items ahead.
@@ -67,10 +59,10 @@ class BackgroundIterator(Iterator[Any]):
     def __init__(self, source: Iterator[Any], depth: int) -> None:
         self._closed = self._ended = False
         self.depth = depth
-        self._leave = leave = _Leave(depth + 1)
-        self.thread = BackgroundGenerator(_draws(source, leave, on_this_device()), max_prefetch=0)
+        self._permits = permits = _Permits(depth + 1)
+        self.thread = BackgroundGenerator(_draws(source, permits, on_this_device()), max_prefetch=0)
         # The thread knows nothing of this object, so an iterator that is abandoned is collected, and the thread ends.
-        self._ending = Ending(self, [self.thread], leave.refuse)
+        self._ending = Ending(self, [self.thread], permits.refuse)
 
     def __next__(self) -> Any:
         if self._ended:
@@ -86,8 +78,9 @@ class BackgroundIterator(Iterator[Any]):
             self.close(SOON_S if isinstance(error, KeyboardInterrupt) else None)
             raise
         if drawn.error is None:
-            self._leave.give()
-            return drawn.empty()
+            self._permits.give()
+            value, drawn.value = drawn.value, None  # the thread holds this object while it waits for the next one
+            return value
         self.close()
         self._ended = isinstance(drawn.error, StopIteration)
         try:
@@ -120,11 +113,11 @@ class BackgroundIterator(Iterator[Any]):
                 return drawn  # type: ignore[no-any-return]
 
 
-class _Leave:
-    """Leave to draw an item, given by the consumer. All of it may be called from a finalizer, in any thread."""
+class _Permits:
+    """Permits to draw an item, given by the consumer. All of it may be called from a finalizer, in any thread."""
 
     def __init__(self, items: int) -> None:
-        self._refused = False
+        self.refused = False
         self._given: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(items):
             self.give()
@@ -133,20 +126,20 @@ class _Leave:
         self._given.put(None)
 
     def refuse(self) -> None:
-        self._refused = True
+        self.refused = True
         self.give()
 
-    def wait(self) -> bool:
-        """Whether one more item may be drawn."""
+    def take(self) -> bool:
+        """Wait for a permit. Returns whether one more item may be drawn."""
         self._given.get()
-        return not self._refused
+        return not self.refused
 
 
-def _draws(source: Iterator[Any], leave: _Leave, set_device: Callable[[], None]) -> Iterator[_Drawn]:
+def _draws(source: Iterator[Any], permits: _Permits, set_device: Callable[[], None]) -> Iterator[_Drawn]:
     """The source as the thread sees it: never raises, and ends when told to."""
     try:
         drawn = _Drawn()
-        while drawn.error is None and leave.wait():
+        while drawn.error is None and permits.take():
             drawn = _draw(source, set_device)
             yield drawn
     finally:
@@ -245,20 +238,14 @@ class LateBatch:
 def _where(batches: Any, consumer: int) -> str:
     """Who is at which samples, and the stack."""
     source, position = batches.source, batches.position
-    if isinstance(source, ThreadPass):
-        told = (
-            f"Thread worker {thread} is {doing}. Its stack:\n{_stack_here(source.threads[thread].ident)}"
-            for thread, doing in source.at_work()
-        )
-        return "\n".join(told) or "The worker threads have nothing to do."
-    if isinstance(source, RayPass):
+    if isinstance(source, OwnPass):
         return source.where()
     if getattr(source, "_workers", None):
         return _in_processes(source, position)
     loading = batches.background.thread.ident if batches.background is not None else consumer
     newest = position.newest()
     at = "" if newest is None else f", at {shortened(newest)}"
-    return f"The training process loads it itself{at}. Its stack:\n{_stack_here(loading)}"
+    return f"The training process loads it itself{at}. Its stack:\n{stack_here(loading)}"
 
 
 def _in_processes(iterator: Any, position: Any) -> str:
@@ -280,8 +267,3 @@ def _in_processes(iterator: Any, position: Any) -> str:
     later = f", nor {plural(len(more), 'batch', 'batches')} after that. It may be at any of these" if more else ""
     others = f" {len(unsent) - 1} other workers have work, too." if len(unsent) > 1 else ""
     return f"Worker {worker} (process {pid}) has not sent {what}{later}.{others} Its stack:\n{stack_of(pid)}"
-
-
-def _stack_here(ident: int | None) -> str:
-    frame = sys._current_frames().get(ident or 0)
-    return "(the thread has ended)" if frame is None else "".join(traceback.format_stack(frame)).rstrip()

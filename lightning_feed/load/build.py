@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.background import Watch
@@ -181,22 +181,13 @@ def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int
 
 
 def _check_dataset(name: str, dataset: Any, split: str) -> None:
-    stream = isinstance(dataset, IterableDataset)
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}".removeprefix("builtins.")
-    if isinstance(dataset, _SAMPLES):
+    map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, _SAMPLES)
+    if not map_style and not isinstance(dataset, IterableDataset):
         raise DatasetError(
-            f"make_dataset({split!r}) gave a {kind} for {name}, which is how a sample looks, not a dataset. Give a "
-            "torch.utils.data.Dataset or IterableDataset, or a dict or list of them; TensorDataset is one of tensors."
-        )
-    if isinstance(dataset, DataLoader):
-        raise DatasetError(
-            f"make_dataset({split!r}) gave a {kind} for {name}. Return its dataset: the data module makes the loader."
-        )
-    if not stream and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        missing = " and ".join(part for part in ("__getitem__", "__len__") if not hasattr(dataset, part))
-        raise DatasetError(
-            f"make_dataset({split!r}) gave a {kind} for {name}, which has no {missing}. Write a dataset with both, or, "
-            "for a stream, one derived from torch.utils.data.IterableDataset."
+            f"make_dataset({split!r}) gave a {kind} for {name}, which is no dataset. Give a torch.utils.data.Dataset "
+            "with __getitem__ and __len__, for a stream one derived from torch.utils.data.IterableDataset, or a dict "
+            "or list of them; TensorDataset is one of tensors. The data module makes the loader."
         )
     if size_of(dataset) == 0:
         raise DatasetError(

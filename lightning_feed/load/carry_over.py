@@ -9,7 +9,7 @@ iterated again by the ranks that had it, which is enough for another batch size.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -181,30 +181,42 @@ def _fitted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Mappin
         return {**state, **new, "pass_start": kept, "batches": 0, "since": 0, "done": []}
     changed = _changes(old, new)
     if not same_samplers and not changed and "rest" not in state:
-        were, are = (", ".join(n.removesuffix("#0") for n in names) for names in (state["pass_start"], samplers))
-        changed = [f"the sampler {are} in place of {were}" if were != are else f"other settings of the sampler {are}"]
+        changed = [_other_sampler(state["pass_start"], samplers)]
     if not changed and state["since"] == 0 and not state["done"]:
         return state
-    dealt = all(one["order"] is not None and one["world"] in (1, one["shares"]) for one in (old, new))
-    own = same_samplers and old["world"] == new["world"] and all(shares == new["shares"] for shares, _ in parts)
-    why = _why_refused(state, loader, other_length=old["samples"] != new["samples"], carried=dealt or own)
+    rest = _way_of_rest(old, new, parts, same_samplers=same_samplers)
     what = " and ".join(changed) or "the changes that it was resumed with before"
+    why = _why_refused(state, loader, other_length=old["samples"] != new["samples"], carried=rest is not None)
     if why:
         raise ResumeError(
             f"The checkpoint was saved in the middle of an epoch, and this run has {what}. {why}, so some samples "
             f"would be repeated and others missed. {WAY_OUT}"
         )
-    state = {**state, **new, "order": old["order"], "done": parts, "rest": "dealt" if dealt else "own"}
-    left, base, twice = _left(state, loader)
+    state = {**state, **new, "order": old["order"], "done": parts, "rest": rest}
+    base, left = _left(state, loader)
     if changed:
         logger.warning(
             "The checkpoint was saved in the middle of an epoch, and this run has %s. The epoch goes on after the "
-            "samples that were trained%s%s.",
+            "samples that were trained%s.",
             what,
-            "" if left is None else f": {left} are left for each rank",
-            f"; {twice} are trained twice, since all ranks need as many" if twice else "",
+            left,
         )
     return {**state, "batches": base, "since": base}
+
+
+def _way_of_rest(
+    old: Mapping[str, Any], new: Mapping[str, Any], parts: list[list[int]], *, same_samplers: bool
+) -> str | None:
+    """The way in which the rest of the epoch can be had, see :func:`fitted`; None: in none."""
+    if all(one["order"] is not None and one["world"] in (1, one["shares"]) for one in (old, new)):
+        return "dealt"
+    same_shares = old["world"] == new["world"] and all(shares == new["shares"] for shares, _ in parts)
+    return "own" if same_samplers and same_shares else None
+
+
+def _other_sampler(saved: Iterable[str], samplers: Iterable[str]) -> str:
+    were, are = (", ".join(name.removesuffix("#0") for name in names) for names in (saved, samplers))
+    return f"the sampler {are} in place of {were}" if were != are else f"other settings of the sampler {are}"
 
 
 def _why_refused(state: Mapping[str, Any], loader: DataLoader[Any], *, other_length: bool, carried: bool) -> str:
@@ -238,7 +250,8 @@ def rest_of(state: Mapping[str, Any], loader: DataLoader[Any], position: MapPass
         if state["rest"] == "dealt":
             share: Any = _dealt(state, sampler)
         else:
-            share = position.skip_trained(iter(sampler), _samples_of_rank(state))
+            had = sum(samples for _, samples in state["done"])
+            share = position.skip_trained(iter(sampler), had)
         yield from share if loader.batch_sampler is None else BatchSampler(share, size, drop_last)
 
     return indices
@@ -252,10 +265,6 @@ def trained_parts(state: Mapping[str, Any]) -> list[list[int]]:
         samples = min(samples, math.ceil(left / shares))
     parts = [*state["done"], [shares, samples]]
     return [part for part in parts if part[1]]
-
-
-def _samples_of_rank(state: Mapping[str, Any]) -> int:
-    return sum(samples for _, samples in state["done"])
 
 
 def samples_of_all(state: Mapping[str, Any]) -> int:
@@ -321,15 +330,14 @@ def _batching(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
     return (loader.sampler, 1, False) if batches is None else (batches.sampler, batches.batch_size, batches.drop_last)
 
 
-def _left(state: Mapping[str, Any], loader: DataLoader[Any]) -> tuple[int | None, int, int]:
-    """Samples that are left for this rank, None: not known; the batches that come before them in its count; and samples
-    that are repeated."""
+def _left(state: Mapping[str, Any], loader: DataLoader[Any]) -> tuple[int, str]:
+    """The batches that come before what is left for this rank, in its count; and what is left, in words."""
     sampler, size, drop_last = _batching(loader)
     twice = 0
     if state["rest"] == "own":
-        had = _samples_of_rank(state)
+        had = sum(samples for _, samples in state["done"])
         if not hasattr(sampler, "__len__"):
-            return None, had // size, 0
+            return had // size, ""
         left = max(0, len(sampler) - had)
     else:
         whole, shares = max(0, state["samples"] - samples_of_all(state)), state["shares"]
@@ -341,4 +349,5 @@ def _left(state: Mapping[str, Any], loader: DataLoader[Any]) -> tuple[int | None
             f"{left} samples of the epoch that the checkpoint was saved in are left for each rank, of which "
             f"drop_last=True makes no batch of {size}. Resume with batch_size={left} or less. {WAY_OUT}"
         )
-    return left, len(loader) - batches, twice
+    repeated = f"; {twice} are trained twice, since all ranks need as many" if twice else ""
+    return len(loader) - batches, f": {left} are left for each rank{repeated}"

@@ -348,9 +348,8 @@ class _Drain:
             now.stamps.append(self._clock())
             now.cpu_s = time.thread_time() - began
             heartbeat.beat()
-            if heartbeat.stopped or ((len(now.stamps) - 1) % self._burst == 0 and self.enough()):
-                return
-            if now.stamps[-1] - self._started > self._limits.max_s:
+            late = now.stamps[-1] - self._started > self._limits.max_s
+            if heartbeat.stopped or late or ((len(now.stamps) - 1) % self._burst == 0 and self.enough()):
                 return
         now.whole = True
 
@@ -386,12 +385,8 @@ class _Drain:
 
     def _best(self, fewest_warm: int) -> tuple[int, float]:
         """What was measured, less as many rounds as asked for where that leaves something, else fewer."""
-        batches, elapsed = 0, 0.0
-        for warm in range(self._limits.warm_rounds, fewest_warm - 1, -1):
-            batches, elapsed = self._measured(warm)
-            if elapsed:
-                break
-        return batches, elapsed
+        found = map(self._measured, range(self._limits.warm_rounds, fewest_warm - 1, -1))
+        return next((one for one in found if one[1]), (0, 0.0))
 
     def _measured(self, warm: int) -> tuple[int, float]:
         """(batches, seconds) of the whole rounds that follow the first batch and ``warm`` rounds of each pass; of whole
@@ -399,13 +394,10 @@ class _Drain:
         if warm < 0:
             whole = [one for one in self.passes if one.whole and one.stamps]
             return sum(len(one.stamps) for one in whole), sum(one.stamps[-1] - one.began for one in whole)
-        batches, elapsed, first = 0, 0.0, warm * self._burst  # the last batch that does not count
-        for one in self.passes:
-            counted = max(0, len(one.stamps) - 1 - first) // self._burst * self._burst
-            if counted:
-                batches += counted
-                elapsed += one.stamps[first + counted] - one.stamps[first]
-        return batches, elapsed
+        first = warm * self._burst  # the last batch that does not count
+        counted = [max(0, len(one.stamps) - 1 - first) // self._burst * self._burst for one in self.passes]
+        pairs = zip((one.stamps for one in self.passes), counted, strict=True)
+        return sum(counted), sum(stamps[first + more] - stamps[first] for stamps, more in pairs if more)
 
 
 # --- the watchdog ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from types import CodeType
 from typing import Any, NamedTuple
@@ -50,16 +51,13 @@ _MARKER = object()
 def _has_state(thing: Any) -> bool:
     """Whether a dataset, or an iterator over one, knows its own place."""
     tell = getattr(thing, "state_dict", None)
-    return callable(tell) and callable(getattr(thing, "load_state_dict", None)) and _needs_nothing(tell)
-
-
-def _needs_nothing(tell: Callable[..., Any]) -> bool:
+    if not callable(tell) or not callable(getattr(thing, "load_state_dict", None)):
+        return False
     try:
-        inspect.signature(tell).bind()
+        with suppress(ValueError):  # compiled: nothing is known of its arguments
+            inspect.signature(tell).bind()
     except TypeError:  # LitData's and MosaicML's have to be told how far their own loader is
         return False
-    except ValueError:  # compiled: nothing is known of its arguments
-        return True
     return True
 
 

@@ -387,8 +387,7 @@ class LoaderPass(Iterator[Any]):
         batches: Iterator[Any] = self.background if self.background is not None else source
         self._decoding = None if decode is None else decode.run(batches)
         self._upstream: Iterator[Any] | None = batches if self._decoding is None else self._decoding
-        if watch is not None:
-            self._late = LateBatch(self, watch)
+        self._late = None if watch is None else LateBatch(self, watch)
 
     def __next__(self) -> Any:
         if self._upstream is None:

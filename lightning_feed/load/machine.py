@@ -117,15 +117,15 @@ def _cpu_limits(root: Path) -> Iterator[tuple[float, str]]:
         yield os.cpu_count() or 1, "CPUs of the machine"
     if hasattr(os, "process_cpu_count"):  # Python 3.13; PYTHON_CPU_COUNT can lower it
         yield os.process_cpu_count() or 1, "os.process_cpu_count()"
-    for folder in cgroup_folders(root, ""):
-        quota, _, period = read_text(folder / "cpu.max").partition(" ")  # "max 100000", or microseconds of each period
-        if quota.isdigit() and period.isdigit() and int(period) > 0:
-            yield int(quota) / int(period), f"CPU quota of the cgroup ({_shown(folder / 'cpu.max', root)})"
+    # Microseconds of each period: "max 100000" or "50000 100000" in one file, or two files; a quota of -1 is none.
+    texts = [(folder / "cpu.max", read_text(folder / "cpu.max")) for folder in cgroup_folders(root, "")]
     for folder in cgroup_folders(root, "cpu"):
         file = folder / "cpu.cfs_quota_us"
-        quota, period = read_text(file), read_text(folder / "cpu.cfs_period_us")  # a quota of -1 is none
-        if quota.isdigit() and period.isdigit() and int(quota) > 0 and int(period) > 0:
-            yield int(quota) / int(period), f"CPU quota of the cgroup ({_shown(file, root)})"
+        texts.append((file, f"{read_text(file)} {read_text(folder / 'cpu.cfs_period_us')}"))
+    for file, text in texts:
+        quota, _, period = text.partition(" ")
+        if quota.isdigit() and period.isdigit() and int(quota) * int(period) > 0:
+            yield int(quota) / int(period), f"CPU quota of the cgroup (/{file.relative_to(root)})"
 
 
 def _free_bytes(folder: Path) -> int | None:
@@ -134,7 +134,3 @@ def _free_bytes(folder: Path) -> int | None:
     except (OSError, AttributeError):
         return None
     return found.f_bavail * found.f_frsize
-
-
-def _shown(path: Path, root: Path) -> str:
-    return f"/{path.relative_to(root)}"

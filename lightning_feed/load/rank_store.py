@@ -33,10 +33,7 @@ def connected() -> bool:
 
 def read_all(store: Any, keys: list[str]) -> list[bytes]:
     """The values of ``keys``, which are there, in one request where the store knows such."""
-    if not store.has_extended_api():
-        return [store.get(key) for key in keys]
-    values: list[bytes] = store.multi_get(keys)
-    return values
+    return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
 
 
 def gather(trainer: Any, mine: Any) -> list[Any]:

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._utils import ExceptionWrapper
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.collate import relayed
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.random_state import begin_sample
-from lightning_feed.load.threads import shortened
+from lightning_feed.load.threads import COLLATING, at_index, collating, shortened, with_place
 from lightning_feed.load.worker import disable_opencv_threads
 
 CHECK_S = 1.0
@@ -57,29 +56,29 @@ class Plan:
     """Whether an index stands for a batch of samples, rather than for one sample that is no batch."""
 
     def make(self, index: Any, begin: Callable[[int, str], None]) -> Any:
-        """The batch; ``begin`` is told the place in it of each sample, -1 for collating, and what it is in words."""
+        """The batch; ``begin`` is told the place in it of each sample, COLLATING at last, and what it is in words."""
         if not self.batched or getattr(self.dataset, "__getitems__", None):
-            begin(0, f"at index {shortened(index)} of the dataset")
+            begin(0, at_index(index))
             samples = self.dataset.__getitems__(index) if self.batched else self.dataset[index]
         else:
-            samples = []
-            for place, one in enumerate(index):
-                begin(place, f"at index {shortened(one)} of the dataset")
-                samples.append(self.dataset[one])
-        begin(-1, f"putting together the samples of index {shortened(index)}")
+            samples = [self._sample(*placed, begin) for placed in enumerate(index)]
+        begin(COLLATING, collating(index))
         return self.collate(samples)
+
+    def _sample(self, place: int, index: Any, begin: Callable[[int, str], None]) -> Any:
+        begin(place, at_index(index))
+        return self.dataset[index]
 
     def explain_pickling(self, error: Exception, index: Any, begin: Callable[[int, str], None]) -> LoaderError:
         """The error for a batch that cannot be pickled; ``begin`` is told of the sample to blame, made again."""
         for place, one in enumerate(index) if self.batched else ():
-            begin(place, f"at index {shortened(one)} of the dataset")
             try:
-                _take_apart(self.dataset[one])
+                _take_apart(self._sample(place, one, begin))
             except Exception as found:  # noqa: BLE001  # of whatever the user's samples hold
                 error = found
                 break
         else:
-            begin(-1, f"sending the batch of index {shortened(index)}")
+            begin(COLLATING, f"sending the batch of index {shortened(index)}")
         return LoaderError(
             f"What a Ray worker makes has to be pickled: {error}. Return tensors, arrays, numbers and text: no locks, "
             "open files or generators."
@@ -139,10 +138,7 @@ class _Worker:
                 except Exception as error:
                     raise plan.explain_pickling(error, job.index, begin) from error
             except BaseException as error:  # noqa: BLE001  # SystemExit, too: raised in the training process
-                where = f"in a Ray worker ({self.name}), {self._doing}"
-                if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch
-                    error = LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.")
-                return ExceptionWrapper((type(error), error, error.__traceback__), where=where)
+                return with_place(error, f"in a Ray worker ({self.name}), {self._doing}")
 
     def _begin(self, job: Job, place: int, what: str) -> None:
         self._doing = what

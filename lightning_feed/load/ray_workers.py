@@ -12,7 +12,6 @@ handed to a worker one after the other, without asking for a CPU each time.
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import pickle
@@ -23,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -32,10 +32,10 @@ from torch.utils.data import DataLoader
 from lightning_feed.errors import LoaderError
 from lightning_feed.extras import require
 from lightning_feed.load.collate import count_relayed
-from lightning_feed.load.order import mix_seed, rank_of_run, ranks_of_run
+from lightning_feed.load.order import ranks_of_run
 from lightning_feed.load.ray_batches import Job, Plan, close_passes, make_batch, told
 from lightning_feed.load.settings import RayCluster
-from lightning_feed.load.threads import OwnPass, pin_function, shortened
+from lightning_feed.load.threads import CLOSED, OwnPass, shortened
 from lightning_feed.load.trace import traced
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,6 @@ _HEAD_CHECK_S, _HEAD_PATIENCE_S = 5.0, 20.0
 that has not reached it for 60 s."""
 _LOOK_S = 0.2
 """How often a waiting consumer looks whether its pass was closed, and whether anybody works for it."""
-_END = object()
 
 
 # --- the cluster ----------------------------------------------------------------------------------------------------
@@ -78,18 +77,12 @@ def connect(address: str | None, num_workers: int) -> Any:
                 _knock(address)  # where nobody answers, Ray tries for ever
             ray.init(address=address or "local", logging_level=logging.WARNING, **own)
         except Exception as error:  # Ray raises bare ones where its own processes are late
-            if address:
-                advice = (
-                    "Start it with `ray start --head`, under the Ray and Python of this process, and train on a node "
-                    "of it with ray_address='auto'. Without ray_address, Ray starts on this machine."
-                )
-            else:
-                advice = (
-                    "Ray could not be started on this machine, which may be too busy, or short of memory or disk "
-                    "space. Try again, or run `ray start --head` before training and give ray_address='auto'. The log "
-                    "files of Ray are in /tmp/ray/session_latest/logs."
-                )
-            raise LoaderError(f"The Ray cluster at ray_address={address!r} cannot be used: {error} {advice}") from error
+            raise LoaderError(
+                f"The Ray cluster at ray_address={address!r} cannot be used: {error} Run `ray start --head` before "
+                "training, under the Ray and Python of this process, and train on a node of it with "
+                "ray_address='auto'. Without ray_address Ray starts on this machine, which may be too busy for it, or "
+                "short of memory or disk space; its log files are in /tmp/ray/session_latest/logs."
+            ) from error
         _connected[ray.get_runtime_context().gcs_address] = os.getpid()
     used = ray.get_runtime_context().gcs_address
     if _connected.get(used, os.getpid()) != os.getpid():
@@ -144,7 +137,7 @@ class RemotePlan:
         plan = Plan(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
         self._plan = [self._put(plan)]  # in a list, so that a task is not given the object itself
         self.key = f"{_owner}/{uuid.uuid4().hex}"
-        self.passes = itertools.count()
+        self.passes = count()
         _in_use[self.key] = self
 
     def make(self, after: Any, *job: Any) -> Any:
@@ -175,19 +168,17 @@ class RemotePlan:
                 "object_store_memory."
             ) from error
         except Exception as error:
-            name, thing, why = self._culprit(plan, error)
+            name, thing = "dataset", plan.dataset
+            try:
+                self.ray.cloudpickle.dumps(plan.collate)
+            except Exception:  # noqa: BLE001  # of whatever the user's objects hold
+                name, thing = "collate_fn", plan.collate
             raise LoaderError(
-                f"The Ray workers cannot be given the {name} ({shortened(thing)}), which has to be pickled: {why}. "
+                f"The Ray workers cannot be given the {name} ({shortened(thing)}), which has to be pickled: "
+                f"{error.__cause__ or error}. "
                 "Open files and connections in the first __getitem__, keep no locks, or use workers='process' with "
                 "start_method='fork', which does not pickle."
             ) from error
-
-    def _culprit(self, plan: Plan, error: Exception) -> tuple[str, Any, str]:
-        try:
-            self.ray.cloudpickle.dumps(plan.collate)
-        except Exception as told:  # noqa: BLE001  # of whatever the user's objects hold
-            return "collate_fn", plan.collate, str(told)
-        return "dataset", plan.dataset, str(error.__cause__ or error)
 
 
 # --- a pass ---------------------------------------------------------------------------------------------------------
@@ -211,26 +202,20 @@ class _Asked:
 class RayPass(OwnPass):
     """Iterates over what a DataLoader of the same arguments would, with Ray tasks in place of worker processes.
 
-    Indices are drawn, and errors raised, where DataLoader does so: by the consumer, ``num_workers * prefetch_factor``
-    batches ahead, unless they would take more of the object store than :data:`STORE_SHARE`. ``worker_init_fn`` is not
-    called.
+    Fewer batches than ``capacity`` are made ahead where they would take more of the object store than
+    :data:`STORE_SHARE`.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], indices: Iterator[Any], *, first: int, seed: int, plan: RemotePlan
-    ) -> None:
-        self._indices, self._number, self._plan, self._ray = indices, first, plan, plan.ray
-        self._in_order, self._timeout_s = loader.in_order, loader.timeout
-        self._pin = pin_function() if loader.pin_memory else None
-        self._seed = mix_seed(seed, rank_of_run(), 0, "rank")
-        self.capacity = loader.num_workers * (loader.prefetch_factor or 1)
+    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], *, plan: RemotePlan, **begun: int) -> None:
+        super().__init__(loader, indices, **begun)
+        self._plan, self._ray = plan, plan.ray
         self._ends: deque[Any] = deque([None] * loader.num_workers, maxlen=loader.num_workers)
         # No more ranks share a node than it has devices.
         self._sharers = min(ranks_of_run(), torch.accelerator.device_count() or ranks_of_run())
         self._asked: deque[_Asked] = deque()
         self._largest = 0
         self._far = False
-        self._drawn = self._ended = self._closed = False
+        self._closed = False
         self._head_seen = self._head_checked = self._worked = time.monotonic()
         self._of_pass = next(plan.passes)
         self._ending = weakref.finalize(self, plan.close_passes, self._of_pass)
@@ -271,7 +256,7 @@ class RayPass(OwnPass):
         return len(self._ray.wait(made, num_returns=len(made), timeout=0)[0]) if made else 0
 
     def where(self) -> str:
-        """What is waited for, in words. Any thread may ask."""
+        """See :meth:`OwnPass.where`."""
         reports = [f"{one}. `ray stack` on that machine shows where." for one in told(self._plan.key)]
         return "\n".join(
             [f"{self._plan.cpus()}.", *(reports or [f"No worker has been at a batch for {REPORT_S:g} s."])]
@@ -285,18 +270,12 @@ class RayPass(OwnPass):
 
     def _ask(self) -> None:
         """Ask for as many batches as may be ahead."""
-        while not self._drawn and len(self._asked) < self.capacity and self._has_room():
-            index = next(self._indices, _END)
-            self._drawn = index is _END
-            if not self._drawn:
-                refs = self._plan.make(self._ends[0], self._of_pass, self._seed, self._number, index)
-                self._ends.append(refs[0])
-                self._asked.append(_Asked(self._number, index, *refs))
-                self._number += 1
-
-    def _has_room(self) -> bool:
-        bytes_ahead = (len(self._asked) + 1) * self._largest * self._sharers
-        return not self._asked or bytes_ahead <= STORE_SHARE * self._plan.store_bytes
+        room = STORE_SHARE * self._plan.store_bytes / max(1, self._largest * self._sharers)
+        for index in islice(self._indices, max(0, min(self.capacity, max(1, int(room))) - len(self._asked))):
+            refs = self._plan.make(self._ends[0], self._of_pass, self._seed, self._number, index)
+            self._ends.append(refs[0])
+            self._asked.append(_Asked(self._number, index, *refs))
+            self._number += 1
 
     def _wait(self) -> tuple[_Asked, Any]:
         """The batch to hand out and what came of it, when it is complete."""
@@ -327,24 +306,17 @@ class RayPass(OwnPass):
         return next((one for one in asked if one.made in done), None)
 
     def _explained(self, asked: _Asked, error: Exception) -> LoaderError:
-        exceptions = self._ray.exceptions
-        no_room = (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError, exceptions.OutOfMemoryError)
-        if type(error) is exceptions.WorkerCrashedError:
+        if type(error) is self._ray.exceptions.WorkerCrashedError:
             explained = LoaderError(
                 f"{TRIES} Ray workers died one after the other with {asked.words()}: {error} A crash in the dataset's "
                 "code does this, and too little memory: see `ray logs`."
             )
         else:
-            advice = (
-                "All nodes need this package and what the dataset imports, in the versions of the training process."
-            )
-            if isinstance(error, no_room):
-                advice = (
-                    f"Up to {self.capacity} batches are made ahead: lower num_workers, prefetch_factor or batch_size, "
-                    "start Ray with a larger object_store_memory, or make room on that node."
-                )
             explained = LoaderError(
-                f"The Ray workers could not make {asked.words()}: {getattr(error, 'cause', error)} {advice}"
+                f"The Ray workers could not make {asked.words()}: {getattr(error, 'cause', error)} All nodes need this "
+                "package and what the dataset imports, in the versions of the training process, and room for up to "
+                f"{self.capacity} batches made ahead: else lower num_workers, prefetch_factor or batch_size, or start "
+                "Ray with a larger object_store_memory."
             )
         explained.__cause__ = error
         return explained
@@ -352,7 +324,7 @@ class RayPass(OwnPass):
     def _look(self, began: float) -> None:
         """Raise if there is no more to wait for."""
         if self._closed:
-            raise LoaderError("This pass over the loader was closed. Begin a new pass with iter(loader).")
+            raise LoaderError(CLOSED)
         now = time.monotonic()
         self._look_for_head(now)
         if self._timeout_s and now - began >= self._timeout_s:

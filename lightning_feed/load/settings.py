@@ -92,7 +92,9 @@ class LoaderSettings:
     def __post_init__(self) -> None:
         for name, (numbers, others) in _ALLOWED.items():
             value = getattr(self, name)
-            if not _is_one_of(value, others) and not (type(value) is int and value in numbers):
+            # By type, too: 1 is not True.
+            known = any(type(value) is type(other) and value == other for other in others)
+            if not known and not (type(value) is int and value in numbers):
                 allowed = [f"a whole number from {numbers[0]} to {numbers[-1]}"] if numbers else []
                 allowed += [repr(other) for other in others]
                 raise SettingsError(f"{name}={value!r} is not possible. Give {' or '.join(allowed)}.")
@@ -156,11 +158,6 @@ class LoaderSettings:
 def workers_of(settings: LoaderSettings) -> Literal["process", "thread"] | RayCluster:
     """What a FeedLoader is given as ``workers``."""
     return RayCluster(settings.ray_address) if settings.workers == "ray" else settings.workers
-
-
-def _is_one_of(value: object, choices: tuple[object, ...]) -> bool:
-    """Whether it is one of them by type, too: 1 is not True."""
-    return any(type(value) is type(choice) and value == choice for choice in choices)
 
 
 ASSUMED_SAMPLE_BYTES = 3 * 224 * 224 * 4

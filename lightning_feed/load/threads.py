@@ -12,8 +12,10 @@ less than a millisecond.
 
 import logging
 import os
+import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,7 +42,8 @@ _SHORT_PATIENCE_S = 0.2
 """The same where one of them is known to hang: enough for the others."""
 _LOOK_S = 1.0
 """How often a waiting consumer looks at the clock, and lets Ctrl-C through on Windows."""
-_COLLATING = -1
+CLOSED = "This pass over the loader was closed. Begin a new pass with iter(loader)."
+COLLATING = -1
 """The place of collating among the places of a batch's samples."""
 _END = object()
 
@@ -162,7 +165,7 @@ class _Job:
             last = self.left == 0
         if last:
             if self._failure is None:
-                self._attempt(_COLLATING, thread, self._put_together)
+                self._attempt(COLLATING, thread, self._put_together)
             self.plan.done.put(self.number)
         self.at.pop(thread, None)
 
@@ -174,19 +177,14 @@ class _Job:
         place, thread, error = self._failure
         if not isinstance(error, Exception):
             raise error
-        where = f"in thread worker {thread}, {self.describe(place)}"
-        if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch
-            raise LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.") from error
         try:
-            return ExceptionWrapper((type(error), error, error.__traceback__), where=where).reraise()
+            return with_place(error, f"in thread worker {thread}, {self.describe(place)}").reraise()
         finally:
             del error  # its traceback holds this frame
 
     def describe(self, place: int) -> str:
         """What is done at ``place``, in words."""
-        if place == _COLLATING:
-            return f"putting together the samples of index {shortened(self.index)}"
-        return f"at index {shortened(self.parts[place])} of the dataset"
+        return at_index(self.parts[place]) if place != COLLATING else collating(self.index)
 
     def _attempt(self, place: int, thread: int, what: Callable[[int], None]) -> None:
         if self.plan.cancelled:
@@ -218,24 +216,67 @@ def shortened(index: Any, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-class OwnPass(Iterator[Any]):
-    """A pass over a map-style dataset whose workers are ours, not torch's."""
+def at_index(index: Any) -> str:
+    """The loading of one sample, or of those that are loaded at once, in words."""
+    return f"at index {shortened(index)} of the dataset"
 
-    capacity: int
-    """Batches asked for ahead."""
+
+def collating(index: Any) -> str:
+    """Collating, in words."""
+    return f"putting together the samples of index {shortened(index)}"
+
+
+def with_place(error: BaseException, where: str) -> ExceptionWrapper:
+    """An error that is raised again, in its own type, with the place where it was raised first."""
+    if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch
+        error = LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.")
+    return ExceptionWrapper((type(error), error, error.__traceback__), where=where)
+
+
+def stack_here(ident: int | None) -> str:
+    """The stack of a thread of this process."""
+    frame = sys._current_frames().get(ident or 0)
+    return "(the thread has ended)" if frame is None else "".join(traceback.format_stack(frame)).rstrip()
+
+
+class OwnPass(Iterator[Any]):
+    """A pass over a map-style dataset whose workers are ours, not torch's.
+
+    Indices are drawn, and errors raised, where DataLoader does so: by the consumer, ``capacity`` batches ahead.
+    ``worker_init_fn`` is not called.
+
+    Args:
+        loader: whose arguments count. Not kept.
+        indices: what its sampler or batch sampler gives.
+        first: the number of the first batch in its epoch.
+        seed: of the samples' random numbers, for :func:`~lightning_feed.load.random_state.sample_generator`.
+
+    Attributes:
+        capacity: batches asked for ahead.
+    """
+
     head_of_line_ns = 0.0
     """Nanoseconds that ``next()`` has waited while a later batch was ready, times the share of workers that had nothing
     to do for that."""
+    thread_ids: tuple[int, ...] = ()
+    """The worker threads of this process, as the kernel numbers them."""
+
+    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], *, first: int, seed: int) -> None:
+        self.capacity = loader.num_workers * (loader.prefetch_factor or 1)
+        self._indices, self._number = indices, first
+        self._in_order, self._timeout_s = loader.in_order, loader.timeout
+        self._seed = mix_seed(seed, rank_of_run(), 0, "rank")
+        self._pin = _pin_function() if loader.pin_memory else None
+        self._ended = False
 
     @property
     def ready(self) -> int:
         """Batches that are complete and not handed out. Any thread may ask."""
         raise NotImplementedError
 
-    @property
-    def thread_ids(self) -> tuple[int, ...]:
-        """The worker threads of this process, as the kernel numbers them."""
-        return ()
+    def where(self) -> str:
+        """What is waited for, in words. Any thread may ask."""
+        raise NotImplementedError
 
     def close(self, patience_s: float | None = None) -> None:
         """End the work of this pass. A second call does nothing."""
@@ -245,17 +286,15 @@ class OwnPass(Iterator[Any]):
 class ThreadPass(OwnPass):
     """Iterates over what a DataLoader of the same arguments would, with threads in place of worker processes.
 
-    Indices are drawn, and errors raised, where DataLoader does so: by the consumer, ``num_workers * prefetch_factor``
-    batches ahead, the first of them when this is made. The threads are set up as torch sets up worker processes: one
-    thread each for what torch computes, gradients on, the CPU as default device. ``worker_init_fn`` is not called,
-    since what it does would be done to the training process. Leaving this object to garbage collection ends them.
+    The threads are set up as torch sets up worker processes: one thread each for what torch computes, gradients on, the
+    CPU as default device. ``worker_init_fn`` would prepare the training process. Leaving this object to garbage
+    collection ends them.
 
     Args:
-        loader: whose arguments count. Not kept.
-        indices: what its sampler or batch sampler gives.
-        first: the number of the first batch in its epoch.
-        seed: of the samples' random numbers, for :func:`~lightning_feed.load.random_state.sample_generator`.
+        loader: see :class:`OwnPass`.
+        indices: see :class:`OwnPass`.
         probe: whether to look what the first sample draws from. It is then loaded before all others.
+        **begun: see :class:`OwnPass`.
 
     Attributes:
         threads: the workers.
@@ -265,19 +304,16 @@ class ThreadPass(OwnPass):
             was closed.
     """
 
-    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], *, first: int, seed: int, probe: bool) -> None:
-        self._indices, self._number = indices, first
-        self._in_order, self._timeout_s = loader.in_order, loader.timeout
-        self._ended = False
+    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], *, probe: bool, **begun: int) -> None:
+        super().__init__(loader, indices, **begun)
         self._jobs: dict[int, _Job] = {}
         self._ready: dict[int, None] = {}
-        self.capacity = loader.num_workers * (loader.prefetch_factor or 1)
         self._plan = plan = _Plan(
             dataset=loader.dataset,
             collate=loader.collate_fn,
-            pin=pin_function() if loader.pin_memory else None,
+            pin=self._pin,
             batched=loader.batch_sampler is not None,
-            seed=mix_seed(seed, rank_of_run(), 0, "rank"),
+            seed=self._seed,
         )
         self.threads: list[threading.Thread] = []
         self._ending = Ending(self, self.threads, partial(plan.cancel, self.threads))
@@ -310,17 +346,22 @@ class ThreadPass(OwnPass):
         """Batches that are complete and not handed out. Any thread may ask."""
         return len(self._ready) + self._plan.done.qsize()
 
-    def at_work(self) -> list[tuple[int, str]]:
-        """The threads that work on the first batch that is not complete, and what each is at, in words.
+    def where(self) -> str:
+        """See :meth:`OwnPass.where`."""
+        stacks = (
+            f"Thread worker {thread} is {doing}. Its stack:\n{stack_here(self.threads[thread].ident)}"
+            for thread, doing in self._at_work()
+        )
+        return "\n".join(stacks) or "The worker threads have nothing to do."
 
-        Any thread may ask.
-        """
+    def _at_work(self) -> list[tuple[int, str]]:
+        """The threads that work on the first batch that is not complete, and what each is at, in words."""
         job = next((job for job in list(self._jobs.values()) if job.at), None)
         return [] if job is None else [(thread, job.describe(place)) for thread, place in dict(job.at).items()]
 
     @property
-    def thread_ids(self) -> tuple[int, ...]:
-        """The threads, as the kernel numbers them."""
+    def thread_ids(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See :class:`OwnPass`."""
         return tuple(thread.native_id for thread in self.threads if thread.native_id is not None)
 
     def close(self, patience_s: float | None = None) -> None:
@@ -369,7 +410,7 @@ class ThreadPass(OwnPass):
         while True:
             number = next(iter(self._jobs), None) if self._in_order else next(iter(self._ready), None)
             if self._plan.cancelled:
-                raise LoaderError("This pass over the loader was closed. Begin a new pass with iter(loader).")
+                raise LoaderError(CLOSED)
             if number is not None and number in self._ready:
                 del self._ready[number]
                 return number
@@ -396,7 +437,7 @@ class ThreadPass(OwnPass):
         """Raise for a batch that is overdue."""
         if until is None or time.monotonic() < until:
             return
-        at = "; ".join(f"thread worker {thread} is {doing}" for thread, doing in self.at_work())
+        at = "; ".join(f"thread worker {thread} is {doing}" for thread, doing in self._at_work())
         self.close(_SHORT_PATIENCE_S)
         raise LoaderError(
             f"No batch came within timeout={self._timeout_s:g} s: {at or 'the threads are busy for another pass'}. "
@@ -454,7 +495,7 @@ def _do_one(tasks: "SimpleQueue[_Task | None]", number: int) -> bool:
     return task is not None
 
 
-def pin_function() -> Any:
+def _pin_function() -> Any:
     """What DataLoader pins batches with; None where nothing can be pinned."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None or device.type == "mps" else _pinning.pin_memory

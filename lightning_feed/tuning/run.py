@@ -13,7 +13,7 @@ from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.program import Fit
 from lightning_feed.diagnosing.safety import told
 from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits, open_session, quiet
-from lightning_feed.errors import LoaderError, SettingsError, plural
+from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.cloning import Changes, RoundLimits, clone_loader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.random_state import preserve_state
@@ -97,19 +97,14 @@ def find(
         if session.model is not None and goal.demand_per_s is None:
             bar.set_description_str("tune: what the model can take")
             goal = replace(goal, demand_per_s=measure_demand(session))
-
-        def on_trial(trial: Trial) -> None:
-            bar.set_description_str(f"tune: {plural(trial.setting.num_workers, 'worker')} tried")
-            bar.update()
-
-        tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=on_trial)
+            bar.set_description_str("tune")
+        tuned = tune_loader(loader, goal, store=Store(), fresh=fresh, on_trial=lambda _: bar.update())
     return replace(tuned, batch_size=tuned.batch_size or batch_size or batch_size_of(loader))
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int | None:
     """Samples in a batch; None where the loader does not tell."""
-    size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    return size
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -186,14 +181,12 @@ def sweep_loader(loader: DataLoader[Any], grid: Iterable[int], on_trial: Callabl
 
 
 def _setting(loader: DataLoader[Any], workers: int) -> Setting:
-    if not workers:
-        return Setting(num_workers=0, prefetch_factor=None, pin_memory=loader.pin_memory)
     return Setting(
         num_workers=workers,
-        prefetch_factor=loader.prefetch_factor or TORCH_PREFETCH,
-        workers=getattr(loader, "workers", "process"),
+        prefetch_factor=(loader.prefetch_factor or TORCH_PREFETCH) if workers else None,
+        workers=getattr(loader, "workers", "process") if workers else "process",
         pin_memory=loader.pin_memory,
-        in_order=loader.in_order or workers < 2,  # one worker has nobody to overtake it
+        in_order=loader.in_order or workers < 2,  # to overtake takes two
     )
 
 
@@ -273,8 +266,9 @@ def _named_loader(session: DiagnosisSession, name: str | None) -> DataLoader[Any
             f"The training loader cannot be tuned: {error}. Give a LightningDataModule, or torch DataLoaders."
         ) from error
     first = next(iter(parts))
-    if name in parts or (name is None and len(parts) == 1):
-        return parts[first if name is None else name]
+    chosen = first if name is None and len(parts) == 1 else name
+    if chosen in parts:
+        return parts[chosen]
     if len(parts) == 1:
         raise SettingsError(f"loader={name!r}: there is one training loader only. Leave the name out.")
     what = "Tune them one by one" if name is None else f"None is named {name!r}"

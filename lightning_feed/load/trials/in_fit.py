@@ -12,7 +12,6 @@ from lightning_feed.errors import LoaderError, throughput
 from lightning_feed.load.rank_store import connected, gather
 from lightning_feed.load.settings import LoaderSettings, Recommendation
 from lightning_feed.load.trials.search import Goal, Tuned
-from lightning_feed.load.trials.trial import Trial
 from lightning_feed.load.trials.tune_loader import Store, tune_loader
 
 logger = logging.getLogger(__name__)
@@ -65,11 +64,7 @@ def tune_for_fit(loader: DataLoader[Any], trainer: Any, name: str, goal: Goal | 
 
     def tune() -> Tuned:
         with tqdm(total=goal.max_trials, desc=f"tuning the loader of {name}", disable=None, leave=False) as bar:
-
-            def on_trial(_: Trial) -> None:
-                bar.update()
-
-            return tune_loader(loader, goal, store=Store(), on_trial=on_trial)
+            return tune_loader(loader, goal, store=Store(), on_trial=lambda _: bar.update())
 
     if trainer.world_size < 2:
         return tune()

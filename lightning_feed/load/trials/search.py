@@ -163,14 +163,12 @@ class Search:
         if self._meets(best) and not best.setting.num_workers:
             return None
         fastest = {kind: max(map(self._effective, self._of(kind)), default=math.inf) for kind in self._offer.kinds}
-        for kind in sorted(fastest, key=lambda kind: -fastest[kind]):
-            if fastest[kind] < _CLOSE * self._effective(best) or (self._meets(best) and kind != best.setting.workers):
-                continue
-            for workers in self._promising_counts(kind):
-                setting = self._untried(kind, workers)
-                if setting is not None:
-                    return setting
-        return None
+        kinds = [kind for kind in fastest if fastest[kind] >= _CLOSE * self._effective(best)]
+        if self._meets(best):
+            kinds = [kind for kind in kinds if kind == best.setting.workers]
+        kinds.sort(key=lambda kind: -fastest[kind])
+        found = (self._untried(kind, workers) for kind in kinds for workers in self._promising_counts(kind))
+        return next(filter(None, found), None)
 
     def take(self, trial: Trial) -> None:
         """Learn what a setting gave."""

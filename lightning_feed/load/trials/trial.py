@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -264,8 +263,8 @@ class _Pass(Iterator[Any]):
     def longest_gaps(self) -> list[float]:
         """The longest gap of each round, after the first ones."""
         stamps = self.stamps[self.burst :] if len(self.stamps) > 3 * self.burst else self.stamps
-        gaps = [after - before for before, after in pairwise(stamps)]
-        return [max(gaps[start : start + self.burst]) for start in range(0, len(gaps), self.burst)]
+        gaps = np.diff(stamps)
+        return [float(gaps[start : start + self.burst].max()) for start in range(0, len(gaps), self.burst)]
 
 
 def _measured(setting: Setting, rate: LoaderRate, passes: list[_Pass], seconds: float) -> Trial:

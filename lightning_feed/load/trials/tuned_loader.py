@@ -11,21 +11,20 @@ from lightning_feed.load.cloning import twin_of
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import DrawsOf
 from lightning_feed.load.settings import RayCluster
-from lightning_feed.load.threads import OwnPass
 from lightning_feed.load.trials.trial import Setting
 from lightning_feed.load.worker import shut_down_workers
 
 
 def why_fixed(loader: Any) -> str:
     """Why the workers of a training loader cannot be changed; empty where they can."""
-    name = type(loader).__name__
+    kind = type(loader)
     if not isinstance(loader, DataLoader):
-        return f"the training loader ({name}) is no DataLoader"
+        return f"the training loader ({kind.__name__}) is no DataLoader"
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is iterable, so its samples depend on the number of workers"
-    known = getattr(type(loader), "__iter__", None) in (DataLoader.__iter__, FeedLoader.__iter__)
-    if not known or getattr(type(loader), "_get_iterator", None) is not getattr(DataLoader, "_get_iterator", None):
-        return f"the training loader ({name}) iterates in its own way"
+    known = kind.__iter__ in (DataLoader.__iter__, FeedLoader.__iter__)
+    if not known or kind._get_iterator is not DataLoader._get_iterator:
+        return f"the training loader ({kind.__name__}) iterates in its own way"
     if isinstance(getattr(loader, "workers", None), RayCluster):
         return "Ray workers run on other machines"
     return ""
@@ -80,10 +79,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
     if isinstance(loader, FeedLoader):
         loader.close()  # a thread that reads ahead would go on
     iterator, loader._iterator = loader._iterator, None
-    if isinstance(iterator, OwnPass):
-        iterator.close()
-    else:
-        shut_down_workers(iterator)
+    shut_down_workers(iterator)
 
 
 def _seeds_for(loader: DataLoader[Any]) -> torch.Generator:
