@@ -25,6 +25,7 @@ from lightning_feed.archive.system import cache_folder
 from lightning_feed.callbacks.autotune import AutotuneCallback, is_late
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.machine import Machine
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.trials import tune_loader
 from lightning_feed.load.trials.search import Tuned
@@ -48,6 +49,14 @@ THREE_ARE_BEST = {0: 10.0, 1: 11.0, 2: 20.0, 3: 30.0}
 def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
     made = Trials(THREE_ARE_BEST)
     monkeypatch.setattr(tune_loader, "run_trial", made)
+    machine = Machine(
+        usable_cpus=2,
+        cpu_reason="made up",
+        available_memory_bytes=2**40,
+        free_shm_bytes=2**40,
+        start_method=multiprocessing.get_all_start_methods()[0],
+    )
+    monkeypatch.setattr(tune_loader, "read_machine", lambda: machine)
     return made
 
 

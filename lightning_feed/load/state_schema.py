@@ -20,6 +20,10 @@ def _is_generator_state(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
 
 
+def _is_trained_part(value: Any) -> bool:
+    return _fits(value, [_SIZE]) and len(value) == 2
+
+
 _COUNT, _SIZE = range(2**63), range(1, 2**63)
 _COMMON = {"version": _SIZE, "kind": str, "seed": (int, NoneType), "begun": bool, "exact": bool}
 _BEGUN = {**_COMMON, "epoch": (_COUNT, NoneType), "cycle": _COUNT, "batches": _COUNT}
@@ -40,7 +44,7 @@ _FACTS = {
     "samples": (_COUNT, NoneType),
     "order": ({"sampler": str, "shuffle?": bool, "seed?": int}, NoneType),
     "since": _COUNT,
-    "done": [[_SIZE]],
+    "done": [_is_trained_part],
 }
 """The configuration of a map-style loader. A state has all of it, or none where a first version wrote it."""
 _ITERABLE = {
