@@ -1,10 +1,8 @@
 """AutotuneCallback with made-up trials and starvation: what it sets, what it takes back, what it leaves alone."""
 
-import copy
 import json
 import logging
 import multiprocessing
-import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from recording import Numbers, Recording, Stream, by_hook, fit, quiet_trainer
-from resuming import Killed, SaveThenDie, run, trained
+from resuming import SaveThenDie, run, trained
 from scripted_starvation import FED, STARVED, STILL, Scripted, Trials, own_lines
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -236,12 +234,6 @@ def test_late(workers: int, step_ms: float, idle_ms: float, late: bool) -> None:
     assert is_late(tuned, step_ms=step_ms, data_idle_ms=idle_ms) is late
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", 100_000])
-def test_impossible_limits_are_refused(value: Any) -> None:
-    with pytest.raises(SettingsError, match="max_workers="):
-        AutotuneCallback(max_workers=value)
-
-
 @pytest.mark.parametrize("value", [0, -1.0, float("inf")])
 def test_impossible_budgets_are_refused(value: Any) -> None:
     with pytest.raises(SettingsError, match="budget_s="):
@@ -258,16 +250,6 @@ def test_loaders_made_again_get_what_was_found(trials: Trials) -> None:
     assert by_hook(changed.events) == by_hook(expected.events)
     assert all(map(torch.equal, changed.parameters(), expected.parameters()))
     assert len(trials.settings) == 4
-
-
-def test_a_second_fit_begins_again(trials: Trials) -> None:
-    autotune = AutotuneCallback(max_workers=3)
-    model, trainer, _ = fit([Scripted(FED), autotune], plain(num_workers=1), max_epochs=2)
-    assert len(autotune.moves) == 1
-    trainer.fit_loop.max_epochs = 3
-    trials.rates = {0: 10.0, 1: 30.0}
-    trainer.fit(model, **plain(num_workers=1, batch_size=2)())
-    assert autotune.moves == ()
 
 
 def test_a_second_callback_stands_aside(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
@@ -311,11 +293,6 @@ def test_real_trials_and_figures_of_its_own() -> None:
     assert "process_dataloader" not in vars(our_trainer.strategy)
 
 
-def test_it_can_be_sent_and_copied() -> None:
-    autotune = AutotuneCallback(max_workers=3)
-    assert copy.deepcopy(autotune).max_workers == pickle.loads(pickle.dumps(autotune)).max_workers == 3
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_trial_that_fails_leaves_the_loader_alone(
     workers: int, trials: Trials, caplog: pytest.LogCaptureFixture
@@ -327,19 +304,6 @@ def test_a_trial_that_fails_leaves_the_loader_alone(
     assert watching.seen == [(1, 2)] * 2
     assert "could not tune the training loader (lightning_feed.errors.DatasetError: Loading" in caplog.text
     assert "planted" in caplog.text
-
-
-def test_it_is_taken_out_after_an_error() -> None:
-    class Fails(Recording):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.trainer.current_epoch == 1:
-                raise ValueError("planted")
-            return super().training_step(batch, batch_idx)
-
-    _, plain_trainer, _ = fit([], plain())
-    _, trainer, error = fit([AutotuneCallback()], plain(), Fails)
-    assert "planted" in str(error)
-    assert vars(trainer.profiler).keys() == vars(plain_trainer.profiler).keys()
 
 
 def test_a_run_killed_after_a_move_resumes_exactly(tmp_path: Path, trials: Trials) -> None:
@@ -384,16 +348,6 @@ def test_ranks_make_the_same_moves(tmp_path: Path) -> None:
     assert first["seen"] == second["seen"] == [[3, 2], [1, 2], [3, 2], [3, 2]]
     assert (first["trials"], second["trials"]) == (4, 0)
     assert len(first["trained"]) == len(second["trained"])
-
-
-def test_killed_is_not_swallowed(trials: Trials) -> None:
-    class Dies(Callback):
-        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            if trainer.current_epoch == 2:
-                raise Killed
-
-    _, _, error = fit([Scripted(STARVED, FED), AutotuneCallback(), Dies()], plain(num_workers=1), max_epochs=4)
-    assert isinstance(error, Killed)
 
 
 # --- where it changes nothing -----------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Where the user's program makes the training loader, in the shapes in which programs make it."""
 
 import importlib.util
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,12 +174,6 @@ def test_the_line_of_the_call(program: ModuleType, name: str, words: str) -> Non
     assert place.names == ()
 
 
-def test_loaders_side_by_side_are_all_named(program: ModuleType) -> None:
-    several = program.Several()
-    place = find_place(_source(several), list(several.train_dataloader().values()))
-    assert place.words == "each of your 2 training DataLoaders (Several.train_dataloader, mydata.py:34)"
-
-
 def _source(owner: Any) -> Any:
     """As much of a Trainer as tells where its loaders come from."""
 
@@ -348,20 +341,6 @@ def test_a_loader_that_fit_is_given(tmp_path: Path, call: str, place: str) -> No
     assert look.facts is not None
     assert look.facts.place is not None
     assert look.facts.place.words == f"your training DataLoader, which trainer.fit is given{place}"
-
-
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-def test_a_loader_that_fit_is_given_by_a_plain_script(tmp_path: Path) -> None:
-    file = tmp_path / "myscript.py"
-    file.write_text(
-        "import torch\nfrom torch.utils.data import DataLoader\n\n"
-        "if __name__ == '__main__':\n    trainer.fit(model, DataLoader([torch.zeros(8)]))\n"
-    )
-    look, trainer = _looking()
-    runpy.run_path(str(file), {"trainer": trainer, "model": Tiny()}, run_name="__main__")
-    assert look.facts is not None
-    assert look.facts.place is not None
-    assert look.facts.place.words == "your training DataLoader, which trainer.fit is given (myscript.py:5)"
 
 
 class Squares(Dataset[torch.Tensor]):

@@ -73,12 +73,6 @@ def test_all_batches_but_the_first_of_each_epoch_are_prefetched() -> None:
     assert callback.stream.staged == 3 * (6 - 1)
 
 
-def test_batches_before_which_validation_runs_are_not() -> None:
-    callback = CountingPrefetch(stages=("fit",))
-    fit([callback], with_validation, max_epochs=1, val_check_interval=2)
-    assert callback.stream.staged == 3
-
-
 @pytest.mark.parametrize(("stages", "staged"), [(("fit",), 5), (("validate",), 1 + 1), (("fit", "validate"), 7)])
 def test_stages_of_a_fit(stages: Any, staged: int) -> None:
     callback = CountingPrefetch(stages=stages)
@@ -267,9 +261,6 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 # --- batches of every kind --------------------------------------------------------------------------------------------
 
 
-KINDS = ["tensor", "tuple", "namedtuple", "dict", "nested", "dataclass", "defaultdict", "packed", "movable"]
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 def test_host_keys_never_reach_the_transfer(depth: int) -> None:
     moved: list[Any] = []
@@ -334,16 +325,6 @@ def test_error_in_a_hook_comes_at_the_same_step(hook: str) -> None:
 
     setattr(Fails, hook, failing)
     assert_same_run(plain, Fails, error="this batch cannot be used")
-
-
-def test_error_keeps_its_traceback() -> None:
-    _, _, error = fit([NullStreamPrefetch()], lambda: {"train_dataloaders": DataLoader(Faulty(), batch_size=2)})
-    assert error is not None
-    names, trace = [], error.__traceback__
-    while trace is not None:
-        names.append(trace.tb_frame.f_code.co_name)
-        trace = trace.tb_next
-    assert "__getitem__" in names
 
 
 @pytest.fixture
@@ -413,15 +394,6 @@ def test_wraps_come_off(module: type[Recording]) -> None:
     assert traces(trainer, model) == []
 
 
-def test_two_fits_of_one_trainer() -> None:
-    callback = CountingPrefetch()
-    model, trainer, _ = fit([callback], plain, max_epochs=1)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, **plain())
-    assert callback.stream.staged == 2 * 5
-    assert len([event for event in model.events if event[0] == "training_step"]) == 12
-
-
 def test_another_wrapper_around_ours_survives() -> None:
     """Tools that time the transfer wrap the same methods: each must go on working when the other is taken off."""
     calls: list[str] = []
@@ -471,19 +443,6 @@ def test_a_module_copied_or_pickled_in_mid_fit_is_a_plain_module() -> None:
         assert made._call_batch_hook.__self__ is made
 
 
-def test_callback_can_be_pickled_before_and_copied_during_a_fit() -> None:
-    class Pickles(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-            for callback in trainer.callbacks:
-                if isinstance(callback, NullStreamPrefetch):
-                    copy.deepcopy(callback)
-                    pickle.loads(pickle.dumps(callback))
-
-    _, _, error = fit([NullStreamPrefetch(), Pickles()], plain, max_epochs=1)
-    assert error is None
-    assert pickle.loads(pickle.dumps(PrefetchCallback(depth=2))).depth == 2
-
-
 # --- one callback, several loops and Trainers -------------------------------------------------------------------------
 
 
@@ -501,18 +460,3 @@ def test_active_is_that_of_the_loop_that_runs(stages: Any) -> None:
 
     fit([callback, Looks()], with_validation, max_epochs=2, val_check_interval=2)
     assert seen == {stage: {stage in stages} for stage in seen}
-
-
-def test_each_device_has_its_own_stream() -> None:
-    opened: list[str] = []
-
-    class Opens(PrefetchCallback):
-        def open_stream(self, device: torch.device) -> SideStream | None:
-            opened.append(device.type)
-            return None if device.type == "cpu" else SideStream()
-
-    callback = Opens()
-    assert callback._stream_on(torch.device("meta")) is callback._stream_on(torch.device("meta"))
-    assert opened == ["meta"]
-    fit([callback], plain, max_epochs=1)
-    assert not callback.active

@@ -3,13 +3,11 @@
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -20,7 +18,6 @@ from watch.test_wall import Clock, told
 
 from lightning_feed import GPUStarvationCallback
 from lightning_feed.callbacks import starvation as starvation_callback
-from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.loop import MeasuredLoop
 from lightning_feed.watch.reports.document import as_document, make_report, read_document
 from lightning_feed.watch.reports.files import as_text
@@ -167,14 +164,6 @@ def test_a_second_fit_begins_anew(clock: Clock) -> None:
     found = measured_fit(clock, callback=starvation)
     assert found.measurements.wall is not None
     assert found.measurements.wall.wall_s == pytest.approx((clock.now - before) * 1e-9)
-
-
-def test_the_trainer_is_left_as_it_was(clock: Clock) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
-    trainer = make_trainer(starvation)
-    trainer.fit(Model(clock), loader(clock, 4, 1))
-    assert "save_checkpoint" not in vars(trainer)
-    assert starvation.log == trainer.lightning_module.log  # Lightning gives it to every callback
 
 
 # --- computing, divided -------------------------------------------------------------------------------------------
@@ -363,28 +352,6 @@ def test_a_scheduler_that_follows_the_validation_gets_its_metric(
             run_of(clock, **(options | apply(found.remedies[0])))
 
 
-def test_the_room_for_batches_of_workers_is_known_of_validation_too(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = replace(read_machine(), free_shm_bytes=1)
-    monkeypatch.setattr("lightning_feed.callbacks.starvation_run.read_machine", lambda: machine)
-    measured = run_of(clock).measurements
-    assert measured.validation is not None
-    assert (measured.facts.free_shm_bytes, measured.validation.facts.free_shm_bytes) == (1, 1)
-
-
-def test_a_run_that_trains_most_of_the_time_is_not_limited_by_validation(clock: Clock) -> None:
-    found = measured_fit(clock)
-    assert found.bottleneck not in ("validation", "checkpoints")
-    assert found.measurements.wall is not None
-
-
-def test_a_single_validation_cannot_become_rarer(clock: Clock) -> None:
-    found = run_of(clock, epochs=1)
-    assert found.bottleneck == "validation"
-    assert all("val_" not in remedy.code for remedy in found.remedies)
-
-
 def test_every_form_of_the_report_has_the_parts(clock: Clock, tmp_path: Path) -> None:
     found = run_of(clock)
     report = make_report(found)
@@ -426,18 +393,6 @@ def test_a_simple_profiler_sees_each_fetch_once(stage: str, clock: Clock, monkey
     assert sum(seen[0]) == 8 * 3
 
 
-def test_an_advanced_profiler_sees_each_fetch_once(clock: Clock, tmp_path: Path) -> None:
-    from lightning.pytorch.profilers import AdvancedProfiler
-
-    profiler = AdvancedProfiler(dirpath=tmp_path)
-    calls: list[str] = []
-    start = profiler.start
-    profiler.start = lambda name: (calls.append(name), start(name))[1]  # type: ignore[method-assign, func-returns-value]
-    make_trainer(CpuPrefetch(), profiler=profiler).fit(Model(clock), loader(clock, 8, 3))
-    assert calls.count("[_TrainingEpochLoop].train_dataloader_next") == 8
-    assert calls.count("[PrefetchCallback].hand_out") == 7
-
-
 def test_the_other_package_tells_the_same(clock: Clock) -> None:
     import pytorch_lightning
     from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
@@ -456,7 +411,3 @@ def test_the_other_package_tells_the_same(clock: Clock) -> None:
     assert wall is not None
     assert told(wall) == {"train": (6 * 3 - 1, 1), "validation": (4, 1), "epoch starts": (1, 1)}
     assert starvation.report().measurements.facts.package == "pytorch_lightning"
-
-
-def test_lightning_and_its_twin_are_both_here() -> None:
-    assert lightning.pytorch.Trainer.__module__ == "lightning.pytorch.trainer.trainer"
