@@ -15,13 +15,12 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from lightning_feed.decode.choose import psnr_db
-from lightning_feed.decode.decoders import PillowDecoder, Pixels, Region, _logarithms, draw_region
+from lightning_feed.decode.decoders import PillowDecoder, Pixels, Region, draw_region
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.crop import (
     CropSpec,
     EvalRecipe,
-    Recipe,
     SourceImage,
     TrainRecipe,
     UserTransform,
@@ -30,14 +29,6 @@ from lightning_feed.load.crop import (
 
 PIXELS = np.array(photo())
 CUT = CropSpec(region=Region(10, 20, 40, 50), resized=(24, 30), window=Region(2, 3, 16, 20), flipped=False)
-
-
-class Asked(SourceImage):
-    """Notes what is asked of it."""
-
-    def region(self, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        seen.append((region, cover))
-        return super().region(region, cover=cover)
 
 
 seen: list[Any] = []
@@ -53,23 +44,6 @@ def test_a_cut_is_the_box_resized_and_the_window_of_that() -> None:
     assert found.stride(0) == 1  # channels last
     flipped = CropSpec(region=CUT.region, resized=CUT.resized, window=CUT.window, flipped=True)
     assert torch.equal(crop_image(SourceImage(PIXELS), flipped, "exact"), found.flip(-1))
-
-
-@pytest.mark.parametrize(("quality", "cover"), [("exact", None), ("near", (48, 60)), ("fast", (24, 30))])
-def test_the_quality_says_how_small_the_picture_may_be_decoded(quality: Any, cover: Any) -> None:
-    seen.clear()
-    crop_image(Asked(PIXELS), CUT, quality)
-    assert seen == [(CUT.region, cover)]
-
-
-@given(seed=st.integers(0, 1000), height=st.integers(40, 90), width=st.integers(40, 90))
-def test_the_recipe_is_its_cut(seed: int, height: int, width: int) -> None:
-    picture = SourceImage(np.array(photo(height, width)))
-    for recipe in (TrainRecipe(size=16), EvalRecipe(size=16, short_side=19)):
-        torch.manual_seed(seed)
-        expected = recipe(picture)
-        torch.manual_seed(seed)
-        assert torch.equal(crop_image(picture, recipe.spec(height, width), "exact"), expected)
 
 
 @given(height=st.integers(1, 300), width=st.integers(1, 300), size=st.integers(1, 40))
@@ -93,24 +67,6 @@ def test_a_generator_of_ones_own_is_drawn_from_alone() -> None:
     assert recipe.spec(60, 80) == found[0]
     generator = torch.Generator().manual_seed(3)
     assert len({recipe.spec(60, 80, generator).region for _ in range(4)}) == 4
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_boxes_do_not_depend_on_the_default_type(dtype: torch.dtype) -> None:
-    """precision="bf16-true" and "64-true" change it while a step runs, beside threads that draw."""
-    _logarithms.cache_clear()
-    expected = [_drawn(seed) for seed in range(20)]
-    _logarithms.cache_clear()
-    torch.set_default_dtype(dtype)
-    try:
-        assert [_drawn(seed) for seed in range(20)] == expected
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def _drawn(seed: int) -> CropSpec:
-    torch.manual_seed(seed)
-    return TrainRecipe(size=32).spec(375, 500)
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
@@ -203,19 +159,6 @@ def test_evaluation_gives_the_pixels_of_torchvision(name: str, shape: tuple[int,
     found = EvalRecipe(size=64, short_side=73)(picture)
     assert found.shape == (3, 64, 64)
     assert (found.int() - theirs(image).int()).abs().max() <= 1
-
-
-@pytest.mark.parametrize(
-    "recipe", [TrainRecipe(size=64, quality="fast"), EvalRecipe(size=64, quality="fast", short_side=73)]
-)
-def test_fast_stays_recognisable(recipe: Recipe) -> None:
-    exact = type(recipe)(size=64, **({"short_side": 73} if isinstance(recipe, EvalRecipe) else {}))
-    for seed in range(8):
-        fast, state = with_seed(seed, lambda: recipe(encoded()))
-        slow, state_of_exact = with_seed(seed, lambda: exact(encoded()))
-        assert (fast.shape, fast.dtype) == ((3, 64, 64), torch.uint8)
-        assert torch.equal(state, state_of_exact)
-        assert psnr_db(fast.numpy(), slow.numpy()) >= 25
 
 
 @pytest.mark.parametrize(

@@ -110,22 +110,6 @@ def test_recorded_memory_is_not_handed_out_again_before_its_time(device: Simulat
     assert device.races == []
 
 
-def test_memory_of_one_stream_is_handed_out_again_to_it_at_once(device: SimulatedDevice) -> None:
-    for _ in range(5):
-        device.launch(10, reads=zeros(64))
-    assert device.memory_bytes() == 64
-
-
-def test_reads_beside_each_other_and_views_are_no_race(device: SimulatedDevice) -> None:
-    made, side = zeros(), device.Stream()
-    side.wait_stream(device.compute)
-    for _ in range(3):
-        with device.stream(side):
-            _ = made[:4].view(2, 2) + 1
-        _ = made * 2
-    assert device.races == []
-
-
 def test_a_decoder_that_ignores_order_is_found_unless_its_memory_was_never_used(device: SimulatedDevice) -> None:
     device.launch(10, reads=zeros(12))
     device.decode([(3, 2, 2)])
@@ -137,16 +121,6 @@ def test_a_decoder_that_ignores_order_is_found_unless_its_memory_was_never_used(
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
-
-
-def test_kernels_queue_and_the_host_goes_on(device: SimulatedDevice) -> None:
-    began = device.now
-    device.launch(10)
-    device.launch(5)
-    assert device.now == began
-    assert device.compute.free_at == began + 15 * MS
-    device.synchronize()
-    assert device.now == began + 15 * MS
 
 
 def test_copies_share_one_engine_and_run_beside_kernels(device: SimulatedDevice) -> None:
@@ -175,28 +149,7 @@ def test_looking_at_values_waits(device: SimulatedDevice, look: Callable[[Tensor
     assert "test_device.py" in device.waits[0].where
 
 
-def test_events_tell_the_time_between_them_once_they_have_passed(device: SimulatedDevice) -> None:
-    first, last = device.event(), device.event()
-    first.record()
-    device.launch(10)
-    last.record()
-    assert (first.query(), last.query()) == (True, False)
-    with pytest.raises(RuntimeError, match="completed"):
-        first.elapsed_time(last)
-    device.host(10)
-    assert first.elapsed_time(last) == 10
-
-
 # --- refusals, as torch has them --------------------------------------------------------------------------------------
-
-
-def test_events_made_without_timing_refuse_to_tell_it(device: SimulatedDevice) -> None:
-    events: list[Any] = [device.Event(), device.Event(), device.event()]
-    for event in events:
-        event.record()
-    for first, last in ((0, 1), (0, 2), (2, 1)):
-        with pytest.raises(ValueError, match="enable_timing=True"):
-            events[first].elapsed_time(events[last])
 
 
 # --- two devices ------------------------------------------------------------------------------------------------------

@@ -51,25 +51,6 @@ def test_a_transfer_that_leaves_the_batch_on_the_host() -> None:
     assert trained(Stays(SimulatedDevice())).sim.copies == 2  # of the module's parameters
 
 
-def test_a_transfer_that_waits_for_the_device_waits_for_its_copy_alone() -> None:
-    class Waits(Model):
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            there = super().transfer_batch_to_device(batch, device, dataloader_idx)
-            self.sim.current_stream().synchronize()
-            return there
-
-    model = trained(Waits(SimulatedDevice(copy_bytes_per_ms=128), compute_ms=10))
-    assert {wait.blocked_ns for wait in model.waits if wait.what == "Stream.synchronize"} == {1_000_000}
-
-
-def test_a_batch_that_lies_in_two_places() -> None:
-    class Halves(AnyBatch):
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            return {"there": super().transfer_batch_to_device(batch, device, dataloader_idx), "here": batch.clone()}
-
-    trained(Halves(SimulatedDevice()))
-
-
 def graph(index: int) -> Any:
     """Under a key of a batch, as ``host_keys`` needs it."""
     data: Any = pytest.importorskip("torch_geometric.data")

@@ -1,10 +1,8 @@
 """``FastDataModule.wrap``: any data module of either package, with other workers and nothing else changed."""
 
 import copy
-import gc
 import importlib
 import json
-import logging
 import os
 import pickle
 import socket
@@ -24,7 +22,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     SequentialSampler,
     WeightedRandomSampler,
@@ -34,9 +31,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.data import wrapping
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.trials import in_fit as tuning_fit
-from lightning_feed.load.trials.search import Tuned
-from lightning_feed.load.trials.trial import Setting
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 TWO = LoaderSettings(num_workers=2, prefetch_factor=3, persistent_workers=False)
@@ -233,23 +227,6 @@ def test_loaders_of_other_classes(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("train[0] is a Tensor, not a torch DataLoader, so it is left as it is") == 1
 
 
-def test_a_stateful_loader_goes_on_where_it_was_told_to() -> None:
-    loader = StatefulDataLoader(Rows(), batch_size=4, num_workers=2)
-    batches = iter(loader)
-    next(batches), next(batches)
-    told = StatefulDataLoader(Rows(), batch_size=4, num_workers=2)
-    told.load_state_dict(loader.state_dict())
-    assert sum(1 for _ in changed(told)) == 4
-
-
-def test_methods_on_the_object_are_wrapped_and_those_that_are_not_there_are_not() -> None:
-    data = FastDataModule.wrap(LightningDataModule.from_datasets(Rows(), batch_size=4), loader=TWO)
-    trainer = quiet_trainer([], max_epochs=1)
-    trainer.fit(BoringModel(), datamodule=data)
-    assert trainer.train_dataloader.num_workers == 2
-    assert not trainer.val_dataloaders
-
-
 def test_it_can_be_pickled_and_copied() -> None:
     data = FastDataModule.wrap(Plain(), loader=TWO)
     data.setup("fit")
@@ -258,42 +235,6 @@ def test_it_can_be_pickled_and_copied() -> None:
         assert other.train_dataloader().num_workers == 2
         assert other.rows is not data.rows
     assert type(data).__qualname__ == "Plain"
-
-
-@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-def test_lightning_makes_it_anew_for_several_ranks(kind: Any) -> None:
-    from lightning.pytorch.utilities.data import _update_dataloader
-
-    mine = kind(Rows(), batch_size=4, shuffle=True)
-    sampler = DistributedSampler(mine.dataset, 2, 0)
-    again, unwrapped = _update_dataloader(changed(mine), sampler), _update_dataloader(mine, sampler)
-    assert (again.num_workers, again.prefetch_factor) == (2, 3)
-    assert (again.batch_size, len(again)) == (unwrapped.batch_size, len(unwrapped))
-
-
-def test_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaders: list[Any] = []
-
-    def tune_loader(loader: Any, goal: Any, **_: Any) -> Tuned:
-        loaders.append(loader)
-        return Tuned(setting=Setting(num_workers=1, prefetch_factor=5), reason="the best", trials=())
-
-    monkeypatch.setattr(tuning_fit, "tune_loader", tune_loader)
-    data = FastDataModule.wrap(Plain(), loader=LoaderSettings(num_workers="tune"))
-    trainer = quiet_trainer([], max_epochs=1)
-    trainer.fit(BoringModel(), datamodule=data)
-    assert trainer.train_dataloader.prefetch_factor == 5
-    assert data.recommendations["train"].reasons["num_workers"] == "tuned: the best"
-    assert len(loaders) == 1
-
-
-def test_what_the_data_module_holds_outlives_it() -> None:
-    plain = Plain()
-    plain.itself = plain  # type: ignore[attr-defined]  # only the collector ends it
-    data = FastDataModule.wrap(plain)
-    del plain
-    gc.collect()
-    assert data.recommendations == {}
 
 
 def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,15 +269,6 @@ def test_an_iterator_of_dali_is_left_with_what_to_do(caplog: pytest.LogCaptureFi
     assert FastDataModule.wrap(Gives(given)).train_dataloader() == given
     said = [record.getMessage() for record in caplog.records if "left as it is" in record.getMessage()]
     assert ["DALI loads in threads of its own" in line for line in said] == [True, True, False]
-
-
-def test_it_says_what_it_chose_once(caplog: pytest.LogCaptureFixture) -> None:
-    data = FastDataModule.wrap(Gives(DataLoader(Rows())))
-    assert data.loader_report() == "No loader has been made yet."
-    with caplog.at_level(logging.INFO, logger="lightning_feed"):
-        data.train_dataloader()
-        data.train_dataloader()
-    assert caplog.text.count("train: num_workers=") == 1
 
 
 # --- two real ranks ---------------------------------------------------------------------------------------------------
