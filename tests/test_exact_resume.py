@@ -63,12 +63,6 @@ def test_map_style(callbacks: Any, background: int, shuffle: bool, tmp_path: Pat
     assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=(0, 3, 7, 10), max_epochs=3)
 
 
-@pytest.mark.parametrize(("callbacks", "background"), [(no_callbacks, 2), (prefetching, 0)])
-def test_map_style_with_workers(callbacks: Any, background: int, tmp_path: Path) -> None:
-    source = data(num_workers=2, background=background)
-    assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=(3, 9), max_epochs=3)
-
-
 @pytest.mark.parametrize(
     ("kind", "callbacks", "workers", "background"),
     [
@@ -84,13 +78,6 @@ def test_iterable(kind: str, callbacks: Any, workers: int, background: int, tmp_
     source = data(kind, num_workers=workers, background=background)
     counts = (3, 9) if workers else (0, 3, 7, 9)
     assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=counts)
-
-
-@pytest.mark.parametrize("kind", ["weighted", "dict"])
-@pytest.mark.parametrize("callbacks", [no_callbacks, prefetching])
-def test_samplers_and_several_datasets(kind: str, callbacks: Any, tmp_path: Path) -> None:
-    source = data(kind, num_workers=0)
-    assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=(2, 7, 12), max_epochs=3)
 
 
 @pytest.mark.parametrize(
@@ -150,19 +137,6 @@ def test_validating_a_checkpoint_leaves_nothing_for_a_fresh_fit(tmp_path: Path) 
     with pytest.raises(Killed):
         trainer.fit(model, datamodule=Data("counting", num_workers=0))
     assert "combined_loader" not in torch.load(new)["loops"]["fit_loop"]["state_dict"]
-
-
-@pytest.mark.parametrize("options", [{"max_steps": 21, "max_epochs": -1}, {"limit_train_batches": 5}], ids=str)
-def test_limits(options: dict[str, Any], tmp_path: Path) -> None:
-    options = {"max_epochs": 3, **options}
-    assert_resumes_exactly(data(num_workers=0), prefetching, tmp_path / "run.ckpt", count=(2, 4, 9), **options)
-
-
-def test_the_order_differs_from_epoch_to_epoch_and_holds_each_sample_once() -> None:
-    seen = run(data(num_workers=0), [], max_epochs=3)
-    epochs = [[row[0] for batch in seen[first : first + 8] for row in batch] for first in (0, 8, 16)]
-    assert all(sorted(epoch) == list(range(SAMPLES)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_without_a_seed_the_checkpoint_brings_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,15 +83,6 @@ def test_each_sample_is_trained_once_whatever_changes(seed: int) -> None:
     assert len(trained) - samples < most  # repeated, so that all ranks have as many
 
 
-@pytest.mark.parametrize("workers", [{"num_workers": 2}, {"num_workers": 2, "workers": "thread"}, {"background": 2}])
-def test_workers_do_not_matter(workers: dict[str, Any]) -> None:
-    whole, _ = steps(loaders(40, 1, 8))
-    before, state = steps(loaders(40, 1, 8, **workers), 2)
-    (resumed,) = loaders(40, 1, 5, **workers)
-    resumed.load_state_dict(state)
-    assert before + steps([resumed])[0] == whole
-
-
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 2), (2, 1)])
 def test_other_ranks_go_on_with_what_was_not_trained(before: int, after: int, caplog: pytest.LogCaptureFixture) -> None:
     first, state = steps(loaders(400, before, 8), 10)
@@ -114,18 +105,6 @@ def test_another_batch_size(size: int, drop_last: bool) -> None:
     after, _ = steps([loader])
     left = 320 // size * size if drop_last else 320
     assert before + after == whole[: 80 + left]
-
-
-def test_another_batch_size_under_a_sampler_of_the_users() -> None:
-    def make(size: int) -> FeedLoader:
-        sampler = WeightedRandomSampler([1.0, 2.0] * 20, 40)
-        return FeedLoader(range(40), batch_size=size, sampler=sampler, order=EpochOrder(seed=3, epoch=lambda: 0))
-
-    whole, _ = steps([make(8)])
-    before, state = steps([make(8)], 2)
-    resumed = make(5)
-    resumed.load_state_dict(state)
-    assert before + steps([resumed])[0] == whole
 
 
 def test_another_length_is_refused_in_mid_epoch_and_welcome_at_its_end() -> None:
@@ -234,13 +213,6 @@ def test_in_a_fit_with_another_batch_size(size: int, moment: str, tmp_path: Path
     assert sorted(after[-30:]) == list(range(30))
     assert epochs.validations == 2
     assert epochs.batches[-1] + 1 == -(-30 // size)
-
-
-def test_in_a_fit_with_other_data(tmp_path: Path) -> None:
-    path = tmp_path / "run.ckpt"
-    run(lambda: {"datamodule": Data(30, 4)}, [SaveThenDie("on_train_batch_end", 3, path)])
-    with pytest.raises(ResumeError, match="33 samples in place of 30"):
-        run(lambda: {"datamodule": Data(33, 4)}, [], ckpt_path=path)
 
 
 class StopAfter(SaveThenDie):
