@@ -185,26 +185,7 @@ def test_no_inodes_left(few_files: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "give the settings of the loader to TensorBoardLogger (trainer.loggers[0])" in settings
 
 
-@pytest.mark.parametrize("folder", [object(), 7, SimpleNamespace(name="a mock")])
-def test_a_log_dir_that_is_no_path(folder: Any, caplog: pytest.LogCaptureFixture) -> None:
-    class Elsewhere(Memory):
-        log_dir = folder
-
-    fit_with(Elsewhere())
-    assert not said(caplog)
-
-
 # --- errors that are not ours -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_an_interruption_goes_through(stop: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise stop
-
-    monkeypatch.setattr("lightning_feed.watch.step_meter.StepMeter.step_ended", interrupted)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        run_fit(GPUStarvationCallback(nvml=False, report=False))
 
 
 # --- ranks --------------------------------------------------------------------------------------------------------

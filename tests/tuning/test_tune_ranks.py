@@ -154,13 +154,6 @@ def test_each_node_has_its_own_result(node: int, monkeypatch: pytest.MonkeyPatch
     assert tuning_fit._once_per_node(pytest.fail, trainer) is (FOUND, other)[node]
 
 
-def test_a_node_that_fails_ends_the_run_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning_fit, "gather", lambda _, mine: [(0, FOUND), (0, None), (1, "it broke."), (1, None)])
-    trainer = SimpleNamespace(local_rank=1, node_rank=0, world_size=4)
-    with pytest.raises(LoaderError, match=r"for node 1 failed: it broke\."):
-        tuning_fit._once_per_node(pytest.fail, trainer)
-
-
 def test_ranks_that_cannot_tell_each_other_do_not_tune(caplog: pytest.LogCaptureFixture) -> None:
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     trainer = SimpleNamespace(world_size=2, num_devices=2, strategy=strategy, reload_dataloaders_every_n_epochs=0)
