@@ -211,13 +211,6 @@ def test_what_trained_better_is_remembered(trials: Trials) -> None:
     assert json.loads(kept.read_text())["tuned"]["setting"]["num_workers"] == 1
 
 
-def test_short_epochs_are_put_together(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_feed.callbacks.autotune.FEWEST_STEPS", 150)  # an epoch of the script has 100
-    autotune = AutotuneCallback(max_workers=3)
-    fit([Scripted(STARVED), autotune], plain(num_workers=1), max_epochs=6)
-    assert [(one.epoch, one.num_workers) for one in autotune.moves] == [(0, 3), (2, 1)]
-
-
 @pytest.mark.parametrize(
     ("workers", "step_ms", "idle_ms", "late"),
     [
@@ -250,14 +243,6 @@ def test_loaders_made_again_get_what_was_found(trials: Trials) -> None:
     assert by_hook(changed.events) == by_hook(expected.events)
     assert all(map(torch.equal, changed.parameters(), expected.parameters()))
     assert len(trials.settings) == 4
-
-
-def test_a_second_callback_stands_aside(trials: Trials, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="lightning_feed.callbacks.autotune")
-    first, second = AutotuneCallback(max_workers=3), AutotuneCallback()
-    fit([Scripted(FED), first, second], plain(num_workers=1), max_epochs=3)
-    assert (len(first.moves), len(second.moves)) == (1, 0)
-    assert own_lines(caplog)[0] == "AutotuneCallback does nothing: another AutotuneCallback is at work."
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------

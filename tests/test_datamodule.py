@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import pickle
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import lightning_feed
 from lightning_feed import _host
 from lightning_feed.data import datamodule
-from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
+from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import LoaderSettings
 
@@ -230,19 +229,6 @@ def test_a_stream() -> None:
     assert data.recommendations["train"].num_workers == 1
 
 
-def test_the_same_run_has_the_same_order_and_its_epochs_differ() -> None:
-    def run(seed: int) -> list[int]:
-        model = module()
-        data = Data({"train": Rows(32)}, loader=LoaderSettings(num_workers=0, seed=seed))
-        trainer(max_epochs=2).fit(model, datamodule=data)
-        return firsts(model.seen["train"])
-
-    first, again, other = run(1), run(1), run(2)
-    assert first == again != other
-    assert sorted(first[:32]) == sorted(first[32:])
-    assert first[:32] != first[32:]
-
-
 def test_seed_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(seed: str | None) -> int:
         if seed is not None:
@@ -273,13 +259,6 @@ def test_the_seed_goes_through_a_checkpoint(tmp_path: Any, caplog: pytest.LogCap
     assert "was given seed 5. That of the checkpoint is used" in caplog.text
 
 
-def test_overfitting_keeps_the_order_without_lightnings_warning() -> None:
-    data = Data({"train": Rows(32), "val": Rows(8)})
-    model = module()
-    trainer(overfit_batches=2, max_epochs=2).fit(model, datamodule=data)
-    assert firsts(model.seen["train"]) == [*range(8)] * 2
-
-
 def test_reloading_asks_for_the_data_again() -> None:
     data = Data({"train": Rows(8), "val": Rows(4)}, loader=LoaderSettings(num_workers=1))
     trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(module(), datamodule=data)
@@ -292,16 +271,6 @@ def test_a_reload_with_persistent_workers_is_refused() -> None:
     data = Data({"train": Rows(8)}, loader=LoaderSettings(num_workers=1, persistent_workers=True))
     with pytest.raises(SettingsError, match="Leave one of the two out"):
         trainer(reload_dataloaders_every_n_epochs=1).fit(module(), datamodule=data)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_background_thread_is_gone_after_the_fit(workers: int) -> None:
-    data = Data({"train": Rows(40), "val": Rows(8)}, loader=LoaderSettings(num_workers=workers, background=2))
-    model = module()
-    trainer(max_steps=3, max_epochs=-1, num_sanity_val_steps=1).fit(model, datamodule=data)
-    assert len(model.seen["train"]) == 3
-    assert [thread.name for thread in threading.enumerate() if type(thread).__name__ == "BackgroundGenerator"] == []
-    assert multiprocessing.active_children() == []
 
 
 # --- overrides ------------------------------------------------------------------------------------------------------
@@ -441,19 +410,6 @@ def test_the_machine_and_the_trainer_are_asked(monkeypatch: pytest.MonkeyPatch) 
     assert data.train_dataloader().num_workers == 3
 
 
-def test_other_peoples_loaders_are_still_complained_about() -> None:
-    class Boring(importlib.import_module("lightning.pytorch.demos.boring_classes").BoringModel):  # type: ignore[misc]
-        def val_dataloader(self) -> list[Any]:
-            return []
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(max_steps=1).test(module(), datamodule=Data({"test": Rows(8)}), verbose=False)
-        trainer(max_steps=1).fit(Boring())
-    texts = [str(warning.message) for warning in caught if "many workers" in str(warning.message)]
-    assert [text.split("'")[1] for text in texts] in ([], ["train_dataloader"])  # silent where upper_bound is 1
-
-
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
@@ -519,17 +475,6 @@ def test_batch_sizes(value: Any) -> None:
         Data({}, eval_batch_size=value)
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_a_dataset_that_cannot_be_sent_to_workers(start_method: Any) -> None:
-    rows = Rows(8)
-    rows.transform = lambda row: row  # type: ignore[attr-defined]
-    data = Data({"train": [Rows(8), rows]}, loader=LoaderSettings(num_workers=1, start_method=start_method))
-    with pytest.raises(
-        LoaderError, match=r"train\[1\] cannot have its workers.*dataset cannot be sent.*<lambda>.*num_workers=0"
-    ):
-        trainer().fit(module(), datamodule=data)
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -540,24 +485,6 @@ def test_a_dataset_that_cannot_be_sent_to_workers(start_method: Any) -> None:
 def test_arguments_that_belong_elsewhere_are_sent_there(given: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         Data({}, 4, **given)
-
-
-def test_what_is_shared_with_workers_is_not_refused() -> None:
-    rows = TensorDataset(torch.zeros(8, 2))
-    rows.lock = multiprocessing.get_context("spawn").Lock()  # type: ignore[attr-defined]
-    data = Data({"train": rows}, loader=LoaderSettings(num_workers=1, start_method="spawn"))
-    assert data.train_dataloader().num_workers == 1
-
-
-def test_attributes_of_the_users_do_not_collide() -> None:
-    class Named(Data):
-        def __init__(self) -> None:
-            super().__init__({"train": Rows(4)})
-            self.dataset = self.datasets = self.loader = self.settings = self.seed = "mine"  # type: ignore[assignment]
-
-    model = module()
-    trainer().fit(model, datamodule=Named())
-    assert len(model.seen["train"]) == 1
 
 
 class OnlyTrains(LightningModule):

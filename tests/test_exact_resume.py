@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from recording import NullStreamPrefetch, Numbers, Recording, Stream, WritesPerRank, quiet_trainer
+from recording import NullStreamPrefetch, Numbers, Recording, Stream, quiet_trainer
 from resuming import Counting, Killed, SaveThenDie, assert_resumes_exactly, run
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
@@ -157,50 +157,3 @@ def test_without_a_seed_the_checkpoint_brings_the_order(tmp_path: Path, monkeypa
     before = go([SaveThenDie("on_train_batch_end", 4, path)])
     after = go([], path)
     assert sorted(row[0] for batch in before + after[:3] for row in batch) == list(range(SAMPLES))
-
-
-class KillTwoRanks(SaveThenDie):
-    """Every rank saves; then training ends without an error, because a raising rank would take the other one along."""
-
-    def _reach(self, moment: str, trainer: Any) -> None:
-        if moment == self.moment and self.left == 0:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-        self.left -= moment == self.moment
-
-
-@pytest.mark.parametrize(
-    ("kind", "workers", "callbacks"),
-    [
-        ("map", 0, prefetching),
-        ("counting", 0, no_callbacks),
-        pytest.param("map", 2, no_callbacks, marks=pytest.mark.slow),
-        pytest.param("counting", 2, prefetching, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-@pytest.mark.filterwarnings("ignore:.*using the device under current context")
-def test_two_ranks(kind: str, workers: int, callbacks: Any, tmp_path: Path) -> None:
-    def go(name: str, extra: list[Callback], **options: Any) -> list[list[Any]]:
-        folder = tmp_path / name
-        folder.mkdir()
-        source = data("sharded" if kind == "counting" else kind, num_workers=workers)
-        torch.manual_seed(3)
-        run(
-            source,
-            [*callbacks(), *extra, WritesPerRank(str(folder))],
-            strategy="ddp_fork",
-            devices=2,
-            accelerator="cpu",
-            **options,
-        )
-        return [torch.load(folder / f"rank{rank}.pt")["seen"] for rank in (0, 1)]
-
-    path = tmp_path / "run.ckpt"
-    whole = go("whole", [])
-    before = go("before", [KillTwoRanks("on_train_batch_end", 2, path)])
-    after = go("after", [], ckpt_path=path)
-    assert whole[0] != whole[1]
-    for rank in (0, 1):
-        assert len(before[rank]) == 3
-        assert before[rank] + after[rank] == whole[rank]

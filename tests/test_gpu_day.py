@@ -56,13 +56,10 @@ FAULTS = {
     "print('the reason'); sys.exit(3)": "ended with exit code 3; it left no results; the reason",
     "raise ValueError('no such kernel')": "ended with exit code 1; it left no results; ValueError: no such kernel",
     "os.kill(os.getpid(), signal.SIGSEGV)": "ended by SIGSEGV; it left no results",
-    "pass": "it left no results",
     "open(out, 'w').write('{')": "its results cannot be read: ",
-    "open(out, 'wb').write(bytes([255]))": "its results cannot be read: ",
     "open(out, 'w').write('[]')": "its results cannot be read: it holds no list of claims",
     "claim(rating=5)": "its results cannot be read: its claims have other fields",
     "claim(measured=float('nan'))": "its results cannot be read: not a claim",
-    "claim(passed='yes')": "its results cannot be read: not a claim",
     "json.dump({'claims': []}, open(out, 'w'))": "it claims nothing",
 }
 
@@ -208,9 +205,6 @@ def test_every_part_is_there(capsys: pytest.CaptureFixture[str], monkeypatch: py
         gpu_day.main()
     assert caught.value.code == 2
     assert "unknown: contols" in capsys.readouterr().err
-
-
-# --- claims -----------------------------------------------------------------------------------------------------------
 
 
 # --- checks, on a simulated device ------------------------------------------------------------------------------------
@@ -367,27 +361,6 @@ def test_what_a_profiler_writes_is_read(tmp_path: Path) -> None:
     assert found.spins == [(10, 15)]
     assert found.to_device == [(20, 21)]
     assert found.other == [(20, 21), (30, 31), (40, 41)]
-
-
-def test_the_starved_share_of_a_trace() -> None:
-    """Steps of 10 us that end with a spin; the device is idle in 4 of 5 us of fetching, in the second step."""
-    trace = gpu_trace.Trace(
-        kernels=[(0, 10), (16, 20), (26, 30)],
-        other=[(11, 12)],
-        to_device=[],
-        spins=[(5, 10), (16, 20), (26, 30)],
-        fetches=[(0, 1), (10, 15), (20, 20.5)],
-    )
-    assert gpu_trace.starved_pct(trace, 2) == pytest.approx(100 * 4.5 / 20)
-
-
-# --- benchmarks -------------------------------------------------------------------------------------------------------
-
-CELL = {"model": "resnet18", "images_per_s": 100.0, "step_ms": 10.0, "compute_ms": 9.9, "feed_ms": 5.0, "settled": True}
-CELL |= {"starved_pct": 0.1, "allocated_mb": 5.0, "round": 0}
-
-
-"""As the benchmarks write it."""
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

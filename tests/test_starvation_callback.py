@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
 from lightning_feed import GPUStarvationCallback
@@ -63,20 +63,6 @@ def test_the_axis_counts_optimizer_steps(quiet: GPUStarvationCallback) -> None:
     assert sorted(set(logger.steps)) == logger.steps
 
 
-def test_manual_optimisation(quiet: GPUStarvationCallback) -> None:
-    class Manual(BoringModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.optimizers().step()  # type: ignore[union-attr]
-
-    logger = Memory()
-    run_fit(quiet, model=Manual(), logger=logger)
-    assert logger.steps == [4, 9, 14, 19]
-
-
 def test_without_a_logger_it_warns_once_and_measures(
     quiet: GPUStarvationCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,18 +95,6 @@ def test_facts_of_loaders_that_change_between_epochs(quiet: GPUStarvationCallbac
     assert (facts.batches_per_epoch, facts.breaks_off) == (3, True)
     assert facts.num_workers == trainer.datamodule.workers == 2
     assert (facts.batch_bytes, facts.batch_tensors) == (128, 1)
-
-
-def test_an_epoch_of_a_stream_is_taken_to_be_as_long_as_the_one_before(quiet: GPUStarvationCallback) -> None:
-    class Stream(IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            return iter(torch.ones(6, 32))
-
-    make_trainer(quiet, max_epochs=1).fit(BoringModel(), DataLoader(Stream()))
-    assert quiet.report().measurements.facts.batches_per_epoch is None
-    make_trainer(quiet, max_epochs=3).fit(BoringModel(), DataLoader(Stream()))
-    facts = quiet.report().measurements.facts
-    assert (facts.batches_per_epoch, facts.max_epochs) == (6, 3)
 
 
 # --- the progress bar and the report ------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The whole of a run, measured in real fits on a scripted clock: only what is told to take time takes any."""
 
-import json
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,8 +18,7 @@ from watch.test_wall import Clock, told
 from lightning_feed import GPUStarvationCallback
 from lightning_feed.callbacks import starvation as starvation_callback
 from lightning_feed.watch.loop import MeasuredLoop
-from lightning_feed.watch.reports.document import as_document, make_report, read_document
-from lightning_feed.watch.reports.files import as_text
+from lightning_feed.watch.reports.document import read_document
 from lightning_feed.watch.reports.report import headline
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Remedy
 
@@ -147,16 +145,6 @@ def test_validation_while_gradients_accumulate(clock: Clock) -> None:
     assert wall.wall_s == pytest.approx(clock.now * 1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:Total length of")
-def test_a_validation_without_batches_is_none(clock: Clock) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
-    trainer = make_trainer(starvation, max_epochs=2, limit_val_batches=1.0, val_check_interval=2)
-    trainer.fit(Model(clock), loader(clock, 6, 1), [])
-    measured = starvation.report().measurements
-    assert measured.wall is not None
-    assert told(measured.wall) == {name: EXPECTED[name] for name in ("train", "epoch starts", "set-up", "rest")}
-
-
 def test_a_second_fit_begins_anew(clock: Clock) -> None:
     starvation = GPUStarvationCallback(nvml=False, report=False)
     measured_fit(clock, callback=starvation)
@@ -173,23 +161,6 @@ def test_computing_divides_into_forward_backward_and_optimizer(clock: Clock) -> 
     stats = measured_fit(clock, limit_val_batches=0).stats
     assert (stats.forward_ms, stats.backward_ms, stats.optimizer_ms, stats.compute_ms) == (2000, 3000, 4000, 9000)
     assert stats.data_idle_ms == 1000
-
-
-def test_manual_optimisation_is_not_divided(clock: Clock) -> None:
-    class Manual(Model):
-        automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.sleep(2)
-            for _ in range(2):
-                self.manual_backward(self.step(batch))
-                self.optimizers().step()
-
-    starvation = GPUStarvationCallback(nvml=False, report=False)
-    make_trainer(starvation).fit(Manual(clock), loader(clock, 6, 1))
-    stats = starvation.report().stats
-    assert stats.compute_ms == 8000
-    assert (stats.forward_ms, stats.backward_ms, stats.optimizer_ms) == (None, None, None)
 
 
 # --- validation, test and prediction ------------------------------------------------------------------------------
@@ -350,30 +321,6 @@ def test_a_scheduler_that_follows_the_validation_gets_its_metric(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it was not there
             run_of(clock, **(options | apply(found.remedies[0])))
-
-
-def test_every_form_of_the_report_has_the_parts(clock: Clock, tmp_path: Path) -> None:
-    found = run_of(clock)
-    report = make_report(found)
-    text = as_text(found)
-    assert "wall  2670.0 s = train 1190.0 | validation 1440.0 | epoch starts 10.0 | set-up 30.0" in text
-    assert "compute 9000.0 (forward 2000.0, backward 3000.0, optimizer 4000.0)" in text
-    assert "validation step 9000.0 ms = compute 5000.0 | data 4000.0 | other 0.0" in text
-    document = json.loads(json.dumps(as_document(report)))
-    assert sum(part["seconds"] for part in document["wall"]["parts"]) == pytest.approx(document["wall"]["wall_s"])
-    assert document["validation"]["stats"]["data_idle_ms"] == pytest.approx(4000)
-    from lightning_feed.watch.reports.files import write_report
-
-    for path in write_report(report, tmp_path):
-        assert "epoch starts" in path.read_text()
-    assert read_document(tmp_path).diagnosis == found
-
-
-def test_other_programs_lower_the_confidence(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_feed.watch.kernel.CpuShare.others_pct", lambda *_: 40.0)
-    found = measured_fit(clock, max_epochs=10)
-    assert found.confidence == "low"
-    assert "40 % of the CPUs were taken by other programs: low confidence" in found.evidence
 
 
 # --- the user's profilers -----------------------------------------------------------------------------------------

@@ -4,14 +4,12 @@ import copy
 import logging
 import multiprocessing
 import pickle
-import threading
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _replace_dunder_methods
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import (
@@ -247,20 +245,6 @@ def test_skipped_batches_are_not_loaded():
     assert resumed.loader.dataset.read == list(range(6, SIZE))
 
 
-def test_background_reads_ahead_and_counts_what_was_handed_out():
-    loader = FeedLoader(Squares(), batch_size=1, background=4)
-    batches = iter(loader)
-    next(batches)
-    reached = threading.Event()
-    for _ in range(1000):
-        if batches.background.ready == 4:
-            break
-        reached.wait(0.005)
-    assert len(loader.dataset.read) > 4
-    assert loader.state_dict()["batches"] == 1
-    loader.close()
-
-
 def test_a_second_cycle_resumes_and_the_third_follows():
     run = Run(MAP_KINDS["shuffled"])
     list(run.loader)
@@ -292,15 +276,6 @@ def test_a_resumed_pass_begun_twice_resumes_twice():
     assert run.loader.state_dict() == whole[1][2]
     assert [b.tolist() for b in run.loader] == [b for _, b, _ in whole[2:]]
     assert len(list(run.loader)) == len(whole)  # and no third time
-
-
-def test_the_state_of_a_finished_epoch_does_not_empty_the_next_one():
-    whole = Run(MAP_KINDS["shuffled"]).unbroken()
-    last = whole[3][2]
-    run = Run(MAP_KINDS["shuffled"])
-    run.loader.load_state_dict(last)
-    run.epoch[0] = 1
-    assert [b.tolist() for b in run.loader] == [b for e, b, _ in whole if e == 1]
 
 
 def test_the_seed_of_the_checkpoint_wins():
@@ -341,22 +316,6 @@ def test_persistent_workers_are_kept_and_their_old_pass_is_closed():
     assert [b.tolist() for b in second] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
 
 
-def test_two_ranks_together_train_every_sample_once():
-    def make(rank):
-        def make_rank(order):
-            sampler = DistributedSamplerWrapper(RandomSampler(range(12)), 2, rank, shuffle=False)
-            return FeedLoader(Squares(12), batch_size=2, sampler=sampler, order=order)
-
-        return make_rank
-
-    whole = [Run(make(rank)).unbroken() for rank in range(2)]
-    for rank in range(2):
-        check_resume(make(rank))
-    for epoch in range(2):
-        seen = [i for rank in whole for e, batch, _ in rank if e == epoch for i in batch]
-        assert sorted(seen) == list(range(12))
-
-
 # ---- states that do not fit ----
 
 
@@ -376,12 +335,6 @@ def test_fewer_ranks_need_a_sampler_that_divides_the_samples():
     state = source.state_dict()
     with pytest.raises(ResumeError, match="1 ranks in place of 2"):
         FeedLoader(Squares(), batch_size=2).load_state_dict({"ranks": [state, copy.deepcopy(state)]})
-
-
-def test_an_iterable_dataset_needs_the_ranks_that_it_had():
-    state = Run(ITERABLE_KINDS["state"]).unbroken()[0][2]
-    with pytest.raises(ResumeError, match="Resume with 2 ranks"):
-        FeedLoader(Sharded()).load_state_dict({"ranks": [state, state]})
 
 
 def test_an_iterable_dataset_needs_the_workers_that_it_had():

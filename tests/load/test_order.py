@@ -58,24 +58,6 @@ def test_epochs_and_cycles_differ_and_repeat_themselves(make):
     assert all(one_pass(make(), epoch=e, cycle=c)[0] == order for (e, c), order in orders.items())
 
 
-def test_one_sampler_is_seeded_anew_for_each_pass():
-    sampler = RandomSampler(range(30))
-    first, _ = one_pass(sampler, epoch=0)
-    second, _ = one_pass(sampler, epoch=1)
-    again, _ = one_pass(sampler, epoch=0)
-    assert first == again != second
-
-
-def test_the_users_generator_is_left_alone_and_recorded():
-    generator = torch.Generator().manual_seed(5)
-    plain = list(RandomSampler(range(30), generator=torch.Generator().manual_seed(5)))
-    whole, now = one_pass(RandomSampler(range(30), generator=generator))
-    assert whole == plain
-    other = torch.Generator().manual_seed(6)
-    assert one_pass(RandomSampler(range(30), generator=other), resume=saved_after(now, 7))[0] == whole[7:]
-    assert torch.equal(other.get_state(), generator.get_state())
-
-
 def test_without_an_order_a_random_sampler_is_as_torch_has_it():
     torch.manual_seed(3)
     plain = list(RandomSampler(range(30)))
@@ -103,10 +85,6 @@ class EpochSampler:
 
     def __len__(self):
         return 7
-
-
-def test_set_epoch_is_called_before_the_first_index():
-    assert one_pass(EpochSampler(), epoch=2)[0] == [0, 3, 6, 2, 5, 1, 4]
 
 
 def test_without_an_order_the_epoch_that_others_have_set_is_kept_and_restored():
@@ -141,15 +119,6 @@ def test_a_stateful_sampler_is_recorded_at_the_start_of_the_pass():
     one_pass(sampler)
     second, now = one_pass(sampler, epoch=1)
     assert one_pass(StatefulSampler(), epoch=1, resume=saved_after(now, 2))[0] == second[2:]
-
-
-def test_two_ranks_divide_one_order():
-    ranks = []
-    for rank in range(2):
-        wrapper = DistributedSamplerWrapper(RandomSampler(range(20)), num_replicas=2, rank=rank, shuffle=False)
-        ranks.append(one_pass(wrapper, seed=4, epoch=3)[0])
-    assert sorted(ranks[0] + ranks[1]) == list(range(20))
-    assert ranks[0] != sorted(ranks[0])
 
 
 def test_samplers_are_found_under_every_wrapper():

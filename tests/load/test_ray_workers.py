@@ -1,20 +1,17 @@
 """Ray workers, beyond the contract of test_workers.py: what is sent, the cluster, waits that end, lost workers."""
 
 import gc
-import itertools
 import os
-import subprocess
 import sys
 import threading
 import time
 import uuid
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from load.numbered import SIZE, NoisyEverywhere, Rows, as_list, epochs, order
-from recording import Numbers, Recording, quiet_trainer
+from load.numbered import SIZE, NoisyEverywhere, Rows, epochs, order
+from recording import Numbers
 from resuming import assert_resumes_exactly
 from torch.utils.data import DataLoader
 
@@ -79,28 +76,6 @@ def test_tensors_keep_their_layout_and_can_be_written_to():
     assert batch["last"].is_contiguous(memory_format=torch.channels_last)
     assert (batch["array"].tolist(), batch["name"]) == ([0, 1, 2, 3, 4], "a")
     batch["array"][0] = 7
-
-
-def test_two_loaders_drawn_from_in_turn():
-    def make():
-        options = {"batch_size": 4, "shuffle": True, "order": order()}
-        return on_ray(NoisyEverywhere(), prefetch_factor=5, **options), on_ray(Rows(), num_workers=1, **options)
-
-    alone = [epochs(loader, 1)[0] for loader in make()]
-    together = [(as_list(one), as_list(other)) for one, other in zip(*make(), strict=True)]
-    assert [list(batches) for batches in zip(*together, strict=True)] == alone
-
-
-def test_no_more_are_at_work_than_said_where_more_cpus_are_free():
-    class Timed(Rows):
-        def __getitem__(self, index):
-            began = time.monotonic()
-            time.sleep(0.02)
-            return began, time.monotonic()
-
-    options = {"batch_size": 1, "prefetch_factor": 4, "collate_fn": lambda samples: samples[0]}
-    spans = list(on_ray(Timed(), num_workers=1, **options))
-    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
 def test_what_is_ahead_takes_no_more_of_the_object_store_than_its_share(monkeypatch):
@@ -327,32 +302,6 @@ def test_without_a_free_cpu_the_wait_ends_with_what_is_missing(monkeypatch, tmp_
     assert len(list(on_ray(Rows(), batch_size=4))) == 6
 
 
-def test_an_actor_that_holds_all_cpus_is_warned_of_and_waited_for(caplog):
-    class Hog:
-        def ready(self):
-            return True
-
-    hog = ray.remote(num_cpus=2)(Hog).remote()
-    assert ray.get(hog.ready.remote())
-    loader = on_ray(Rows(), batch_size=4, watch=Watch("train", after_s=0.5))
-
-    def release():
-        wait_until(lambda: "No batch of train has come" in caplog.text)
-        ray.kill(hog)
-
-    releasing = threading.Thread(target=release)
-    releasing.start()
-    assert epochs(loader, 1) == epochs(DataLoader(Rows(), batch_size=4), 1)
-    releasing.join()
-    assert "The Ray cluster has 2 CPUs, 0 of them free." in caplog.text
-
-
-def test_a_sample_that_takes_longer_than_that_is_waited_for(monkeypatch):
-    monkeypatch.setattr(ray_workers, "WAIT_FOR_WORKER_S", 6)
-    monkeypatch.setattr(ray_workers, "REPORT_S", 1)
-    assert len(list(on_ray(Slow(10), batch_size=4))) == 6
-
-
 def test_closed_by_another_thread_while_it_waits():
     batches = iter(on_ray(Slow(5, at=(0,)), batch_size=4))
     closing = threading.Timer(0.5, batches.close)
@@ -415,14 +364,6 @@ def test_persistent_workers_read_the_dataset_once(persistent):
     loader = on_ray(Copied(40), batch_size=2, collate_fn=list, persistent_workers=persistent)
     first, second = ({sample[:2] for sample in samples_of(loader)} for _ in range(2))
     assert (len(first | second) == len({pid for pid, _ in first | second})) == persistent
-
-
-def test_workers_let_go_of_what_no_loader_uses():
-    kept = []
-    for _ in range(5):
-        kept.append(max(plans for _, _, plans in samples_of(on_ray(Copied(40), batch_size=2, collate_fn=list))))
-        gc.collect()
-    assert kept[-1] <= kept[0]
 
 
 @pytest.mark.parametrize("how", ["close", "garbage"])
@@ -506,38 +447,6 @@ def test_training_inside_a_task_has_workers_of_its_own():
     assert seen == [list(range(at, at + 4)) for at in range(0, 40, 4)]
 
 
-RANK = """
-import sys
-import torch
-from torch.utils.data import DistributedSampler
-from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.settings import RayCluster
-
-rank, address, meeting = int(sys.argv[1]), *sys.argv[2:]
-torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-samples, workers = range(24), RayCluster(address)
-loader = FeedLoader(samples, batch_size=3, sampler=DistributedSampler(samples), num_workers=1, workers=workers)
-print([index for batch in loader for index in batch.tolist()])
-"""
-
-
-@pytest.mark.timeout(300)
-def test_each_rank_has_its_own_share(tmp_path):
-    given = [ray.get_runtime_context().gcs_address, str(tmp_path / "meeting")]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *given], stdout=subprocess.PIPE, text=True, env=env)
-        for rank in range(2)
-    ]
-    try:
-        shares = [eval(rank.communicate(timeout=250)[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [len(share) for share in shares] == [12, 12]
-    assert sorted(shares[0] + shares[1]) == list(range(24))
-
-
 # --- settings, and around -------------------------------------------------------------------------------------------
 
 
@@ -563,16 +472,6 @@ class Data(FastDataModule):
 
     def make_dataset(self, split):
         return {"train": Numbers(11), "val": Numbers(5, first=1000)}.get(split)
-
-
-def test_a_fit_is_that_of_no_workers():
-    def fitted(**loader):
-        torch.manual_seed(7)
-        model = Recording()
-        quiet_trainer([]).fit(model, datamodule=Data(seed=3, **loader))
-        return model.events, [parameter.tolist() for parameter in model.parameters()]
-
-    assert fitted(workers="ray", num_workers=2) == fitted(num_workers=0)
 
 
 def test_a_fit_resumes_exactly(tmp_path):

@@ -63,19 +63,6 @@ def test_number_of_workers(machine: dict[str, Any], work: dict[str, Any], worker
     assert recommend(replace(MACHINE, **machine), AUTO, replace(WORK, **work)).num_workers == workers
 
 
-def test_a_stream_gets_one_worker_since_more_might_double_its_samples() -> None:
-    reason = recommend(MACHINE, AUTO, replace(WORK, iterable=True)).reasons["num_workers"]
-    assert "get_worker_info" in reason
-    assert "set num_workers" in reason
-    assert recommend(MACHINE, LoaderSettings(num_workers=4), replace(WORK, iterable=True)).num_workers == 4
-
-
-def test_without_workers_nothing_is_loaded_ahead_or_kept_alive() -> None:
-    found = recommend(MACHINE, LoaderSettings(num_workers=0), WORK)
-    assert chosen(found) == (0, None, True, False)
-    assert found.reasons["num_workers"] == "as given"
-
-
 @pytest.mark.parametrize(
     ("split", "reload_every", "persistent"),
     [("train", 0, True), ("val", 0, True), ("test", 0, False), ("predict", 0, False), ("train", 1, False)],

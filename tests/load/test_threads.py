@@ -11,14 +11,13 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from load.numbered import LOADERS, SIZE, Failing, Noisy, Rows, as_list, draw, epochs
+from load.numbered import LOADERS, SIZE, Failing, Noisy, Rows, as_list, epochs
 from torch.utils.data import get_worker_info
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load import threads as worker_threads
 from lightning_feed.load.carry_over import begin_next_epoch
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.random_state import DefaultGenerators, begin_sample, sample_generator
 
 
 def threaded(dataset, *, num_workers=2, **options):
@@ -117,38 +116,6 @@ def test_drawing_what_is_shared_is_said_once_and_the_first_draw_taken_back(caplo
     assert "Use workers='process'" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("draws", "word"),
-    [
-        (lambda: random.gauss(0, 1), ["Python's random module"]),
-        (lambda: np.random.randn(), ["numpy.random's functions"]),
-        (lambda: torch.rand(1), ["torch's default generator"]),
-        (lambda: (random.Random(1).random(), np.random.default_rng(1).random()), []),
-    ],
-)
-def test_a_draw_from_a_default_generator_is_found(draws, word):
-    found = DefaultGenerators()
-    draws()
-    assert found.restore() == word
-    assert DefaultGenerators().restore() == []
-
-
-def test_samples_differ_by_pass_batch_and_place_and_other_threads_have_torchs_default():
-    seen = []
-
-    def work():
-        for key in ((1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 2, -1), (1, 2, 3)):
-            begin_sample(*key)
-            seen.append(draw())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert len(set(seen)) == 5
-    assert seen[0] == seen[-1]
-    assert sample_generator() is None
-
-
 # --- what a worker thread is like -----------------------------------------------------------------------------------
 
 
@@ -181,18 +148,6 @@ def test_a_worker_thread_is_set_up_as_a_worker_process_is():
             "info": None,
         }
     )
-
-
-def test_what_torch_computes_elsewhere_keeps_its_threads():
-    torch.set_num_threads(2)
-    seen = [torch.get_num_threads]
-    loader = threaded(Rows(), batch_size=4)
-    batches = iter(loader)
-    later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    later.start()
-    later.join()
-    next(batches)
-    assert (torch.get_num_threads(), seen[1]) == (2, 2)
 
 
 def test_batches_are_pinned_in_the_threads(monkeypatch):
