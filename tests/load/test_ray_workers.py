@@ -108,11 +108,11 @@ class Partly(Rows):
 
     def __getitem__(self, index):
         try:
-            return self.read(index)
+            return self.fetch(index)
         except DatasetError as error:
-            return self.bad_samples.instead(index, error, self.size, self.read)
+            return self.bad_samples.instead(index, error, self.size, self.fetch)
 
-    def read(self, index):
+    def fetch(self, index):
         if index in self.bad:
             raise DatasetError(f"sample {index} is torn")
         return index
