@@ -30,12 +30,7 @@ from lightning_feed.load.trials.search import Tuned
 from lightning_feed.load.trials.trial import Setting
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
 SAMPLES, BATCH = 24, 4
 

@@ -16,12 +16,6 @@ import lightning_feed.pl
 from lightning_feed import AutotuneCallback, FastDataModule, GPUStarvationCallback, LoaderSettings, PrefetchCallback
 from lightning_feed.data.exact_resume import ExactResume
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
-]
-
 SETS: dict[str, Any] = {
     "PrefetchCallback": lambda: [PrefetchCallback()],
     "prefetching on a null stream": lambda: [NullStreamPrefetch()],

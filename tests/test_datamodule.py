@@ -410,6 +410,15 @@ def test_the_machine_and_the_trainer_are_asked(monkeypatch: pytest.MonkeyPatch) 
     assert data.train_dataloader().num_workers == 3
 
 
+def test_lightning_does_not_complain_about_few_workers() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data = Data({split: Rows(8) for split in datamodule.SPLITS})
+        trainer().fit(module(), datamodule=data)
+        trainer().test(module(), datamodule=data, verbose=False)
+    assert [str(warning.message) for warning in caught if "workers" in str(warning.message)] == []
+
+
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,6 @@ CODE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 pytestmark = [
     # The pages show short runs on the CPU, on tiny data; Lightning has something to say about each of these.
-    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
     # The page on resuming goes on in the folder of the run that it resumes.
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),

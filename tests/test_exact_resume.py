@@ -12,12 +12,6 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-]
-
 SAMPLES, BATCH = 15, 2  # eight batches, the last of one sample
 
 

@@ -12,13 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_feed import PrefetchCallback
 from lightning_feed.errors import SettingsError
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
-]
-
 
 class Parts(Dataset[Any]):
     """Dicts of a small tensor, a larger one, and a text."""

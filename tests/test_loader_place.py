@@ -129,7 +129,6 @@ def _place(**given: Any) -> Place:
     return place
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -163,7 +162,6 @@ def _source(owner: Any) -> Any:
     return Fake()
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_a_loader_that_was_made_elsewhere(program: ModuleType) -> None:
     loader = DataLoader(program.ROWS)
     line = sys._getframe().f_lineno - 1
@@ -244,7 +242,6 @@ def test_a_loader_that_a_packages_function_makes(package: ModuleType, program: M
     assert words == f"your training DataLoader, which trainer.fit is given ({made}, {by})"
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_a_loader_that_a_packages_data_module_makes(package: ModuleType, program: ModuleType) -> None:
     place = _place(datamodule=package.Data(program.ROWS))
     assert place.words == "your call that makes Data (Data.train_dataloader, readymade.py:31)"
@@ -281,7 +278,6 @@ def pair():
 """
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.parametrize(
     ("call", "place"),
     [
@@ -319,7 +315,6 @@ def test_a_fast_data_module_is_set_by_its_settings() -> None:
     assert (place.words, place.form) == ("loader=LoaderSettings(...) of your Ours", "settings")
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_a_wrapped_data_module_is_set_where_it_is_wrapped(program: ModuleType) -> None:
     place = _place(datamodule=FastDataModule.wrap(program.Plain(), LoaderSettings(num_workers=0)))
     assert place.form == "settings"
@@ -481,7 +476,6 @@ class Slow(Callback):
         """Nothing."""
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.parametrize(("steps", "interval"), [(1, "every_n_steps"), (2, ""), (True, "")])
 def test_the_users_hooks_around_steps(steps: int, interval: str) -> None:
     look, trainer = _looking()

@@ -27,12 +27,6 @@ from lightning_feed import PrefetchCallback
 from lightning_feed.errors import SettingsError
 from lightning_feed.transfer.prefetcher import SideStream
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-]
-
 
 def plain(size: int = 12, **kwargs: Any) -> dict[str, Any]:
     return {"train_dataloaders": DataLoader(Numbers(size), batch_size=2, **kwargs)}

@@ -18,10 +18,7 @@ from recording import (
 from torch.utils.data import DataLoader
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:You requested to overfit but enabled"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:.*shuffling enabled, it is strongly recommended"),
 ]
 

@@ -14,11 +14,6 @@ from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings
 from lightning_feed.load.trace import PREFIX
 from lightning_feed.transfer.prefetcher import SideStream
 
-pytestmark = [
-    # These fits are small on purpose, and have no validation.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
-]
 BATCHES = 6
 
 

@@ -18,12 +18,6 @@ from lightning_feed import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.watch import loop
 
-pytestmark = [
-    # These fits are small on purpose.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
-]
-
 
 class Clock:
     def __init__(self) -> None:

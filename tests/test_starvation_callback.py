@@ -17,8 +17,6 @@ from lightning_feed.watch import loop
 
 pytestmark = [
     # These fits are small on purpose.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set"),
     # Lightning's own advice, for runs that are resumed in the middle of an epoch.
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),

@@ -12,12 +12,6 @@ from lightning_feed import GPUStarvationCallback
 from lightning_feed.watch.reports.document import read_document
 from lightning_feed.watch.reports.report import headline
 
-pytestmark = [
-    # These fits are small on purpose.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
-]
-
 
 @pytest.fixture
 def starvation() -> GPUStarvationCallback:

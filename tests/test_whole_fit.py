@@ -24,8 +24,6 @@ from lightning_feed.watch.verdict.diagnosis import Diagnosis, Remedy
 
 pytestmark = [
     # These fits are small on purpose.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:predict returned None"),
 ]

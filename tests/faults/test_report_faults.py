@@ -23,12 +23,6 @@ from watch.test_ranks_gloo import in_ranks
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
 from lightning_feed.callbacks.autotune import AutotuneCallback
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
-]
-
 
 class Data(FastDataModule):
     def make_dataset(self, split: str) -> Any:

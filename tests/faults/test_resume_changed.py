@@ -19,9 +19,6 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You have overridden"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
     pytest.mark.filterwarnings("ignore:.*using the device under current context"),
 ]
 

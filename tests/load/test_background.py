@@ -223,7 +223,6 @@ def test_an_interrupt_while_waiting_closes(monkeypatch: pytest.MonkeyPatch) -> N
     assert threads() == []
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # on purpose: Python 3.12 on
 def test_a_forked_copy_leaves_the_thread_alone() -> None:
     ahead = BackgroundIterator(Source(100), 1)
     next(ahead)

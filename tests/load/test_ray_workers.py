@@ -33,8 +33,6 @@ pytestmark = [
     pytest.mark.timeout(120),
     # Ray 2.60 leaves these to garbage collection when it starts its own processes, and when it is shut down.
     pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
 ]
 
 

@@ -13,12 +13,6 @@ from torch.utils.data import Dataset, WeightedRandomSampler
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.load.random_state import sample_generator
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-]
-
 SAMPLES, BATCH = 15, 2
 
 

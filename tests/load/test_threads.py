@@ -318,7 +318,6 @@ def test_closing_wakes_a_consumer_in_another_thread():
 
 
 # os.fork is no good idea in a process with threads, says Python from 3.12 on: that is what is tested
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_a_fork_in_the_middle_does_not_hang():
     loader = threaded(Rows(), batch_size=4)
     batches = iter(loader)

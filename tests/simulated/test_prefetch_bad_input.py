@@ -17,9 +17,6 @@ from lightning_feed.transfer import prefetcher
 from lightning_feed.transfer.prefetcher import DeviceStream
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
 ]
 

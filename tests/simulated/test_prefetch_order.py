@@ -15,9 +15,6 @@ from lightning_feed import GPUStarvationCallback, PrefetchCallback
 from lightning_feed.transfer.prefetcher import DeviceStream, Prefetcher
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*"),
 ]

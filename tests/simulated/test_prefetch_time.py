@@ -13,9 +13,6 @@ from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.prefetcher import MOST_AHEAD, RUN_AHEAD
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:predict returned None"),
 ]
 DURATIONS = [(11, 5, 2), (5, 11, 2), (2, 5, 11), (5, 5, 5), (11, 11, 2), (10, 9, 10)]

@@ -22,10 +22,6 @@ from lightning_feed.load.trials import in_fit as tuning_fit
 from lightning_feed.load.trials.search import Tuned
 from lightning_feed.load.trials.trial import Setting, Trial
 
-pytestmark = [
-    # The ranks of these tests are forked, as with strategy="ddp_fork".
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
-]
 FOUND = Tuned(
     setting=Setting(num_workers=1, prefetch_factor=3),
     reason="the fastest",

@@ -36,11 +36,8 @@ PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 TWO = LoaderSettings(num_workers=2, prefetch_factor=3, persistent_workers=False)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     # What a user's own loaders and the small module bring about.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata, with torch 2.15
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
 ]
 
 
@@ -310,7 +307,6 @@ def _one_rank(rank: int, port: int, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps([loader.num_workers, kinds, model.rows]))
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 def test_two_ranks_divide_the_samples(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
