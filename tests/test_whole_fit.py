@@ -336,23 +336,3 @@ def test_a_simple_profiler_sees_each_fetch_once(stage: str, clock: Clock, monkey
         seen.append([round(each) for each in trainer.profiler.recorded_durations[fetch]])
     assert seen[0] == seen[1]
     assert sum(seen[0]) == 8 * 3
-
-
-def test_the_other_package_tells_the_same(clock: Clock) -> None:
-    import pytorch_lightning
-    from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
-
-    from lightning_feed import pl
-
-    class Other(OtherModel):  # type: ignore[misc, valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            clock.sleep(2)
-            return super().training_step(batch, batch_idx)
-
-    starvation = pl.GPUStarvationCallback(nvml=False, report=False)
-    trainer = make_trainer(starvation, package=pytorch_lightning, limit_val_batches=1.0, num_sanity_val_steps=0)
-    trainer.fit(Other(), loader(clock, 6, 1), loader(clock, 4, 1))
-    wall = starvation.report().measurements.wall
-    assert wall is not None
-    assert told(wall) == {"train": (6 * 3 - 1, 1), "validation": (4, 1), "epoch starts": (1, 1)}
-    assert starvation.report().measurements.facts.package == "pytorch_lightning"

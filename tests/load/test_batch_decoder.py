@@ -142,30 +142,6 @@ def test_closed_in_the_middle_it_leaves_nothing_running(options: dict[str, Any])
     assert {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("feed")} == set()
 
 
-def test_a_decoder_that_cannot_be_closed_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a generator that another thread is waiting in."""
-
-    class Busy:
-        def __init__(self, batches: Any) -> None:
-            self._batches = batches
-
-        def __next__(self) -> Any:
-            return next(self._batches)
-
-        def close(self) -> None:
-            raise ValueError("generator already executing")
-
-    loader, decode = made(background=2)
-    monkeypatch.setattr(type(decode), "run", lambda self, batches: Busy(batches))
-    batches = iter(loader)
-    next(batches)
-    background = batches.background
-    with pytest.raises(ValueError, match="already executing"):
-        batches.close()
-    assert background is not None
-    assert not background.thread.is_alive()
-
-
 @pytest.mark.parametrize("options", WORKERS, ids=str)
 def test_an_error_of_the_source_comes_in_its_place(options: dict[str, Any]) -> None:
     loader, decode = made(dataset=Numbers(broken=7), **options)

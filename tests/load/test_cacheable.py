@@ -131,17 +131,6 @@ def test_a_full_cache_falls_back_to_reading() -> None:
     assert (stats.hits, stats.misses) == (32, 168)
 
 
-def test_decode_must_give_an_array_for_a_cache() -> None:
-    class Tensors(Squares):
-        def decode(self, data: Encoded, index: int) -> Any:
-            return torch.zeros(3)
-
-    dataset = Tensors()
-    _open(dataset)
-    with pytest.raises(DatasetError, match=r"Tensors.decode gave a Tensor for sample 2.* Return an array"):
-        dataset.cached_decoded(2)
-
-
 # --- in loaders ---------------------------------------------------------------------------------------------------
 
 

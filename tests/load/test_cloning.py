@@ -23,7 +23,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.cloning import Changes, burst_of, clone_loader
+from lightning_feed.load.cloning import Changes, clone_loader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.random_state import preserve_state
@@ -284,18 +284,6 @@ def test_classes_that_iterate_in_their_own_way() -> None:
         variant = clone_loader(doubled, Changes(num_workers=1, batches=[[3], [4, 5]]))
         assert [batch.tolist() for batch in variant] == [[6], [8, 10]]
     assert (doubled.num_workers, doubled.batch_size) == (0, 2)
-
-
-@pytest.mark.parametrize(
-    ("loader", "burst"),
-    [
-        (DataLoader(Numbers()), 1),
-        (DataLoader(Numbers(), num_workers=2), 2),
-        (FeedLoader(Numbers(), num_workers=2, workers="thread"), 1),
-    ],
-)
-def test_the_burst(loader: DataLoader[Any], burst: int) -> None:
-    assert burst_of(loader) == burst
 
 
 def test_untouched_puts_back_after_an_error_and_nested() -> None:

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_feed.load.iterable import IterablePass, ResumableDataset, Stamped, StampingCollate
+from lightning_feed.load.iterable import IterablePass, StampingCollate
 
 
 class Numbers(IterableDataset):
@@ -214,24 +213,3 @@ def test_a_state_is_that_of_its_batch_however_the_dataset_goes_on():
     whole, states = fetch_all(start(), Living(6), batch_size=2)
     assert [s["workers"][0]["dataset"]["at"] for s in states] == [2, 4, 6]
     assert fetch_all(start(states[0]), Living(6), batch_size=2)[0] == whole[1:]
-
-
-def test_pinning_goes_through_the_stamp():
-    class Leaf:
-        def pin_memory(self):
-            return "pinned"
-
-    stamp = Stamped({"x": [Leaf()]}, 1, 4, ended=False, place=b"place", lost=False, skip=False)
-    pinned = pin_memory(stamp)
-    assert type(pinned) is Stamped
-    assert pinned == stamp._replace(batch={"x": ["pinned"]})
-
-
-def test_the_users_dataset_is_reached_through_the_wrapper():
-    user = Numbers(5)
-    wrapped = ResumableDataset(user, batch_size=2, workers={}, next_worker=0)
-    wrapped.size = 2  # what a worker_init_fn does
-    assert user.size == wrapped.size == 2
-    assert list(wrapped) == [0, 1]
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = wrapped.nothing

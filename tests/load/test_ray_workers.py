@@ -169,15 +169,6 @@ def test_a_batch_that_cannot_be_unpickled_here():
         next(batches)
 
 
-def test_a_full_object_store(monkeypatch):
-    def refuse(thing):
-        raise ray.exceptions.OutOfDiskError("Local disk is full")
-
-    monkeypatch.setattr(ray, "put", refuse)
-    with pytest.raises(LoaderError, match="The dataset Rows does not fit into the object store"):
-        iter(on_ray(Rows()))
-
-
 def test_a_dataset_that_cannot_be_read_in_a_worker():
     class Unreadable(Rows):
         def __reduce__(self):
@@ -208,34 +199,10 @@ def test_a_cluster_that_cannot_be_used(monkeypatch):
         iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster("auto")))
 
 
-@pytest.mark.parametrize(("address", "words"), [(None, "could not be started on"), ("auto", "train on a node")])
-def test_ray_that_does_not_start_in_time(address, words, monkeypatch):
-    said = "The current node timed out during startup."
-
-    def late(**options):
-        raise Exception(said)  # as in ray/_private/node.py of Ray 2.60
-
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", late)
-    with pytest.raises(LoaderError, match=f"cannot be used: {said}.*{words}"):
-        iter(FeedLoader(Rows(), num_workers=1, workers=RayCluster(address)))
-
-
 def test_a_forked_copy_is_refused(monkeypatch):
     monkeypatch.setitem(ray_workers._connected, ray.get_runtime_context().gcs_address, os.getpid() + 1)
     with pytest.raises(LoaderError, match="was forked from one that uses Ray"):
         iter(on_ray(Rows()))
-
-
-def test_a_head_node_that_is_gone(monkeypatch):
-    monkeypatch.setattr(ray_workers, "_HEAD_CHECK_S", 0)
-    monkeypatch.setattr(ray_workers, "_HEAD_PATIENCE_S", 0)
-    monkeypatch.setattr(ray_workers, "_connected", {})
-    batches = iter(on_ray(Rows(), batch_size=4))
-    next(batches)
-    batches.source._plan.address = "127.0.0.1:9"
-    with pytest.raises(LoaderError, match=r"The head node of the Ray cluster \(127.0.0.1:9\) has not answered"):
-        next(batches)
 
 
 class Slow(Rows):
@@ -272,17 +239,6 @@ def test_workers_that_hang_in_a_pass_that_was_closed_are_ended_for_the_next(monk
     assert epochs(on_ray(Rows(), batch_size=4), 1) == epochs(DataLoader(Rows(), batch_size=4), 1)
 
 
-def test_a_slow_first_batch_leaves_the_other_workers_at_work(tmp_path):
-    class Waiting(Rows):
-        def __getitem__(self, index):
-            while index == 0 and not (tmp_path / "4").exists():
-                time.sleep(0.01)
-            (tmp_path / str(index)).touch()
-            return index
-
-    assert epochs(on_ray(Waiting(), batch_size=4), 1) == epochs(DataLoader(Rows(), batch_size=4), 1)
-
-
 def test_without_a_free_cpu_the_wait_ends_with_what_is_missing(monkeypatch, tmp_path):
     def hold():
         while not (tmp_path / "free").exists():
@@ -298,15 +254,6 @@ def test_without_a_free_cpu_the_wait_ends_with_what_is_missing(monkeypatch, tmp_
     ray.get(held)
     monkeypatch.undo()
     assert len(list(on_ray(Rows(), batch_size=4))) == 6
-
-
-def test_closed_by_another_thread_while_it_waits():
-    batches = iter(on_ray(Slow(5, at=(0,)), batch_size=4))
-    closing = threading.Timer(0.5, batches.close)
-    closing.start()
-    with pytest.raises(LoaderError, match="was closed"):
-        next(batches)
-    closing.join()
 
 
 # --- workers that die ------------------------------------------------------------------------------------------------

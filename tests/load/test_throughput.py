@@ -73,18 +73,6 @@ def test_a_pass_that_ends_is_followed_by_another_and_what_lies_between_is_not_co
     assert rate.start_s == 50.0
 
 
-def test_short_passes_discard_less_and_very_short_ones_are_measured_whole() -> None:
-    clock = Clock()
-    three_rounds = bursts(clock, 2, start_s=1.0, round_s=0.5, batches=5)
-    rate = time_loader(three_rounds, burst=2, limits=RoundLimits(min_s=1.0, max_s=1000), clock=clock)
-    assert rate.batches_per_s == pytest.approx(4.0)
-
-    clock = Clock()
-    tiny = bursts(clock, 4, start_s=1.5, round_s=0.5, batches=3)
-    rate = time_loader(tiny, burst=4, limits=RoundLimits(min_s=3.0, max_s=1000), clock=clock)
-    assert rate.batches_per_s == pytest.approx(3 / 1.5)
-
-
 def test_time_is_bounded_and_what_was_measured_by_then_counts() -> None:
     clock = Clock()
     rate = time_loader(

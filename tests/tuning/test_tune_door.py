@@ -202,16 +202,6 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
     ("place", "setting", "pasted"),
     [
         (
-            IN_DATA,
-            NONE,
-            [
-                (
-                    "in your training DataLoader (Data.train_dataloader, data.py:41)",
-                    "num_workers=0, pin_memory=False, prefetch_factor=None, persistent_workers=False",
-                )
-            ],
-        ),
-        (
             replace(IN_DATA, overrides=(("num_workers", "--data.num_workers"),)),
             NONE,
             [

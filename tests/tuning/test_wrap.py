@@ -1,11 +1,6 @@
 """``FastDataModule.wrap``: any data module of either package, with other workers and nothing else changed."""
 
-import copy
 import importlib
-import json
-import os
-import pickle
-import socket
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
+from watch.test_ranks_gloo import in_ranks
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.data import wrapping
@@ -224,16 +220,6 @@ def test_loaders_of_other_classes(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("train[0] is a Tensor, not a torch DataLoader, so it is left as it is") == 1
 
 
-def test_it_can_be_pickled_and_copied() -> None:
-    data = FastDataModule.wrap(Plain(), loader=TWO)
-    data.setup("fit")
-    for other in (pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
-        assert type(other) is type(data)
-        assert other.train_dataloader().num_workers == 2
-        assert other.rows is not data.rows
-    assert type(data).__qualname__ == "Plain"
-
-
 def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(Rows):
         pass
@@ -293,25 +279,15 @@ class Seen(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
-def _one_rank(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"},
-        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-    }
+def fit_on_a_rank(rank: int) -> Any:
     warnings.filterwarnings("ignore", message="You defined a `validation_step`")
     model, trainer = Seen(), quiet_trainer([], max_epochs=1, devices=2, strategy="ddp")
     trainer.fit(model, datamodule=FastDataModule.wrap(Sharded(), loader=LoaderSettings(num_workers=1)))
     loader = trainer.train_dataloader
-    kinds = [type(loader).__name__, type(loader.sampler).__name__]
-    (folder / f"{rank}.json").write_text(json.dumps([loader.num_workers, kinds, model.rows]))
+    return loader.num_workers, [type(loader).__name__, type(loader.sampler).__name__], model.rows
 
 
 def test_two_ranks_divide_the_samples(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(_one_rank, (port, tmp_path), nprocs=2, start_method="fork")
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    told = in_ranks(2, fit_on_a_rank, tmp_path)
     assert [one[:2] for one in told] == [[1, ["WithOptions", "DistributedSampler"]]] * 2
     assert sorted(told[0][2] + told[1][2]) == list(range(24))
