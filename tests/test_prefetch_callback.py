@@ -339,30 +339,6 @@ def test_a_loader_shorter_than_its_length_ends_the_epoch_the_same() -> None:
 # --- nothing is left behind -------------------------------------------------------------------------------------------
 
 
-def traces(trainer: Trainer, model: LightningModule) -> list[str]:
-    return [
-        name
-        for thing in (trainer.precision_plugin, model)
-        for name, value in vars(thing).items()
-        if "Wrap" in repr(type(value))
-    ]
-
-
-class RaisesInStep(Recording):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        raise RuntimeError("the step failed")
-
-
-class EndsBatches(Recording):
-    def on_train_batch_end(self, *args: Any) -> None: ...
-
-
-@pytest.mark.parametrize("module", [Recording, RaisesInStep, EndsBatches])
-def test_wraps_come_off(module: type[Recording]) -> None:
-    model, trainer, _ = fit([NullStreamPrefetch()], with_validation, module)
-    assert traces(trainer, model) == []
-
-
 def test_another_wrapper_around_ours_survives() -> None:
     """Tools that time the transfer wrap the same methods: each must go on working when the other is taken off."""
     calls: list[str] = []

@@ -179,9 +179,6 @@ def test_no_inodes_left(few_files: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "give the settings of the loader to TensorBoardLogger (trainer.loggers[0])" in settings
 
 
-# --- errors that are not ours -------------------------------------------------------------------------------------
-
-
 # --- ranks --------------------------------------------------------------------------------------------------------
 
 

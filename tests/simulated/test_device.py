@@ -149,9 +149,6 @@ def test_looking_at_values_waits(device: SimulatedDevice, look: Callable[[Tensor
     assert "test_device.py" in device.waits[0].where
 
 
-# --- refusals, as torch has them --------------------------------------------------------------------------------------
-
-
 # --- two devices ------------------------------------------------------------------------------------------------------
 
 SECOND = torch.device("meta", 1)
