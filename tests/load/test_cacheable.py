@@ -1,5 +1,6 @@
 """CacheableDataset: the same samples with and without a cache, and each step done once where it can be."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from lightning_feed.load.cacheable import CacheableDataset, open_caches
 from lightning_feed.load.machine import Machine
 
 MIB = 1 << 20
+RUN = f"test {os.getpid()}"
+"""Caches of other processes that test have other names in /dev/shm."""
 # Python warns of a fork beside the threads of other tests.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.* may lead to deadlocks:DeprecationWarning")
 
@@ -59,9 +62,7 @@ def _machine(memory: int | None = 1 << 40, shm: int | None = 1 << 30) -> Machine
 
 
 def _open(dataset: Any, kind: Kind = "decoded", limit: int | str = MIB, **options: Any) -> list[SampleCache]:
-    return open_caches(
-        [("train", dataset)], kind=kind, limit=limit, **{"run": "test", "machine": _machine(), **options}
-    )
+    return open_caches([("train", dataset)], kind=kind, limit=limit, **{"run": RUN, "machine": _machine(), **options})
 
 
 # --- the steps ----------------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def test_workers_share_what_they_read(kind: Kind, method: str) -> None:
 def test_subsets_of_one_dataset_share_its_cache() -> None:
     whole = Squares()
     train, val = Subset(whole, range(8)), Subset(whole, range(8, 12))
-    caches = open_caches([("train", train), ("val", val)], kind="decoded", limit=MIB, run="test", machine=_machine())
+    caches = open_caches([("train", train), ("val", val)], kind="decoded", limit=MIB, run=RUN, machine=_machine())
     assert caches == [whole.cache]
     assert caches[0].size == 12
     assert val[0][1] == 8
@@ -167,7 +168,7 @@ def test_subsets_of_one_dataset_share_its_cache() -> None:
 def test_one_limit_is_shared_out_by_samples() -> None:
     parts = Squares(size=10), Squares(size=30), Squares(size=40)
     named = [("train", ConcatDataset(parts[:2])), ("val", parts[2])]
-    caches = open_caches(named, kind="decoded", limit="50%", run="test", machine=_machine(shm=160 * MIB))
+    caches = open_caches(named, kind="decoded", limit="50%", run=RUN, machine=_machine(shm=160 * MIB))
     assert [cache.stats().limit_bytes for cache in caches] == [10 * MIB, 30 * MIB, 40 * MIB]
     assert len({cache.path for cache in caches}) == 3
 
