@@ -113,6 +113,15 @@ GPU_TEST_S = 120
 """Most seconds for a test with the mark ``gpu`` that does not say otherwise."""
 
 
+LIGHTNINGS_ADVICE = (
+    ".*does not have many workers",
+    ".*is smaller than the logging interval",
+    ".*have no `val_dataloader`",
+    "You have overridden `.*` in `LightningModule` but have passed in",
+)
+"""What Lightning says of fits that are small on purpose, and of the recording module."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide CUDA devices from every run but those of tests with the mark ``gpu``: ``-m gpu``.
 
@@ -124,6 +133,8 @@ def pytest_configure(config: pytest.Config) -> None:
     marks = str(config.getoption("markexpr"))
     if os.environ.get("LIGHTNING_FEED_REQUIRE_GPU") != "1" and ("gpu" not in marks or "not gpu" in marks):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for words in LIGHTNINGS_ADVICE:
+        config.addinivalue_line("filterwarnings", f"ignore:{words}")
     from hypothesis import settings
 
     settings.register_profile("a busy machine is no error", deadline=None)

@@ -73,10 +73,10 @@ def first_tensor(batch: Any) -> Tensor:
 class Recording(LightningModule):
     """Trains a small network with dropout, so that the order of random draws shows in the weights."""
 
-    def __init__(self, optimizers: int = 1, *, manual: bool = False, pbar: bool = False) -> None:
+    def __init__(self, optimizers: int = 1, *, manual: bool = False) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 1))
-        self.many, self.pbar = optimizers, pbar
+        self.many = optimizers
         self.automatic_optimization = not manual
         self.events: list[tuple[Any, ...]] = []
 
@@ -89,7 +89,7 @@ class Recording(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         self.note("training_step", batch_idx, summary(batch))
         loss = self.loss(batch)
-        self.log("loss", loss, prog_bar=self.pbar)
+        self.log("loss", loss)
         if self.automatic_optimization:
             return loss
         optimizers = self.optimizers()

@@ -5,23 +5,16 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from recording import NullStreamPrefetch, Numbers, Recording, by_hook, fit, quiet_trainer
+from recording import NullStreamPrefetch, Numbers, Recording, by_hook, fit
 from torch.utils.data import DataLoader
 
 import lightning_feed.pl
 from lightning_feed import AutotuneCallback, FastDataModule, GPUStarvationCallback, LoaderSettings, PrefetchCallback
 from lightning_feed.data.exact_resume import ExactResume
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
-]
 
 SETS: dict[str, Any] = {
     "PrefetchCallback": lambda: [PrefetchCallback()],
@@ -201,13 +194,6 @@ def test_pytorch_lightning(callbacks: Any) -> None:
     assert all(map(torch.equal, ours.parameters(), expected.parameters()))
 
 
-def test_the_two_packages_have_the_same_datamodule_but_for_the_base() -> None:
-    assert issubclass(FastDataModule, lightning.pytorch.LightningDataModule)
-    assert issubclass(lightning_feed.pl.FastDataModule, pytorch_lightning.LightningDataModule)
-    own = [set(vars(kind)) - {"__module__", "__doc__"} for kind in (FastDataModule, lightning_feed.pl.FastDataModule)]
-    assert own[0] == own[1]
-
-
 class Normalises(Data):
     def device_transform(self, batch: Any, split: str) -> Any:
         assert split in ("train", "val")
@@ -229,7 +215,3 @@ def test_device_transform_gives_the_same_with_and_without_prefetching(workers: i
     assert min(value for batch in steps for row in batch for value in row) == pytest.approx(-5 / 3)
     # The module's own hooks are not lost to the data module's.
     assert len([event for event in ours.events if event[0] == "transfer_batch_to_device"]) > 0
-
-
-def test_trainer_can_be_made_without_a_fit() -> None:
-    quiet_trainer([PrefetchCallback(), GPUStarvationCallback()])

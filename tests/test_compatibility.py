@@ -18,10 +18,6 @@ from lightning_feed.errors import DatasetError
 from lightning_feed.watch import loop
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
     # Of the libraries themselves: webdataset where a pass is broken off, LitData, Ray Data.
     pytest.mark.filterwarnings("ignore:unclosed file.*tar:ResourceWarning"),

@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import pickle
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -22,10 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import lightning_feed
 from lightning_feed import _host
 from lightning_feed.data import datamodule
-from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
+from lightning_feed.errors import DatasetError, MissingExtraError, SettingsError
 from lightning_feed.load.machine import Machine
 from lightning_feed.load.settings import LoaderSettings
-from lightning_feed.load.worker import WorkerInit
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 HERE = LoaderSettings(num_workers=0)
@@ -162,13 +160,6 @@ def test_every_sample_arrives_in_every_stage(package: str, workers: int) -> None
     assert multiprocessing.active_children() == []
 
 
-def test_both_packages_have_the_same_methods() -> None:
-    ours, theirs = lightning_feed.FastDataModule, importlib.import_module("lightning_feed.pl").FastDataModule
-    assert ours.__mro__[1] is theirs.__mro__[1] is datamodule.FeedDataModule
-    assert {name for name in vars(ours) if not name.startswith("__")} == set()
-    assert {name for name in vars(theirs) if not name.startswith("__")} == set()
-
-
 def test_the_other_package_is_optional_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
     monkeypatch.delitem(sys.modules, "lightning_feed.pl", raising=False)
@@ -238,19 +229,6 @@ def test_a_stream() -> None:
     assert data.recommendations["train"].num_workers == 1
 
 
-def test_the_same_run_has_the_same_order_and_its_epochs_differ() -> None:
-    def run(seed: int) -> list[int]:
-        model = module()
-        data = Data({"train": Rows(32)}, loader=LoaderSettings(num_workers=0, seed=seed))
-        trainer(max_epochs=2).fit(model, datamodule=data)
-        return firsts(model.seen["train"])
-
-    first, again, other = run(1), run(1), run(2)
-    assert first == again != other
-    assert sorted(first[:32]) == sorted(first[32:])
-    assert first[:32] != first[32:]
-
-
 def test_seed_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(seed: str | None) -> int:
         if seed is not None:
@@ -269,14 +247,6 @@ def test_seed_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> N
     assert drawn[0] != drawn[1]
 
 
-def test_a_second_fit_has_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = Data({"train": Rows(32)})
-    for seed in ("1", "2"):
-        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
-        trainer().fit(module(), datamodule=data)
-        assert data.state_dict() == {"seed": int(seed)}
-
-
 def test_the_seed_goes_through_a_checkpoint(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     model, data = module(), Data({"train": Rows(32)})
     first = trainer()
@@ -287,13 +257,6 @@ def test_the_seed_goes_through_a_checkpoint(tmp_path: Any, caplog: pytest.LogCap
         trainer(max_epochs=2).fit(module(), datamodule=resumed, ckpt_path=tmp_path / "last.ckpt")
     assert resumed.state_dict() == data.state_dict()
     assert "was given seed 5. That of the checkpoint is used" in caplog.text
-
-
-def test_overfitting_keeps_the_order_without_lightnings_warning() -> None:
-    data = Data({"train": Rows(32), "val": Rows(8)})
-    model = module()
-    trainer(overfit_batches=2, max_epochs=2).fit(model, datamodule=data)
-    assert firsts(model.seen["train"]) == [*range(8)] * 2
 
 
 def test_reloading_asks_for_the_data_again() -> None:
@@ -308,16 +271,6 @@ def test_a_reload_with_persistent_workers_is_refused() -> None:
     data = Data({"train": Rows(8)}, loader=LoaderSettings(num_workers=1, persistent_workers=True))
     with pytest.raises(SettingsError, match="Leave one of the two out"):
         trainer(reload_dataloaders_every_n_epochs=1).fit(module(), datamodule=data)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_background_thread_is_gone_after_the_fit(workers: int) -> None:
-    data = Data({"train": Rows(40), "val": Rows(8)}, loader=LoaderSettings(num_workers=workers, background=2))
-    model = module()
-    trainer(max_steps=3, max_epochs=-1, num_sanity_val_steps=1).fit(model, datamodule=data)
-    assert len(model.seen["train"]) == 3
-    assert [thread.name for thread in threading.enumerate() if type(thread).__name__ == "BackgroundGenerator"] == []
-    assert multiprocessing.active_children() == []
 
 
 # --- overrides ------------------------------------------------------------------------------------------------------
@@ -348,13 +301,6 @@ def test_a_collate_of_ones_own(start_method: Any) -> None:
     assert sorted(firsts(list(loader))) == list(range(1000, 1008))
     data.trainer = None
     assert firsts(list(Collating({"val": Rows(4)}).val_dataloader())) == [2000, 2001, 2002, 2003]
-
-
-def test_without_an_override_lightning_sees_none() -> None:
-    data = Data({"train": Rows(8)})
-    assert data.train_dataloader().collate_fn is DataLoader(Rows(8)).collate_fn
-    assert not _host.is_overridden(data, "transfer_batch_to_device")
-    assert "transfer_batch_to_device" not in vars(data)
 
 
 def test_a_sampler_of_ones_own() -> None:
@@ -429,11 +375,6 @@ def test_copies_are_whole(duplicate: Any) -> None:
     assert sorted(firsts(model.seen["train"])) == [1000, 1001, 1002, 1003]
 
 
-def test_a_transfer_without_a_trainer_is_refused() -> None:
-    with pytest.raises(LoaderError, match="which a Trainer tells"):
-        Transforming({"train": Rows(2)}).transfer_batch_to_device(torch.zeros(1), torch.device("cpu"), 0)
-
-
 # --- what was chosen ------------------------------------------------------------------------------------------------
 
 
@@ -455,16 +396,6 @@ def test_the_choice_is_said_once_and_kept(caplog: pytest.LogCaptureFixture) -> N
     assert set(data.recommendations) == {"train", "val"}
 
 
-def test_only_rank_zero_speaks(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = Data({"train": Rows(8)})
-    data.trainer = trainer()
-    monkeypatch.setattr(type(data.trainer), "is_global_zero", False)
-    with caplog.at_level(logging.INFO, "lightning_feed"):
-        data.train_dataloader()
-    assert [record for record in caplog.records if record.name.startswith("lightning_feed")] == []
-    assert "train: num_workers=0: as given" in data.loader_report()
-
-
 def test_the_machine_and_the_trainer_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     big = Machine(
         usable_cpus=16, cpu_reason="CPUs", available_memory_bytes=None, free_shm_bytes=None, start_method="fork"
@@ -479,18 +410,6 @@ def test_the_machine_and_the_trainer_are_asked(monkeypatch: pytest.MonkeyPatch) 
     assert data.train_dataloader().num_workers == 3
 
 
-def test_what_the_machine_cannot_bear_is_a_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = Machine(
-        usable_cpus=2, cpu_reason="CPUs", available_memory_bytes=None, free_shm_bytes=9, start_method="fork"
-    )
-    monkeypatch.setattr("lightning_feed.load.build.read_machine", lambda: small)
-    with caplog.at_level(logging.WARNING, "lightning_feed"):
-        Data({"train": Rows(40)}, loader=LoaderSettings(num_workers=2)).train_dataloader()
-    assert "/dev/shm" in caplog.text
-
-
 def test_lightning_does_not_complain_about_few_workers() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -498,28 +417,6 @@ def test_lightning_does_not_complain_about_few_workers() -> None:
         trainer().fit(module(), datamodule=data)
         trainer().test(module(), datamodule=data, verbose=False)
     assert [str(warning.message) for warning in caught if "workers" in str(warning.message)] == []
-
-
-def test_other_peoples_loaders_are_still_complained_about() -> None:
-    class Boring(importlib.import_module("lightning.pytorch.demos.boring_classes").BoringModel):  # type: ignore[misc]
-        def val_dataloader(self) -> list[Any]:
-            return []
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(max_steps=1).test(module(), datamodule=Data({"test": Rows(8)}), verbose=False)
-        trainer(max_steps=1).fit(Boring())
-    texts = [str(warning.message) for warning in caught if "many workers" in str(warning.message)]
-    assert [text.split("'")[1] for text in texts] in ([], ["train_dataloader"])  # silent where upper_bound is 1
-
-
-def test_workers_are_seeded_as_lightning_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = Data({"train": Rows(8)}, loader=LoaderSettings(num_workers=1))
-    data.trainer = trainer()
-    assert data.train_dataloader().worker_init_fn == WorkerInit()
-    monkeypatch.setenv("PL_SEED_WORKERS", "1")
-    init = data.train_dataloader().worker_init_fn
-    assert init.seed_worker.__name__ == "pl_worker_init_function"
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -541,11 +438,6 @@ def test_nothing_to_train_on() -> None:
 def test_a_wrong_split_is_told_the_right_ones(name: Any) -> None:
     with pytest.raises(SettingsError, match="'train', 'val', 'test', 'predict'"):
         Data({"train": Rows(4)}).dataset(name)
-
-
-def test_a_wrong_stage_is_told_the_right_ones() -> None:
-    with pytest.raises(SettingsError, match=r"no stage 'train'.*'fit', 'validate', 'test', 'predict'"):
-        Data({"train": Rows(4)}).setup("train")
 
 
 @pytest.mark.parametrize(
@@ -572,12 +464,6 @@ def test_what_is_no_dataset_is_refused_by_name(made: Any, words: str) -> None:
         trainer().fit(module(), datamodule=Data({"train": made}))
 
 
-def test_a_stream_that_cannot_tell_its_length_is_taken() -> None:
-    from torch.utils.data import ChainDataset
-
-    assert firsts(list(Data({"train": ChainDataset([Stream(3)])}).train_dataloader())) == [0, 1, 2]
-
-
 def test_no_batch_is_left() -> None:
     data = Data({"train": {"few": Rows(3)}}, 4, loader=LoaderSettings(num_workers=0, drop_last=True))
     with pytest.raises(SettingsError, match=r"batch_size=4 leaves no batch of the 3 samples of train\['few'\]"):
@@ -598,22 +484,6 @@ def test_batch_sizes(value: Any) -> None:
         Data({}, eval_batch_size=value)
 
 
-def test_settings_must_be_settings() -> None:
-    with pytest.raises(SettingsError, match="not a LoaderSettings"):
-        Data({}, loader={"num_workers": 3})
-
-
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_a_dataset_that_cannot_be_sent_to_workers(start_method: Any) -> None:
-    rows = Rows(8)
-    rows.transform = lambda row: row  # type: ignore[attr-defined]
-    data = Data({"train": [Rows(8), rows]}, loader=LoaderSettings(num_workers=1, start_method=start_method))
-    with pytest.raises(
-        LoaderError, match=r"train\[1\] cannot have its workers.*dataset cannot be sent.*<lambda>.*num_workers=0"
-    ):
-        trainer().fit(module(), datamodule=data)
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -624,24 +494,6 @@ def test_a_dataset_that_cannot_be_sent_to_workers(start_method: Any) -> None:
 def test_arguments_that_belong_elsewhere_are_sent_there(given: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         Data({}, 4, **given)
-
-
-def test_what_is_shared_with_workers_is_not_refused() -> None:
-    rows = TensorDataset(torch.zeros(8, 2))
-    rows.lock = multiprocessing.get_context("spawn").Lock()  # type: ignore[attr-defined]
-    data = Data({"train": rows}, loader=LoaderSettings(num_workers=1, start_method="spawn"))
-    assert data.train_dataloader().num_workers == 1
-
-
-def test_attributes_of_the_users_do_not_collide() -> None:
-    class Named(Data):
-        def __init__(self) -> None:
-            super().__init__({"train": Rows(4)})
-            self.dataset = self.datasets = self.loader = self.settings = self.seed = "mine"  # type: ignore[assignment]
-
-    model = module()
-    trainer().fit(model, datamodule=Named())
-    assert len(model.seen["train"]) == 1
 
 
 class OnlyTrains(LightningModule):

@@ -1,27 +1,20 @@
 """FastDataModule's storage: staged once, cached once, kept on the device; the batches are those without any of it."""
 
 import copy
-import logging
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from recording import Recording, quiet_trainer
 from squares import Squares
 from torch.utils.data import TensorDataset
 
 from lightning_feed import (
     FastDataModule,
-    GPUStarvationCallback,
     LoaderSettings,
 )
-from lightning_feed.errors import ArchiveError, DatasetError, SettingsError
-from lightning_feed.load import build
-from lightning_feed.load.settings import recommend
-from lightning_feed.transfer.resident import ResidentLoader
+from lightning_feed.errors import DatasetError, SettingsError
 
 HERE = LoaderSettings(num_workers=0, seed=1)
 
@@ -77,30 +70,6 @@ def test_all_splits_of_a_fit_share_one_limit() -> None:
     assert module.dataset("val").cache is not None
 
 
-def test_workers_leave_the_memory_alone_that_a_cache_has_still_to_fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(build, "recommend", lambda *given: seen.append(given[2]) or recommend(*given))
-    for limit in (None, "64MiB"):
-        cache = {} if limit is None else {"cache": "bytes", "cache_limit": limit}
-        Module(4, loader=LoaderSettings(num_workers=1), **cache).train_dataloader()
-    assert [work.reserved_bytes for work in seen] == [0, pytest.approx(64 << 20, rel=0.5)]
-
-
-def test_the_hit_rate_is_logged(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    trainer = quiet_trainer(
-        [GPUStarvationCallback(every_n_steps=3, report=False, tags="all")],
-        max_epochs=2,
-        logger=logger,
-        limit_val_batches=0,
-        log_every_n_steps=3,
-    )
-    trainer.fit(Recording(), datamodule=Module(4, loader=HERE, cache="bytes"))
-    lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-    column = lines[0].split(",").index("feed/cache_hit_pct")
-    assert [line.split(",")[column] for line in lines[1:] if line.split(",")[column]] == ["0.0", "100.0"]
-
-
 def test_a_dataset_that_does_not_tell_its_steps_is_refused() -> None:
     class Plain(FastDataModule):
         def make_dataset(self, split: str) -> Any:
@@ -109,14 +78,6 @@ def test_a_dataset_that_does_not_tell_its_steps_is_refused() -> None:
     with pytest.raises(DatasetError, match=r"Derive it from lightning_feed.CacheableDataset"):
         Plain(2, cache="bytes", loader=HERE).train_dataloader()
     assert len(Plain(2, cache="device", loader=HERE).train_dataloader()) == 2
-
-
-def test_on_the_device_there_is_one_loader_of_another_kind_and_one_copy() -> None:
-    module = Module(4, loader=LoaderSettings(num_workers=2), cache="device")
-    first, second = module.train_dataloader(), module.train_dataloader()
-    assert isinstance(first, ResidentLoader)
-    assert first.dataset is second.dataset
-    assert "the set is on cpu" in module.loader_report()
 
 
 def test_a_copy_of_the_module_has_caches_of_its_own() -> None:
@@ -171,11 +132,6 @@ def test_data_are_read_from_the_staged_copy(numbers: Path, tmp_path: Path) -> No
     assert batches_of_pairs(module) == batches_of_pairs(Files(4, loader=HERE, data_dir=numbers))
     assert module.staged_dir == tmp_path / "fast" / "numbers"
     assert Files(4, data_dir=numbers).staged_dir == numbers
-
-
-def test_what_cannot_be_staged_ends_the_fit(numbers: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), pytest.raises(ArchiveError, match="one lies in the other"):
-        quiet_trainer([]).fit(Recording(), datamodule=Files(4, loader=HERE, data_dir=numbers, stage_to=numbers))
 
 
 def batches_of_pairs(module: FastDataModule) -> list[list[float]]:

@@ -9,15 +9,12 @@ import pytest
 import torch
 from decode.made_images import WHOLE
 from made_samples import batch_of, dataset, jpegs, photo
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings
-from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.transfer.gpu_decode import decode_batch
-from lightning_feed.transfer.resident import ResidentLoader, Shard, _order_in_shard, load_resident
-from lightning_feed.watch.experiments.rates import measure_copies
-from lightning_feed.watch.experiments.session import LeftOut, Session
+from lightning_feed.transfer.resident import ResidentLoader, load_resident
 
 NUMBERS = torch.arange(20.0)
 
@@ -82,14 +79,6 @@ def test_batches_of_images(workers: str, photos: Path) -> None:
     assert_same_under_a_default_device(batches)
 
 
-def test_a_generator_of_the_users_is_drawn_from_where_it_is() -> None:
-    def batches() -> list[Any]:
-        generator = torch.Generator().manual_seed(3)
-        return list(FeedLoader(TensorDataset(NUMBERS), batch_size=4, shuffle=True, generator=generator))
-
-    assert_same_under_a_default_device(batches)
-
-
 def test_data_that_is_on_a_device() -> None:
     def batches() -> list[Any]:
         data = load_resident(TensorDataset(NUMBERS), device=torch.device("cpu"))
@@ -97,23 +86,6 @@ def test_data_that_is_on_a_device() -> None:
         return list(ResidentLoader(data, batch_size=4, shuffle=True, order=order))
 
     assert_same_under_a_default_device(batches)
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_the_order_in_a_share_of_data_that_is_on_a_device(shuffle: bool) -> None:
-    """Also where the loader's own generator is on the default device, and indices are drawn there."""
-    sampler: Any = DistributedSampler(range(20), 3, 1, shuffle=shuffle)
-    assert_same_under_a_default_device(lambda: [[_order_in_shard(sampler, Shard(1, 3), 7)]])
-
-
-def test_the_buffer_of_the_measured_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pin_memory(buffer: torch.Tensor) -> None:
-        raise LeftOut(f"the buffer lies on {buffer.device}")
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**12, 10**12))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    with default_device("meta"), pytest.raises(LeftOut, match="lies on cpu"):
-        measure_copies(Session(None, torch.device("cuda", 0), first=[NUMBERS]))
 
 
 def test_encoded_images_and_those_that_are_left_to_the_cpu() -> None:

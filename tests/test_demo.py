@@ -13,24 +13,18 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_feed import cli, demo
 from lightning_feed.demo import (
     RUNS,
     SIDES,
     SOURCES,
-    FedImages,
-    SmallModel,
-    demo_text,
     find_images,
     make_images,
-    plain_loader,
 )
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.watch.reports.document import read_document
@@ -65,12 +59,6 @@ def test_images_are_jpegs_of_every_source_and_no_two_are_alike(tmp_path: Path) -
             assert all(SIDES[0] <= side <= SIDES[1] for side in image.size)
 
 
-def test_finished_images_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_images(tmp_path, 12)
-    monkeypatch.setattr(demo, "_write_images", None)  # a second writing would fail
-    assert make_images(tmp_path, 12) == folder
-
-
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=["ctrl-c", "disk"])
 def test_nothing_half_written_is_left(stop: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = demo._varied_jpeg, []
@@ -103,14 +91,6 @@ def test_found_images_are_taken_evenly_over_the_classes(class_folders: Path) -> 
 # --- the whole ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def interrupt_handler() -> Iterator[None]:
-    """Lightning ignores SIGINT for the rest of the process once it has seen one."""
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.slow
 def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -134,30 +114,6 @@ def test_the_demo_shows_the_report_of_the_plain_run_and_all_three_side_by_side(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["logs", "pictures-192", "report.html"]
 
 
-def test_json_holds_the_same_figures(class_folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert cli.main(["demo", "--data", str(class_folders), "--epochs", "1", "--out", str(out), "--json"]) == 0
-    outcome = json.loads(capsys.readouterr().out)
-    assert outcome["pictures"] == 12
-    assert outcome["ratio"] == pytest.approx(outcome["plain"]["epoch_s"] / outcome["advised"]["epoch_s"])
-    for name in RUNS:
-        run = outcome[name]
-        assert run["samples_per_s"] * run["epoch_s"] == pytest.approx(12)
-        # One step of an epoch's own: too short to measure, and so absent rather than 0.
-        assert run["starved_pct"] is None
-
-
-def _outcome(**changed: Any) -> dict[str, Any]:
-    run = {**dict.fromkeys(demo.ROWS, 1.5), "verdict": "compute: OK"}
-    told = {"pictures": 9, "epochs": 1, "cpus": 2, "device": "CPU", "workers": 2, "decoder": "turbo", "ratio": 2.0}
-    paths = {"report": "r", "reports": dict.fromkeys(RUNS, "p"), "logs": "l", "plain_report": "FEED"}
-    return {**dict.fromkeys(RUNS, run), **told, **paths, **changed}
-
-
-def test_what_stands_in_for_a_gpu_is_said() -> None:
-    assert "half of the CPUs" in demo_text(_outcome())
-
-
 def test_a_folder_that_cannot_be_written_to_is_named(capsys: pytest.CaptureFixture[str], class_folders: Path) -> None:
     """/proc, where nobody can make a file, not even root."""
     assert cli.main(["demo", "--data", str(class_folders), "--out", "/proc/demo"]) == 1
@@ -179,33 +135,6 @@ def test_a_corrupt_jpeg_is_named_with_what_to_do(
     assert "Traceback" not in message
     with pytest.raises(DatasetError, match=r"dogs/3\.jpg cannot be read as an image .* Delete it or replace it"):
         find_images(class_folders, 100)[9]
-
-
-def test_plain_and_fed_give_the_same_pixels(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo.v2, "RandomResizedCrop", lambda side: demo.v2.Identity())  # random: take all of the image
-    monkeypatch.setattr(demo.v2, "RandomHorizontalFlip", demo.v2.Identity)
-    images = find_images(class_folders, 100)
-    plain = plain_loader(images).dataset[7]
-    fed_data = FedImages(images)
-    dataset = fed_data.make_dataset("train")
-    assert dataset is not None
-    pixels, label = dataset[7]
-    assert pixels.dtype == torch.uint8
-    fed, _ = fed_data.device_transform((pixels[None], torch.tensor([label])), "train")
-    torch.testing.assert_close(fed[0], plain[0])
-    assert label == plain[1] == 1
-
-
-@pytest.mark.usefixtures("interrupt_handler")
-def test_ctrl_c_while_training_is_130(
-    class_folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def press(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(SmallModel, "training_step", press)
-    assert cli.main(["demo", "--data", str(class_folders), "--out", str(tmp_path / "out")]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "lightning-feed: stopped"
 
 
 # --- as a program of its own ----------------------------------------------------------------------------------------

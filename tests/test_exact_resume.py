@@ -6,17 +6,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from recording import NullStreamPrefetch, Numbers, Recording, Stream, WritesPerRank, quiet_trainer
+from recording import NullStreamPrefetch, Numbers, Recording, Stream, quiet_trainer
 from resuming import Counting, Killed, SaveThenDie, assert_resumes_exactly, run
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-]
 
 SAMPLES, BATCH = 15, 2  # eight batches, the last of one sample
 
@@ -63,12 +57,6 @@ def test_map_style(callbacks: Any, background: int, shuffle: bool, tmp_path: Pat
     assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=(0, 3, 7, 10), max_epochs=3)
 
 
-@pytest.mark.parametrize(("callbacks", "background"), [(no_callbacks, 2), (prefetching, 0)])
-def test_map_style_with_workers(callbacks: Any, background: int, tmp_path: Path) -> None:
-    source = data(num_workers=2, background=background)
-    assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=(3, 9), max_epochs=3)
-
-
 @pytest.mark.parametrize(
     ("kind", "callbacks", "workers", "background"),
     [
@@ -84,13 +72,6 @@ def test_iterable(kind: str, callbacks: Any, workers: int, background: int, tmp_
     source = data(kind, num_workers=workers, background=background)
     counts = (3, 9) if workers else (0, 3, 7, 9)
     assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=counts)
-
-
-@pytest.mark.parametrize("kind", ["weighted", "dict"])
-@pytest.mark.parametrize("callbacks", [no_callbacks, prefetching])
-def test_samplers_and_several_datasets(kind: str, callbacks: Any, tmp_path: Path) -> None:
-    source = data(kind, num_workers=0)
-    assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=(2, 7, 12), max_epochs=3)
 
 
 @pytest.mark.parametrize(
@@ -152,19 +133,6 @@ def test_validating_a_checkpoint_leaves_nothing_for_a_fresh_fit(tmp_path: Path) 
     assert "combined_loader" not in torch.load(new)["loops"]["fit_loop"]["state_dict"]
 
 
-@pytest.mark.parametrize("options", [{"max_steps": 21, "max_epochs": -1}, {"limit_train_batches": 5}], ids=str)
-def test_limits(options: dict[str, Any], tmp_path: Path) -> None:
-    options = {"max_epochs": 3, **options}
-    assert_resumes_exactly(data(num_workers=0), prefetching, tmp_path / "run.ckpt", count=(2, 4, 9), **options)
-
-
-def test_the_order_differs_from_epoch_to_epoch_and_holds_each_sample_once() -> None:
-    seen = run(data(num_workers=0), [], max_epochs=3)
-    epochs = [[row[0] for batch in seen[first : first + 8] for row in batch] for first in (0, 8, 16)]
-    assert all(sorted(epoch) == list(range(SAMPLES)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-
-
 def test_without_a_seed_the_checkpoint_brings_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No ``seed_everything``: each process draws its own seed, and the resumed one must take the first one's."""
     from recording import end_workers
@@ -183,50 +151,3 @@ def test_without_a_seed_the_checkpoint_brings_the_order(tmp_path: Path, monkeypa
     before = go([SaveThenDie("on_train_batch_end", 4, path)])
     after = go([], path)
     assert sorted(row[0] for batch in before + after[:3] for row in batch) == list(range(SAMPLES))
-
-
-class KillTwoRanks(SaveThenDie):
-    """Every rank saves; then training ends without an error, because a raising rank would take the other one along."""
-
-    def _reach(self, moment: str, trainer: Any) -> None:
-        if moment == self.moment and self.left == 0:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-        self.left -= moment == self.moment
-
-
-@pytest.mark.parametrize(
-    ("kind", "workers", "callbacks"),
-    [
-        ("map", 0, prefetching),
-        ("counting", 0, no_callbacks),
-        pytest.param("map", 2, no_callbacks, marks=pytest.mark.slow),
-        pytest.param("counting", 2, prefetching, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-@pytest.mark.filterwarnings("ignore:.*using the device under current context")
-def test_two_ranks(kind: str, workers: int, callbacks: Any, tmp_path: Path) -> None:
-    def go(name: str, extra: list[Callback], **options: Any) -> list[list[Any]]:
-        folder = tmp_path / name
-        folder.mkdir()
-        source = data("sharded" if kind == "counting" else kind, num_workers=workers)
-        torch.manual_seed(3)
-        run(
-            source,
-            [*callbacks(), *extra, WritesPerRank(str(folder))],
-            strategy="ddp_fork",
-            devices=2,
-            accelerator="cpu",
-            **options,
-        )
-        return [torch.load(folder / f"rank{rank}.pt")["seen"] for rank in (0, 1)]
-
-    path = tmp_path / "run.ckpt"
-    whole = go("whole", [])
-    before = go("before", [KillTwoRanks("on_train_batch_end", 2, path)])
-    after = go("after", [], ckpt_path=path)
-    assert whole[0] != whole[1]
-    for rank in (0, 1):
-        assert len(before[rank]) == 3
-        assert before[rank] + after[rank] == whole[rank]

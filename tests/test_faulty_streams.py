@@ -11,12 +11,6 @@ from simulated.training import Model, SimulatedLoader, fit
 
 from lightning_feed.transfer.prefetcher import DeviceStream
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-]
-
 
 @pytest.mark.parametrize(
     ("stream", "said"),

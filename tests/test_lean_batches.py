@@ -6,18 +6,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from recording import NullStreamPrefetch, Recording, fit, quiet_trainer
+from recording import NullStreamPrefetch, Recording, fit
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import PrefetchCallback
 from lightning_feed.errors import SettingsError
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
-]
 
 
 class Parts(Dataset[Any]):
@@ -132,14 +125,3 @@ def test_host_keys_are_held_back_where_the_callback_stands_aside_too() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         PrefetchCallback(**options)
-
-
-def test_a_callback_with_everything_can_be_sent_to_other_processes() -> None:
-    import pickle
-
-    callback = NullStreamPrefetch(drop_keys=("meta",))
-    fit([callback], parts, Sees, max_epochs=1)
-    assert pickle.loads(pickle.dumps(callback)).drop_keys == ("meta",)
-    trainer = quiet_trainer([callback], max_epochs=1)
-    trainer.fit(Sees(), **parts())
-    assert not callback._wraps

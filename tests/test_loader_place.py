@@ -1,7 +1,6 @@
 """Where the user's program makes the training loader, in the shapes in which programs make it."""
 
 import importlib.util
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,6 @@ from lightning_feed.watch.verdict.diagnosis import HookPlace, LoopFacts, Place
 PROGRAM = """
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils import data
 from torch.utils.data import DataLoader
 
 ROWS = [torch.zeros(8) for _ in range(8)]
@@ -42,22 +40,12 @@ class Plain(LightningDataModule):
         return DataLoader(ROWS)
 
 
-class ByModule(LightningDataModule):
-    def train_dataloader(self):
-        return data.DataLoader(ROWS, num_workers=0)
-
-
 class ByHelper(LightningDataModule):
     def train_dataloader(self):
         return self._loader(ROWS)
 
     def _loader(self, rows):
         return DataLoader(rows)
-
-
-class Several(LightningDataModule):
-    def train_dataloader(self):
-        return {"a": DataLoader(ROWS), "b": DataLoader(ROWS)}
 
 
 def make_loader(rows, workers=0):
@@ -67,23 +55,6 @@ def make_loader(rows, workers=0):
 class ByFactory(LightningDataModule):
     def train_dataloader(self):
         return make_loader(ROWS)
-
-
-class ByMethod(LightningDataModule):
-    def train_dataloader(self):
-        return self.make(ROWS, 0)
-
-    def make(self, rows, workers=2):
-        return DataLoader(rows, num_workers=workers)
-
-
-def make_alone(rows, workers=2):
-    return DataLoader(rows, num_workers=0)
-
-
-class ByFactoryThatDoesNotListen(LightningDataModule):
-    def train_dataloader(self):
-        return make_alone(ROWS)
 
 
 class Given(LightningDataModule):
@@ -100,14 +71,18 @@ class Given(LightningDataModule):
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     file = tmp_path_factory.mktemp("program") / "mydata.py"
     file.write_text(PROGRAM)
-    spec = importlib.util.spec_from_file_location("mydata", file)
+    yield _imported(file)
+    del sys.modules["mydata"]
+
+
+def _imported(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["mydata"] = module
+    sys.modules[file.stem] = module
     spec.loader.exec_module(module)
-    yield module
-    del sys.modules["mydata"]
+    return module
 
 
 class Tiny(LightningModule):
@@ -154,31 +129,19 @@ def _place(**given: Any) -> Place:
     return place
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "line"),
     [
-        ("Plain", "your training DataLoader (Plain.train_dataloader, mydata.py:12)"),
-        ("ByModule", "your training DataLoader (ByModule.train_dataloader, mydata.py:21)"),
-        ("ByHelper", "your training DataLoader (ByHelper.train_dataloader, mydata.py:29)"),
-        ("ByFactory", "your training DataLoader (ByFactory.train_dataloader, mydata.py:38)"),
-        ("ByMethod", "your training DataLoader (ByMethod.train_dataloader, mydata.py:51)"),
-        (
-            "ByFactoryThatDoesNotListen",
-            "your training DataLoader (ByFactoryThatDoesNotListen.train_dataloader, mydata.py:55)",
-        ),
+        ("Plain", 11),
+        ("ByHelper", 23),
+        ("ByFactory", 27),
     ],
 )
-def test_the_line_of_the_call(program: ModuleType, name: str, words: str) -> None:
+def test_the_line_of_the_call(program: ModuleType, name: str, line: int) -> None:
     place = _place(datamodule=getattr(program, name)())
+    words = f"your training DataLoader ({name}.train_dataloader, mydata.py:{line})"
     assert (place.words, place.form, place.datamodule) == (words, "arguments", name)
     assert place.names == ()
-
-
-def test_loaders_side_by_side_are_all_named(program: ModuleType) -> None:
-    several = program.Several()
-    place = find_place(_source(several), list(several.train_dataloader().values()))
-    assert place.words == "each of your 2 training DataLoaders (Several.train_dataloader, mydata.py:34)"
 
 
 def _source(owner: Any) -> Any:
@@ -199,7 +162,6 @@ def _source(owner: Any) -> Any:
     return Fake()
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_a_loader_that_was_made_elsewhere(program: ModuleType) -> None:
     loader = DataLoader(program.ROWS)
     line = sys._getframe().f_lineno - 1
@@ -254,12 +216,7 @@ def package(tmp_path: Path) -> ModuleType:
     file = tmp_path / "site-packages" / "readymade.py"
     file.parent.mkdir()
     file.write_text(PACKAGE)
-    spec = importlib.util.spec_from_file_location("readymade", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return _imported(file)
 
 
 def test_a_loader_that_a_packages_function_makes(package: ModuleType, program: ModuleType) -> None:
@@ -285,7 +242,6 @@ def test_a_loader_that_a_packages_function_makes(package: ModuleType, program: M
     assert words == f"your training DataLoader, which trainer.fit is given ({made}, {by})"
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_a_loader_that_a_packages_data_module_makes(package: ModuleType, program: ModuleType) -> None:
     place = _place(datamodule=package.Data(program.ROWS))
     assert place.words == "your call that makes Data (Data.train_dataloader, readymade.py:31)"
@@ -322,46 +278,23 @@ def pair():
 """
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.parametrize(
     ("call", "place"),
     [
         ("trainer.fit(model, loader)", " (myfit.py:9)"),
-        ("trainer.fit(model, train_dataloaders=loader)", " (myfit.py:9)"),
         ("trainer.fit(model, DataLoader([torch.zeros(8)]))", " (myfit.py:11)"),
         ("trainer.fit(model, make())", " (myfit.py:15)"),
         ("given, _ = pair()\n    trainer.fit(model, given)", " (myfit.py:16)"),
-        ("for given in [loader]: trainer.fit(model, given)", " (myfit.py:9)"),
-        ("trainer.fit(*[model, loader])", " (myfit.py:9)"),
     ],
 )
 def test_a_loader_that_fit_is_given(tmp_path: Path, call: str, place: str) -> None:
     file = tmp_path / "myfit.py"
     file.write_text(FITS.format(call=call))
-    spec = importlib.util.spec_from_file_location("myfit", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     look, trainer = _looking()
-    module.main(Tiny(), trainer)
+    _imported(file).main(Tiny(), trainer)
     assert look.facts is not None
     assert look.facts.place is not None
     assert look.facts.place.words == f"your training DataLoader, which trainer.fit is given{place}"
-
-
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-def test_a_loader_that_fit_is_given_by_a_plain_script(tmp_path: Path) -> None:
-    file = tmp_path / "myscript.py"
-    file.write_text(
-        "import torch\nfrom torch.utils.data import DataLoader\n\n"
-        "if __name__ == '__main__':\n    trainer.fit(model, DataLoader([torch.zeros(8)]))\n"
-    )
-    look, trainer = _looking()
-    runpy.run_path(str(file), {"trainer": trainer, "model": Tiny()}, run_name="__main__")
-    assert look.facts is not None
-    assert look.facts.place is not None
-    assert look.facts.place.words == "your training DataLoader, which trainer.fit is given (myscript.py:5)"
 
 
 class Squares(Dataset[torch.Tensor]):
@@ -382,12 +315,11 @@ def test_a_fast_data_module_is_set_by_its_settings() -> None:
     assert (place.words, place.form) == ("loader=LoaderSettings(...) of your Ours", "settings")
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_a_wrapped_data_module_is_set_where_it_is_wrapped(program: ModuleType) -> None:
     place = _place(datamodule=FastDataModule.wrap(program.Plain(), LoaderSettings(num_workers=0)))
     assert place.form == "settings"
     assert place.words == "the LoaderSettings(...) of FastDataModule.wrap(Plain(...), LoaderSettings(...))"
-    assert place.inner == "your training DataLoader (Plain.train_dataloader, mydata.py:12)"
+    assert place.inner == "your training DataLoader (Plain.train_dataloader, mydata.py:11)"
 
 
 class Text(LightningDataModule):
@@ -544,7 +476,6 @@ class Slow(Callback):
         """Nothing."""
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.parametrize(("steps", "interval"), [(1, "every_n_steps"), (2, ""), (True, "")])
 def test_the_users_hooks_around_steps(steps: int, interval: str) -> None:
     look, trainer = _looking()

@@ -14,11 +14,6 @@ from watch.small_fits import Memory, make_trainer
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
-]
-
 BATCHES, EPOCHS = 12, 2
 
 

@@ -1,6 +1,5 @@
 """watch_loader: a loop of one's own goes through the same batches, and is measured as one of Lightning's."""
 
-import gc
 import json
 import subprocess
 import sys
@@ -13,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from simulated.device import SimulatedDevice
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import watch_loader
 from lightning_feed.callbacks import plain_loop
 from lightning_feed.callbacks.plain_loop import PlainRun, WatchedLoader
-from lightning_feed.watch.step_meter import EventRing
 
 MS = 1_000_000
 
@@ -75,19 +72,6 @@ def test_waiting_is_time_in_next_and_the_rest_is_the_step() -> None:
     assert stats.steps == 2 * 40 - 20 - 1  # but the warm-up, and the first of the second epoch
 
 
-def test_the_report_knows_that_nothing_of_lightning_is_there() -> None:
-    loader = watch_loader(DataLoader(Numbers(), batch_size=1), report=False)
-    for _ in range(4):
-        for _ in loader:
-            pass
-    found = loader.report()
-    assert found.measurements.facts.loop == "plain"
-    assert found.measurements.facts.num_workers == 0
-    assert found.measurements.facts.batches_per_epoch == 12
-    assert found.measurements.loaders.queue_capacity == 0
-    assert found.stats.steps == 4 * 12 - 20 - 2  # the warm-up has two of the four first ones
-
-
 # --- the same loop ------------------------------------------------------------------------------------------------
 
 
@@ -114,13 +98,6 @@ def test_random_numbers_drawn_between_iter_and_the_first_batch_are_the_same(work
     assert drawn(watched=True) == drawn(watched=False)
 
 
-def test_after_close_the_loader_is_gone_through_as_it_is() -> None:
-    inner = DataLoader(Numbers())
-    loader = watch_loader(inner, report=False)
-    loader.close()
-    assert type(iter(loader)) is type(iter(inner))
-
-
 def test_an_epoch_that_is_left_early_counts_without_its_last_step() -> None:
     source = Source()
     loader = _watched(source)
@@ -131,21 +108,6 @@ def test_an_epoch_that_is_left_early_counts_without_its_last_step() -> None:
                 break
     assert loader.summary().steps == 3 * 19 - 20 - 1
     assert loader._run.live == []
-
-
-def test_an_error_in_the_loop_comes_through_and_the_next_epoch_is_measured() -> None:
-    source = Source()
-    loader = _watched(source)
-
-    def fail() -> None:
-        for number in loader:
-            1 / (number - 5)
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    gc.collect()
-    _train(loader, source)
-    assert loader.summary().step_ms == 10.0
 
 
 def test_no_batch_is_kept_alive() -> None:
@@ -222,12 +184,6 @@ def test_the_same_loader_goes_on_with_the_options_given_last(tmp_path: Path) -> 
     assert json.loads((tmp_path / "feed_report.json").read_text())["run"]["loop"] == "plain"
 
 
-def test_a_list_is_measured_too() -> None:
-    loader = watch_loader([1, 2], report=False)
-    assert [batch for batch in loader if batch] == [1, 2]
-    assert loader.summary().steps == 1  # the first has a figure of its own
-
-
 # --- reports ------------------------------------------------------------------------------------------------------
 
 
@@ -240,29 +196,6 @@ def test_the_first_report_comes_after_200_steps_and_another_at_the_end(capsys: p
     assert "of each step" in capsys.readouterr().out
     loader.close()
     assert capsys.readouterr().out == ""
-
-
-def test_a_loader_that_nobody_has_any_more_reports(capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in watch_loader(DataLoader(Numbers(), batch_size=1)):
-        pass
-    gc.collect()
-    assert capsys.readouterr().out.count("FEED") == 1
-
-
-def test_nothing_is_waited_for_when_a_loader_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may go in the middle of a training, as that of a validation does."""
-    waited: list[str] = []
-    device = SimulatedDevice()
-    monkeypatch.setattr(plain_loop, "open_ring", lambda _: EventRing(device.event, 64))
-    monkeypatch.setattr(EventRing, "wait", lambda self: waited.append("for the device"))
-    for _ in watch_loader(DataLoader(Numbers()), report=False):
-        pass
-    gc.collect()
-    assert waited == []
-    watch_loader(DataLoader(Numbers()), report=False).close()
-    with watch_loader(DataLoader(Numbers()), report=False) as loader:
-        list(loader)
-    assert waited == ["for the device"]
 
 
 def test_other_ranks_report_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,12 +27,6 @@ from lightning_feed import PrefetchCallback
 from lightning_feed.errors import SettingsError
 from lightning_feed.transfer.prefetcher import SideStream
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-]
-
 
 def plain(size: int = 12, **kwargs: Any) -> dict[str, Any]:
     return {"train_dataloaders": DataLoader(Numbers(size), batch_size=2, **kwargs)}
@@ -71,12 +65,6 @@ def test_all_batches_but_the_first_of_each_epoch_are_prefetched() -> None:
     callback = CountingPrefetch()
     fit([callback], plain, max_epochs=3)
     assert callback.stream.staged == 3 * (6 - 1)
-
-
-def test_batches_before_which_validation_runs_are_not() -> None:
-    callback = CountingPrefetch(stages=("fit",))
-    fit([callback], with_validation, max_epochs=1, val_check_interval=2)
-    assert callback.stream.staged == 3
 
 
 @pytest.mark.parametrize(("stages", "staged"), [(("fit",), 5), (("validate",), 1 + 1), (("fit", "validate"), 7)])
@@ -124,31 +112,6 @@ def test_with_a_gradient_scaler_it_looks_ahead_before_backward() -> None:
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     fit([NullStreamPrefetch()], plain, Scaled, plugins=[plugin], max_epochs=1)
     assert order == ["prepare", "prepare", "backward", *["prepare", "backward"] * 4, "backward"]
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-def test_code_at_the_end_of_a_step_runs_before_the_next_batch_is_loaded_with_a_scaler_too(scaled: bool) -> None:
-    seen: list[Any] = []
-
-    class Grows(Recording):
-        """Makes the samples larger from step to step, as a curriculum does."""
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append(batch[:, 0].tolist())
-            return super().training_step(batch, batch_idx)
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.trainer.train_dataloader.dataset.first += 100
-
-    scaler = torch.amp.GradScaler("cpu") if scaled else None
-    fit(
-        [NullStreamPrefetch()],
-        plain,
-        Grows,
-        plugins=[MixedPrecision("16-mixed" if scaled else "bf16-mixed", "cpu", scaler=scaler)],
-        max_epochs=1,
-    )
-    assert seen == [[100 * step + 2 * step, 100 * step + 2 * step + 1] for step in range(6)]
 
 
 # --- standing aside ---------------------------------------------------------------------------------------------------
@@ -267,9 +230,6 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 # --- batches of every kind --------------------------------------------------------------------------------------------
 
 
-KINDS = ["tensor", "tuple", "namedtuple", "dict", "nested", "dataclass", "defaultdict", "packed", "movable"]
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 def test_host_keys_never_reach_the_transfer(depth: int) -> None:
     moved: list[Any] = []
@@ -336,16 +296,6 @@ def test_error_in_a_hook_comes_at_the_same_step(hook: str) -> None:
     assert_same_run(plain, Fails, error="this batch cannot be used")
 
 
-def test_error_keeps_its_traceback() -> None:
-    _, _, error = fit([NullStreamPrefetch()], lambda: {"train_dataloaders": DataLoader(Faulty(), batch_size=2)})
-    assert error is not None
-    names, trace = [], error.__traceback__
-    while trace is not None:
-        names.append(trace.tb_frame.f_code.co_name)
-        trace = trace.tb_next
-    assert "__getitem__" in names
-
-
 @pytest.fixture
 def sigint_as_before() -> Iterator[None]:
     """Lightning switches SIGINT off for good when it ends a fit after Ctrl-C."""
@@ -387,39 +337,6 @@ def test_a_loader_shorter_than_its_length_ends_the_epoch_the_same() -> None:
 
 
 # --- nothing is left behind -------------------------------------------------------------------------------------------
-
-
-def traces(trainer: Trainer, model: LightningModule) -> list[str]:
-    return [
-        name
-        for thing in (trainer.precision_plugin, model)
-        for name, value in vars(thing).items()
-        if "Wrap" in repr(type(value))
-    ]
-
-
-class RaisesInStep(Recording):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        raise RuntimeError("the step failed")
-
-
-class EndsBatches(Recording):
-    def on_train_batch_end(self, *args: Any) -> None: ...
-
-
-@pytest.mark.parametrize("module", [Recording, RaisesInStep, EndsBatches])
-def test_wraps_come_off(module: type[Recording]) -> None:
-    model, trainer, _ = fit([NullStreamPrefetch()], with_validation, module)
-    assert traces(trainer, model) == []
-
-
-def test_two_fits_of_one_trainer() -> None:
-    callback = CountingPrefetch()
-    model, trainer, _ = fit([callback], plain, max_epochs=1)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, **plain())
-    assert callback.stream.staged == 2 * 5
-    assert len([event for event in model.events if event[0] == "training_step"]) == 12
 
 
 def test_another_wrapper_around_ours_survives() -> None:
@@ -471,19 +388,6 @@ def test_a_module_copied_or_pickled_in_mid_fit_is_a_plain_module() -> None:
         assert made._call_batch_hook.__self__ is made
 
 
-def test_callback_can_be_pickled_before_and_copied_during_a_fit() -> None:
-    class Pickles(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-            for callback in trainer.callbacks:
-                if isinstance(callback, NullStreamPrefetch):
-                    copy.deepcopy(callback)
-                    pickle.loads(pickle.dumps(callback))
-
-    _, _, error = fit([NullStreamPrefetch(), Pickles()], plain, max_epochs=1)
-    assert error is None
-    assert pickle.loads(pickle.dumps(PrefetchCallback(depth=2))).depth == 2
-
-
 # --- one callback, several loops and Trainers -------------------------------------------------------------------------
 
 
@@ -501,18 +405,3 @@ def test_active_is_that_of_the_loop_that_runs(stages: Any) -> None:
 
     fit([callback, Looks()], with_validation, max_epochs=2, val_check_interval=2)
     assert seen == {stage: {stage in stages} for stage in seen}
-
-
-def test_each_device_has_its_own_stream() -> None:
-    opened: list[str] = []
-
-    class Opens(PrefetchCallback):
-        def open_stream(self, device: torch.device) -> SideStream | None:
-            opened.append(device.type)
-            return None if device.type == "cpu" else SideStream()
-
-    callback = Opens()
-    assert callback._stream_on(torch.device("meta")) is callback._stream_on(torch.device("meta"))
-    assert opened == ["meta"]
-    fit([callback], plain, max_epochs=1)
-    assert not callback.active

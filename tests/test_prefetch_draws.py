@@ -13,9 +13,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     # Steps that a gradient scaler skips.
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`"),
 ]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from recording import (
     NullStreamPrefetch,
@@ -14,17 +13,12 @@ from recording import (
     Recording,
     Stream,
     assert_same_run,
-    by_hook,
     by_hook_and_loader,
-    fit,
 )
 from torch.utils.data import DataLoader
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:You requested to overfit but enabled"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:.*shuffling enabled, it is strongly recommended"),
 ]
 
@@ -92,25 +86,6 @@ def test_combined_training_loaders(mode: Any) -> None:
     assert_same_run(loaders)
 
 
-def test_several_validation_loaders() -> None:
-    def loaders() -> dict[str, Any]:
-        return {
-            "train_dataloaders": DataLoader(Numbers(8), batch_size=2),
-            "val_dataloaders": [DataLoader(Numbers(6), batch_size=2), DataLoader(Stream(5), batch_size=2)],
-        }
-
-    assert_same_run(loaders, limit_val_batches=2)
-
-
-@pytest.mark.parametrize("optimizers", [1, 2])
-def test_manual_optimisation(optimizers: int) -> None:
-    assert_same_run(both, lambda: Recording(optimizers, manual=True))
-
-
-def test_progress_bar_metrics() -> None:
-    assert_same_run(both, lambda: Recording(pbar=True), enable_progress_bar=True)
-
-
 class StopsEarly(Recording):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         super().on_train_batch_start(batch, batch_idx)
@@ -150,17 +125,6 @@ class ChangesTheNextBatch(Recording):
 @pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}], ids=str)
 def test_modules_that_interfere(module: type[Recording], options: dict[str, Any]) -> None:
     assert_same_run(both, module, **options)
-
-
-class DrawsInCallback(Callback):
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        pl_module.note("callback", torch.rand(1).item())
-
-
-def test_a_callback_behind_ours_that_draws_random_numbers() -> None:
-    plain, _, _ = fit([DrawsInCallback()], both)
-    ours, _, _ = fit([NullStreamPrefetch(), DrawsInCallback()], both)
-    assert by_hook(ours.events) == by_hook(plain.events)
 
 
 @pytest.mark.parametrize("depth", [2, 5, 50])

@@ -14,11 +14,6 @@ from lightning_feed import FastDataModule, ImageFolderDataModule, LoaderSettings
 from lightning_feed.load.trace import PREFIX
 from lightning_feed.transfer.prefetcher import SideStream
 
-pytestmark = [
-    # These fits are small on purpose, and have no validation.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
-]
 BATCHES = 6
 
 
@@ -130,32 +125,6 @@ def test_the_way_of_an_image(class_folders: Path, tmp_path: Path) -> None:
     assert all(trace.inside("decode", "augment"))
     assert not any(trace.inside("read", "augment"))
     assert all(trace.inside("augment", "loader_next"))
-
-
-def test_waiting_for_threads(class_folders: Path, tmp_path: Path) -> None:
-    try:
-        every: Any = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    except TypeError:  # torch before 2.7
-        every = None
-    loader = LoaderSettings(num_workers=2, workers="thread", background=1)
-    data = ImageFolderDataModule(str(class_folders), batch_size=2, image_size=32, decoder="pillow", loader=loader)
-    trace = trace_of(tmp_path, data, experimental_config=every)
-    assert len(trace.named("background_wait")) == len(trace.named("loader_next")) > 0
-    assert all(trace.inside("background_wait", "loader_next"))
-    if every is None:
-        return
-    assert all(trace.inside("thread_wait", "background_load"))
-    assert len(trace.named("thread_wait")) > 0
-    assert all(trace.inside("augment", "thread_sample"))
-    assert len(trace.named("augment")) == len(trace.named("thread_sample")) >= 8
-    assert len(trace.named("thread_collate")) >= 4
-    threads = {name: {event["tid"] for event in trace.named(name)} for name in ("loader_next", "thread_sample")}
-    assert threads["loader_next"].isdisjoint(threads["thread_sample"])
-
-
-def test_a_set_on_the_device(tmp_path: Path) -> None:
-    trace = trace_of(tmp_path, PartsData(batch_size=4, loader=IN_MAIN, cache="device"))
-    assert trace.inside("gather", "loader_next") == [True] * BATCHES
 
 
 def test_without_a_profiler_none_of_it_is_made(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:

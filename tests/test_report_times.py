@@ -18,12 +18,6 @@ from lightning_feed import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.watch import loop
 
-pytestmark = [
-    # These fits are small on purpose.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
-]
-
 
 class Clock:
     def __init__(self) -> None:
@@ -72,23 +66,6 @@ def _reports(capsys: pytest.CaptureFixture[str]) -> int:
 def test_after_200_steps_and_at_the_end(batches: int, times: int, capsys: pytest.CaptureFixture[str]) -> None:
     _fit({}, make_loader(batches))
     assert _reports(capsys) == times
-
-
-def test_a_fit_of_a_few_steps_is_silent_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = _fit({}, make_loader(3), logger=Memory(), default_root_dir=tmp_path, enable_checkpointing=True)
-    assert trainer.state.finished
-    assert _reports(capsys) == 0
-    assert not [one for one in caplog.records if one.name.startswith("lightning_feed")]
-    assert list(tmp_path.rglob("feed_report*")) == []
-
-
-def test_slow_steps_are_told_of_after_a_minute(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[int] = []
-    later = {30: lambda: setattr(clock, "now", 61), 31: lambda: seen.append(_reports(capsys))}
-    _fit(later, make_loader(40))
-    assert (seen, _reports(capsys)) == ([1], 1)
 
 
 @pytest.mark.parametrize(("endless", "shown"), [(True, 4), (False, 2)])
@@ -185,15 +162,3 @@ def test_a_slow_logger_is_called_hardly_more_often_with_the_callback(model: type
     ours = len(logger.rows)
     assert logger.calls - ours == (150 if model is Logs else 0)
     assert 5 < ours <= 3 + clock.now / 0.6  # three to see that it is slow, then 6 ms in 600
-
-
-class Slotted:
-    """As above, and nothing can be set."""
-
-    __slots__ = ("inner",)
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)

@@ -7,21 +7,16 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.callbacks import starvation_run
-from lightning_feed.callbacks.starvation_run import _loaders
 from lightning_feed.watch import loop
-from lightning_feed.watch.facts import batches_ahead
 
 pytestmark = [
     # These fits are small on purpose.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set"),
     # Lightning's own advice, for runs that are resumed in the middle of an epoch.
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
@@ -45,12 +40,6 @@ def test_windows_are_logged_where_the_trainer_logs(quiet: GPUStarvationCallback)
     assert logger.steps == [3, 7, 11, 15, 19, 23, 27, 31, 35]
 
 
-def test_every_n_steps_goes_before_the_trainer(quiet: GPUStarvationCallback) -> None:
-    logger = Memory()
-    run_fit(quiet, batches=12, logger=logger, log_every_n_steps=3)
-    assert logger.steps == [4, 9]
-
-
 def test_tags_of_a_fit(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "READ_EVERY_NS", 0)  # of every window, however short
     logger = Memory()
@@ -72,29 +61,6 @@ def test_the_axis_counts_optimizer_steps(quiet: GPUStarvationCallback) -> None:
     assert sorted(set(logger.steps)) == logger.steps
 
 
-def test_manual_optimisation(quiet: GPUStarvationCallback) -> None:
-    class Manual(BoringModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.optimizers().step()  # type: ignore[union-attr]
-
-    logger = Memory()
-    run_fit(quiet, model=Manual(), logger=logger)
-    assert logger.steps == [4, 9, 14, 19]
-
-
-def test_the_layout_is_added_once(quiet: GPUStarvationCallback) -> None:
-    logger = Memory()
-    trainer = run_fit(quiet, logger=logger)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(BoringModel(), make_loader())
-    assert len(logger.layouts) == 1
-    assert "feed/starved_pct" in str(logger.layouts)
-
-
 def test_without_a_logger_it_warns_once_and_measures(
     quiet: GPUStarvationCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,26 +73,6 @@ def test_without_a_logger_it_warns_once_and_measures(
     summary = quiet.summary()
     assert summary is not None
     assert summary.steps == 5
-
-
-def test_the_first_batch_of_an_epoch_and_a_validation_are_left_out(quiet: GPUStarvationCallback) -> None:
-    run_fit(quiet, batches=10, max_epochs=2, limit_val_batches=2, val_check_interval=5, num_sanity_val_steps=2)
-    # each epoch: not the first, not the one after the validation in its middle
-    assert quiet.report().stats.steps == 2 * (10 - 2)
-
-
-def test_a_long_run_without_windows_stays_small(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "UNFOLDED_STEPS", 8)
-    held: list[int] = []
-
-    class Watch(lightning.pytorch.Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            held.append(len(quiet._run.main.ledger.fresh))
-
-    quiet.every_n_steps = None
-    run_fit(quiet, batches=40, others=(Watch(),), log_every_n_steps=0)
-    assert max(held) <= 8
-    assert quiet.report().stats.steps == 20  # without the warm-up
 
 
 def test_facts_of_loaders_that_change_between_epochs(quiet: GPUStarvationCallback) -> None:
@@ -147,36 +93,6 @@ def test_facts_of_loaders_that_change_between_epochs(quiet: GPUStarvationCallbac
     assert (facts.batches_per_epoch, facts.breaks_off) == (3, True)
     assert facts.num_workers == trainer.datamodule.workers == 2
     assert (facts.batch_bytes, facts.batch_tensors) == (128, 1)
-
-
-def test_facts_of_the_loader(quiet: GPUStarvationCallback) -> None:
-    trainer = make_trainer(quiet)
-    trainer.fit(BoringModel(), make_loader(4, num_workers=1, prefetch_factor=3, pin_memory=False))
-    facts = quiet.report().measurements.facts
-    assert (facts.num_workers, facts.prefetch_factor, facts.pin_memory, facts.persistent_workers) == (
-        1,
-        3,
-        False,
-        False,
-    )
-    assert (facts.batch_size, facts.batch_bytes, facts.batch_tensors) == (1, 128, 1)
-    assert (facts.workers, facts.ours, facts.map_style, facts.batches_per_epoch) == ("process", False, True, 4)
-    assert facts.breaks_off is False
-    assert facts.usable_cpus is not None
-    assert facts.lightning == lightning.__version__
-    assert batches_ahead(_loaders(trainer, "fit")) == 3
-
-
-def test_an_epoch_of_a_stream_is_taken_to_be_as_long_as_the_one_before(quiet: GPUStarvationCallback) -> None:
-    class Stream(IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            return iter(torch.ones(6, 32))
-
-    make_trainer(quiet, max_epochs=1).fit(BoringModel(), DataLoader(Stream()))
-    assert quiet.report().measurements.facts.batches_per_epoch is None
-    make_trainer(quiet, max_epochs=3).fit(BoringModel(), DataLoader(Stream()))
-    facts = quiet.report().measurements.facts
-    assert (facts.batches_per_epoch, facts.max_epochs) == (6, 3)
 
 
 # --- the progress bar and the report ------------------------------------------------------------------------------
@@ -243,24 +159,3 @@ def test_loaders_that_are_not_torchs_are_measured_too(quiet: GPUStarvationCallba
     measured = quiet.report().measurements
     assert measured.stats.steps == 7
     assert measured.facts.num_workers is None  # it may be the other one that is waited for
-
-
-def test_a_look_at_the_report_takes_no_steps_from_the_other_ranks(
-    quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[int] = []
-
-    class Exchange:
-        def add(self, steps: list[Any]) -> None:
-            told.extend(step.number for step in steps)
-
-        send = add
-        take = total = finish = lambda self: None
-
-    class Asks(Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            quiet.report()
-
-    monkeypatch.setattr(starvation_run, "open_rank_exchange", lambda warm_up: Exchange())
-    run_fit(quiet, batches=12, others=(Asks(),))
-    assert told == list(range(1, 13))

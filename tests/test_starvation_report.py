@@ -2,25 +2,15 @@
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from watch.reports.sample_reports import sample, sample_report
 from watch.small_fits import Memory, run_fit
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.callbacks.starvation_report import give_report, run_folder
 from lightning_feed.watch.reports.document import read_document
-from lightning_feed.watch.reports.files import diagnosis_markdown
 from lightning_feed.watch.reports.report import headline
-
-pytestmark = [
-    # These fits are small on purpose.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
-]
 
 
 @pytest.fixture
@@ -71,38 +61,6 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
     assert list(tmp_path.rglob("feed_report*")) == []
 
 
-def test_loggers_that_keep_runs_elsewhere_have_a_folder_beside_their_checkpoints(tmp_path: Path) -> None:
-    wandb = SimpleNamespace(save_dir=str(tmp_path), name="project", version="a1b2", log_dir=None)
-    assert run_folder(SimpleNamespace(loggers=[wandb], fast_dev_run=0)) == tmp_path / "project" / "a1b2"
-    numbered = SimpleNamespace(save_dir=str(tmp_path), name="project", version=3)
-    assert run_folder(SimpleNamespace(loggers=[numbered], fast_dev_run=0)) == tmp_path / "project" / "version_3"
-
-
-class Calls:
-    """A method that remembers what it was called with."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.made.append((args, kwargs))
-
-
-def test_each_kind_of_logger_gets_the_report_in_its_own_way() -> None:
-    tensorboard, mlflow, comet = Calls(), Calls(), Calls()
-    for logger in (
-        SimpleNamespace(experiment=SimpleNamespace(add_text=tensorboard)),
-        SimpleNamespace(experiment=SimpleNamespace(log_text=mlflow), run_id="r1"),
-        SimpleNamespace(experiment=SimpleNamespace(log_text=comet)),
-        SimpleNamespace(),  # takes no text
-    ):
-        give_report(logger, sample_report(), 7)
-    markdown = diagnosis_markdown(sample())
-    assert tensorboard.made == [(("feed/report", markdown, 7), {})]
-    assert [args[2] for args, _ in mlflow.made] == ["feed_report.md", "feed_report.json"]
-    assert comet.made == [((markdown,), {"step": 7})]
-
-
 def test_weights_and_biases_shows_the_page_and_the_whole_run(starvation: GPUStarvationCallback, tmp_path: Path) -> None:
     from lightning.pytorch.loggers import WandbLogger
 
@@ -141,12 +99,6 @@ def test_mlflow_keeps_the_report_as_artifacts_and_beside_the_run(
         ("feed_report.md",),
     ]
     assert read_document(next(tmp_path.rglob("artifacts/*.json"))).diagnosis == starvation.report()
-
-
-@pytest.mark.parametrize("folder", [{"log_dir": "s3://bucket/runs"}, {"log_dir": None, "save_dir": "gs://bucket"}])
-def test_an_address_is_not_taken_for_a_folder(folder: dict[str, Any]) -> None:
-    remote = SimpleNamespace(name="project", version=3, **folder)
-    assert run_folder(SimpleNamespace(loggers=[remote], fast_dev_run=0, checkpoint_callback=None)) is None
 
 
 def test_a_logger_that_refuses_the_text_does_not_end_the_run(

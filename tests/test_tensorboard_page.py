@@ -103,18 +103,6 @@ def test_scalars_are_served(get: Callable[..., Any], tag: str) -> None:
     assert all(value >= 0 for _, _, value in rows)
 
 
-def test_the_served_parts_add_up_to_the_served_step(get: Callable[..., Any]) -> None:
-    def served(part: str) -> dict[int, float]:
-        rows = get("scalars/scalars", tag=f"feed_step/{part}_ms", run="fit/all")
-        return {step: value for _, step, value in rows}
-
-    whole = served("step")
-    parts = [served(part) for part in ("compute", "h2d", "data_idle", "other")]
-    assert whole
-    for step, value in whole.items():
-        assert sum(part[step] for part in parts) == pytest.approx(value, rel=1e-4)
-
-
 def test_the_layout_of_custom_scalars_names_tags_that_exist(get: Callable[..., Any]) -> None:
     (category,) = get("custom_scalars/layout")["category"]
     shown = {tag for chart in category["chart"] for tag in chart["multiline"]["tag"]}

@@ -1,15 +1,12 @@
 """The whole of a run, measured in real fits on a scripted clock: only what is told to take time takes any."""
 
-import json
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -20,17 +17,13 @@ from watch.test_wall import Clock, told
 
 from lightning_feed import GPUStarvationCallback
 from lightning_feed.callbacks import starvation as starvation_callback
-from lightning_feed.load.machine import read_machine
 from lightning_feed.watch.loop import MeasuredLoop
-from lightning_feed.watch.reports.document import as_document, make_report, read_document
-from lightning_feed.watch.reports.files import as_text
+from lightning_feed.watch.reports.document import read_document
 from lightning_feed.watch.reports.report import headline
 from lightning_feed.watch.verdict.diagnosis import Diagnosis, Remedy
 
 pytestmark = [
     # These fits are small on purpose.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:predict returned None"),
 ]
@@ -150,16 +143,6 @@ def test_validation_while_gradients_accumulate(clock: Clock) -> None:
     assert wall.wall_s == pytest.approx(clock.now * 1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:Total length of")
-def test_a_validation_without_batches_is_none(clock: Clock) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
-    trainer = make_trainer(starvation, max_epochs=2, limit_val_batches=1.0, val_check_interval=2)
-    trainer.fit(Model(clock), loader(clock, 6, 1), [])
-    measured = starvation.report().measurements
-    assert measured.wall is not None
-    assert told(measured.wall) == {name: EXPECTED[name] for name in ("train", "epoch starts", "set-up", "rest")}
-
-
 def test_a_second_fit_begins_anew(clock: Clock) -> None:
     starvation = GPUStarvationCallback(nvml=False, report=False)
     measured_fit(clock, callback=starvation)
@@ -169,14 +152,6 @@ def test_a_second_fit_begins_anew(clock: Clock) -> None:
     assert found.measurements.wall.wall_s == pytest.approx((clock.now - before) * 1e-9)
 
 
-def test_the_trainer_is_left_as_it_was(clock: Clock) -> None:
-    starvation = GPUStarvationCallback(nvml=False, report=False)
-    trainer = make_trainer(starvation)
-    trainer.fit(Model(clock), loader(clock, 4, 1))
-    assert "save_checkpoint" not in vars(trainer)
-    assert starvation.log == trainer.lightning_module.log  # Lightning gives it to every callback
-
-
 # --- computing, divided -------------------------------------------------------------------------------------------
 
 
@@ -184,23 +159,6 @@ def test_computing_divides_into_forward_backward_and_optimizer(clock: Clock) -> 
     stats = measured_fit(clock, limit_val_batches=0).stats
     assert (stats.forward_ms, stats.backward_ms, stats.optimizer_ms, stats.compute_ms) == (2000, 3000, 4000, 9000)
     assert stats.data_idle_ms == 1000
-
-
-def test_manual_optimisation_is_not_divided(clock: Clock) -> None:
-    class Manual(Model):
-        automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.sleep(2)
-            for _ in range(2):
-                self.manual_backward(self.step(batch))
-                self.optimizers().step()
-
-    starvation = GPUStarvationCallback(nvml=False, report=False)
-    make_trainer(starvation).fit(Manual(clock), loader(clock, 6, 1))
-    stats = starvation.report().stats
-    assert stats.compute_ms == 8000
-    assert (stats.forward_ms, stats.backward_ms, stats.optimizer_ms) == (None, None, None)
 
 
 # --- validation, test and prediction ------------------------------------------------------------------------------
@@ -363,52 +321,6 @@ def test_a_scheduler_that_follows_the_validation_gets_its_metric(
             run_of(clock, **(options | apply(found.remedies[0])))
 
 
-def test_the_room_for_batches_of_workers_is_known_of_validation_too(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = replace(read_machine(), free_shm_bytes=1)
-    monkeypatch.setattr("lightning_feed.callbacks.starvation_run.read_machine", lambda: machine)
-    measured = run_of(clock).measurements
-    assert measured.validation is not None
-    assert (measured.facts.free_shm_bytes, measured.validation.facts.free_shm_bytes) == (1, 1)
-
-
-def test_a_run_that_trains_most_of_the_time_is_not_limited_by_validation(clock: Clock) -> None:
-    found = measured_fit(clock)
-    assert found.bottleneck not in ("validation", "checkpoints")
-    assert found.measurements.wall is not None
-
-
-def test_a_single_validation_cannot_become_rarer(clock: Clock) -> None:
-    found = run_of(clock, epochs=1)
-    assert found.bottleneck == "validation"
-    assert all("val_" not in remedy.code for remedy in found.remedies)
-
-
-def test_every_form_of_the_report_has_the_parts(clock: Clock, tmp_path: Path) -> None:
-    found = run_of(clock)
-    report = make_report(found)
-    text = as_text(found)
-    assert "wall  2670.0 s = train 1190.0 | validation 1440.0 | epoch starts 10.0 | set-up 30.0" in text
-    assert "compute 9000.0 (forward 2000.0, backward 3000.0, optimizer 4000.0)" in text
-    assert "validation step 9000.0 ms = compute 5000.0 | data 4000.0 | other 0.0" in text
-    document = json.loads(json.dumps(as_document(report)))
-    assert sum(part["seconds"] for part in document["wall"]["parts"]) == pytest.approx(document["wall"]["wall_s"])
-    assert document["validation"]["stats"]["data_idle_ms"] == pytest.approx(4000)
-    from lightning_feed.watch.reports.files import write_report
-
-    for path in write_report(report, tmp_path):
-        assert "epoch starts" in path.read_text()
-    assert read_document(tmp_path).diagnosis == found
-
-
-def test_other_programs_lower_the_confidence(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_feed.watch.kernel.CpuShare.others_pct", lambda *_: 40.0)
-    found = measured_fit(clock, max_epochs=10)
-    assert found.confidence == "low"
-    assert "40 % of the CPUs were taken by other programs: low confidence" in found.evidence
-
-
 # --- the user's profilers -----------------------------------------------------------------------------------------
 
 
@@ -424,39 +336,3 @@ def test_a_simple_profiler_sees_each_fetch_once(stage: str, clock: Clock, monkey
         seen.append([round(each) for each in trainer.profiler.recorded_durations[fetch]])
     assert seen[0] == seen[1]
     assert sum(seen[0]) == 8 * 3
-
-
-def test_an_advanced_profiler_sees_each_fetch_once(clock: Clock, tmp_path: Path) -> None:
-    from lightning.pytorch.profilers import AdvancedProfiler
-
-    profiler = AdvancedProfiler(dirpath=tmp_path)
-    calls: list[str] = []
-    start = profiler.start
-    profiler.start = lambda name: (calls.append(name), start(name))[1]  # type: ignore[method-assign, func-returns-value]
-    make_trainer(CpuPrefetch(), profiler=profiler).fit(Model(clock), loader(clock, 8, 3))
-    assert calls.count("[_TrainingEpochLoop].train_dataloader_next") == 8
-    assert calls.count("[PrefetchCallback].hand_out") == 7
-
-
-def test_the_other_package_tells_the_same(clock: Clock) -> None:
-    import pytorch_lightning
-    from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
-
-    from lightning_feed import pl
-
-    class Other(OtherModel):  # type: ignore[misc, valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            clock.sleep(2)
-            return super().training_step(batch, batch_idx)
-
-    starvation = pl.GPUStarvationCallback(nvml=False, report=False)
-    trainer = make_trainer(starvation, package=pytorch_lightning, limit_val_batches=1.0, num_sanity_val_steps=0)
-    trainer.fit(Other(), loader(clock, 6, 1), loader(clock, 4, 1))
-    wall = starvation.report().measurements.wall
-    assert wall is not None
-    assert told(wall) == {"train": (6 * 3 - 1, 1), "validation": (4, 1), "epoch starts": (1, 1)}
-    assert starvation.report().measurements.facts.package == "pytorch_lightning"
-
-
-def test_lightning_and_its_twin_are_both_here() -> None:
-    assert lightning.pytorch.Trainer.__module__ == "lightning.pytorch.trainer.trainer"

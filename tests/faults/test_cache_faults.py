@@ -109,18 +109,6 @@ def test_a_worker_that_is_killed_with_a_batch_on_its_way_is_named(
     assert sum(len(batch) for batch in loader) == 400
 
 
-def test_an_error_of_the_users_own_connection_stays_what_it_is() -> None:
-    class Remote:
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> int:
-            raise ConnectionResetError(104, "the bucket is gone")
-
-    with pytest.raises(ConnectionResetError, match="the bucket is gone"):
-        list(FeedLoader(Remote(), batch_size=2, num_workers=1))
-
-
 # --- a cache of remote files ------------------------------------------------------------------------------------------
 
 
@@ -180,21 +168,6 @@ def test_a_count_that_is_damaged_in_use_ends_no_run(tmp_path: Path, left: bytes)
     assert cache.used_bytes() == taken_bytes(tmp_path)
 
 
-def test_who_opens_a_cache_beside_others_counts_nothing_again(tmp_path: Path) -> None:
-    """A million files take seconds, and the ranks of a node open it one after the other."""
-    first = ReadThrough(tmp_path, LIMIT)
-    first._count(12345)
-    assert ReadThrough(tmp_path, LIMIT).used_bytes() == 12345
-    del first
-    assert ReadThrough(tmp_path, LIMIT).used_bytes() == 0
-
-
-def test_a_smaller_limit_holds_when_the_cache_is_opened(tmp_path: Path) -> None:
-    fill(tmp_path, 1, 60)
-    ReadThrough(tmp_path, LIMIT // 4)
-    assert taken_bytes(tmp_path) <= LIMIT // 4
-
-
 @pytest.mark.parametrize("inner", ["", "00"])
 def test_a_folder_that_others_could_write_to_is_refused(tmp_path: Path, inner: str) -> None:
     folder = ReadThrough(tmp_path, LIMIT).folder / inner
@@ -235,15 +208,6 @@ def test_nothing_in_a_cache_is_waited_for_or_followed(tmp_path: Path, name: str,
         assert not path.is_symlink()
         put(cache, "00a", b"hello")
         assert cache.read("00a", 5) == b"hello"
-
-
-@pytest.mark.parametrize("plant", [os.mkfifo, plant_link])
-def test_a_count_that_is_no_file_is_made_again(tmp_path: Path, plant: Callable[[Path], None]) -> None:
-    (tmp_path / "read-through").mkdir(mode=0o700)
-    plant(tmp_path / "read-through/used_bytes")
-    cache = ReadThrough(tmp_path, LIMIT)
-    put(cache, "00a", b"hello")
-    assert cache.used_bytes() == 4096
 
 
 def test_a_link_in_place_of_a_file_in_the_making_is_not_written_through(tmp_path: Path) -> None:

@@ -18,8 +18,6 @@ from lightning_feed import GPUStarvationCallback
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You have overridden"),
     pytest.mark.filterwarnings("ignore:.*using the device under current context"),
 ]
 SAMPLES, SIZE, RANKS = 140, 2, 8

@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, PrefetchCallback
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:.*checkpoint directory .* exists and is not empty"),
 ]

@@ -33,10 +33,7 @@ from lightning_feed.watch.step_meter import EventRing
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="functions are told apart by co_qualname"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
 ]
 PACKAGE = os.path.dirname(lightning_feed.__file__) + os.sep  # noqa: PTH120  # compared with code objects' names
 OBSERVERS = ("watch/", "callbacks/starvation_")

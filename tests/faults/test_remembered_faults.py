@@ -3,7 +3,6 @@
 import logging
 import os
 import random
-import stat
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ import pytest
 from lightning_feed.archive import folder as folders
 from lightning_feed.archive import system
 from lightning_feed.archive.folder import index_of
-from lightning_feed.archive.system import cache_folder, read_private, write_private
+from lightning_feed.archive.system import cache_folder
 
 STRANGER = 65534
 root_only = pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
@@ -93,12 +92,6 @@ def test_an_index_with_any_bit_flipped_is_made_again(photos: Path, caplog: pytes
 # --- other users ---------------------------------------------------------------------------------------------------
 
 
-def test_only_the_user_may_read_or_enter(photos: Path) -> None:
-    kept = remember(photos)
-    modes = [stat.S_IMODE(path.stat().st_mode) for path in (cache_folder(), kept.parent, kept)]
-    assert modes == [0o700, 0o700, 0o600]
-
-
 def make_foreign(kept: Path) -> None:
     os.chown(kept, STRANGER, STRANGER)
 
@@ -123,11 +116,10 @@ def test_what_another_user_may_have_planted_is_not_used(
     plant: Callable[[Path], None], photos: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = remember(photos)
-    index = folders._load(kept)
-    assert index is not None
-    assert len(index) == 6
-    poisoned = type(index)(**{**vars(index), "labels": index.labels[::-1].copy()})
-    folders._save(poisoned, kept)
+    arrays = folders.load_arrays(kept)
+    assert arrays is not None
+    assert len(arrays["labels"]) == 6
+    folders.save_arrays(kept, **{**arrays, "labels": arrays["labels"][::-1].copy()})
     assert index_of(photos).labels.tolist() == [1, 1, 1, 0, 0, 0]  # it would be believed
     plant(kept)
     with caplog.at_level(logging.INFO):
@@ -159,10 +151,3 @@ def test_a_user_without_a_home_can_train() -> None:
         )
     assert done.stderr == ""
     assert done.stdout.split() == [f"{folder}/lightning_feed-54321", "0o40700", "1"]
-
-
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "c"
-    for content in (b"one", b"two"):
-        write_private(path, content)
-        assert read_private(path) == content

@@ -23,12 +23,6 @@ from watch.test_ranks_gloo import in_ranks
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
 from lightning_feed.callbacks.autotune import AutotuneCallback
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
-]
-
 
 class Data(FastDataModule):
     def make_dataset(self, split: str) -> Any:
@@ -183,28 +177,6 @@ def test_no_inodes_left(few_files: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "write its report" in written
     assert "No space left on device" in written
     assert "give the settings of the loader to TensorBoardLogger (trainer.loggers[0])" in settings
-
-
-@pytest.mark.parametrize("folder", [object(), 7, SimpleNamespace(name="a mock")])
-def test_a_log_dir_that_is_no_path(folder: Any, caplog: pytest.LogCaptureFixture) -> None:
-    class Elsewhere(Memory):
-        log_dir = folder
-
-    fit_with(Elsewhere())
-    assert not said(caplog)
-
-
-# --- errors that are not ours -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_an_interruption_goes_through(stop: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise stop
-
-    monkeypatch.setattr("lightning_feed.watch.step_meter.StepMeter.step_ended", interrupted)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        run_fit(GPUStarvationCallback(nvml=False, report=False))
 
 
 # --- ranks --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """A run that is resumed in the middle of an epoch with something changed: exact, or refused with what changed."""
 
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,6 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You have overridden"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
     pytest.mark.filterwarnings("ignore:.*using the device under current context"),
 ]
 
@@ -81,51 +77,6 @@ def test_each_sample_is_trained_once_whatever_changes(seed: int) -> None:
     assert state["batches"] == len(last[0]), "Lightning would not see the end of this epoch"
     assert sorted(trained[:samples]) == list(range(samples))
     assert len(trained) - samples < most  # repeated, so that all ranks have as many
-
-
-@pytest.mark.parametrize("workers", [{"num_workers": 2}, {"num_workers": 2, "workers": "thread"}, {"background": 2}])
-def test_workers_do_not_matter(workers: dict[str, Any]) -> None:
-    whole, _ = steps(loaders(40, 1, 8))
-    before, state = steps(loaders(40, 1, 8, **workers), 2)
-    (resumed,) = loaders(40, 1, 5, **workers)
-    resumed.load_state_dict(state)
-    assert before + steps([resumed])[0] == whole
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 2), (2, 1)])
-def test_other_ranks_go_on_with_what_was_not_trained(before: int, after: int, caplog: pytest.LogCaptureFixture) -> None:
-    first, state = steps(loaders(400, before, 8), 10)
-    now = loaders(400, after, 8)
-    for loader in now:
-        loader.load_state_dict(state)
-    times = Counter(first + steps(now)[0])
-    assert set(times) == set(range(400))
-    assert sum(times.values()) - 400 < after
-    assert f"{after} ranks in place of {before}" in caplog.text
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("size", [4, 12, 16])
-def test_another_batch_size(size: int, drop_last: bool) -> None:
-    whole, _ = steps(loaders(400, 1, 8))
-    before, state = steps(loaders(400, 1, 8, drop_last=drop_last), 10)
-    (loader,) = loaders(400, 1, size, drop_last=drop_last)
-    loader.load_state_dict(state)
-    after, _ = steps([loader])
-    left = 320 // size * size if drop_last else 320
-    assert before + after == whole[: 80 + left]
-
-
-def test_another_batch_size_under_a_sampler_of_the_users() -> None:
-    def make(size: int) -> FeedLoader:
-        sampler = WeightedRandomSampler([1.0, 2.0] * 20, 40)
-        return FeedLoader(range(40), batch_size=size, sampler=sampler, order=EpochOrder(seed=3, epoch=lambda: 0))
-
-    whole, _ = steps([make(8)])
-    before, state = steps([make(8)], 2)
-    resumed = make(5)
-    resumed.load_state_dict(state)
-    assert before + steps([resumed])[0] == whole
 
 
 def test_another_length_is_refused_in_mid_epoch_and_welcome_at_its_end() -> None:
@@ -234,13 +185,6 @@ def test_in_a_fit_with_another_batch_size(size: int, moment: str, tmp_path: Path
     assert sorted(after[-30:]) == list(range(30))
     assert epochs.validations == 2
     assert epochs.batches[-1] + 1 == -(-30 // size)
-
-
-def test_in_a_fit_with_other_data(tmp_path: Path) -> None:
-    path = tmp_path / "run.ckpt"
-    run(lambda: {"datamodule": Data(30, 4)}, [SaveThenDie("on_train_batch_end", 3, path)])
-    with pytest.raises(ResumeError, match="33 samples in place of 30"):
-        run(lambda: {"datamodule": Data(33, 4)}, [], ckpt_path=path)
 
 
 class StopAfter(SaveThenDie):

@@ -20,8 +20,6 @@ from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.state_schema import check_state
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You have overridden"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
 ]
 

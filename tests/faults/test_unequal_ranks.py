@@ -12,9 +12,6 @@ from lightning_feed.data.exact_resume import check_equal_ranks
 from lightning_feed.errors import LoaderError
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You have overridden"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
     pytest.mark.filterwarnings("ignore:.*using the device under current context"),
 ]
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from prefetch_generator import BackgroundGenerator
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load import threads as threads_of_loaders
@@ -53,19 +52,6 @@ class Gate:
         self.asked.set()
         self.open.acquire()
         return 0
-
-
-class Samples(Dataset[int]):
-    def __init__(self, size: int, *, fails_at: int | None = None) -> None:
-        self.size, self.fails_at = size, fails_at
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        if index == self.fails_at:
-            raise OSError(f"sample {index} is cut short")
-        return index
 
 
 def threads() -> list[threading.Thread]:
@@ -135,33 +121,6 @@ def test_close_takes_effect_at_once_and_can_be_repeated() -> None:
     assert source.drawn == drawn
 
 
-def test_the_finally_of_a_generator_runs() -> None:
-    ended: list[bool] = []
-
-    def source() -> Iterator[int]:
-        try:
-            yield from range(1000)
-        finally:
-            ended.append(True)
-
-    ahead = BackgroundIterator(source(), 2)
-    next(ahead)
-    ahead.close()
-    assert ended == [True]
-
-
-def test_an_iterator_in_a_reference_cycle_is_collected_too() -> None:
-    class Holder:
-        pass
-
-    holder: Any = Holder()
-    holder.itself, holder.ahead = holder, BackgroundIterator(Source(1000), 1)
-    next(holder.ahead)
-    del holder
-    gc.collect()
-    assert threads() == []
-
-
 @pytest.mark.parametrize("collected_in", ["another thread", "its own thread"])
 def test_garbage_may_be_collected_in_any_thread(collected_in: str) -> None:
     box: list[Any] = []
@@ -205,19 +164,6 @@ def test_an_error_arrives_after_the_items_before_it(error: BaseException, at: in
     assert threads() == []
     with pytest.raises(LoaderError):  # not the end of an epoch
         next(ahead)
-
-
-def test_an_error_that_was_dropped_keeps_nothing_alive() -> None:
-    source = Source(9, fails_at=1, error=ValueError())
-    released = weakref.ref(source)
-    ahead = BackgroundIterator(source, 1)
-    del source
-    next(ahead)
-    with pytest.raises(ValueError, match=r"^$") as raised:
-        next(ahead)
-    assert released() is not None  # its own frame is in the traceback
-    traceback.clear_frames(raised.value.__traceback__)
-    assert released() is None  # and that was all
 
 
 def test_the_end_holds_no_frame_of_the_source() -> None:
@@ -277,7 +223,6 @@ def test_an_interrupt_while_waiting_closes(monkeypatch: pytest.MonkeyPatch) -> N
     assert threads() == []
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # on purpose: Python 3.12 on
 def test_a_forked_copy_leaves_the_thread_alone() -> None:
     ahead = BackgroundIterator(Source(100), 1)
     next(ahead)
@@ -298,29 +243,3 @@ def test_the_thread_works_on_the_consumers_device(monkeypatch: pytest.MonkeyPatc
     )
     assert list(BackgroundIterator(Source(2), 1)) == [0, 1]
     assert set(asked) == {(3, "BackgroundGenerator")}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_behind_a_loader_everything_arrives(workers: int) -> None:
-    loader = DataLoader(Samples(23), batch_size=4, num_workers=workers)
-    ahead = BackgroundIterator(iter(loader), 2)
-    assert torch.cat(list(ahead)).tolist() == list(range(23))
-
-
-def test_workers_of_an_abandoned_epoch_end() -> None:
-    ahead = BackgroundIterator(iter(DataLoader(Samples(100), num_workers=2)), 2)
-    next(ahead)
-    assert len(multiprocessing.active_children()) == 2
-    ahead.close()
-    assert multiprocessing.active_children() == []
-
-
-def test_an_error_in_a_worker_is_heard_with_its_traceback() -> None:
-    ahead = BackgroundIterator(iter(DataLoader(Samples(20, fails_at=5), batch_size=2, num_workers=2)), 2)
-    seen: list[torch.Tensor] = []
-    with pytest.raises(OSError, match=r"sample 5 is cut short") as raised:
-        seen.extend(ahead)
-    assert torch.cat(seen).tolist() == [0, 1, 2, 3]
-    assert "__getitem__" in str(raised.value)
-    # Torch's iterator hangs in the error's frames. Left to the garbage collector, it waits 5 s for each worker.
-    traceback.clear_frames(raised.value.__traceback__)

@@ -1,14 +1,12 @@
 """Samples that cannot be read: named, replaced, counted over workers, and too many of them end the run."""
 
-import logging
-import pickle
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.load.collate import BadSamples, Skipped, fill_skipped
+from lightning_feed.load.collate import BadSamples, fill_skipped
 
 
 class Breakable(Dataset[Any]):
@@ -72,15 +70,6 @@ def test_substitute_with_nothing_left_gives_the_first_error() -> None:
         batches(Breakable(3, {0, 1, 2}, BadSamples("substitute")))
 
 
-def test_each_failure_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        batches(Breakable(8, {1, 6}, BadSamples("skip")))
-    assert [record.getMessage() for record in caplog.records] == [
-        "number 1 is broken. on_error='skip': the run goes on. (1 so far)",
-        "number 6 is broken. on_error='skip': the run goes on. (2 so far)",
-    ]
-
-
 @pytest.mark.parametrize("on_error", ["skip", "substitute"])
 def test_more_than_max_failures_end_the_run(on_error: Any) -> None:
     dataset = Breakable(12, {1, 5, 9}, BadSamples(on_error, max_failures=2))
@@ -99,12 +88,6 @@ def test_the_limit_holds_over_all_workers() -> None:
     dataset = Breakable(16, {1, 5, 9, 13}, BadSamples("skip", max_failures=3))
     with pytest.raises(DatasetError, match="max_failures=3"):
         batches(dataset, workers=2)
-
-
-def test_a_copy_has_a_count_of_its_own_and_can_go_on() -> None:
-    copy = pickle.loads(pickle.dumps(BadSamples("skip")))
-    assert isinstance(copy.instead(3, DatasetError("x"), 8, lambda index: index), Skipped)
-    assert copy.failures == 1
 
 
 @pytest.mark.parametrize("given", [{"on_error": "ignore"}, {"max_failures": -1}, {"max_failures": True}])

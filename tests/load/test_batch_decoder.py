@@ -1,16 +1,12 @@
 """A decoder behind a FeedLoader takes batches ahead, and the loader's order, place and errors stay what they are."""
 
-import pickle
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import _update_dataloader
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import Dataset
 
 from lightning_feed.errors import DecodeError, LoaderError
 from lightning_feed.load.loader import FeedLoader
@@ -146,49 +142,6 @@ def test_closed_in_the_middle_it_leaves_nothing_running(options: dict[str, Any])
     assert {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("feed")} == set()
 
 
-def test_a_decoder_that_cannot_be_closed_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a generator that another thread is waiting in."""
-
-    class Busy:
-        def __init__(self, batches: Any) -> None:
-            self._batches = batches
-
-        def __next__(self) -> Any:
-            return next(self._batches)
-
-        def close(self) -> None:
-            raise ValueError("generator already executing")
-
-    loader, decode = made(background=2)
-    monkeypatch.setattr(type(decode), "run", lambda self, batches: Busy(batches))
-    batches = iter(loader)
-    next(batches)
-    background = batches.background
-    with pytest.raises(ValueError, match="already executing"):
-        batches.close()
-    assert background is not None
-    assert not background.thread.is_alive()
-
-
-def test_a_new_pass_ends_the_one_before_it() -> None:
-    loader, decode = made()
-    first = iter(loader)
-    next(first)
-    second = iter(loader)
-    assert decode.closed == 1
-    with pytest.raises(LoaderError, match="closed before its end"):
-        next(first)
-    assert [batch.tolist() for batch in second] == DOUBLED
-
-
-def test_a_pass_that_is_forgotten_closes_the_decoder() -> None:
-    loader, decode = made()
-    batches = iter(loader)
-    next(batches)
-    del batches
-    assert decode.closed == 1
-
-
 @pytest.mark.parametrize("options", WORKERS, ids=str)
 def test_an_error_of_the_source_comes_in_its_place(options: dict[str, Any]) -> None:
     loader, decode = made(dataset=Numbers(broken=7), **options)
@@ -213,22 +166,3 @@ def test_an_error_of_the_decoder_ends_the_pass(options: dict[str, Any]) -> None:
     decode.undecodable = None
     assert [batch.tolist() for batch in loader] == DOUBLED
     loader.close()
-
-
-def test_pickled_for_a_rank_it_takes_its_decoder_along() -> None:
-    loader, _ = made()
-    batches = iter(loader)
-    next(batches), next(batches)
-    copy = pickle.loads(pickle.dumps(loader))
-    assert copy.decode is not loader.decode
-    assert [batch.tolist() for batch in copy] == DOUBLED[2:]
-    assert copy.decode.begun == loader.decode.begun + 1
-    loader.close()
-
-
-def test_lightning_keeps_it_when_it_puts_in_another_sampler() -> None:
-    loader, decode = made(num_workers=0)
-    other = _update_dataloader(loader, SequentialSampler(range(4)), mode=RunningStage.TRAINING)
-    assert isinstance(other, FeedLoader)
-    assert other.decode is decode
-    assert torch.cat(list(other)).tolist() == [0, 2, 4, 6]

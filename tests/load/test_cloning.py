@@ -1,6 +1,5 @@
 """Loaders built anew with changes: the same batches, and the user's own as before, bit for bit."""
 
-import pickle
 import random
 import warnings
 from collections.abc import Generator, Iterator
@@ -24,7 +23,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.cloning import Changes, burst_of, clone_loader
+from lightning_feed.load.cloning import Changes, clone_loader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.random_state import preserve_state
@@ -247,22 +246,6 @@ def test_settings_are_carried_over() -> None:
     assert not alone.persistent_workers
 
 
-def test_given_batches_and_endless_ones() -> None:
-    loader = DataLoader(Numbers(), batch_size=2)
-    given = clone_loader(loader, Changes(batches=[[4, 5], [1]], endless=True))
-    found = [batch.tolist() for batch, _ in zip(given, range(5), strict=False)]
-    assert found == [[4, 5], [1], [4, 5], [1], [4, 5]]
-    unbatched = DataLoader(Numbers(), batch_size=None)
-    assert [int(item) for item in clone_loader(unbatched, Changes(batches=[7, 3]))] == [7, 3]
-    assert list(clone_loader(DataLoader(Numbers(0), batch_size=2), Changes(endless=True))) == []
-
-
-def test_another_data_set_under_the_same_sampler() -> None:
-    loader = DataLoader(Numbers(), batch_size=4)
-    other = clone_loader(loader, Changes(dataset=range(100, 120)))
-    assert torch.cat(list(other)).tolist() == list(range(100, 120))
-
-
 def test_what_cannot_be_tried_is_said() -> None:
     used_up = DataLoader(Numbers(), batch_sampler=iter([[1], [2]]))  # type: ignore[arg-type]
     with pytest.raises(LoaderError, match="iterator, which can be gone through only once"):
@@ -303,29 +286,6 @@ def test_classes_that_iterate_in_their_own_way() -> None:
     assert (doubled.num_workers, doubled.batch_size) == (0, 2)
 
 
-def test_a_copy_of_such_a_class_leaves_the_users_live_workers_alone() -> None:
-    doubled = Doubled(2, Numbers(), batch_size=2, num_workers=1, persistent_workers=True)
-    mine = iter(doubled)
-    first = next(mine)
-    with preserve_state(doubled):
-        variant = clone_loader(doubled)
-        assert len(list(variant)) == 10
-    assert variant._iterator is not doubled._iterator
-    assert torch.cat([first, *mine]).tolist() == list(range(0, 40, 2))
-
-
-@pytest.mark.parametrize(
-    ("loader", "burst"),
-    [
-        (DataLoader(Numbers()), 1),
-        (DataLoader(Numbers(), num_workers=2), 2),
-        (FeedLoader(Numbers(), num_workers=2, workers="thread"), 1),
-    ],
-)
-def test_the_burst(loader: DataLoader[Any], burst: int) -> None:
-    assert burst_of(loader) == burst
-
-
 def test_untouched_puts_back_after_an_error_and_nested() -> None:
     data = Numbers()
     before, around = _state(data), _global()
@@ -357,28 +317,6 @@ def test_untouched_reaches_closures_partials_and_bound_methods() -> None:
         collate([1, 2])
         data[1]
     assert (generator.getstate(), _state(data)) == before
-
-
-def test_untouched_leaves_what_did_not_change_alone() -> None:
-    class Watched(dict[str, int]):
-        writes = 0
-
-        def update(self, *args: Any, **named: Any) -> None:
-            Watched.writes += 1
-            super().update(*args, **named)
-
-    held = Watched(a=1)
-    with preserve_state([held]):
-        pass
-    assert Watched.writes == 0
-    with preserve_state([held]):
-        held["b"] = 2
-    assert (Watched.writes, dict(held)) == (1, {"a": 1})
-
-
-def test_changes_can_be_sent_to_workers_that_are_spawned() -> None:
-    variant = clone_loader(DataLoader(Numbers(), batch_size=2), Changes(endless=True))
-    assert isinstance(pickle.loads(pickle.dumps(variant.batch_sampler)).source, BatchSampler)
 
 
 def test_untouched_is_not_lost_in_a_long_list_of_samples() -> None:

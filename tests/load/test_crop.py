@@ -14,14 +14,12 @@ from made_samples import photo
 from PIL import Image
 from torchvision.transforms import v2
 
-from lightning_feed.decode.choose import psnr_db
-from lightning_feed.decode.decoders import PillowDecoder, Pixels, Region, _logarithms, draw_region
+from lightning_feed.decode.decoders import PillowDecoder, Pixels, Region, draw_region
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.crop import (
     CropSpec,
     EvalRecipe,
-    Recipe,
     SourceImage,
     TrainRecipe,
     UserTransform,
@@ -30,17 +28,6 @@ from lightning_feed.load.crop import (
 
 PIXELS = np.array(photo())
 CUT = CropSpec(region=Region(10, 20, 40, 50), resized=(24, 30), window=Region(2, 3, 16, 20), flipped=False)
-
-
-class Asked(SourceImage):
-    """Notes what is asked of it."""
-
-    def region(self, region: Region, *, cover: tuple[int, int] | None = None) -> Pixels:
-        seen.append((region, cover))
-        return super().region(region, cover=cover)
-
-
-seen: list[Any] = []
 
 
 def test_a_cut_is_the_box_resized_and_the_window_of_that() -> None:
@@ -55,23 +42,6 @@ def test_a_cut_is_the_box_resized_and_the_window_of_that() -> None:
     assert torch.equal(crop_image(SourceImage(PIXELS), flipped, "exact"), found.flip(-1))
 
 
-@pytest.mark.parametrize(("quality", "cover"), [("exact", None), ("near", (48, 60)), ("fast", (24, 30))])
-def test_the_quality_says_how_small_the_picture_may_be_decoded(quality: Any, cover: Any) -> None:
-    seen.clear()
-    crop_image(Asked(PIXELS), CUT, quality)
-    assert seen == [(CUT.region, cover)]
-
-
-@given(seed=st.integers(0, 1000), height=st.integers(40, 90), width=st.integers(40, 90))
-def test_the_recipe_is_its_cut(seed: int, height: int, width: int) -> None:
-    picture = SourceImage(np.array(photo(height, width)))
-    for recipe in (TrainRecipe(size=16), EvalRecipe(size=16, short_side=19)):
-        torch.manual_seed(seed)
-        expected = recipe(picture)
-        torch.manual_seed(seed)
-        assert torch.equal(crop_image(picture, recipe.spec(height, width), "exact"), expected)
-
-
 @given(height=st.integers(1, 300), width=st.integers(1, 300), size=st.integers(1, 40))
 def test_the_middle_is_that_of_torchvision(height: int, width: int, size: int) -> None:
     cut = EvalRecipe(size=size, short_side=size + 7).spec(height, width)
@@ -81,36 +51,6 @@ def test_the_middle_is_that_of_torchvision(height: int, width: int, size: int) -
     top, left, rows, columns = cut.window
     kept = places[:, top : top + rows, left : left + columns]
     assert torch.equal(kept, v2.functional.center_crop(places, [size, size]))
-
-
-def test_a_generator_of_ones_own_is_drawn_from_alone() -> None:
-    recipe = TrainRecipe(size=16)
-    before = torch.get_rng_state()
-    found = [recipe.spec(60, 80, torch.Generator().manual_seed(3)) for _ in range(2)]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert found[0] == found[1]
-    torch.manual_seed(3)
-    assert recipe.spec(60, 80) == found[0]
-    generator = torch.Generator().manual_seed(3)
-    assert len({recipe.spec(60, 80, generator).region for _ in range(4)}) == 4
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_boxes_do_not_depend_on_the_default_type(dtype: torch.dtype) -> None:
-    """precision="bf16-true" and "64-true" change it while a step runs, beside threads that draw."""
-    _logarithms.cache_clear()
-    expected = [_drawn(seed) for seed in range(20)]
-    _logarithms.cache_clear()
-    torch.set_default_dtype(dtype)
-    try:
-        assert [_drawn(seed) for seed in range(20)] == expected
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def _drawn(seed: int) -> CropSpec:
-    torch.manual_seed(seed)
-    return TrainRecipe(size=32).spec(375, 500)
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
@@ -185,14 +125,6 @@ def test_training_gives_the_pixels_and_the_draws_of_torchvisions_uint8_recipe(na
         assert torch.equal(state, state_after)
 
 
-def test_training_stays_near_the_standard_recipe_on_pil_images() -> None:
-    theirs = v1.Compose([v1.RandomResizedCrop(64), v1.RandomHorizontalFlip(), v1.PILToTensor()])
-    for seed in range(8):
-        expected, _ = with_seed(seed, lambda: theirs(PIL))
-        found, _ = with_seed(seed, lambda: TrainRecipe(size=64)(encoded()))
-        assert psnr_db(found.numpy(), expected.numpy()) >= 45
-
-
 @pytest.mark.parametrize("name", IMAGES)
 @pytest.mark.parametrize("shape", [(120, 161), (161, 120), (90, 90)])
 def test_evaluation_gives_the_pixels_of_torchvision(name: str, shape: tuple[int, int], monkeypatch: Any) -> None:
@@ -203,19 +135,6 @@ def test_evaluation_gives_the_pixels_of_torchvision(name: str, shape: tuple[int,
     found = EvalRecipe(size=64, short_side=73)(picture)
     assert found.shape == (3, 64, 64)
     assert (found.int() - theirs(image).int()).abs().max() <= 1
-
-
-@pytest.mark.parametrize(
-    "recipe", [TrainRecipe(size=64, quality="fast"), EvalRecipe(size=64, quality="fast", short_side=73)]
-)
-def test_fast_stays_recognisable(recipe: Recipe) -> None:
-    exact = type(recipe)(size=64, **({"short_side": 73} if isinstance(recipe, EvalRecipe) else {}))
-    for seed in range(8):
-        fast, state = with_seed(seed, lambda: recipe(encoded()))
-        slow, state_of_exact = with_seed(seed, lambda: exact(encoded()))
-        assert (fast.shape, fast.dtype) == ((3, 64, 64), torch.uint8)
-        assert torch.equal(state, state_of_exact)
-        assert psnr_db(fast.numpy(), slow.numpy()) >= 25
 
 
 @pytest.mark.parametrize(
@@ -280,18 +199,6 @@ def test_a_given_transform_gives_what_it_gives_by_itself(name: str) -> None:
         found, state_after = with_seed(seed, lambda: recipe(make()))  # noqa: B023
         assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
         assert torch.equal(state, state_after)
-
-
-def test_what_a_transform_takes_can_be_said() -> None:
-    seen: list[type] = []
-
-    def transform(image: Any) -> Any:
-        seen.append(type(image))
-        return image
-
-    for kind in ("tensor", "pil"):
-        UserTransform(transform, kind)(encoded())  # type: ignore[arg-type]
-    assert seen == [torch.Tensor, Image.Image]
 
 
 def test_what_is_no_transform_is_refused() -> None:

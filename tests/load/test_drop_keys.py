@@ -2,18 +2,16 @@
 
 import copy
 import dataclasses
-import logging
-import pickle
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.collate import DroppingCollate, check_drop_keys, drop, missing_keys
+from lightning_feed.load.collate import DroppingCollate, drop, missing_keys
 
 Pair = namedtuple("Pair", ["x", "meta"])
 META = frozenset({"meta"})
@@ -70,11 +68,6 @@ def test_what_is_left(batch: Any, left: Any) -> None:
     assert batch == before
 
 
-@pytest.mark.parametrize("batch", [{"x": 1}, [1, {"x": 2}], Pair(1, None), Frozen(1, None), "meta", None, 3], ids=str)
-def test_where_there_is_nothing_to_drop_the_batch_is_the_same_object(batch: Any) -> None:
-    assert drop(batch, META) is batch
-
-
 def test_mappings_keep_what_else_they_have() -> None:
     batch = Encoding({"x": 1, "meta": 2}, length=7)
     made = drop(batch, META)
@@ -92,12 +85,6 @@ def test_dropping_the_whole_batch_is_an_error_that_names_the_keys() -> None:
     with pytest.raises(SettingsError, match=r"leaves nothing of the batch, whose keys are 'x', 'meta'"):
         drop({"x": 1, "meta": 2}, frozenset({"x", "meta"}))
     assert drop({}, META) == {}
-
-
-def test_a_string_is_no_tuple_of_keys() -> None:
-    with pytest.raises(SettingsError, match=r"Here\(drop_keys='meta'\).*Write \('meta',\)"):
-        check_drop_keys("meta", "Here")
-    assert check_drop_keys(["a", "b"], "Here") == ("a", "b")
 
 
 def test_a_key_that_is_not_there_is_told_with_those_that_are() -> None:
@@ -148,23 +135,3 @@ def test_the_users_own_function_sees_whole_samples_once() -> None:
     assert made.meta is None
     assert len(calls) == 1
     assert "meta" in calls[0][0]
-
-
-def test_named_tuples_are_collated_whole_by_torch() -> None:
-    made = DroppingCollate(None, ("meta",))([Pair(1, 2), Pair(3, 4)])
-    assert made.x.tolist() == [1, 3]
-    assert made.meta is None
-
-
-def test_a_missing_key_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    dropping = DroppingCollate(default_collate, ("mta",))
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            dropping([{"x": 1, "meta": 2}])
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "'mta'" in caplog.text
-    assert "'meta'" in caplog.text
-
-
-def test_it_can_be_sent_to_a_spawned_worker() -> None:
-    assert pickle.loads(pickle.dumps(DroppingCollate(collate_pairs, ("meta",)))).keys == META

@@ -1,15 +1,13 @@
 """The worker's side of iterable datasets, driven by hand as torch's fetcher drives it, without a DataLoader."""
 
 import copy
-import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_feed.load.iterable import IterablePass, ResumableDataset, Stamped, StampingCollate
+from lightning_feed.load.iterable import IterablePass, StampingCollate
 
 
 class Numbers(IterableDataset):
@@ -130,20 +128,6 @@ def test_going_on_after_any_batch_gives_the_rest(kind, size, batch_size, drop_la
         assert [s["batches"] for s in later] == [s["batches"] for s in states[state["batches"] :]]
 
 
-def test_a_state_is_used_instead_of_drawing_again():
-    _, states = fetch_all(start(), Seeking(9), batch_size=3)
-    dataset = Seeking(9)
-    fetch_all(start(states[1]), dataset, batch_size=3)
-    assert dataset.drawn == 3
-
-
-def test_without_a_state_samples_are_drawn_and_discarded():
-    _, states = fetch_all(start(), Numbers(9), batch_size=3)
-    dataset = Numbers(9)
-    assert fetch_all(start(states[1]), dataset, batch_size=3)[0] == [[6, 7, 8]]
-    assert dataset.drawn == 9
-
-
 def test_dataset_and_iterator_are_restored_in_the_order_of_torchdata():
     _, states = fetch_all(start(), Both(9), batch_size=3)
     assert states[0]["workers"] == {
@@ -168,14 +152,6 @@ def test_a_dataset_that_began_again_after_a_short_last_batch_yields_nothing_more
     assert whole[-1] == [4]
     assert states[-1]["workers"][0]["dataset"] == {"at": 0}  # its state alone would begin the epoch again
     assert fetch_all(start(states[-1]), Seeking(5), batch_size=2)[0] == []
-
-
-def test_the_next_epoch_of_a_resumed_dataset_is_whole():
-    _, states = fetch_all(start(), Seeking(5), batch_size=2)
-    now = start(states[0])
-    wrapped = now.dataset(Seeking(5), 2)
-    assert list(wrapped) == [2, 3, 4]
-    assert list(wrapped) == [0, 1, 2, 3, 4]  # what persistent workers do
 
 
 class Returning(Numbers):
@@ -205,17 +181,6 @@ def test_a_dataset_that_returns_to_its_place_begins_its_next_epoch_at_the_beginn
     wrapped = wrapped if persistent else start().dataset(data, 2)
     assert list(wrapped) == [0, 1, 2, 3, 4]
     assert list(wrapped) == [0, 1, 2, 3, 4]
-
-
-def test_a_worker_before_the_next_one_passes_its_turn_once():
-    wrapped = ResumableDataset(Numbers(4), batch_size=2, workers={}, next_worker=1)
-    stamping = StampingCollate(list, wrapped)
-    draws = iter(wrapped)
-    first = stamping([next(draws), next(draws)])
-    assert first.skip
-    assert first.drawn == 0
-    assert stamping([next(draws), next(draws)])[:3] == ([0, 1], 0, 2)
-    assert list(wrapped) == [0, 1, 2, 3]  # the next epoch of a persistent worker
 
 
 def test_a_state_that_cannot_be_pickled_does_not_end_the_run():
@@ -248,38 +213,3 @@ def test_a_state_is_that_of_its_batch_however_the_dataset_goes_on():
     whole, states = fetch_all(start(), Living(6), batch_size=2)
     assert [s["workers"][0]["dataset"]["at"] for s in states] == [2, 4, 6]
     assert fetch_all(start(states[0]), Living(6), batch_size=2)[0] == whole[1:]
-
-
-def test_pinning_goes_through_the_stamp():
-    class Leaf:
-        def pin_memory(self):
-            return "pinned"
-
-    stamp = Stamped({"x": [Leaf()]}, 1, 4, ended=False, place=b"place", lost=False, skip=False)
-    pinned = pin_memory(stamp)
-    assert type(pinned) is Stamped
-    assert pinned == stamp._replace(batch={"x": ["pinned"]})
-
-
-def test_the_users_dataset_is_reached_through_the_wrapper():
-    user = Numbers(5)
-    wrapped = ResumableDataset(user, batch_size=2, workers={}, next_worker=0)
-    wrapped.size = 2  # what a worker_init_fn does
-    assert user.size == wrapped.size == 2
-    assert list(wrapped) == [0, 1]
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = wrapped.nothing
-
-
-def test_wrapper_and_collate_stay_together_when_pickled_for_a_worker():
-    wrapped = ResumableDataset(Numbers(5), batch_size=2, workers={}, next_worker=0)
-    there, stamping = pickle.loads(pickle.dumps((wrapped, StampingCollate(list, wrapped))))
-    draws = iter(there)
-    assert stamping([next(draws), next(draws)]).drawn == 2
-
-
-def test_handing_out_keeps_no_batch():
-    now = start(num_workers=2)
-    assert now.hand_out(Stamped("batch", 1, 2, ended=False, place=None, lost=False, skip=False)) == "batch"
-    assert now.next_worker == 0
-    assert all(stamp.batch is None for stamp in now._stamps.values())

@@ -1,19 +1,15 @@
 """FeedLoader: the same batches as DataLoader, exact resume after any batch, threads and workers that end."""
 
 import copy
-import gc
 import logging
 import multiprocessing
 import pickle
-import threading
-import traceback
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _replace_dunder_methods
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import (
@@ -219,12 +215,6 @@ def test_iterable_resumes_with_workers(kind, workers):
     check_resume(lambda order: ITERABLE_KINDS[kind](order, **WORKERS[workers]), at=[2, 5])
 
 
-# torch counts the CPUs of the machine that the tests run on
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
-def test_three_uneven_workers_keep_their_turns():
-    check_resume(lambda order: FeedLoader(ShardedSeeking(16), batch_size=2, num_workers=3, order=order), at=[3, 7, 12])
-
-
 def test_a_stateless_dataset_that_shuffles_by_its_workers_seed_resumes():
     check_resume(lambda order: FeedLoader(Shuffling(), batch_size=2, num_workers=2, order=order), at=[1, 7])
 
@@ -248,68 +238,11 @@ def test_any_size_resumes(size, batch_size, drop_last, iterable, data):
         check_resume(make, at=[data.draw(st.integers(0, count - 1))])
 
 
-def test_a_run_resumed_twice_is_still_the_same():
-    make = MAP_KINDS["shuffled"]
-    whole = Run(make, epochs=1).unbroken()
-    once = Run(make, epochs=1)
-    once.loader.load_state_dict(whole[0][2])
-    next(iter(once.loader))
-    assert once.loader.state_dict() == whole[1][2]
-    assert [b for _, b in Run(make, epochs=1).resumed(0, once.loader.state_dict())] == [b for _, b, _ in whole[2:]]
-
-
 def test_skipped_batches_are_not_loaded():
     whole = Run(MAP_KINDS["sequential"]).unbroken()
     resumed = Run(MAP_KINDS["sequential"], epochs=1)
     resumed.resumed(0, whole[1][2])
     assert resumed.loader.dataset.read == list(range(6, SIZE))
-
-
-def test_background_reads_ahead_and_counts_what_was_handed_out():
-    loader = FeedLoader(Squares(), batch_size=1, background=4)
-    batches = iter(loader)
-    next(batches)
-    reached = threading.Event()
-    for _ in range(1000):
-        if batches.background.ready == 4:
-            break
-        reached.wait(0.005)
-    assert len(loader.dataset.read) > 4
-    assert loader.state_dict()["batches"] == 1
-    loader.close()
-
-
-@pytest.mark.parametrize(("workers", "batch_size"), [(0, 3), (0, None), (2, 3)])
-def test_without_order_or_state_it_is_a_dataloader(workers, batch_size):
-    for dataset in (Squares(), Sharded()):
-        options = {"batch_size": batch_size, "num_workers": workers}
-        if isinstance(dataset, Squares):
-            options["shuffle"] = True
-        torch.manual_seed(7)
-        plain = [[as_list(b) for b in loader] for loader in [DataLoader(dataset, **options)] for _ in range(2)]
-        torch.manual_seed(7)
-        ours = [[as_list(b) for b in loader] for loader in [FeedLoader(dataset, **options)] for _ in range(2)]
-        assert ours == plain
-
-
-def test_with_the_users_generator_it_is_a_dataloader():
-    def epochs(cls):
-        loader = cls(Squares(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3))
-        return [[b.tolist() for b in loader] for _ in range(3)]
-
-    assert epochs(FeedLoader) == epochs(DataLoader)
-
-
-def test_order_changes_by_epoch_and_by_cycle():
-    run = Run(MAP_KINDS["shuffled"])
-    first, second = ([as_list(b) for b in run.loader] for _ in range(2))
-    assert run.loader.state_dict()["cycle"] == 1
-    run.epoch[0] = 1
-    third = [as_list(b) for b in run.loader]
-    assert run.loader.state_dict()["cycle"] == 0
-    assert first != second != third != first
-    again = Run(MAP_KINDS["shuffled"])
-    assert [as_list(b) for b in again.loader] == first
 
 
 def test_a_second_cycle_resumes_and_the_third_follows():
@@ -345,30 +278,11 @@ def test_a_resumed_pass_begun_twice_resumes_twice():
     assert len(list(run.loader)) == len(whole)  # and no third time
 
 
-def test_the_state_of_a_finished_epoch_does_not_empty_the_next_one():
-    whole = Run(MAP_KINDS["shuffled"]).unbroken()
-    last = whole[3][2]
-    run = Run(MAP_KINDS["shuffled"])
-    run.loader.load_state_dict(last)
-    run.epoch[0] = 1
-    assert [b.tolist() for b in run.loader] == [b for e, b, _ in whole if e == 1]
-
-
 def test_the_seed_of_the_checkpoint_wins():
     whole = Run(MAP_KINDS["shuffled"]).unbroken()
     run = Run(MAP_KINDS["shuffled"])
     run.loader.order.seed = 1
     assert run.resumed(0, whole[0][2]) == [(e, b) for e, b, _ in whole[1:]]
-
-
-def test_length_is_that_of_the_whole_epoch_while_resuming():
-    whole = Run(MAP_KINDS["shuffled"]).unbroken()
-    run = Run(MAP_KINDS["shuffled"])
-    run.loader.load_state_dict(whole[1][2])
-    assert len(run.loader) == 4
-    batches = iter(run.loader)
-    next(batches)
-    assert len(run.loader) == 4
 
 
 def test_a_pending_state_is_what_is_saved():
@@ -377,21 +291,6 @@ def test_a_pending_state_is_what_is_saved():
     loader.load_state_dict(state)
     assert loader.state_dict() == state
     assert pickle.loads(pickle.dumps(FeedLoader(Squares()))).state_dict()["begun"] is False
-
-
-def test_a_loader_in_use_can_be_pickled_with_its_place():
-    loader = FeedLoader(Squares(), batch_size=3, shuffle=True, background=1)
-    batches = iter(loader)
-    next(batches)
-    copied = pickle.loads(pickle.dumps(loader))
-    assert [b.tolist() for b in copied] == [b.tolist() for b in batches]
-
-
-def test_the_state_of_a_loader_that_was_never_begun_changes_nothing():
-    run = Run(MAP_KINDS["shuffled"])
-    other = Run(MAP_KINDS["shuffled"])
-    other.loader.load_state_dict(run.loader.state_dict())
-    assert [b.tolist() for b in other.loader] == [b.tolist() for b in run.loader]
 
 
 def test_loading_a_state_ends_persistent_workers():
@@ -417,22 +316,6 @@ def test_persistent_workers_are_kept_and_their_old_pass_is_closed():
     assert [b.tolist() for b in second] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
 
 
-def test_two_ranks_together_train_every_sample_once():
-    def make(rank):
-        def make_rank(order):
-            sampler = DistributedSamplerWrapper(RandomSampler(range(12)), 2, rank, shuffle=False)
-            return FeedLoader(Squares(12), batch_size=2, sampler=sampler, order=order)
-
-        return make_rank
-
-    whole = [Run(make(rank)).unbroken() for rank in range(2)]
-    for rank in range(2):
-        check_resume(make(rank))
-    for epoch in range(2):
-        seen = [i for rank in whole for e, batch, _ in rank if e == epoch for i in batch]
-        assert sorted(seen) == list(range(12))
-
-
 # ---- states that do not fit ----
 
 
@@ -454,31 +337,11 @@ def test_fewer_ranks_need_a_sampler_that_divides_the_samples():
         FeedLoader(Squares(), batch_size=2).load_state_dict({"ranks": [state, copy.deepcopy(state)]})
 
 
-def test_an_iterable_dataset_needs_the_ranks_that_it_had():
-    state = Run(ITERABLE_KINDS["state"]).unbroken()[0][2]
-    with pytest.raises(ResumeError, match="Resume with 2 ranks"):
-        FeedLoader(Sharded()).load_state_dict({"ranks": [state, state]})
-
-
 def test_an_iterable_dataset_needs_the_workers_that_it_had():
     loader = FeedLoader(Sharded(), num_workers=2)
     assert next(iter(loader)).tolist() == [0]
     with pytest.raises(ResumeError, match="Set num_workers=2 to resume"):
         FeedLoader(Sharded()).load_state_dict(loader.state_dict())
-
-
-def test_one_worker_and_none_are_the_same_share():
-    loader = FeedLoader(Sharded(), num_workers=1)
-    batches = iter(loader)
-    next(batches)
-    other = FeedLoader(Sharded())
-    other.load_state_dict(loader.state_dict())
-    assert [b.tolist() for b in other] == [b.tolist() for b in batches]
-
-
-def test_map_style_may_resume_with_other_workers():
-    whole = Run(lambda order: MAP_KINDS["shuffled"](order, num_workers=2)).unbroken()
-    assert Run(MAP_KINDS["shuffled"]).resumed(0, whole[1][2]) == [(e, b) for e, b, _ in whole[2:]]
 
 
 def test_a_state_that_does_not_fit_is_refused():
@@ -504,59 +367,6 @@ def test_workers_out_of_order_are_said_to_be_inexact(caplog):
 
 
 # ---- ends ----
-
-
-class Failing(Squares):
-    def __getitem__(self, index):
-        if index == 6:
-            raise KeyError("sample 6 is broken")
-        return index
-
-
-@pytest.mark.parametrize("options", WORKERS.values(), ids=WORKERS)
-def test_an_error_reaches_the_consumer_with_its_traceback(options):
-    loader = FeedLoader(Failing(), batch_size=3, **options)
-    batches = iter(loader)
-    assert [next(batches).tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
-    with pytest.raises(KeyError, match="sample 6 is broken") as caught:
-        next(batches)
-    assert "__getitem__" in "".join(traceback.format_exception(caught.value))
-    del caught  # it and this frame would hold each other, and with them the workers
-    with pytest.raises(LoaderError, match=r"(?s)ended with KeyError.*Begin a new pass"):
-        next(batches)
-    assert batches.source is None
-    assert batches.background is None
-
-
-@pytest.mark.parametrize("options", WORKERS.values(), ids=WORKERS)
-def test_an_exhausted_pass_stays_exhausted(options):
-    batches = iter(FeedLoader(Squares(), batch_size=3, **options))
-    assert len(list(batches)) == 4
-    assert list(batches) == []
-    assert batches.source is None
-
-
-@pytest.mark.parametrize("how", ["close", "loader", "garbage", "break"])
-def test_no_thread_outlives_its_pass(how):
-    before = set(threading.enumerate())
-    loader = FeedLoader(Squares(1000), background=2)
-    batches = iter(loader)
-    next(batches)
-    assert len(set(threading.enumerate()) - before) == 1
-    if how == "close":
-        batches.close()
-    elif how == "loader":
-        loader.close()
-    elif how == "break":
-        for _ in batches:
-            break
-        del batches
-    else:
-        del batches
-    gc.collect()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
-    assert set(threading.enumerate()) <= before
 
 
 def test_closing_is_possible_at_any_time_and_any_number_of_times():
@@ -589,11 +399,6 @@ def test_what_cannot_be_sent_to_a_worker_is_named(name):
 # ---- what Lightning does with loaders ----
 
 
-class Pairs(BatchSampler):
-    def __init__(self, sampler, batch_size=2, drop_last=False):
-        super().__init__(sampler, batch_size, drop_last)
-
-
 class Source:
     """A *_dataloader hook."""
 
@@ -603,23 +408,6 @@ class Source:
 
     def make(self, dataset):
         return FeedLoader(dataset, background=1, order=self.order, num_workers=1, **self.options)
-
-
-@pytest.mark.parametrize("wrapped", [True, False], ids=["made in a hook", "made elsewhere"])
-@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_sampler": Pairs(RandomSampler(range(SIZE)))}])
-def test_lightning_can_copy_it_with_another_sampler(wrapped, options):
-    source = Source(**options)
-    if wrapped:
-        with _replace_dunder_methods(DataLoader, "dataset"), _replace_dunder_methods(BatchSampler):
-            loader = source.make(Squares())
-    else:
-        loader = source.make(Squares())
-    sampler = DistributedSampler(range(SIZE), 2, 1, shuffle=False)
-    copied = _update_dataloader(loader, sampler)
-    assert type(copied) is FeedLoader
-    assert copied.order is source.order
-    assert (copied.background, copied.num_workers, copied.dataset) == (1, 1, loader.dataset)
-    assert [as_list(b) for b in copied] == [[1, 3], [5, 7], [9, 0]]
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["made in a hook", "made elsewhere"])
@@ -657,8 +445,3 @@ def init_of_worker(worker_id):
 def test_a_worker_init_fn_reaches_the_users_dataset():
     loader = FeedLoader(Sharded(), batch_size=None, num_workers=1, worker_init_fn=init_of_worker)
     assert list(loader) == [0, 1]
-
-
-def test_an_iterable_dataset_without_a_length_has_none():
-    with pytest.raises(TypeError):
-        len(FeedLoader(Sharded()))

@@ -63,33 +63,6 @@ def test_number_of_workers(machine: dict[str, Any], work: dict[str, Any], worker
     assert recommend(replace(MACHINE, **machine), AUTO, replace(WORK, **work)).num_workers == workers
 
 
-def test_a_stream_gets_one_worker_since_more_might_double_its_samples() -> None:
-    reason = recommend(MACHINE, AUTO, replace(WORK, iterable=True)).reasons["num_workers"]
-    assert "get_worker_info" in reason
-    assert "set num_workers" in reason
-    assert recommend(MACHINE, LoaderSettings(num_workers=4), replace(WORK, iterable=True)).num_workers == 4
-
-
-def test_what_caches_have_still_to_take_is_left_to_them() -> None:
-    for reserved, workers in ((0, 7), (MACHINE.free_shm_bytes, 0), (MACHINE.available_memory_bytes, 0)):
-        assert recommend(MACHINE, AUTO, replace(WORK, reserved_bytes=reserved)).num_workers == workers
-
-
-def test_settings_that_need_a_worker_get_one() -> None:
-    one_batch = replace(WORK, batches=1)
-    assert chosen(recommend(MACHINE, LoaderSettings(timeout_s=5), one_batch))[:2] == (1, 2)
-    no_shm = replace(MACHINE, free_shm_bytes=0)
-    found = recommend(no_shm, LoaderSettings(persistent_workers=True), WORK)
-    assert chosen(found)[:2] == (1, 1)
-    assert "/dev/shm" in found.warnings[0]
-
-
-def test_without_workers_nothing_is_loaded_ahead_or_kept_alive() -> None:
-    found = recommend(MACHINE, LoaderSettings(num_workers=0), WORK)
-    assert chosen(found) == (0, None, True, False)
-    assert found.reasons["num_workers"] == "as given"
-
-
 @pytest.mark.parametrize(
     ("split", "reload_every", "persistent"),
     [("train", 0, True), ("val", 0, True), ("test", 0, False), ("predict", 0, False), ("train", 1, False)],
@@ -135,26 +108,10 @@ def test_little_shared_memory_shortens_the_look_ahead_before_it_takes_workers() 
     assert "--shm-size" in found.reasons["prefetch_factor"]
 
 
-def test_a_known_sample_size_is_taken_at_its_word() -> None:
-    tiny_shm = replace(MACHINE, free_shm_bytes=64 * 2**20)  # as in a container by default
-    assert chosen(recommend(tiny_shm, AUTO, WORK))[:2] == (1, 1)
-    assert chosen(recommend(tiny_shm, LoaderSettings(sample_bytes=4), WORK))[:2] == (7, 2)
-
-
 def test_without_room_for_one_worker_there_is_none_and_a_warning() -> None:
     found = recommend(replace(MACHINE, free_shm_bytes=2**20), AUTO, WORK)
     assert chosen(found) == (0, None, True, False)
     assert "sample_bytes" in found.warnings[0]
-
-
-def test_little_memory_takes_workers() -> None:
-    found = recommend(replace(MACHINE, available_memory_bytes=2 * GIB), LoaderSettings(sample_bytes=4), WORK)
-    assert found.num_workers == 3  # 256 MiB each, in half of 2 GiB, with some MiB of batches
-    assert "free memory" in found.reasons["num_workers"]
-    spawned = recommend(
-        replace(MACHINE, available_memory_bytes=2 * GIB), LoaderSettings(sample_bytes=4, start_method="spawn"), WORK
-    )
-    assert spawned.num_workers == 1
 
 
 def test_given_numbers_are_kept_and_warned_about() -> None:
@@ -238,9 +195,3 @@ def test_a_free_choice_keeps_every_bound(machine: Machine, settings: LoaderSetti
     if machine.available_memory_bytes is not None:
         resident = found.num_workers * WORKER_BYTES[machine.start_method] * everywhere
         assert resident <= MEMORY_SHARE * machine.available_memory_bytes * (1 + 1e-9)
-
-
-@given(machines, workloads, st.integers(1, 1024), st.integers(1, 64))
-def test_given_numbers_are_never_changed(machine: Machine, work: Workload, workers: int, prefetch: int) -> None:
-    found = recommend(machine, LoaderSettings(num_workers=workers, prefetch_factor=prefetch), work)
-    assert (found.num_workers, found.prefetch_factor) == (workers, prefetch)

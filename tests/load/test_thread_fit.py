@@ -11,14 +11,7 @@ from resuming import assert_resumes_exactly
 from torch.utils.data import Dataset, WeightedRandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.errors import SettingsError
 from lightning_feed.load.random_state import sample_generator
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
-]
 
 SAMPLES, BATCH = 15, 2
 
@@ -77,32 +70,3 @@ def test_a_run_with_random_samples_resumes_exactly(callbacks: Any, background: i
         return {"datamodule": data}
 
     assert_resumes_exactly(source, callbacks, tmp_path / "run.ckpt", count=count, max_epochs=3)
-
-
-def test_a_data_module_fits_twice_with_threads() -> None:
-    data = Data(workers="thread", num_workers=2)
-    assert fitted(data) == fitted(data)
-
-
-def test_the_report_says_that_they_are_threads() -> None:
-    data = Data(workers="thread", num_workers=2)
-    data.train_dataloader()
-    assert data.recommendations["train"].workers == "thread"
-    assert "train: workers=thread: as given" in data.loader_report()
-    assert "persistent_workers=False: threads start in" in data.loader_report()
-
-
-def test_a_stream_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"cannot serve Stream, an IterableDataset.*background=2"):
-        Data("stream", workers="thread").train_dataloader()
-
-
-def test_what_cannot_be_pickled_is_no_matter_to_threads() -> None:
-    class Unpicklable(Data):
-        def make_dataset(self, split: str) -> Any:
-            made = Numbers(4)
-            made.transform = lambda sample: sample  # type: ignore[attr-defined]
-            return made
-
-    data = Unpicklable(workers="thread", num_workers=1)
-    assert len(list(data.train_dataloader())) == 2

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load import cloning
@@ -47,12 +47,6 @@ def test_the_rate_is_that_of_whole_rounds(workers: int) -> None:
     assert clock.now == pytest.approx(103.0 + 6 * 0.5)  # two rounds of warm-up and four that are measured
 
 
-def test_two_rounds_are_measured_however_long_they_take() -> None:
-    clock = Clock()
-    rate = time_loader(bursts(clock, 3, start_s=1, round_s=5), burst=3, limits=RoundLimits(min_s=1.0), clock=clock)
-    assert rate.batches_per_s == pytest.approx(6 / 10)
-
-
 def test_the_first_batch_and_two_rounds_do_not_count() -> None:
     clock = Clock()
     slow_at_first = bursts(clock, 2, start_s=1, round_s=0.25, first_rounds_s=4.0)
@@ -79,30 +73,6 @@ def test_a_pass_that_ends_is_followed_by_another_and_what_lies_between_is_not_co
     assert rate.start_s == 50.0
 
 
-def test_the_broken_round_at_the_end_of_a_pass_is_not_counted() -> None:
-    clock = Clock()
-
-    def begin() -> Iterator[int]:
-        for number in range(12):  # the first, two rounds of two, three rounds that count, and one batch more
-            clock.now += 0.5 if number < 11 else 90.0
-            yield number
-
-    rate = time_loader(begin, burst=2, limits=RoundLimits(min_s=5.0, max_s=1000), clock=clock)
-    assert rate.batches_per_s == pytest.approx(2.0)
-
-
-def test_short_passes_discard_less_and_very_short_ones_are_measured_whole() -> None:
-    clock = Clock()
-    three_rounds = bursts(clock, 2, start_s=1.0, round_s=0.5, batches=5)
-    rate = time_loader(three_rounds, burst=2, limits=RoundLimits(min_s=1.0, max_s=1000), clock=clock)
-    assert rate.batches_per_s == pytest.approx(4.0)
-
-    clock = Clock()
-    tiny = bursts(clock, 4, start_s=1.5, round_s=0.5, batches=3)
-    rate = time_loader(tiny, burst=4, limits=RoundLimits(min_s=3.0, max_s=1000), clock=clock)
-    assert rate.batches_per_s == pytest.approx(3 / 1.5)
-
-
 def test_time_is_bounded_and_what_was_measured_by_then_counts() -> None:
     clock = Clock()
     rate = time_loader(
@@ -113,20 +83,6 @@ def test_time_is_bounded_and_what_was_measured_by_then_counts() -> None:
     assert time_loader(
         bursts(clock, 8, start_s=1, round_s=4), burst=8, limits=RoundLimits(max_s=3), clock=clock
     ).batches_per_s == pytest.approx(8 / 4)
-
-
-def test_what_is_prepared_before_a_pass_is_not_counted() -> None:
-    clock = Clock()
-    calls = []
-
-    def prepare() -> None:
-        calls.append(clock())
-        clock.now += 30
-
-    begin = bursts(clock, 1, start_s=2.0, round_s=0.5, batches=9)
-    rate = time_loader(begin, burst=1, limits=RoundLimits(min_s=5, max_s=1000), clock=clock, prepare=prepare)
-    assert len(calls) == 2
-    assert (rate.start_s, rate.batches_per_s) == (2.0, pytest.approx(2.0))
 
 
 def test_an_empty_loader_and_one_with_a_single_slow_batch_are_errors() -> None:
@@ -191,59 +147,6 @@ def test_a_loader_that_hangs_is_named_and_its_workers_end(workers: int, monkeypa
     assert not any(process.is_alive() for process in processes)
     left = [one for one in threading.enumerate() if one not in before and one.name == "lightning-feed-measuring"]
     assert len(left) == (0 if workers else 1)  # what hangs in this process can only be left behind
-
-
-class Raising(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(3)
-        raise ZeroDivisionError("of the data set")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_the_loader_raises_comes_through(workers: int) -> None:
-    with pytest.raises(ZeroDivisionError, match="of the data set"):
-        time_loader(lambda: iter(DataLoader(Raising(), batch_size=1, num_workers=workers)), burst=1)
-
-
-def test_persistent_workers_are_ended_too() -> None:
-    loader = DataLoader(Hanging(), batch_size=1, num_workers=1, persistent_workers=True, sampler=range(8))
-    passes = []
-
-    def begin() -> Iterator[torch.Tensor]:
-        passes.append(iter(loader))
-        return passes[-1]
-
-    time_loader(begin, burst=1, limits=RoundLimits(min_s=0.0, min_rounds=4))
-    assert len(worker_processes(passes[0])) == 1
-    assert not any(process.is_alive() for process in worker_processes(passes[0]))
-
-
-def test_interrupting_ends_the_work_and_the_interrupt_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = threading.Event()
-    drawn = []
-    before = threading.enumerate()  # what hung in another test may have been left behind
-
-    def begin() -> Iterator[int]:
-        number = 0
-        while True:
-            drawn.append(number)
-            number += 1
-            if number == 5:
-                given.set()
-            yield number
-
-    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
-        monkeypatch.undo()
-        given.wait(5)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        time_loader(begin, burst=1, limits=RoundLimits(min_s=20))
-    assert not [thread for thread in threading.enumerate() if thread not in before]
-    seen = len(drawn)
-    assert seen >= 5
-    assert len(drawn) == seen
 
 
 def test_an_interrupt_waits_for_the_sample_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,23 +44,3 @@ def test_without_a_profiler_nothing_is_made() -> None:
     with torch.profiler.profile(), pytest.raises(AssertionError, match="was constructed"):
         traced("decode")
     assert traced("decode") is traced("loader_next")
-
-
-@pytest.mark.usefixtures("_no_record_function")
-def test_a_torch_that_does_not_say_so_is_taken_for_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(profiler, "_is_profiler_enabled")
-    with traced("decode"):
-        pass
-
-
-def test_a_stage_is_as_long_as_what_lies_in_it() -> None:
-    with torch.profiler.profile() as profile:
-        traced("read")  # only made
-        with traced("loader_next"):
-            torch.ones(3)
-        torch.zeros(3)
-    events = {event.name: event.time_range for event in profile.events()}
-    assert PREFIX + "read" not in events
-    ours, inside, behind = (events[name] for name in (PREFIX + "loader_next", "aten::ones", "aten::zeros"))
-    assert ours.start <= inside.start
-    assert inside.end <= ours.end <= behind.start

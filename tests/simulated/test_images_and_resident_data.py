@@ -8,7 +8,7 @@ import pytest
 import torch
 from decode.made_images import WHOLE
 from made_samples import batch_of, dataset, jpegs
-from simulated.device import DEVICE, NOT_CHECKED, POOL, SimulatedDevice, simulated
+from simulated.device import DEVICE, NOT_CHECKED, SimulatedDevice, simulated
 from simulated.training import Model, SimulatedLoader, fit
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -131,31 +131,6 @@ def test_decoding_runs_beside_the_step(device: SimulatedDevice) -> None:
         steps[name] = (model.ended_at[-2] - model.ended_at[2]) / (len(model.ended_at) - 4) / 1e6
     assert steps["ahead"] == pytest.approx(10, rel=0.02)
     assert steps["plain"] == pytest.approx(10, rel=0.02)  # the host is ahead there, too
-
-
-def test_a_stream_that_was_handed_out_twice_is_empty_before_decoding(
-    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Shared(Images):
-        """The decoder's stream and the prefetch stream are one."""
-
-        def open_decoder(self, device: torch.device) -> Any:
-            made = NvJpeg(device)
-            others = [self.sim.Stream() for _ in range(POOL)]
-            made._stream = next(stream for stream in others if stream is self.sim.current_stream())
-            return made
-
-    assert train(Shared(device), PrefetchCallback()) == []
-    monkeypatch.setattr("simulated.device.Event.synchronize", lambda self: None)
-    assert any(race.startswith("decode on decoder") for race in train(Shared(device), PrefetchCallback()))
-
-
-def test_torchvisions_call_alone_writes_to_memory_in_use(device: SimulatedDevice) -> None:
-    class Alone(Images):
-        def open_decoder(self, device: torch.device) -> Any:
-            return lambda files: torch.ops.image.decode_jpegs_cuda(files, 3, device)
-
-    assert any(race.startswith("decode on decoder") for race in train(Alone(device)))
 
 
 # --- resident data ----------------------------------------------------------------------------------------------------

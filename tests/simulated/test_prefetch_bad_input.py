@@ -17,9 +17,6 @@ from lightning_feed.transfer import prefetcher
 from lightning_feed.transfer.prefetcher import DeviceStream
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
 ]
 
@@ -49,25 +46,6 @@ def test_a_transfer_that_leaves_the_batch_on_the_host() -> None:
             return batch
 
     assert trained(Stays(SimulatedDevice())).sim.copies == 2  # of the module's parameters
-
-
-def test_a_transfer_that_waits_for_the_device_waits_for_its_copy_alone() -> None:
-    class Waits(Model):
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            there = super().transfer_batch_to_device(batch, device, dataloader_idx)
-            self.sim.current_stream().synchronize()
-            return there
-
-    model = trained(Waits(SimulatedDevice(copy_bytes_per_ms=128), compute_ms=10))
-    assert {wait.blocked_ns for wait in model.waits if wait.what == "Stream.synchronize"} == {1_000_000}
-
-
-def test_a_batch_that_lies_in_two_places() -> None:
-    class Halves(AnyBatch):
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            return {"there": super().transfer_batch_to_device(batch, device, dataloader_idx), "here": batch.clone()}
-
-    trained(Halves(SimulatedDevice()))
 
 
 def graph(index: int) -> Any:

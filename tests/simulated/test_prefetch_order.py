@@ -7,18 +7,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.plugins import MixedPrecision
-from simulated.device import DEVICE, SimulatedDevice, Stream
+from simulated.device import DEVICE, SimulatedDevice
 from simulated.training import Model, SimulatedLoader, fit
 from torch import Tensor
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
-from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.prefetcher import DeviceStream, Prefetcher
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*"),
 ]
@@ -154,24 +150,6 @@ def races(model: type[Model] = Keeps, **options: Any) -> list[str]:
 @pytest.mark.parametrize("model", MODELS.values())
 def test_as_it_is_there_is_no_race(model: type[Model]) -> None:
     assert races(model) == []
-
-
-def test_without_record_stream_memory_is_handed_out_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "record_stream", lambda batch, stream: None)
-    assert any("handed out again without waiting for compute" in race for race in races(Model))
-
-
-def test_without_wait_event_the_step_reads_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
-    assert any("training_step on compute" in race for race in races(Model))
-
-
-def test_an_event_on_the_wrong_stream_marks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mark(self: Any) -> Any:
-        return self._backend.current_stream().record_event()
-
-    monkeypatch.setattr(DeviceStream, "mark", mark)
-    assert any("training_step on compute" in race for race in races(Model))
 
 
 def test_a_transfer_on_the_compute_stream_is_not_ordered_with_the_staged_ones(monkeypatch: pytest.MonkeyPatch) -> None:

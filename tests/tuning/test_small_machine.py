@@ -68,10 +68,3 @@ def test_batches_that_would_fill_it_are_rejected_before_they_run(tmp_path: Path)
     assert all(not infeasible for _, _, infeasible in found["tried"])  # type: ignore[attr-defined]
     assert found["rejected"]
     assert all("/dev/shm" in reason for _, reason in found["rejected"])  # type: ignore[attr-defined]
-
-
-def test_batches_that_fit_are_loaded_by_workers(tmp_path: Path) -> None:
-    script = tmp_path / "small.py"
-    script.write_text(SCRIPT.replace("MEBI * 1024 * 256", "256"))
-    found = _in_small_shm(script, tmp_path / "cache")
-    assert any(workers > 0 for workers, _, infeasible in found["tried"] if not infeasible)  # type: ignore[attr-defined]

@@ -1,9 +1,8 @@
 """The grid of a sweep on a simulated loader, and how it is shown."""
 
-import json
 import stat
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_feed.archive import system
 from lightning_feed.errors import MissingExtraError
 from lightning_feed.load.cloning import RoundLimits
 from lightning_feed.load.machine import read_machine
@@ -70,12 +68,6 @@ def test_a_grid_is_tried_in_order_each_once(ran: list[Setting]) -> None:
     assert len(done) == 3
 
 
-def test_the_rest_of_the_settings_is_kept(ran: list[Setting]) -> None:
-    sweep_loader(DataLoader(range(8), num_workers=2, prefetch_factor=4, in_order=False), (0, 1, 2), nothing)  # type: ignore[arg-type]
-    one = Setting(num_workers=1, prefetch_factor=4)  # it has nobody to overtake it
-    assert ran == [Setting(num_workers=0, prefetch_factor=None), one, replace(one, num_workers=2, in_order=False)]
-
-
 def test_the_table() -> None:
     found = replace(
         tried(), batch_size=10, chosen=Setting(num_workers=4, prefetch_factor=4), demand_per_s=7.0, seconds=1.0
@@ -92,29 +84,6 @@ def test_the_table() -> None:
         ]
     )
     assert found.text().isascii()
-
-
-def test_a_choice_beside_the_grid_is_told() -> None:
-    found = replace(tried(), chosen=Setting(num_workers=3, prefetch_factor=2))
-    assert found.text().endswith("tuned: num_workers=3, prefetch_factor=2, which is not on this grid")
-    threads = replace(tried(), chosen=Setting(num_workers=4, prefetch_factor=2, workers="thread"))
-    assert "tuned: num_workers=4, workers='thread'" in threads.text()
-    assert "batches/s" in found.text()
-
-
-def test_it_is_a_value_and_goes_into_json() -> None:
-    found = replace(tried(), chosen=Setting(num_workers=4, prefetch_factor=2))
-    with pytest.raises(FrozenInstanceError):
-        found.cpus = 3  # type: ignore[misc]
-    rows = json.loads(json.dumps(found.to_dict()))["trials"]
-    assert [row["setting"]["num_workers"] for row in rows if row["tuned"]] == [4]
-    assert rows[3]["cpu_pct"] == 100
-
-
-def test_unknown_figures_are_left_out() -> None:
-    bare = Sweep(trials=(Trial(setting=Setting(num_workers=1, prefetch_factor=2), batches_per_s=3.0),), cpus=4)
-    assert bare.text().splitlines()[1].split() == ["1", "3.00", "-", "-", "#" * 30]
-    assert bare.cpu_pct(bare.trials[0]) is None
 
 
 @pytest.mark.usefixtures("briefly")
@@ -162,28 +131,6 @@ def test_it_is_a_picture_and_shows_the_choice(plotted: Callable[[Sweep], bytes])
     pictures = [plotted(found), plotted(chosen), plotted(replace(chosen, demand_per_s=7.0))]
     assert all(picture.startswith(b"\x89PNG\r\n") for picture in pictures)
     assert len(set(pictures)) == 3
-
-
-def test_trials_without_figures_can_be_drawn(plotted: Callable[[Sweep], bytes]) -> None:
-    died = Trial(setting=Setting(num_workers=2, prefetch_factor=2), infeasible="a worker died")
-    marked = plotted(Sweep(trials=(trial(Setting(num_workers=1, prefetch_factor=2)), died), cpus=4))
-    silent = replace(died, infeasible=None)
-    assert plotted(Sweep(trials=(trial(Setting(num_workers=1, prefetch_factor=2)), silent), cpus=4)) != marked
-    assert plotted(Sweep(trials=(died,), cpus=4))
-
-
-def test_a_picture_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "sweep.png"
-    path.write_bytes(b"the one before")
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(system.os, "fdopen", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_plot(tried(), path)
-    assert path.read_bytes() == b"the one before"
-    assert [one.name for one in tmp_path.iterdir()] == ["sweep.png"]
 
 
 def test_without_matplotlib_the_pip_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

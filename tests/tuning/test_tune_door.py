@@ -19,7 +19,7 @@ from lightning_feed.errors import FeedError, LoaderError, SettingsError
 from lightning_feed.load.trials.search import Tuned
 from lightning_feed.load.trials.trial import Setting, Trial
 from lightning_feed.tuning import run as tuning
-from lightning_feed.tuning.output import paste_line, pastes, tuned_document, tuned_text
+from lightning_feed.tuning.output import pastes, tuned_document, tuned_text
 from lightning_feed.tuning.run import tune
 from lightning_feed.watch.verdict.diagnosis import Place
 
@@ -117,29 +117,12 @@ def test_the_demand_is_what_a_real_model_can_take_which_is_left_as_it_was(tunes:
     assert trainer.global_step == 0
 
 
-def test_a_given_demand_is_not_measured(tunes: Tunes) -> None:
-    class Untrainable(BoringModel):
-        def training_step(self, *_: Any) -> Any:
-            raise AssertionError("it is not to be trained")
-
-    tune(Data(), model=Untrainable(), demand_per_s=80)
-    assert tunes.goals[0].demand_per_s == 80
-
-
 def test_a_loader_is_tuned_as_it_is(tunes: Tunes) -> None:
     loader = DataLoader(Rows(), batch_sampler=BatchSampler(RandomSampler(Rows()), 8, drop_last=False))
     assert tune(loader).batch_size == 8
     assert tune(DataLoader(Rows(), batch_size=None), batch_size=16).batch_size == 16
     tune(loader, model=BoringModel())
     assert tunes.goals[-1].demand_per_s > 0
-
-
-def test_a_real_tuning() -> None:
-    found = tune(DataLoader(Rows(), batch_size=4), demand_per_s=1, budget_s=1, max_trials=1)
-    assert found.setting.num_workers == 0
-    assert found.batches_per_s is not None
-    assert not found.remembered
-    assert tune(DataLoader(Rows(), batch_size=4), demand_per_s=1, budget_s=1, max_trials=1, fresh=True).trials
 
 
 @pytest.mark.parametrize(
@@ -210,23 +193,6 @@ def test_the_text_has_the_trials_the_choice_and_the_line_to_paste() -> None:
     assert "remembered" in tuned_text(found(remembered=True))
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        FOUND,
-        Setting(num_workers=0, prefetch_factor=None, pin_memory=True),
-        Setting(num_workers=3, prefetch_factor=2, workers="thread"),
-    ],
-)
-def test_the_line_to_paste_means_what_was_found(setting: Setting) -> None:
-    line = paste_line(found(setting=setting)).removeprefix("loader=")
-    made = eval(line, {"LoaderSettings": LoaderSettings})
-    assert (made.num_workers, made.workers, made.in_order) == (setting.num_workers, setting.workers, setting.in_order)
-    assert made.pin_memory == setting.pin_memory
-    if setting.num_workers:
-        assert (made.prefetch_factor, made.persistent_workers) == (setting.prefetch_factor, setting.persistent_workers)
-
-
 NONE = Setting(num_workers=0, prefetch_factor=None)
 THREADS = Setting(num_workers=3, prefetch_factor=2, workers="thread")
 IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:41)", datamodule="Data")
@@ -235,16 +201,6 @@ IN_DATA = Place(words="your training DataLoader (Data.train_dataloader, data.py:
 @pytest.mark.parametrize(
     ("place", "setting", "pasted"),
     [
-        (
-            IN_DATA,
-            NONE,
-            [
-                (
-                    "in your training DataLoader (Data.train_dataloader, data.py:41)",
-                    "num_workers=0, pin_memory=False, prefetch_factor=None, persistent_workers=False",
-                )
-            ],
-        ),
         (
             replace(IN_DATA, overrides=(("num_workers", "--data.num_workers"),)),
             NONE,
@@ -293,15 +249,6 @@ def test_what_to_paste_fits_the_place(place: Place, setting: Setting, pasted: li
     assert tuned_document(found(setting=setting), place)["paste"][0]["code"] == pasted[0][1]
 
 
-def test_the_document_is_json() -> None:
-    document = json.loads(json.dumps(tuned_document(found())))
-    assert document["schema"] == "lightning_feed.tuning/1"
-    assert document["samples_per_s"] == 200
-    assert document["setting"]["num_workers"] == 2
-    assert document["rejected"][0]["why"] == "/dev/shm would be full"
-    assert tuned_document(found(batch_size=None))["samples_per_s"] is None
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 MODULE = """
@@ -334,18 +281,6 @@ def test_the_command(target: str, tunes: Tunes, capsys: pytest.CaptureFixture[st
     assert tunes.options["fresh"] is True
 
 
-def test_a_sweep(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def sweep_loader(loader: Any, grid: Any, on_trial: Any) -> Any:
-        on_trial()
-        return tuning.Sweep(trials=TRIALS[:2], cpus=2, batch_size=4)
-
-    monkeypatch.setattr(tuning, "sweep_loader", sweep_loader)
-    assert main(["tune", f"{target}:Data", "--sweep", "0,2", "--accelerator", "cpu"]) == 0
-    assert "<- tuned" in capsys.readouterr().out
-    assert main(["tune", f"{target}:Data", "--sweep", "0,2", "--json", "--accelerator", "cpu"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["sweep"]["trials"]) == 2
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -357,11 +292,6 @@ def test_a_sweep(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_the_command_refuses(target: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", f"{target}:Data", "--accelerator", "cpu", *options]) == 1
     assert said in capsys.readouterr().err
-
-
-def test_a_demand_in_samples_needs_the_size_of_a_batch(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", f"{target}:Single", "--accelerator", "cpu", "--demand", "100"]) == 1
-    assert "does not say how many samples" in capsys.readouterr().err
 
 
 # --- hyperparameters --------------------------------------------------------------------------------------------------
@@ -413,20 +343,6 @@ def test_hyperparameters_go_beside_the_users(tmp_path: Path) -> None:
     assert set(logger.hparams) == {"lr", "net"}
 
 
-def test_other_loggers_get_them_as_further_ones(tmp_path: Path) -> None:
-    from lightning.pytorch.loggers import CSVLogger
-
-    logger = CSVLogger(tmp_path)
-    logger.log_hyperparams({"lr": 0.1})
-    log_hparams(logger, {"feed/num_workers": 3}, {"feed_final/starved_pct": 12.0})
-    logger.save()
-    written = (Path(logger.log_dir) / "hparams.yaml").read_text()
-    assert "lr: 0.1" in written
-    assert "feed/num_workers: 3" in written
-    assert "12.0" in (Path(logger.log_dir) / "metrics.csv").read_text()
-    assert tuned_hparams(Data()) == {}
-
-
 # --- batches of evaluation --------------------------------------------------------------------------------------------
 
 
@@ -441,20 +357,3 @@ def test_batches_of_evaluation_can_be_even(given: Any, size: int) -> None:
     else:
         assert f'val: eval_batch_size={size}: "even" would take 16' in report
     assert "train: eval_batch_size" not in report
-
-
-def test_streams_and_even_sizes_have_nothing_to_say_of_evenness() -> None:
-    class Streams(FastDataModule):
-        def make_dataset(self, split: str) -> Any:
-            class Stream(torch.utils.data.IterableDataset[int]):
-                def __iter__(self) -> Any:
-                    return iter(range(10))
-
-            return Stream()
-
-    data = Streams(8, eval_batch_size="even", loader=LoaderSettings(num_workers=0))
-    assert data.val_dataloader().batch_size == 8
-    assert "a stream has no length" in data.loader_report()
-    even = Fast(16, loader=LoaderSettings(num_workers=0))
-    even.val_dataloader()
-    assert "eval_batch_size" not in even.loader_report()

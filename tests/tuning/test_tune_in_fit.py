@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, RandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.errors import DatasetError
 from lightning_feed.load.trials import in_fit as tuning_fit
 from lightning_feed.load.trials.in_fit import settled
 from lightning_feed.load.trials.search import Tuned
@@ -142,14 +141,6 @@ def test_the_training_loader_is_tuned_once_and_others_are_not(tunes: Tunes) -> N
     assert "train: num_workers=2: tuned" in data.loader_report()
 
 
-def test_threads_are_tried_only_where_they_are_allowed(tunes: Tunes) -> None:
-    quiet_trainer([], max_epochs=1).fit(Line(), datamodule=Data(8, loader=TUNE))
-    quiet_trainer([], max_epochs=1).fit(
-        Line(), datamodule=Data(8, loader=LoaderSettings(num_workers="tune", workers="thread"))
-    )
-    assert [goal.threads for goal in tunes.goals] == [False, True]
-
-
 @pytest.mark.parametrize("call", ["fast_dev_run", "validate", "by hand"])
 def test_nothing_is_tuned_where_nothing_is_trained(call: str, tunes: Tunes) -> None:
     data = Data(8, loader=TUNE)
@@ -162,22 +153,6 @@ def test_nothing_is_tuned_where_nothing_is_trained(call: str, tunes: Tunes) -> N
     assert not tunes.loaders
     assert all(isinstance(one.num_workers, int) for one in data.recommendations.values())
     assert "not tuned" in data.loader_report()
-
-
-def test_workers_do_not_persist_where_loaders_are_made_anew(tunes: Tunes) -> None:
-    tunes.setting = Setting(num_workers=2, prefetch_factor=2)
-    trainer = quiet_trainer([], max_epochs=2, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(Line(), datamodule=Data(8, loader=TUNE))
-    assert [goal.may_persist for goal in tunes.goals] == [False]
-
-
-def test_an_error_of_the_data_set_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tune_loader(*_: Any, **__: Any) -> Tuned:
-        raise DatasetError("sample 3 is broken")
-
-    monkeypatch.setattr(tuning_fit, "tune_loader", tune_loader)
-    with pytest.raises(DatasetError, match="sample 3"):
-        quiet_trainer([], max_epochs=1).fit(Line(), datamodule=Data(8, loader=TUNE))
 
 
 def test_given_values_are_kept() -> None:

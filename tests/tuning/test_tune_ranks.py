@@ -1,11 +1,7 @@
 """One rank of a node tunes for all of them: the result and errors, with two real ranks."""
 
-import json
-import os
-import socket
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, Dataset
+from watch.test_ranks_gloo import in_ranks
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import DatasetError, LoaderError
@@ -22,10 +19,6 @@ from lightning_feed.load.trials import in_fit as tuning_fit
 from lightning_feed.load.trials.search import Tuned
 from lightning_feed.load.trials.trial import Setting, Trial
 
-pytestmark = [
-    # The ranks of these tests are forked, as with strategy="ddp_fork".
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
-]
 FOUND = Tuned(
     setting=Setting(num_workers=1, prefetch_factor=3),
     reason="the fastest",
@@ -88,37 +81,26 @@ def fit(rank: int, world_size: int, how: str) -> Any:
     }  # fmt: skip
 
 
-def _one_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"},
-        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-    }
-    told = {how: fit(rank, world_size, how) for how in ("fine", "by hand", "raises")}
+def on_a_rank(rank: int) -> Any:
+    told = {how: fit(rank, 2, how) for how in ("fine", "by hand", "raises")}
     torch.distributed.new_group = None  # one that ends can hang with torch 2.6 and 2.7
     told["gathered"] = [
-        rank_store.gather(SimpleNamespace(world_size=world_size), f"{number} of rank {rank}") for number in range(3)
+        rank_store.gather(SimpleNamespace(world_size=2), f"{number} of rank {rank}") for number in range(3)
     ]
     if rank:  # rank 0, which has the store, could end before this one has read
         read_all = rank_store.read_all
         rank_store.read_all = lambda *arguments: (time.sleep(0.5), read_all(*arguments))[1]
-    told["last"] = rank_store.gather(SimpleNamespace(world_size=world_size), rank)
+    told["last"] = rank_store.gather(SimpleNamespace(world_size=2), rank)
     if not rank:
         store = rank_store.default_store()
         told["kept"] = any(store.check([f"lightning_feed/gather/{number}/1"]) for number in range(9))
-    (folder / f"{rank}.json").write_text(json.dumps(told))
+    return told
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What ``fit`` returns in each rank of a run as torchrun starts it."""
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(_one_rank, (2, port, folder), nprocs=2, start_method="fork")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return in_ranks(2, on_a_rank, tmp_path_factory.mktemp("ranks"))
 
 
 def test_one_of_two_ranks_tunes_for_both_and_training_is_the_same(told: list[Any]) -> None:
@@ -152,13 +134,6 @@ def test_each_node_has_its_own_result(node: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tuning_fit, "gather", lambda _, mine: [(0, FOUND), (0, None), (1, other), (1, None)])
     trainer = SimpleNamespace(local_rank=1, node_rank=node, world_size=4)
     assert tuning_fit._once_per_node(pytest.fail, trainer) is (FOUND, other)[node]
-
-
-def test_a_node_that_fails_ends_the_run_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning_fit, "gather", lambda _, mine: [(0, FOUND), (0, None), (1, "it broke."), (1, None)])
-    trainer = SimpleNamespace(local_rank=1, node_rank=0, world_size=4)
-    with pytest.raises(LoaderError, match=r"for node 1 failed: it broke\."):
-        tuning_fit._once_per_node(pytest.fail, trainer)
 
 
 def test_ranks_that_cannot_tell_each_other_do_not_tune(caplog: pytest.LogCaptureFixture) -> None:

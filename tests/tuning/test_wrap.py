@@ -1,13 +1,6 @@
 """``FastDataModule.wrap``: any data module of either package, with other workers and nothing else changed."""
 
-import copy
-import gc
 import importlib
-import json
-import logging
-import os
-import pickle
-import socket
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,29 +17,23 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     SequentialSampler,
     WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
+from watch.test_ranks_gloo import in_ranks
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.data import wrapping
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.trials import in_fit as tuning_fit
-from lightning_feed.load.trials.search import Tuned
-from lightning_feed.load.trials.trial import Setting
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 TWO = LoaderSettings(num_workers=2, prefetch_factor=3, persistent_workers=False)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     # What a user's own loaders and the small module bring about.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata, with torch 2.15
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
 ]
 
 
@@ -233,69 +220,6 @@ def test_loaders_of_other_classes(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("train[0] is a Tensor, not a torch DataLoader, so it is left as it is") == 1
 
 
-def test_a_stateful_loader_goes_on_where_it_was_told_to() -> None:
-    loader = StatefulDataLoader(Rows(), batch_size=4, num_workers=2)
-    batches = iter(loader)
-    next(batches), next(batches)
-    told = StatefulDataLoader(Rows(), batch_size=4, num_workers=2)
-    told.load_state_dict(loader.state_dict())
-    assert sum(1 for _ in changed(told)) == 4
-
-
-def test_methods_on_the_object_are_wrapped_and_those_that_are_not_there_are_not() -> None:
-    data = FastDataModule.wrap(LightningDataModule.from_datasets(Rows(), batch_size=4), loader=TWO)
-    trainer = quiet_trainer([], max_epochs=1)
-    trainer.fit(BoringModel(), datamodule=data)
-    assert trainer.train_dataloader.num_workers == 2
-    assert not trainer.val_dataloaders
-
-
-def test_it_can_be_pickled_and_copied() -> None:
-    data = FastDataModule.wrap(Plain(), loader=TWO)
-    data.setup("fit")
-    for other in (pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
-        assert type(other) is type(data)
-        assert other.train_dataloader().num_workers == 2
-        assert other.rows is not data.rows
-    assert type(data).__qualname__ == "Plain"
-
-
-@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-def test_lightning_makes_it_anew_for_several_ranks(kind: Any) -> None:
-    from lightning.pytorch.utilities.data import _update_dataloader
-
-    mine = kind(Rows(), batch_size=4, shuffle=True)
-    sampler = DistributedSampler(mine.dataset, 2, 0)
-    again, unwrapped = _update_dataloader(changed(mine), sampler), _update_dataloader(mine, sampler)
-    assert (again.num_workers, again.prefetch_factor) == (2, 3)
-    assert (again.batch_size, len(again)) == (unwrapped.batch_size, len(unwrapped))
-
-
-def test_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaders: list[Any] = []
-
-    def tune_loader(loader: Any, goal: Any, **_: Any) -> Tuned:
-        loaders.append(loader)
-        return Tuned(setting=Setting(num_workers=1, prefetch_factor=5), reason="the best", trials=())
-
-    monkeypatch.setattr(tuning_fit, "tune_loader", tune_loader)
-    data = FastDataModule.wrap(Plain(), loader=LoaderSettings(num_workers="tune"))
-    trainer = quiet_trainer([], max_epochs=1)
-    trainer.fit(BoringModel(), datamodule=data)
-    assert trainer.train_dataloader.prefetch_factor == 5
-    assert data.recommendations["train"].reasons["num_workers"] == "tuned: the best"
-    assert len(loaders) == 1
-
-
-def test_what_the_data_module_holds_outlives_it() -> None:
-    plain = Plain()
-    plain.itself = plain  # type: ignore[attr-defined]  # only the collector ends it
-    data = FastDataModule.wrap(plain)
-    del plain
-    gc.collect()
-    assert data.recommendations == {}
-
-
 def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(Rows):
         pass
@@ -330,15 +254,6 @@ def test_an_iterator_of_dali_is_left_with_what_to_do(caplog: pytest.LogCaptureFi
     assert ["DALI loads in threads of its own" in line for line in said] == [True, True, False]
 
 
-def test_it_says_what_it_chose_once(caplog: pytest.LogCaptureFixture) -> None:
-    data = FastDataModule.wrap(Gives(DataLoader(Rows())))
-    assert data.loader_report() == "No loader has been made yet."
-    with caplog.at_level(logging.INFO, logger="lightning_feed"):
-        data.train_dataloader()
-        data.train_dataloader()
-    assert caplog.text.count("train: num_workers=") == 1
-
-
 # --- two real ranks ---------------------------------------------------------------------------------------------------
 
 
@@ -364,26 +279,15 @@ class Seen(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
-def _one_rank(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"},
-        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-    }
+def fit_on_a_rank(rank: int) -> Any:
     warnings.filterwarnings("ignore", message="You defined a `validation_step`")
     model, trainer = Seen(), quiet_trainer([], max_epochs=1, devices=2, strategy="ddp")
     trainer.fit(model, datamodule=FastDataModule.wrap(Sharded(), loader=LoaderSettings(num_workers=1)))
     loader = trainer.train_dataloader
-    kinds = [type(loader).__name__, type(loader.sampler).__name__]
-    (folder / f"{rank}.json").write_text(json.dumps([loader.num_workers, kinds, model.rows]))
+    return loader.num_workers, [type(loader).__name__, type(loader.sampler).__name__], model.rows
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 def test_two_ranks_divide_the_samples(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(_one_rank, (port, tmp_path), nprocs=2, start_method="fork")
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    told = in_ranks(2, fit_on_a_rank, tmp_path)
     assert [one[:2] for one in told] == [[1, ["WithOptions", "DistributedSampler"]]] * 2
     assert sorted(told[0][2] + told[1][2]) == list(range(24))

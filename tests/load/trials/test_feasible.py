@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_feed.load.machine import Machine
-from lightning_feed.load.trials.trial import Feasible, Setting, Trial, open_files_limit
+from lightning_feed.load.trials.trial import Feasible, Setting, Trial
 
 MIB = 2**20
 MACHINE = Machine(
@@ -40,10 +40,6 @@ def test_shared_memory_of_a_container() -> None:
     assert replace(LIMITS, background=1).broken(setting(2), [PROBE])
 
 
-def test_without_workers_nothing_is_shared() -> None:
-    assert LIMITS.broken(Setting(num_workers=0, prefetch_factor=None), [replace(PROBE, batch_bytes=2**40)]) == ""
-
-
 def test_memory_of_workers_as_measured_or_else_as_reckoned() -> None:
     tight = replace(LIMITS, machine=replace(MACHINE, available_memory_bytes=1024 * MIB))
     small = replace(PROBE, batch_bytes=0)
@@ -65,17 +61,6 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LIMITS.broken(setting(5, 2, "thread"), [small]) == ""
     monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: "file_system")
     assert LIMITS.broken(setting(5), [small]) == ""
-
-
-def test_what_this_process_may_open() -> None:
-    resource = pytest.importorskip("resource")
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert open_files_limit() == (math.inf if most == resource.RLIM_INFINITY else most)
-
-
-def test_one_is_said_without_an_s() -> None:
-    tight = replace(LIMITS, machine=replace(MACHINE, available_memory_bytes=MIB))
-    assert tight.broken(setting(1), [replace(PROBE, batch_bytes=0)]).startswith("1 worker at 256 MiB and 3 batches of")
 
 
 @pytest.mark.parametrize("known", [None, 0])

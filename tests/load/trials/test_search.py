@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_loaders import KINDS, SimulatedLoader, draw_loader
@@ -88,37 +87,11 @@ def test_it_keeps_its_limits(kind: str, seed: int, demand: float | None, trials:
     assert found.reason
 
 
-def test_the_first_trial_has_no_workers_and_the_next_is_near_the_knee() -> None:
-    search = Search(offer_of(PLAIN), Goal(), NOTHING)
-    first = search.next_setting()
-    assert first == Setting(num_workers=0, prefetch_factor=None)
-    search.take(PLAIN.trial(first, 0))
-    second = search.next_setting()
-    assert second is not None
-    assert 4 <= second.num_workers <= 8
-
-
 def test_the_smallest_that_meets_the_demand_is_taken() -> None:
     _, found = run(PLAIN, offer_of(PLAIN), Goal(demand_per_s=17))  # of 40 that 4 CPUs give; 2 workers give 20
     assert found.setting.num_workers == 2
     assert "the smallest tried that gives what the model can take" in found.reason
     assert run(PLAIN, offer_of(PLAIN), Goal(demand_per_s=19))[1].setting.num_workers == 3  # 1.1 x 19 > 20
-
-
-def test_no_workers_where_loading_is_nothing_beside_the_step() -> None:
-    quick = SimulatedLoader(cpu_s=0.001)
-    search, found = run(quick, offer_of(quick), Goal(demand_per_s=10))
-    assert found.setting.num_workers == 0
-    assert len(search.trials) == 1
-    assert "loading adds" in found.reason
-    # 1 ms of a step of 20 ms is 4.8 % starved, which workers hide.
-    assert run(quick, offer_of(quick), Goal(demand_per_s=50))[1].setting.num_workers == 1
-
-
-def test_without_workers_loading_and_training_take_turns() -> None:
-    rates: dict[int, float | None] = {0: 40.0}
-    _, found = by_hand(rates, Offer(cpus=4, most_workers=0), Goal(demand_per_s=10))
-    assert found.starved_pct == pytest.approx(20)  # 1 / (1 / 40 + 1 / 10) are 8 of 10
 
 
 def by_hand(rates: dict[int, float | None], offer: Offer, goal: Goal = Goal(), **fields: Any) -> tuple[Search, Tuned]:  # noqa: B008

@@ -81,11 +81,6 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert store.load(KEY) == TUNED
 
 
-def test_by_default_it_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert Store().folder == tmp_path / "lightning_feed/tuning"
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -130,19 +125,6 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     assert "could not be remembered" in caplog.text
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path)
-    store.save(KEY, TUNED)
-
-    def full(*args: Any) -> Any:
-        raise OSError(errno.ENOSPC, "no space left")
-
-    monkeypatch.setattr(Path, "replace", full)
-    store.save(KEY, replace(TUNED, reason="anew"))
-    assert store.load(KEY) == TUNED
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def scale(sample: Any) -> Any:
     return sample
 
@@ -179,13 +161,3 @@ def test_the_key_stays_while_things_change_little() -> None:
     assert key(loader, Goal(demand_per_s=10.0)) == key(loader, Goal(demand_per_s=10.1))
     a_little_less = replace(MACHINE, available_memory_bytes=2**35 + 2**30)
     assert key(loader, machine=a_little_less) == key(loader)
-
-
-def test_making_the_key_leaves_random_state_alone() -> None:
-    class Draws(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            return torch.rand(3)
-
-    before = torch.get_rng_state()
-    key(DataLoader(Draws(), batch_size=2))
-    assert torch.equal(torch.get_rng_state(), before)

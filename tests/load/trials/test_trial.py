@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.errors import DatasetError
 from lightning_feed.load.cloning import RoundLimits
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.trials import trial as trials
-from lightning_feed.load.trials.trial import Setting, cpu_seconds, leaf_sizes, run_trial, worker_memory
+from lightning_feed.load.trials.trial import Setting, cpu_seconds, run_trial, worker_memory
 
 # torchdata 0.11 calls a function that torch 2.15 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -113,15 +112,6 @@ def test_threads() -> None:
     assert not [thread for thread in new if thread.name.startswith("lightning-feed")]
 
 
-def test_the_live_pass_of_the_users_loader_goes_on() -> None:
-    loader = DataLoader(Numbers(), batch_size=4)
-    live = iter(loader)
-    first = next(live)
-    run_trial(loader, NONE, QUICK)
-    assert torch.equal(first[0][:, 0], torch.arange(4))
-    assert torch.equal(next(live)[0][:, 0], torch.arange(4, 8))
-
-
 def test_what_is_measured_of_batches_and_workers() -> None:
     trial = run_trial(DataLoader(Numbers(), batch_size=4), TWO, RoundLimits(min_s=0.3, max_s=20.0))
     assert trial.batch_bytes == 4 * 25 * 8 + 4 * 4
@@ -157,13 +147,6 @@ def test_loaders_of_several_ranks_run_at_once(passes: list[int]) -> None:
     assert passes == [3, 1]
 
 
-def test_few_samples_are_gone_through_again_in_one_pass_and_streams_are_begun_anew(passes: list[int]) -> None:
-    run_trial(DataLoader(Numbers(4), batch_size=4), TWO, QUICK)
-    assert passes == [1]
-    run_trial(DataLoader(Stream(), batch_size=20), TWO, QUICK)
-    assert len(passes) > 2
-
-
 def test_a_worker_that_is_killed_makes_the_setting_infeasible() -> None:
     trial = run_trial(DataLoader(Dies(), batch_size=4), TWO, QUICK)
     assert trial.batches_per_s is None
@@ -186,18 +169,6 @@ def test_a_loader_that_hangs_is_given_up_after_its_time() -> None:
     assert "gave no batch for 0.5 s" in trial.infeasible
 
 
-def test_an_empty_loader_is_an_error() -> None:
-    with pytest.raises(LoaderError, match="gave no batch at all"):
-        run_trial(DataLoader(Numbers(3), batch_size=4, drop_last=True), NONE, QUICK)
-
-
-def test_pinning_without_a_device_warns_nobody() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pinned = Setting(num_workers=0, prefetch_factor=None, pin_memory=True)
-        assert run_trial(DataLoader(Numbers(), batch_size=4), pinned, QUICK).batches_per_s
-
-
 def test_meters_read_proc(tmp_path: Path) -> None:
     folder = tmp_path / "proc/7"
     folder.mkdir(parents=True)
@@ -212,12 +183,3 @@ def test_meters_read_proc(tmp_path: Path) -> None:
     assert worker_memory([8], tmp_path) is None
     (folder / "smaps_rollup").write_text("")
     assert worker_memory([7], tmp_path) is None
-
-
-def test_sizes_of_a_batch() -> None:
-    class Held:
-        def __init__(self) -> None:
-            self.image = torch.zeros(3)
-
-    batch = {"a": torch.zeros(2, 5), "b": [np.zeros(3), ("text", b"bytes", 5)], "c": Held()}
-    assert leaf_sizes(batch) == [40, 24, 12]

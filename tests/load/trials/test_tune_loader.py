@@ -71,14 +71,6 @@ def test_trials_are_told_and_kept(trials: Trials) -> None:
     assert found.settings.num_workers == 3
 
 
-def test_starvation_is_predicted(trials: Trials) -> None:
-    found = tune(trials, goal=Goal(demand_per_s=1000, most_workers=2))
-    assert found.setting.num_workers == 2
-    assert found.starved_pct == pytest.approx(100 * (1 - found.batches_per_s / 1000))
-    found = tune(trials, goal=Goal(demand_per_s=1000, most_workers=0))
-    assert found.starved_pct == pytest.approx(100 * (1 - 1 / (1 + 1000 / found.batches_per_s)))
-
-
 def test_the_budget_ends_the_search(trials: Trials) -> None:
     trials.seconds = 12.5
     found = tune(trials, goal=Goal(budget_s=13))
@@ -135,17 +127,6 @@ def test_shared_memory_of_a_container(trials: Trials) -> None:
     assert "/dev/shm" in found.rejected[0][1]
 
 
-def test_worker_processes_live_on_where_they_may(trials: Trials) -> None:
-    assert tune(trials).setting.persistent_workers
-    assert not tune(trials, goal=Goal(may_persist=False)).setting.persistent_workers
-
-
-@pytest.mark.parametrize(("device", "pinned"), [("cuda", True), ("cpu", False), ("mps", False)])
-def test_memory_is_pinned_for_devices_that_gain_by_it(device: str, pinned: bool, trials: Trials) -> None:
-    tune(trials, goal=Goal(device_type=device))
-    assert {setting.pin_memory for setting in trials.ran} == {pinned}
-
-
 def test_threads_are_offered_for_our_loader_only(trials: Trials) -> None:
     trials.loader = replace(IO, gil_share=0.01)
     tune(trials, FeedLoader(TensorDataset(torch.zeros(64)), batch_size=4))
@@ -160,13 +141,6 @@ def test_local_ranks_share_the_machine(trials: Trials) -> None:
     tune(trials, goal=Goal(local_ranks=4))
     assert set(trials.copies) == {4}
     assert max(setting.num_workers for setting in trials.ran) <= 4
-
-
-def test_half_a_cpu_is_said(trials: Trials) -> None:
-    trials.loader = SimulatedLoader(cpu_s=0.05, cpus=0.5, noise=0)
-    found = tune(trials, machine=replace(MACHINE, usable_cpus=1, cpu_time=0.5, cpu_reason="CPU quota of the cgroup"))
-    assert "0.5 of a CPU for each rank (CPU quota of the cgroup)" in found.reason
-    assert found.setting.num_workers <= 2
 
 
 class Whole(IterableDataset[Any]):
@@ -214,19 +188,6 @@ def test_what_cannot_be_sent_to_workers_gets_none(trials: Trials) -> None:
     trials.loader = replace(IO, gil_share=0.01)
     tune(trials, FeedLoader(Unpicklable(), batch_size=4), machine=spawned)
     assert {setting.workers for setting in trials.ran if setting.num_workers} == {"thread"}
-
-
-def test_spawned_workers_are_as_many_as_start_within_the_budget(trials: Trials) -> None:
-    trials.loader = IO
-    spawned = replace(MACHINE, start_method="spawn")
-    loader = DataLoader(range(64), batch_size=4)
-    for budget_s, most in ((5.0, 4), (20.0, 8)):  # the 4 CPUs, or 2.5 s of CPU time each in a quarter of the budget
-        trials.ran.clear()
-        tune(trials, loader, machine=spawned, goal=Goal(budget_s=budget_s))
-        assert max(setting.num_workers for setting in trials.ran) == most
-    trials.ran.clear()
-    tune(trials, loader, goal=Goal(budget_s=5.0))
-    assert max(setting.num_workers for setting in trials.ran) > 8
 
 
 def test_a_worker_that_died_is_told(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
