@@ -405,3 +405,28 @@ def test_active_is_that_of_the_loop_that_runs(stages: Any) -> None:
 
     fit([callback, Looks()], with_validation, max_epochs=2, val_check_interval=2)
     assert seen == {stage: {stage in stages} for stage in seen}
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_code_at_the_end_of_a_step_runs_before_the_next_batch_is_loaded_with_a_scaler_too(scaled: bool) -> None:
+    seen: list[Any] = []
+
+    class Grows(Recording):
+        """Makes the samples larger from step to step, as a curriculum does."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(batch[:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.trainer.train_dataloader.dataset.first += 100
+
+    scaler = torch.amp.GradScaler("cpu") if scaled else None
+    fit(
+        [NullStreamPrefetch()],
+        plain,
+        Grows,
+        plugins=[MixedPrecision("16-mixed" if scaled else "bf16-mixed", "cpu", scaler=scaler)],
+        max_epochs=1,
+    )
+    assert seen == [[100 * step + 2 * step, 100 * step + 2 * step + 1] for step in range(6)]

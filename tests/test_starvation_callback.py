@@ -7,12 +7,13 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 from watch.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
 
 from lightning_feed import GPUStarvationCallback
+from lightning_feed.callbacks import starvation_run
 from lightning_feed.watch import loop
 
 pytestmark = [
@@ -159,3 +160,24 @@ def test_loaders_that_are_not_torchs_are_measured_too(quiet: GPUStarvationCallba
     measured = quiet.report().measurements
     assert measured.stats.steps == 7
     assert measured.facts.num_workers is None  # it may be the other one that is waited for
+
+
+def test_a_look_at_the_report_takes_no_steps_from_the_other_ranks(
+    quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    class Exchange:
+        def add(self, steps: list[Any]) -> None:
+            told.extend(step.number for step in steps)
+
+        send = add
+        take = total = finish = lambda self: None
+
+    class Asks(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            quiet.report()
+
+    monkeypatch.setattr(starvation_run, "open_rank_exchange", lambda warm_up: Exchange())
+    run_fit(quiet, batches=12, others=(Asks(),))
+    assert told == list(range(1, 13))

@@ -166,3 +166,27 @@ def test_an_error_of_the_decoder_ends_the_pass(options: dict[str, Any]) -> None:
     decode.undecodable = None
     assert [batch.tolist() for batch in loader] == DOUBLED
     loader.close()
+
+
+def test_a_decoder_that_cannot_be_closed_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a generator that another thread is waiting in."""
+
+    class Busy:
+        def __init__(self, batches: Any) -> None:
+            self._batches = batches
+
+        def __next__(self) -> Any:
+            return next(self._batches)
+
+        def close(self) -> None:
+            raise ValueError("generator already executing")
+
+    loader, decode = made(background=2)
+    monkeypatch.setattr(type(decode), "run", lambda self, batches: Busy(batches))
+    batches = iter(loader)
+    next(batches)
+    background = batches.background
+    with pytest.raises(ValueError, match="already executing"):
+        batches.close()
+    assert background is not None
+    assert not background.thread.is_alive()

@@ -2,10 +2,12 @@
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 import time
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -421,3 +423,55 @@ def test_a_fit_resumes_exactly(tmp_path):
         return {"datamodule": Data(workers="ray", num_workers=2, background=2)}
 
     assert_resumes_exactly(source, list, tmp_path / "run.ckpt", count=7, max_epochs=3)
+
+
+def test_an_actor_that_holds_all_cpus_is_warned_of_and_waited_for(caplog):
+    class Hog:
+        def ready(self):
+            return True
+
+    hog = ray.remote(num_cpus=2)(Hog).remote()
+    assert ray.get(hog.ready.remote())
+    loader = on_ray(Rows(), batch_size=4, watch=Watch("train", after_s=0.5))
+
+    def release():
+        wait_until(lambda: "No batch of train has come" in caplog.text)
+        ray.kill(hog)
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    assert epochs(loader, 1) == epochs(DataLoader(Rows(), batch_size=4), 1)
+    releasing.join()
+    assert "The Ray cluster has 2 CPUs, 0 of them free." in caplog.text
+
+
+RANK = """
+import sys
+import torch
+from torch.utils.data import DistributedSampler
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.settings import RayCluster
+
+rank, address, meeting = int(sys.argv[1]), *sys.argv[2:]
+torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+samples, workers = range(24), RayCluster(address)
+loader = FeedLoader(samples, batch_size=3, sampler=DistributedSampler(samples), num_workers=1, workers=workers)
+print([index for batch in loader for index in batch.tolist()])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_each_rank_has_its_own_share(tmp_path):
+    given = [ray.get_runtime_context().gcs_address, str(tmp_path / "meeting")]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *given], stdout=subprocess.PIPE, text=True, env=env)
+        for rank in range(2)
+    ]
+    try:
+        shares = [eval(rank.communicate(timeout=250)[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [len(share) for share in shares] == [12, 12]
+    assert sorted(shares[0] + shares[1]) == list(range(24))

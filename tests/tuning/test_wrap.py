@@ -1,6 +1,8 @@
 """``FastDataModule.wrap``: any data module of either package, with other workers and nothing else changed."""
 
+import copy
 import importlib
+import pickle
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +19,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     SequentialSampler,
     WeightedRandomSampler,
@@ -291,3 +294,24 @@ def test_two_ranks_divide_the_samples(tmp_path: Path) -> None:
     told = in_ranks(2, fit_on_a_rank, tmp_path)
     assert [one[:2] for one in told] == [[1, ["WithOptions", "DistributedSampler"]]] * 2
     assert sorted(told[0][2] + told[1][2]) == list(range(24))
+
+
+def test_it_can_be_pickled_and_copied() -> None:
+    data = FastDataModule.wrap(Plain(), loader=TWO)
+    data.setup("fit")
+    for other in (pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
+        assert type(other) is type(data)
+        assert other.train_dataloader().num_workers == 2
+        assert other.rows is not data.rows
+    assert type(data).__qualname__ == "Plain"
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_lightning_makes_it_anew_for_several_ranks(kind: Any) -> None:
+    from lightning.pytorch.utilities.data import _update_dataloader
+
+    mine = kind(Rows(), batch_size=4, shuffle=True)
+    sampler = DistributedSampler(mine.dataset, 2, 0)
+    again, unwrapped = _update_dataloader(changed(mine), sampler), _update_dataloader(mine, sampler)
+    assert (again.num_workers, again.prefetch_factor) == (2, 3)
+    assert (again.batch_size, len(again)) == (unwrapped.batch_size, len(unwrapped))
