@@ -250,7 +250,9 @@ def check(seed: int, tmp_path: Path, ranks: tuple[int, int] = (1, 1)) -> str:
     progress = torch.load(path, weights_only=False)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     trained = progress["total"]["processed"]
     # Another program's signal handler, as Ray's, ends a batch in its middle, which is to be trained again then.
-    over = progress["is_last_batch"] and progress["current"]["ready"] == progress["current"]["processed"]
+    current = progress["current"]
+    in_next = trained > 0 and current["processed"] == 0  # such a batch may be the first of an epoch
+    over = in_next or (progress["is_last_batch"] and current["ready"] == current["processed"])
     what = (seed, case, changed, path.name, trained)
     try:
         after = go(changed, [], tmp_path / "after", ckpt_path=path)

@@ -98,7 +98,7 @@ def test_batches_for_which_neither_the_object_store_nor_the_disk_has_room():
 
     full = {"local_fs_capacity_threshold": 1e-6}
     ray.shutdown()
-    ray.init(num_cpus=2, object_store_memory=STORE, include_dashboard=False, _system_config=full)
+    ray.init("local", num_cpus=2, object_store_memory=STORE, include_dashboard=False, _system_config=full)
     try:
         with pytest.raises(LoaderError, match=r"(?s)could not make batch \d, at .*disk is full.*lower num_workers"):
             batches(100)

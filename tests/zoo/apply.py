@@ -216,10 +216,10 @@ def _loader_calls(source: Source, where: str) -> list[Call]:
     loader = re.search(r'loader "([^"]+)"', where)
     if loader is not None:
         calls = [call for call in calls if _key_of(source, call) == loader.group(1)]
-    if "which trainer.fit is given" in where:
-        calls = [call for call in calls if _is_given_to_fit(source, call)]
     files = {path.name for path, _ in source.cells}
     lines = [(file, line) for file, line in re.findall(r"([\w-]+\.py):(\d+)", where) if file in files]
+    if not lines and "which trainer.fit is given" in where:
+        calls = [call for call in calls if _is_given_to_fit(source, call)]
     found = [
         _for_training(
             source, [call for call in calls if call[0].name == file and _inside(source, call, int(line))], where
