@@ -31,7 +31,7 @@ STARVED_PCT = 5.0
 """Share of step time spent waiting for data from which training is starved: the threshold of TensorFlow's
 input-pipeline analyzer."""
 LATE = 0.2
-"""A loader is late when a batch takes longer than the trials promised by this share. Rates of trials vary by half."""
+"""A loader is late when batches take longer than promised by this share: twice what the rates of trials vary."""
 WORSE = 0.05
 """Steps longer by this share are worse. Smaller differences are seen between epochs of the same settings."""
 FEWEST_STEPS = 20
