@@ -40,7 +40,7 @@ from lightning_feed import ImageFolderDataModule, LoaderSettings
 from lightning_feed.data import image_backends, images
 from lightning_feed.decode.choose import DECODER_NAMES, make_decoder
 from lightning_feed.errors import MissingExtraError
-from lightning_feed.load.crop import QUALITIES
+from lightning_feed.images.crop import QUALITIES
 from lightning_feed.transfer import gpu_decode as device_decode
 
 SUFFIXES = (".jpg", ".jpeg")

@@ -22,7 +22,7 @@ from torchvision.models import get_model
 
 from lightning_feed import GPUStarvationCallback, ImageFolderDataModule, LoaderSettings, PrefetchCallback
 from lightning_feed.load.machine import read_machine
-from lightning_feed.watch.nvml import find_handle
+from lightning_feed.measure.nvml import find_handle
 
 CLASSES = 1000
 FIT_SHARE, FEED_SHARE, COMPUTE_SHARE = 0.55, 0.3, 0.15

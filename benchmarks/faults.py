@@ -40,12 +40,12 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.archive import PackedDataset, pack, remote, remote_folder, stage
-from lightning_feed.archive.folder import FolderSource, index_of, scan_classes
-from lightning_feed.archive.read_through import ReadThrough
-from lightning_feed.archive.shared_cache import SampleCache
-from lightning_feed.archive.system import cache_folder
 from lightning_feed.errors import FeedError
+from lightning_feed.storage import PackedDataset, pack, remote, remote_folder, stage
+from lightning_feed.storage.folder import FolderSource, index_of, scan_classes
+from lightning_feed.storage.read_through import ReadThrough
+from lightning_feed.storage.shared_cache import SampleCache
+from lightning_feed.storage.system import cache_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))

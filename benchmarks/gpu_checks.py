@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torchvision.io import ImageReadMode
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
+from lightning_feed.measure.nvml import NvmlSampler, find_handle
 from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.gpu_decode import NvJpeg
-from lightning_feed.watch.nvml import NvmlSampler, find_handle
 
 # Behind the folder of this file: both have a module of the name `decode`.
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

@@ -49,8 +49,8 @@ def on_dali(job: Job, *, workers: Literal["process", "thread"] = "thread", float
     """
     from lightning_feed import ImageFolderDataModule, LoaderSettings
     from lightning_feed.decode.choose import make_decoder
-    from lightning_feed.load.dali.binding import DaliOptions, require_dali
-    from lightning_feed.load.dali.images import ImagePipeline, PipelineSpec
+    from lightning_feed.images.dali_binding import DaliOptions, require_dali
+    from lightning_feed.images.dali_decoder import ImagePipeline, PipelineSpec
 
     require_dali(gpu=False)
     made = ImageFolderDataModule(

@@ -20,7 +20,7 @@ def ours(
 ) -> Feed:
     """``floats`` runs ``device_transform`` on the CPU, too: what the reference gives, where there is no device."""
     from lightning_feed import ImageFolderDataModule, LoaderSettings
-    from lightning_feed.load.crop import SourceImage
+    from lightning_feed.images.crop import SourceImage
 
     if cache == "decoded":
         _check_room(job)
@@ -60,7 +60,7 @@ def on_device(job: Job, *, augmented: bool) -> Feed:
 
     from lightning_feed import ImageFolderDataModule, LoaderSettings
     from lightning_feed.decode.choose import make_decoder
-    from lightning_feed.load.crop import SourceImage, SquareRecipe
+    from lightning_feed.images.crop import SourceImage, SquareRecipe
     from lightning_feed.transfer.device_augment import crop_and_flip
 
     made = ImageFolderDataModule(
@@ -97,7 +97,7 @@ def on_device(job: Job, *, augmented: bool) -> Feed:
 
 def middle_recipe(size: int, quality: Literal["exact", "near", "fast"] = "exact") -> Any:
     """Of which each box is the largest square in the middle."""
-    from lightning_feed.load.crop import TrainRecipe
+    from lightning_feed.images.crop import TrainRecipe
 
     # Boxes of the whole area and square do not fit, so that the recipe takes the middle, as torchvision's does.
     return TrainRecipe(size=size, quality=quality, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip_probability=0.0)

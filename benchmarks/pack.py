@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_feed.archive import PackedDataset, pack
-from lightning_feed.archive.folder import FolderSource, scan_classes
+from lightning_feed.storage import PackedDataset, pack
+from lightning_feed.storage.folder import FolderSource, scan_classes
 
 FORMATS = ("lmdb", "hdf5")
 CLASSES = 20

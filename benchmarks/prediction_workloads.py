@@ -20,8 +20,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lightning_feed import FastDataModule, LoaderSettings
-from lightning_feed.watch.reports.compare import wanted_settings
-from lightning_feed.watch.verdict.diagnosis import Remedy
+from lightning_feed.report.compare import wanted_settings
+from lightning_feed.verdict.diagnosis import Remedy
 
 PICTURES, SIDE = 800, 384
 LARGE_FILES, LARGE_BYTES, KEPT = 3_000, 1 << 20, 256

@@ -26,9 +26,9 @@ from verdict_fits import hush, two_cpus
 from verdict_quiet import QUIET_PCT, Others, wait_until_quiet
 
 from lightning_feed import GPUStarvationCallback, diagnose
-from lightning_feed.watch.reports.compare import compare
-from lightning_feed.watch.reports.document import make_report
-from lightning_feed.watch.verdict.diagnosis import Diagnosis, Remedy
+from lightning_feed.report.compare import compare
+from lightning_feed.report.document import make_report
+from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
 
 GOAL_PCT = 10.0
 PATIENCE_S = 20.0

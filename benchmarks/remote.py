@@ -228,7 +228,7 @@ class Plain:
 
 def sample_of(data: bytes, label: int) -> tuple[Any, int]:
     from lightning_feed.decode.choose import make_decoder
-    from lightning_feed.load.crop import SourceImage, TrainRecipe
+    from lightning_feed.images.crop import SourceImage, TrainRecipe
 
     global _decoder, _recipe
     if _decoder is None:

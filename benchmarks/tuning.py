@@ -38,11 +38,11 @@ from torch import nn
 from tuning_workloads import WORKLOADS, Workload
 
 from lightning_feed.errors import FeedError
-from lightning_feed.load.cloning import RoundLimits, burst_of, time_loader
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.trials.search import Goal, Tuned
-from lightning_feed.load.trials.trial import Setting
-from lightning_feed.load.trials.tune_loader import tune_loader
+from lightning_feed.trials.cloning import RoundLimits, burst_of, time_loader
+from lightning_feed.trials.search import Goal, Tuned
+from lightning_feed.trials.trial import Setting
+from lightning_feed.trials.tune_loader import tune_loader
 
 HIT = 0.95
 COST = 0.15

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.trials.trial import Setting
+from lightning_feed.trials.trial import Setting
 
 _BLOCK = 4096
 """What O_DIRECT reads are aligned to."""

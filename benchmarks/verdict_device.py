@@ -4,7 +4,7 @@ import time
 from unittest import mock
 
 from lightning_feed.callbacks import starvation_run
-from lightning_feed.watch.step_meter import RING_SIZE, EventRing
+from lightning_feed.measure.step_meter import RING_SIZE, EventRing
 
 MS = 1_000_000
 

@@ -26,7 +26,7 @@ from verdict_device import QueuedDevice
 from verdict_work import Cost, Nothing, Samples, Sleep, Spin
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.watch.verdict.diagnosis import Bottleneck, Cause, Diagnosis
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis
 
 WINDOW = 20
 """Steps between two looks at the workers."""

@@ -4,7 +4,7 @@ import gc
 import os
 import time
 
-from lightning_feed.watch.kernel import CpuShare
+from lightning_feed.measure.kernel import CpuShare
 
 QUIET_PCT = 12.0
 """Share of the CPUs used here that others may take in a fit that counts."""

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_feed.callbacks.autotune import AutotuneCallback as AutotuneCallback
-    from lightning_feed.callbacks.plain_loop import watch_loader as watch_loader
     from lightning_feed.callbacks.prefetch import PrefetchCallback as PrefetchCallback
     from lightning_feed.callbacks.starvation import GPUStarvationCallback as GPUStarvationCallback
+    from lightning_feed.callbacks.watch_loader import watch_loader as watch_loader
     from lightning_feed.data.datamodule import FastDataModule as FastDataModule
     from lightning_feed.data.images import ImageFolderDataModule as ImageFolderDataModule
     from lightning_feed.diagnosing import diagnose as diagnose
     from lightning_feed.errors import FeedError as FeedError
+    from lightning_feed.images.dali_binding import DaliOptions as DaliOptions
     from lightning_feed.load.cacheable import CacheableDataset as CacheableDataset
-    from lightning_feed.load.dali.binding import DaliOptions as DaliOptions
     from lightning_feed.load.settings import LoaderSettings as LoaderSettings
     from lightning_feed.tuning.run import tune as tune
 
@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AutotuneCallback": "lightning_feed.callbacks.autotune",
     "CacheableDataset": "lightning_feed.load.cacheable",
-    "DaliOptions": "lightning_feed.load.dali.binding",
+    "DaliOptions": "lightning_feed.images.dali_binding",
     "FastDataModule": "lightning_feed.data.datamodule",
     "FeedError": "lightning_feed.errors",
     "GPUStarvationCallback": "lightning_feed.callbacks.starvation",
@@ -33,7 +33,7 @@ _HOMES = {
     "PrefetchCallback": "lightning_feed.callbacks.prefetch",
     "diagnose": "lightning_feed.diagnosing",
     "tune": "lightning_feed.tuning.run",
-    "watch_loader": "lightning_feed.callbacks.plain_loop",
+    "watch_loader": "lightning_feed.callbacks.watch_loader",
 }
 __all__ = list(_HOMES)
 

@@ -24,7 +24,7 @@ from lightning_feed.errors import FeedError, SettingsError, printable
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
     from lightning_feed.diagnosing.program import Fit
-    from lightning_feed.watch.reports.report import Report
+    from lightning_feed.report.report import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,7 +165,7 @@ def _add_pack(commands: "Commands") -> None:
 def _pack_format(text: str) -> str:
     """The format of a pack; LitData's, which went, is refused with the way now."""
     if text == "litdata":
-        from lightning_feed.archive.packing import LITDATA
+        from lightning_feed.storage.packing import LITDATA
 
         raise argparse.ArgumentTypeError(LITDATA)
     return text
@@ -177,7 +177,7 @@ def _pack(arguments: argparse.Namespace) -> None:
     Pack SRC, a folder of class folders (with train, val, test around them or not), into DEST. Run again after a
     kill, it begins again. ImageFolderDataModule and PackedDataset read the pack.
     """
-    from lightning_feed.archive import pack
+    from lightning_feed.storage import pack
 
     names = ("format", "short_side", "quality", "decoded", "workers", "on_error", "force", "verify")
     done = pack(arguments.source, arguments.dest, **{name: getattr(arguments, name) for name in names})
@@ -206,7 +206,7 @@ def _stage(arguments: argparse.Namespace) -> None:
     Copy SRC to DEST/<name of SRC>. Only files that are new or have changed are copied; run again after a kill, it
     goes on. Only you can open the copy. No root is needed: /dev/shm/<user>, or any folder of yours.
     """
-    from lightning_feed.archive import mount_command, stage, unstage
+    from lightning_feed.storage import mount_command, stage, unstage
 
     if arguments.remove:
         removed = unstage(arguments.source, arguments.dest)
@@ -250,9 +250,9 @@ def _report(arguments: argparse.Namespace) -> None:
     Show the feed_report.json of a run. With --fail-above the exit code is 1 when training waits for data for more
     than PCT percent of each step, and when that was not measured: a gate for CI.
     """
-    from lightning_feed.watch.reports.compare import check_starved
-    from lightning_feed.watch.reports.document import as_json, read_document
-    from lightning_feed.watch.reports.files import as_html, write_whole
+    from lightning_feed.report.compare import check_starved
+    from lightning_feed.report.document import as_json, read_document
+    from lightning_feed.report.files import as_html, write_whole
 
     report = read_document(arguments.folder)
     if arguments.folder.is_dir():
@@ -269,8 +269,8 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _as_text(report: "Report") -> str:
-    from lightning_feed.watch.reports.compare import check_text
-    from lightning_feed.watch.reports.files import as_text
+    from lightning_feed.report.compare import check_text
+    from lightning_feed.report.files import as_text
 
     return "\n".join([as_text(report.diagnosis), *(f"card  {check_text(one)}" for one in report.report_card)])
 
@@ -286,8 +286,8 @@ def _compare(arguments: argparse.Namespace) -> None:
 
     Compare the reports of two runs, the earlier first.
     """
-    from lightning_feed.watch.reports.compare import compare, comparison_text
-    from lightning_feed.watch.reports.document import read_document, to_plain
+    from lightning_feed.report.compare import compare, comparison_text
+    from lightning_feed.report.document import read_document, to_plain
 
     found = compare(read_document(arguments.before), read_document(arguments.after))
     _print_found(arguments, to_plain(found), comparison_text(found))
@@ -304,8 +304,8 @@ def _doctor(arguments: argparse.Namespace) -> None:
     CPUs, memory, /dev/shm, limits, GPU and driver, threads, decoders, versions: what each means and what to do.
     Nothing is changed.
     """
-    from lightning_feed.watch.doctor import as_plain, as_text
-    from lightning_feed.watch.doctor.looks import examine
+    from lightning_feed.doctor import as_plain, as_text
+    from lightning_feed.doctor.checks import examine
 
     found = examine(arguments.data)
     _print_found(arguments, as_plain(found), as_text(found))
@@ -342,8 +342,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     """
     from lightning_feed.diagnosing import diagnose
     from lightning_feed.diagnosing.safety import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
-    from lightning_feed.watch.reports.document import as_json, make_report, read_document
-    from lightning_feed.watch.reports.files import check_writable
+    from lightning_feed.report.document import as_json, make_report, read_document
+    from lightning_feed.report.files import check_writable
 
     # Read before anything is written: it may lie where this one goes.
     earlier = None if arguments.previous is None else read_document(arguments.previous)
@@ -412,7 +412,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     fed, else the fastest. Takes about 30 s; what was found is remembered.
     """
     from lightning_feed.extras import require
-    from lightning_feed.load.trials.search import Goal
+    from lightning_feed.trials.search import Goal
     from lightning_feed.tuning.output import tuned_document, tuned_text, write_plot
     from lightning_feed.tuning.run import run_tune
 

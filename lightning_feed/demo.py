@@ -31,9 +31,9 @@ from lightning_feed.diagnosing.short_fits import quiet
 from lightning_feed.errors import DatasetError, SettingsError, plural
 from lightning_feed.extras import require
 from lightning_feed.load.machine import read_machine
-from lightning_feed.watch.reports.document import make_report
-from lightning_feed.watch.reports.files import as_text, check_writable, write_report, write_whole
-from lightning_feed.watch.reports.report import Report
+from lightning_feed.report.document import make_report
+from lightning_feed.report.files import as_text, check_writable, write_report, write_whole
+from lightning_feed.report.report import Report
 
 PIXELS = 64
 """Side of the model's input: small, so that the demo ends soon on two CPU cores."""

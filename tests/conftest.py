@@ -26,6 +26,14 @@ def _a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def quiet() -> Any:
+    """A GPUStarvationCallback for short fits."""
+    from lightning_feed import GPUStarvationCallback
+
+    return GPUStarvationCallback(every_n_steps=5, nvml=False, report=False)
+
+
 @pytest.fixture(autouse=True)
 def _no_memory_between_tests(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is remembered between runs goes to a folder of the test's own, not to the home of whoever runs it."""

@@ -12,9 +12,9 @@ from torchvision.transforms.v2.functional import resize_image
 
 from lightning_feed.decode.choose import make_decoder
 from lightning_feed.errors import DatasetError
+from lightning_feed.images.crop import CropSpec, TrainRecipe
+from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded
 from lightning_feed.load.collate import BadSamples
-from lightning_feed.load.crop import CropSpec, TrainRecipe
-from lightning_feed.load.image_dataset import EncodedBatch, ImageDataset, collate_encoded
 
 
 class InMemory:

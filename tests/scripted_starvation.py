@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from lightning_feed import GPUStarvationCallback
-from lightning_feed.load.trials.trial import Setting, Trial
-from lightning_feed.watch.kernel import WorkerTime
-from lightning_feed.watch.loader_watch import LoaderSums
-from lightning_feed.watch.loop import LoopSums
-from lightning_feed.watch.verdict.diagnosis import LoopFacts
-from lightning_feed.watch.windows import Sums
+from lightning_feed.measure.kernel import WorkerTime
+from lightning_feed.measure.loader_watch import LoaderSums
+from lightning_feed.measure.loop import LoopSums
+from lightning_feed.measure.measurements import LoopFacts
+from lightning_feed.measure.windows import Sums
+from lightning_feed.trials.trial import Setting, Trial
 
 STARVED, STILL, FED = (100.0, 60.0), (80.0, 40.0), (60.0, 0.5)
 """(step_ms, data_idle_ms) of an epoch."""

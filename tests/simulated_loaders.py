@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_feed.load.trials.trial import Setting, Trial
+from lightning_feed.trials.trial import Setting, Trial
 
 MIB = 2**20
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings, diagnose
 from lightning_feed.errors import DatasetError
-from lightning_feed.watch import loop
+from lightning_feed.measure import loop
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),

@@ -27,8 +27,8 @@ from lightning_feed.demo import (
     make_images,
 )
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.watch.reports.document import read_document
-from lightning_feed.watch.reports.files import as_text
+from lightning_feed.report.document import read_document
+from lightning_feed.report.files import as_text
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 
 from lightning_feed import GPUStarvationCallback, LoaderSettings, PrefetchCallback, cli, errors
-from lightning_feed.watch.reports.document import Parts
-from lightning_feed.watch.stats import tag_table
+from lightning_feed.measure.stats import tag_table
+from lightning_feed.report.document import Parts
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -14,8 +14,8 @@ from lightning_feed.extras import require
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_feed"
-ROAD = ("archive", "decode", "load", "transfer", "watch")
-DOORS = ("_host", "data", "callbacks", "diagnosing", "tuning")
+ROAD = ("storage", "decode", "load", "images", "trials", "transfer", "measure", "verdict", "report")
+DOORS = ("_host", "data", "callbacks", "diagnosing", "tuning", "doctor")
 """Folders that may import Lightning, each only those before it, and all of the road."""
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -104,8 +104,8 @@ def test_the_rule_itself_sees_a_breach() -> None:
         ("load/machine.py", "from lightning_feed import datamodule", True),
         ("_host/hooks.py", "import lightning.pytorch", False),
         ("_host/hooks.py", "from lightning_feed.transfer.batch_tree import hold", True),
-        ("watch/waits.py", "from lightning_feed.load.settings import LoaderSettings", False),
-        ("watch/waits.py", "from lightning_feed.errors import FeedError", False),
+        ("measure/waits.py", "from lightning_feed.load.settings import LoaderSettings", False),
+        ("measure/waits.py", "from lightning_feed.errors import FeedError", False),
         ("diagnosing/run.py", "from lightning.pytorch import Trainer", False),
         ("diagnosing/run.py", "from lightning_feed.data.images import ImageFolderDataModule", False),
         ("data/images.py", "from lightning_feed.diagnosing.run import diagnose", True),
@@ -140,7 +140,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(command: str) -> None:
 def test_spawned_workers_of_our_image_datasets_import_no_torchvision() -> None:
     """It brings torch's compiler along: 2 s of CPU time for each worker."""
     code = (
-        "import lightning_feed.load.image_dataset, lightning_feed.load.loader, lightning_feed.load.worker\n"
+        "import lightning_feed.images.image_dataset, lightning_feed.load.loader, lightning_feed.load.worker\n"
         "import sys; print({'torchvision', 'torch._dynamo', 'lightning', 'pytorch_lightning'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -473,7 +473,7 @@ def optimizes_by_the_book(trainer: Any) -> bool:
 
 
 def known_syncs(trainer: Any) -> tuple[str, ...]:
-    """Names of ``watch.verdict.diagnosis.SYNCS`` that apply to a running fit.
+    """Names of ``measure.measurements.SYNCS`` that apply to a running fit.
 
     - ``prog_bar``: a progress bar is on, and a metric on the device is logged with ``prog_bar=True``, which only shows
       once it was logged: ask after some steps. Each is converted by ``Tensor.item`` in every step, by

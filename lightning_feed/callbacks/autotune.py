@@ -13,17 +13,17 @@ from lightning_feed import _host
 from lightning_feed.callbacks.starvation import GPUStarvationCallback
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError, throughput
-from lightning_feed.load.cloning import map_loaders
 from lightning_feed.load.rank_store import gather
 from lightning_feed.load.settings import MOST
-from lightning_feed.load.trials.in_fit import goal_of, tune_for_fit
-from lightning_feed.load.trials.search import Goal, Tuned
-from lightning_feed.load.trials.trial import Setting
-from lightning_feed.load.trials.tune_loader import remember
-from lightning_feed.load.trials.tuned_loader import end_workers, setting_of, why_fixed, with_setting
+from lightning_feed.measure.guard import Guard, Once, guarded, say
+from lightning_feed.measure.loop import LoopSums
 from lightning_feed.transfer.resident import ResidentLoader
-from lightning_feed.watch.guard import Guard, Once, guarded, say
-from lightning_feed.watch.loop import LoopSums
+from lightning_feed.trials.cloning import map_loaders
+from lightning_feed.trials.in_fit import goal_of, tune_for_fit
+from lightning_feed.trials.search import Goal, Tuned
+from lightning_feed.trials.trial import Setting
+from lightning_feed.trials.tune_loader import remember
+from lightning_feed.trials.tuned_loader import end_workers, setting_of, why_fixed, with_setting
 
 logger = logging.getLogger(__name__)
 

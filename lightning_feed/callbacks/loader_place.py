@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_feed import _host
 from lightning_feed.errors import source_line
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.watch.experiments.storage import is_users
-from lightning_feed.watch.verdict.diagnosis import Place
+from lightning_feed.measure.measurements import Place
+from lightning_feed.measure.user_code import is_users
 
 SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "in_order")
 """Settings that remedies change."""

@@ -14,10 +14,10 @@ from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.collate import check_drop_keys
 from lightning_feed.load.trace import traced
+from lightning_feed.measure.guard import Once
 from lightning_feed.transfer.batch_tree import off_host
 from lightning_feed.transfer.prefetcher import Prefetcher, SideStream, Staged, open_stream
 from lightning_feed.transfer.transfer_filter import LeanTransfer
-from lightning_feed.watch.guard import Once
 
 logger = logging.getLogger(__name__)
 

@@ -24,17 +24,18 @@ from lightning_feed.callbacks.starvation_report import (
 )
 from lightning_feed.callbacks.starvation_run import StarvationRun
 from lightning_feed.errors import SettingsError
-from lightning_feed.watch import loop
-from lightning_feed.watch.guard import Guard, Once, guarded
-from lightning_feed.watch.loop import Schedule
-from lightning_feed.watch.nvml import NvmlSampler
-from lightning_feed.watch.reports.document import make_report
-from lightning_feed.watch.reports.files import show_report, write_report
-from lightning_feed.watch.reports.report import Report
-from lightning_feed.watch.stats import StarvationStats, Which, choose_tags, custom_scalar_layout
-from lightning_feed.watch.verdict.decide import diagnose
-from lightning_feed.watch.verdict.diagnosis import Diagnosis, Measurements
-from lightning_feed.watch.wall import WallClock
+from lightning_feed.measure import loop
+from lightning_feed.measure.guard import Guard, Once, guarded
+from lightning_feed.measure.loop import Schedule
+from lightning_feed.measure.measurements import Measurements
+from lightning_feed.measure.nvml import NvmlSampler
+from lightning_feed.measure.stats import StarvationStats, Which, choose_tags, custom_scalar_layout
+from lightning_feed.measure.wall import WallClock
+from lightning_feed.report.document import make_report
+from lightning_feed.report.files import show_report, write_report
+from lightning_feed.report.report import Report
+from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.diagnosis import Diagnosis
 
 logger = logging.getLogger(__name__)
 _NOTHING = Measurements(stats=StarvationStats(steps=0, confidence="low"))

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from lightning_feed.watch import loop
-from lightning_feed.watch.reports.document import as_json
-from lightning_feed.watch.reports.files import as_html, diagnosis_markdown
-from lightning_feed.watch.reports.report import Report, headline
-from lightning_feed.watch.stats import SOME_STEPS, choose_tags, to_tags
-from lightning_feed.watch.verdict.diagnosis import Diagnosis
+from lightning_feed.measure import loop
+from lightning_feed.measure.stats import SOME_STEPS, choose_tags, to_tags
+from lightning_feed.report.document import as_json
+from lightning_feed.report.files import as_html, diagnosis_markdown
+from lightning_feed.report.report import Report, headline
+from lightning_feed.verdict.diagnosis import Diagnosis
 
 TEXT_TAG = "feed/report"
 SLOW_S = 1e-3

@@ -9,22 +9,22 @@ from functools import partial
 from typing import Any
 
 from lightning_feed import _host
-from lightning_feed.archive.shared_cache import CacheStats
 from lightning_feed.callbacks.loader_place import find_place, users_line
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback, Stage
 from lightning_feed.load.machine import read_machine
-from lightning_feed.watch.facts import batches_ahead, with_loaders
-from lightning_feed.watch.guard import Guard
-from lightning_feed.watch.hook_times import Calls, HookTimes, tap_profiler
-from lightning_feed.watch.kernel import CpuShare
-from lightning_feed.watch.loader_state import loaders_in
-from lightning_feed.watch.loop import LoopSums, MeasuredLoop
-from lightning_feed.watch.nvml import NvmlSampler
-from lightning_feed.watch.ranks import open_rank_exchange
-from lightning_feed.watch.stats import RankStats, StarvationStats, loop_tags, to_tags
-from lightning_feed.watch.step_meter import BACKWARD, FORWARD, OPTIMIZER, host_clock, open_ring
-from lightning_feed.watch.verdict.diagnosis import HookPlace, LoopFacts, Measurements
-from lightning_feed.watch.wall import Part, WallClock
+from lightning_feed.measure.facts import batches_ahead, with_loaders
+from lightning_feed.measure.guard import Guard
+from lightning_feed.measure.hook_times import Calls, HookTimes, tap_profiler
+from lightning_feed.measure.kernel import CpuShare
+from lightning_feed.measure.loader_state import loaders_in
+from lightning_feed.measure.loop import LoopSums, MeasuredLoop
+from lightning_feed.measure.measurements import HookPlace, LoopFacts, Measurements
+from lightning_feed.measure.nvml import NvmlSampler
+from lightning_feed.measure.ranks import open_rank_exchange
+from lightning_feed.measure.stats import RankStats, StarvationStats, loop_tags, to_tags
+from lightning_feed.measure.step_meter import BACKWARD, FORWARD, OPTIMIZER, host_clock, open_ring
+from lightning_feed.measure.wall import Part, WallClock
+from lightning_feed.storage.shared_cache import CacheStats
 
 _PART: dict[Stage, Part] = {"fit": "epoch starts", "validate": "validation", "test": "test", "predict": "predict"}
 """What of the wall time the loop of a stage begins with."""

@@ -12,7 +12,6 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_feed import _host
-from lightning_feed.archive.shared_cache import parse_limit
 from lightning_feed.data.base import ignore_warning
 from lightning_feed.data.storage import Storage
 from lightning_feed.load.build import Part, build_loader, even_batch_size, size_of
@@ -20,11 +19,12 @@ from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, workers_of
-from lightning_feed.load.trials.in_fit import explained, settled, tune_for_fit, why_not_now
-from lightning_feed.load.trials.search import Tuned
 from lightning_feed.load.worker import WorkerInit
+from lightning_feed.measure.guard import say
+from lightning_feed.storage.shared_cache import parse_limit
 from lightning_feed.transfer.resident import ResidentData, ResidentLoader, Shard, free_device_bytes, load_resident
-from lightning_feed.watch.guard import say
+from lightning_feed.trials.in_fit import explained, settled, tune_for_fit, why_not_now
+from lightning_feed.trials.search import Tuned
 
 logger = logging.getLogger(__name__)
 

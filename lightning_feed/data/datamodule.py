@@ -13,9 +13,6 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
 from lightning_feed import _host
-from lightning_feed.archive.remote import RemotePlace
-from lightning_feed.archive.remote_folder import RemoteFolder
-from lightning_feed.archive.shared_cache import CacheStats
 from lightning_feed.data.base import SPLITS, SPLITS_OF_STAGE, check_misplaced, check_whole, ignore_warning
 from lightning_feed.data.build_loaders import Loaders, job_of
 from lightning_feed.data.exact_resume import ExactResume
@@ -28,6 +25,9 @@ from lightning_feed.load.loader import BatchDecoder
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.settings import SEEDS, LoaderSettings, Recommendation
 from lightning_feed.load.trace import traced
+from lightning_feed.storage.remote import RemotePlace
+from lightning_feed.storage.remote_folder import RemoteFolder
+from lightning_feed.storage.shared_cache import CacheStats
 from lightning_feed.transfer.batch_tree import release
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import torch
 from PIL import Image
 
-from lightning_feed.archive.folder import SampleSource
 from lightning_feed.data.base import check_choice
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, SettingsError
-from lightning_feed.load.dali.binding import DaliOptions, require_dali
-from lightning_feed.load.image_dataset import holds_pixels
+from lightning_feed.images.dali_binding import DaliOptions, require_dali
+from lightning_feed.images.image_dataset import holds_pixels
+from lightning_feed.storage.folder import SampleSource
 from lightning_feed.transfer.gpu_decode import nvjpeg
 
 logger = logging.getLogger(__name__)

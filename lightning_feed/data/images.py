@@ -10,8 +10,6 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import Subset
 
-from lightning_feed.archive.folder import SampleSource
-from lightning_feed.archive.splits import Splits
 from lightning_feed.data import image_backends
 from lightning_feed.data.base import PassEnds, check_choice, check_whole, device_of
 from lightning_feed.data.datamodule import FeedDataModule
@@ -19,15 +17,17 @@ from lightning_feed.data.image_backends import DALI_BACKENDS, Backend, BackendCh
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
+from lightning_feed.images.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe, UserTransform
+from lightning_feed.images.dali_binding import DaliOptions, decode_threads
+from lightning_feed.images.dali_decoder import DaliImageDecoder, PipelineSpec
+from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
 from lightning_feed.load.collate import BadSamples, OnError
-from lightning_feed.load.crop import QUALITIES, EvalRecipe, Quality, Recipe, SquareRecipe, TrainRecipe, UserTransform
-from lightning_feed.load.dali.binding import DaliOptions, decode_threads
-from lightning_feed.load.dali.images import DaliImageDecoder, PipelineSpec
-from lightning_feed.load.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
 from lightning_feed.load.loader import BatchDecoder
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings
+from lightning_feed.storage.folder import SampleSource
+from lightning_feed.storage.splits import Splits
 from lightning_feed.transfer import prefetcher
 from lightning_feed.transfer.device_augment import crop_and_flip, draw_boxes
 from lightning_feed.transfer.gpu_decode import decode_batch

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
-from lightning_feed.archive.read_through import ReadThrough
-from lightning_feed.archive.remote import RemotePlace, is_url, place_of, without_secrets
-from lightning_feed.archive.shared_cache import CacheStats, SampleCache, parse_limit
-from lightning_feed.archive.staging import stage
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import name_datasets
 from lightning_feed.load.cacheable import open_caches
+from lightning_feed.storage.read_through import ReadThrough
+from lightning_feed.storage.remote import RemotePlace, is_url, place_of, without_secrets
+from lightning_feed.storage.shared_cache import CacheStats, SampleCache, parse_limit
+from lightning_feed.storage.staging import stage
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from lightning_feed.diagnosing.session import WHOLE, key_leaves
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.cloning import map_loaders
+from lightning_feed.measure.step_meter import event_maker
 from lightning_feed.transfer.batch_tree import tensors
-from lightning_feed.watch.experiments.session import WHOLE, key_leaves
-from lightning_feed.watch.step_meter import event_maker
+from lightning_feed.trials.cloning import map_loaders
 
 MOST_KEPT, MOST_BYTES = 32, 256 * 2**20
 """Batches that a sample of a run holds at most, and their memory."""

@@ -25,7 +25,7 @@ from lightning_feed.autoload import PROGRAM
 from lightning_feed.diagnosing.safety import ProgramEnded, in_a_line
 from lightning_feed.diagnosing.short_fits import plain_trainer, quiet
 from lightning_feed.errors import SettingsError, plural
-from lightning_feed.watch.experiments.storage import is_users
+from lightning_feed.measure.user_code import is_users
 
 CLEAN_UP_S = 5.0
 """The most that ending child processes may take."""

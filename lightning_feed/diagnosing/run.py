@@ -11,6 +11,8 @@ from tqdm.auto import tqdm
 
 from lightning_feed import _host
 from lightning_feed.diagnosing.batches import FEWEST_CYCLES, Sample, own_loaders
+from lightning_feed.diagnosing.data_experiments import EXPERIMENTS as DATA_EXPERIMENTS
+from lightning_feed.diagnosing.data_experiments import run_data_experiments
 from lightning_feed.diagnosing.safety import (
     DiagnosisFailed,
     DiagnosisInterrupted,
@@ -19,20 +21,19 @@ from lightning_feed.diagnosing.safety import (
     in_a_line,
     told,
 )
+from lightning_feed.diagnosing.session import key_bytes, parts_of
 from lightning_feed.diagnosing.short_fits import AS_IT_IS, LATEST, DiagnosisSession, Limits, open_session, quiet
 from lightning_feed.errors import FeedError, LoaderError, ReportError, SettingsError
 from lightning_feed.load.machine import read_machine
-from lightning_feed.watch.experiments.data_experiments import EXPERIMENTS as DATA_EXPERIMENTS
-from lightning_feed.watch.experiments.data_experiments import run_data_experiments
-from lightning_feed.watch.experiments.results import ExperimentResults, KeyUse
-from lightning_feed.watch.experiments.session import key_bytes, parts_of
-from lightning_feed.watch.facts import with_loaders
-from lightning_feed.watch.reports.document import make_report, read_document
-from lightning_feed.watch.reports.files import check_writable, write_report
-from lightning_feed.watch.reports.report import Report
-from lightning_feed.watch.stats import StarvationStats
-from lightning_feed.watch.verdict import decide as tree
-from lightning_feed.watch.verdict.diagnosis import Diagnosis, LoopFacts, Measurements
+from lightning_feed.measure.experiment_results import ExperimentResults, KeyUse
+from lightning_feed.measure.facts import with_loaders
+from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.measure.stats import StarvationStats
+from lightning_feed.report.document import make_report, read_document
+from lightning_feed.report.files import check_writable, write_report
+from lightning_feed.report.report import Report
+from lightning_feed.verdict import decide as tree
+from lightning_feed.verdict.diagnosis import Diagnosis
 
 MODEL_EXPERIMENTS = {"model": "model_per_s", "host-batch": "host_batch_per_s"}
 """The same batches again and again, on the device and from the host; and the rates that they give."""

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
+from lightning_feed.diagnosing.session import parts_of
 from lightning_feed.errors import DatasetError, FeedError, LoaderError, ReportError
-from lightning_feed.load.cloning import locate_failure
-from lightning_feed.watch.experiments.session import parts_of
-from lightning_feed.watch.experiments.storage import is_users
-from lightning_feed.watch.verdict.diagnosis import Diagnosis
+from lightning_feed.measure.user_code import is_users
+from lightning_feed.trials.cloning import locate_failure
+from lightning_feed.verdict.diagnosis import Diagnosis
 
 _OF_A_WORKER = re.compile(r'^ *File "(.+?)", line (\d+)', re.MULTILINE)
 _LOADING = ("torch.utils.data.dataloader", "lightning_feed.load.")

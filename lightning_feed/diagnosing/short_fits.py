@@ -24,12 +24,12 @@ from lightning_feed.callbacks.loader_place import place_of
 from lightning_feed.callbacks.prefetch import PrefetchCallback
 from lightning_feed.diagnosing.batches import KeyWatch, Pace, Replay, Sample, copy_of, is_opaque, own_loaders
 from lightning_feed.diagnosing.safety import ModelState, StopSignals, loading_failed
+from lightning_feed.diagnosing.session import parts_of
 from lightning_feed.errors import FeedError, SettingsError
 from lightning_feed.load.random_state import preserve_state
-from lightning_feed.watch.experiments.session import parts_of
-from lightning_feed.watch.facts import batches_ahead
-from lightning_feed.watch.verdict.diagnosis import Measurements, Place
-from lightning_feed.watch.windows import WARM_UP_STEPS
+from lightning_feed.measure.facts import batches_ahead
+from lightning_feed.measure.measurements import Measurements, Place
+from lightning_feed.measure.windows import WARM_UP_STEPS
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "device_transform")
 STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")

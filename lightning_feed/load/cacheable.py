@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_feed.archive.shared_cache import Kind, SampleCache, parse_limit
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.machine import Machine, read_machine
+from lightning_feed.storage.shared_cache import Kind, SampleCache, parse_limit
 
 logger = logging.getLogger(__name__)
 

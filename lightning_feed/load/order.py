@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
 
-from lightning_feed.archive.read_ahead import ReadAhead
-from lightning_feed.archive.remote_folder import RemoteSamples
 from lightning_feed.errors import ResumeError
+from lightning_feed.storage.read_ahead import ReadAhead
+from lightning_feed.storage.remote_folder import RemoteSamples
 
 logger = logging.getLogger(__name__)
 

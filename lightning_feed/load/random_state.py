@@ -104,7 +104,7 @@ _ENTERED = 1_000
 _MOST = 200_000
 """Objects that are looked at."""
 _APART = re.compile(
-    r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning_feed\.archive)\b"
+    r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning_feed\.storage)\b"
     r"|(lightning|pytorch_lightning)\b(?!(\.pytorch|\.fabric)?\.(core|utilities)\b)"
 )
 """Packages whose objects belong to a running program; and our archive's, whose state lies outside Python. Not

@@ -7,12 +7,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_feed.archive.system import atomic_write
 from lightning_feed.errors import in_rate, plural, rate_unit, throughput
 from lightning_feed.extras import require
-from lightning_feed.load.trials.search import Tuned
-from lightning_feed.load.trials.trial import Setting, Trial
-from lightning_feed.watch.verdict.diagnosis import Place
+from lightning_feed.measure.measurements import Place
+from lightning_feed.storage.system import atomic_write
+from lightning_feed.trials.search import Tuned
+from lightning_feed.trials.trial import Setting, Trial
 
 SCHEMA = "lightning_feed.tuning/1"
 _BAR = 30

@@ -12,19 +12,19 @@ from tqdm.auto import tqdm
 from lightning_feed.diagnosing.batches import own_loaders
 from lightning_feed.diagnosing.program import Fit
 from lightning_feed.diagnosing.safety import told
+from lightning_feed.diagnosing.session import parts_of
 from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits, open_session, quiet
 from lightning_feed.errors import LoaderError, SettingsError
-from lightning_feed.load.cloning import Changes, RoundLimits, clone_loader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import MOST, TORCH_PREFETCH
-from lightning_feed.load.trials.search import Goal, Tuned
-from lightning_feed.load.trials.trial import Setting, Trial, feasible, run_trial
-from lightning_feed.load.trials.tune_loader import Store, tune_loader
 from lightning_feed.load.worker import end_pass
+from lightning_feed.measure.measurements import Place
+from lightning_feed.trials.cloning import Changes, RoundLimits, clone_loader
+from lightning_feed.trials.search import Goal, Tuned
+from lightning_feed.trials.trial import Setting, Trial, feasible, run_trial
+from lightning_feed.trials.tune_loader import Store, tune_loader
 from lightning_feed.tuning.output import Sweep
-from lightning_feed.watch.experiments.session import parts_of
-from lightning_feed.watch.verdict.diagnosis import Place
 
 REPLAY_STEPS, FEWEST_STEPS, REPLAY_S = 300, 12, 5.0
 

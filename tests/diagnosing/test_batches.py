@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.diagnosing import batches
 from lightning_feed.diagnosing.batches import KeyWatch, Replay, Sample, is_opaque, own_loaders
-from lightning_feed.watch.experiments.session import key_bytes
+from lightning_feed.diagnosing.session import key_bytes
 
 
 class Pair(NamedTuple):

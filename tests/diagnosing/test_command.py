@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from diagnosing.small_runs import PACKAGES
-from watch.reports.sample_reports import sample, sample_facts, sample_report
+from report.sample_reports import sample, sample_facts, sample_report
 
 from lightning_feed import cli
 from lightning_feed.diagnosing import run
 from lightning_feed.errors import ReportError
-from lightning_feed.watch.reports.files import write_report
-from lightning_feed.watch.verdict.diagnosis import Remedy
+from lightning_feed.report.files import write_report
+from lightning_feed.verdict.diagnosis import Remedy
 
 TRAINING = """
 import signal

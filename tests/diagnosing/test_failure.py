@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_feed.diagnosing.safety import DiagnosisFailed, in_a_line
 from lightning_feed.errors import FeedError
-from lightning_feed.watch.reports.document import read_document
+from lightning_feed.report.document import read_document
 
 HERE = Path(__file__).name
 

@@ -11,10 +11,10 @@ from diagnosing.small_runs import PACKAGES, Numbers, make_parts, make_trainer, s
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from measure.small_fits import CpuPrefetch
 from simulated.device import SimulatedDevice
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from watch.small_fits import CpuPrefetch
 
 from lightning_feed import GPUStarvationCallback, tune
 from lightning_feed._host import package_of
@@ -24,7 +24,7 @@ from lightning_feed.diagnosing.batches import Pace
 from lightning_feed.diagnosing.safety import DiagnosisInterrupted
 from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits
 from lightning_feed.errors import SettingsError
-from lightning_feed.watch.reports.document import read_document
+from lightning_feed.report.document import read_document
 
 Module, Data = make_parts()
 

@@ -18,8 +18,8 @@ from diagnosing.small_runs import (
 )
 
 from lightning_feed.diagnosing.safety import DiagnosisInterrupted
-from lightning_feed.watch.reports.document import read_document
-from lightning_feed.watch.windows import WARM_UP_STEPS
+from lightning_feed.measure.windows import WARM_UP_STEPS
+from lightning_feed.report.document import read_document
 
 pytestmark = pytest.mark.usefixtures("as_in_a_shell")
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from torch.utils.data._utils import signal_handling
 
-from lightning_feed.archive.read_through import ReadThrough
-from lightning_feed.archive.shared_cache import PREFIX, SampleCache
 from lightning_feed.errors import ArchiveError, LoaderError
 from lightning_feed.load.loader import FeedLoader
+from lightning_feed.storage.read_through import ReadThrough
+from lightning_feed.storage.shared_cache import PREFIX, SampleCache
 
 STRANGER = 65534
 

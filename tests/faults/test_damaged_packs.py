@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_feed.archive import PackedDataset, pack, verify_pack
-from lightning_feed.archive.folder import FolderSource, scan_classes
-from lightning_feed.archive.pack_formats import PartIndex
 from lightning_feed.errors import ArchiveError, DatasetError
+from lightning_feed.storage import PackedDataset, pack, verify_pack
+from lightning_feed.storage.folder import FolderSource, scan_classes
+from lightning_feed.storage.pack_formats import PartIndex
 
 FORMATS = ["lmdb", "hdf5"]
 

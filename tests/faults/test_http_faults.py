@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from http_store import HttpStore, running_http
 
-from lightning_feed.archive import remote, remote_folder, stage
-from lightning_feed.archive.read_through import ReadThrough
-from lightning_feed.archive.remote import GoneError, RemotePlace
-from lightning_feed.archive.remote_folder import RemoteFolder, RemoteSource, list_files
 from lightning_feed.errors import ArchiveError
+from lightning_feed.storage import remote, remote_folder, stage
+from lightning_feed.storage.read_through import ReadThrough
+from lightning_feed.storage.remote import GoneError, RemotePlace
+from lightning_feed.storage.remote_folder import RemoteFolder, RemoteSource, list_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:Unclosed:ResourceWarning")
 COUNT = 40

@@ -18,25 +18,25 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
+from measure.small_fits import CpuPrefetch, Memory, make_trainer
 from scripted_starvation import FED, STARVED, Scripted, Trials
 from simulated.device import SimulatedDevice
 from torch.utils.data import DataLoader
-from watch.small_fits import CpuPrefetch, Memory, make_trainer
 
 import lightning_feed
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
 from lightning_feed.callbacks import autotune, starvation_run
 from lightning_feed.callbacks.autotune import AutotuneCallback
-from lightning_feed.load.trials import tune_loader
-from lightning_feed.watch import guard, hook_times, loop
-from lightning_feed.watch.step_meter import EventRing
+from lightning_feed.measure import guard, hook_times, loop
+from lightning_feed.measure.step_meter import EventRing
+from lightning_feed.trials import tune_loader
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="functions are told apart by co_qualname"),
     pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`"),
 ]
 PACKAGE = os.path.dirname(lightning_feed.__file__) + os.sep  # noqa: PTH120  # compared with code objects' names
-OBSERVERS = ("watch/", "callbacks/starvation_")
+OBSERVERS = ("measure/", "verdict/", "report/", "callbacks/starvation_")
 """Files whose functions observe, whoever calls them; those of others do where they are called under the guard."""
 PASS_ON = {
     # They call what was there before: a profiler's, a loader's, a progress bar's. What they do besides is guarded.
@@ -116,7 +116,7 @@ def is_own(code: CodeType) -> bool:
     """Not a part of another function, nor the guard itself, nor what only passes on."""
     file, name, _ = function(code)
     return code.co_name not in ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>") and not (
-        file == "watch/guard.py" or name in PASS_ON
+        file == "measure/guard.py" or name in PASS_ON
     )
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_feed.archive import PackedDataset, pack, pack_writers, packing
-from lightning_feed.archive.folder import FolderSource, scan_classes
-from lightning_feed.archive.pack_writers import PartWriter
-from lightning_feed.archive.splits import Splits
 from lightning_feed.errors import ArchiveError
+from lightning_feed.storage import PackedDataset, pack, pack_writers, packing
+from lightning_feed.storage.folder import FolderSource, scan_classes
+from lightning_feed.storage.pack_writers import PartWriter
+from lightning_feed.storage.splits import Splits
 
 NOBODY = 65534
 
@@ -60,8 +60,8 @@ def kill(*_: Any, **__: Any) -> None:
 
 KILLED = """
 import os, signal, sys
-from lightning_feed.archive import packing
-from lightning_feed.archive.pack_writers import PartWriter
+from lightning_feed.storage import packing
+from lightning_feed.storage.pack_writers import PartWriter
 packing._WRITTEN_BYTES = 16 * 20_000
 append = PartWriter.append
 def killing(self, payloads):

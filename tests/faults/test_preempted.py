@@ -14,9 +14,9 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from measure.test_ranks_gloo import free_port
 from recording import Numbers
 from resuming import run
-from watch.test_ranks_gloo import free_port
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
 

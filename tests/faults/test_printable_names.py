@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from watch.reports.sample_reports import sample, sample_report
+from report.sample_reports import sample, sample_report
 
 from lightning_feed import cli
 from lightning_feed.errors import ArchiveError, DatasetError, printable
-from lightning_feed.load.image_dataset import CpuFallback
-from lightning_feed.watch.reports.files import as_markdown, as_text
+from lightning_feed.images.image_dataset import CpuFallback
+from lightning_feed.report.files import as_markdown, as_text
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202egpj.jpg"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202egpj.jpg"

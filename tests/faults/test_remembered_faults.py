@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.archive import folder as folders
-from lightning_feed.archive import system
-from lightning_feed.archive.folder import index_of
-from lightning_feed.archive.system import cache_folder
+from lightning_feed.storage import folder as folders
+from lightning_feed.storage import system
+from lightning_feed.storage.folder import index_of
+from lightning_feed.storage.system import cache_folder
 
 STRANGER = 65534
 root_only = pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
@@ -134,8 +134,8 @@ def test_what_another_user_may_have_planted_is_not_used(
 def test_a_user_without_a_home_can_train() -> None:
     """As containers run: a number for a user, no HOME, no line in /etc/passwd."""
     code = (
-        "import os, sys, zipfile; from pathlib import Path; from lightning_feed.archive.folder import index_of;"
-        "from lightning_feed.archive.system import cache_folder; os.setuid(54321);"
+        "import os, sys, zipfile; from pathlib import Path; from lightning_feed.storage.folder import index_of;"
+        "from lightning_feed.storage.system import cache_folder; os.setuid(54321);"
         "index_of(Path(sys.argv[1]), now_ns=lambda: 10**19);"
         "print(cache_folder(), oct(cache_folder().stat().st_mode), len(list(cache_folder().glob('index/*'))))"
     )

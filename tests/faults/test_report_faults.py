@@ -16,9 +16,9 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from measure.small_fits import Memory, make_trainer, run_fit
+from measure.test_ranks_gloo import in_ranks
 from torch.utils.data import DataLoader
-from watch.small_fits import Memory, make_trainer, run_fit
-from watch.test_ranks_gloo import in_ranks
 
 from lightning_feed import FastDataModule, GPUStarvationCallback, LoaderSettings
 from lightning_feed.callbacks.autotune import AutotuneCallback
@@ -49,7 +49,7 @@ def fit_with(*loggers: Any, before: tuple[Any, ...] = ()) -> GPUStarvationCallba
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "lightning_feed.watch.guard"]
+    return [record.getMessage() for record in caplog.records if record.name == "lightning_feed.measure.guard"]
 
 
 # --- printing -----------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def fit_with_a_broken_rank(rank: int, broken: int) -> Any:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_feed.watch.guard").addHandler(handler)
+    logging.getLogger("lightning_feed.measure.guard").addHandler(handler)
     starvation, autotune = GPUStarvationCallback(every_n_steps=2, nvml=False, report=False), AutotuneCallback()
 
     class Breaks(Callback):

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_feed.archive.folder import FolderSource, scan_classes
 from lightning_feed.errors import DatasetError
+from lightning_feed.storage.folder import FolderSource, scan_classes
 
 
 @pytest.fixture

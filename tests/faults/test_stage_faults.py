@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_feed.archive import stage, stage_copy, staging, unstage
-from lightning_feed.archive.staging import StagePlace, claimed, release
-from lightning_feed.archive.system import find_caveats
 from lightning_feed.cli import main
 from lightning_feed.errors import ArchiveError
+from lightning_feed.storage import stage, stage_copy, staging, unstage
+from lightning_feed.storage.staging import StagePlace, claimed, release
+from lightning_feed.storage.system import find_caveats
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="files of another user can be made by root alone")
@@ -73,8 +73,8 @@ def test_a_source_that_leads_into_its_copy_by_links_is_refused(
 REMOVED = """
 import subprocess, sys
 from pathlib import Path
-from lightning_feed.archive import stage, unstage
-from lightning_feed.archive.staging import StagePlace, leave, release
+from lightning_feed.storage import stage, unstage
+from lightning_feed.storage.staging import StagePlace, leave, release
 from lightning_feed.errors import ArchiveError
 
 source, dest = map(Path, sys.argv[1:])

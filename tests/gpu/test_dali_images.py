@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
 from lightning_feed.errors import DecodeError
-from lightning_feed.load.dali.binding import DaliOptions
+from lightning_feed.images.dali_binding import DaliOptions
 
 pytest.importorskip("nvidia.dali")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_feed import ImageFolderDataModule, LoaderSettings, PrefetchCallback
 from lightning_feed.decode.choose import psnr_db
 from lightning_feed.errors import DecodeError
-from lightning_feed.load.crop import CropSpec, EvalRecipe, TrainRecipe
-from lightning_feed.load.image_dataset import decode_on_cpu
+from lightning_feed.images.crop import CropSpec, EvalRecipe, TrainRecipe
+from lightning_feed.images.image_dataset import decode_on_cpu
 from lightning_feed.transfer.gpu_decode import MOST_BYTES, crop_on_device, decode_batch, nvjpeg
 
 pytestmark = pytest.mark.gpu

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from lightning_feed.archive.folder import Encoded
-from lightning_feed.archive.shared_cache import Kind, SampleCache
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.cacheable import CacheableDataset, open_caches
 from lightning_feed.load.machine import Machine
+from lightning_feed.storage.folder import Encoded
+from lightning_feed.storage.shared_cache import Kind, SampleCache
 
 MIB = 1 << 20
 RUN = f"test {os.getpid()}"
@@ -50,7 +50,7 @@ class Squares(CacheableDataset):
 
 @pytest.fixture(autouse=True)
 def _no_caches_are_left() -> Iterator[None]:
-    from lightning_feed.archive import shared_cache
+    from lightning_feed.storage import shared_cache
 
     yield
     for cache in list(shared_cache._open_files.values()):

@@ -43,8 +43,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_feed.measure.step_meter import EventRing, StepMeter, StepTimes
 from lightning_feed.transfer import prefetcher as streams
-from lightning_feed.watch.step_meter import EventRing, StepMeter, StepTimes
 
 MS = 1_000_000
 DEVICE = torch.device("meta")
@@ -558,7 +558,7 @@ class SimulatedDevice(TorchDispatchMode):
 @contextmanager
 def simulated(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
     """While entered, ``meta`` is an accelerator: torch's device module, and a backend that prefetching knows."""
-    from lightning_feed.watch import step_meter as clocks
+    from lightning_feed.measure import step_meter as clocks
 
     with _patched() as patch:
         find = torch.get_device_module

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
 from lightning_feed.data.images import IMAGENET_MEAN, IMAGENET_STD, _scaling
-from lightning_feed.load.crop import EvalRecipe, TrainRecipe
-from lightning_feed.load.dali.binding import DaliOptions
-from lightning_feed.load.dali.images import DaliImageDecoder, PipelineSpec, _Waiting
+from lightning_feed.images.crop import EvalRecipe, TrainRecipe
+from lightning_feed.images.dali_binding import DaliOptions
+from lightning_feed.images.dali_decoder import DaliImageDecoder, PipelineSpec, _Waiting
 from lightning_feed.transfer.gpu_decode import NvJpeg, decode_batch
 from lightning_feed.transfer.resident import ResidentLoader, load_resident
 

@@ -10,11 +10,11 @@ import torch
 from simulated.device import DEVICE, SimulatedDevice, simulated
 from torch import Tensor
 
+from lightning_feed.measure import step_meter
+from lightning_feed.measure.step_meter import EventRing
 from lightning_feed.transfer import prefetcher as streams
 from lightning_feed.transfer.gpu_decode import NvJpeg
 from lightning_feed.transfer.prefetcher import DeviceStream, Prefetcher
-from lightning_feed.watch import step_meter
-from lightning_feed.watch.step_meter import EventRing
 
 SECOND = torch.device("meta", 1)
 """Not the current device."""

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_feed.decode.choose import psnr_db
 from lightning_feed.decode.decoders import Region
 from lightning_feed.errors import DecodeError, LoaderError
+from lightning_feed.images.crop import QUALITIES, CropSpec, EvalRecipe, TrainRecipe
+from lightning_feed.images.image_dataset import decode_on_cpu
 from lightning_feed.load.collate import BadSamples
-from lightning_feed.load.crop import QUALITIES, CropSpec, EvalRecipe, TrainRecipe
-from lightning_feed.load.image_dataset import decode_on_cpu
 from lightning_feed.transfer import gpu_decode as device_decode
 from lightning_feed.transfer.gpu_decode import crop_on_device, decode_batch
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_feed.errors import MissingExtraError
-from lightning_feed.load.cloning import RoundLimits
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.trials.trial import Setting, Trial
+from lightning_feed.trials.cloning import RoundLimits
+from lightning_feed.trials.trial import Setting, Trial
 from lightning_feed.tuning import run as sweep_file
 from lightning_feed.tuning.output import Sweep, write_plot
 from lightning_feed.tuning.run import sweep_loader

@@ -4,10 +4,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from lightning_feed.watch.experiments.results import ExperimentResults
-from lightning_feed.watch.stats import LoaderStats, StarvationStats
-from lightning_feed.watch.verdict.decide import diagnose
-from lightning_feed.watch.verdict.diagnosis import HookTime, LoopFacts, Measurements, Remedy
+from lightning_feed.measure.experiment_results import ExperimentResults
+from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
+from lightning_feed.measure.stats import LoaderStats, StarvationStats
+from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.diagnosis import Remedy
 
 BUSY = {"workers_on_cpu_pct": 90.0, "workers_run_queue_pct": 5.0, "workers_blocked_pct": 5.0}
 CROWDED = {"workers_on_cpu_pct": 20.0, "workers_run_queue_pct": 75.0, "workers_blocked_pct": 5.0}

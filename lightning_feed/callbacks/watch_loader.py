@@ -1,0 +1,317 @@
+"""watch_loader: how long a loop of one's own waits for its data, in plain PyTorch, Fabric or accelerate."""
+
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from lightning_feed.load.machine import read_machine
+from lightning_feed.measure.facts import batches_ahead, with_loaders
+from lightning_feed.measure.guard import Guard
+from lightning_feed.measure.loader_state import loaders_in
+from lightning_feed.measure.loop import READ_EVERY_NS, MeasuredLoop, Schedule
+from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.measure.stats import StarvationStats
+from lightning_feed.measure.step_meter import Clock, host_clock, open_ring
+from lightning_feed.report.document import make_report
+from lightning_feed.report.files import show_report, write_report
+from lightning_feed.transfer.prefetcher import STREAM_BACKENDS
+from lightning_feed.verdict.causes import MIN_STEPS
+from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.diagnosis import Diagnosis
+
+T = TypeVar("T")
+
+_runs: "weakref.WeakKeyDictionary[Any, PlainRun]" = weakref.WeakKeyDictionary()
+"""Of loaders that live: each epoch may call watch_loader anew."""
+_open: "dict[PlainRun, int]" = {}
+"""Those in the middle of an epoch, and the threads that their loops run in."""
+
+
+def watch_loader(
+    loader: Iterable[T],
+    *,
+    device: torch.device | str | None = None,
+    folder: str | Path | None = None,
+    report: bool = True,
+) -> "WatchedLoader[T]":
+    """The same loader, measured: how long each step of the loop waits for its batch, why, and what to change.
+
+    Gives the same batches in the same order. Waiting for data is the time inside ``next(loader)``; on a GPU only the
+    part in which the GPU had nothing to do, by events on the compute stream, without waiting for it. All else is
+    computing. A report is printed after 200 steps or a minute, every 10 minutes, and when the program ends or
+    :meth:`WatchedLoader.close` is called. Of several ranks each measures itself, and rank 0 reports.
+
+    Called again with the same loader it continues to measure, with the options given last. Give it the loader that the
+    loop iterates over, after ``fabric.setup_dataloaders`` or ``accelerator.prepare``. Give it the validation loader,
+    too: the training step that contains a validation is then left out.
+
+    Args:
+        loader: a DataLoader, or anything else that can be iterated.
+        device: where the model computes; None: the loader's device, else the GPU where one is in use, else the CPU.
+        folder: where ``feed_report.json``, ``.md`` and ``.html`` are written with each report; None: nowhere.
+        report: print reports.
+
+    Example:
+        >>> from lightning_feed import watch_loader
+        >>> loader = watch_loader([1, 2, 3], report=False)
+        >>> for batch in loader:
+        ...     pass  # the training step
+        >>> loader.summary().steps  # the first of an epoch has a figure of its own
+        2
+    """
+    try:
+        run = _runs.get(loader)
+        if run is None:
+            run = _runs[loader] = PlainRun()
+            weakref.finalize(loader, run.close, wait=False)
+        watched = WatchedLoader(loader, run)
+    except TypeError:  # a list, or another thing that no weak reference can be held to
+        run = PlainRun()
+        watched = WatchedLoader(loader, run)
+        weakref.finalize(watched, run.close, wait=False)
+    run.device = None if device is None else torch.device(device)
+    run.folder, run.shows = None if folder is None else Path(folder), report
+    return watched
+
+
+class WatchedLoader(Generic[T]):
+    """What :func:`watch_loader` gives. All else is asked of the loader in it: its length, data set, sampler."""
+
+    def __init__(self, loader: Iterable[T], run: "PlainRun") -> None:
+        self._loader, self._run = loader, run
+
+    def __iter__(self) -> Iterator[T]:
+        run = self._run
+        began = run.clock()
+        batches = iter(self._loader)  # now, as without us: it draws a random number, and starts the workers
+        return batches if run.closed else self._measured(batches, run.clock() - began)
+
+    def _measured(self, batches: Iterator[T], started_ns: int) -> Iterator[T]:
+        run = self._run
+        run.measure(run.epoch_began, self._loader, started_ns)
+        run.live = [batches]
+        try:
+            while True:
+                run.fetch_began()
+                try:
+                    batch = [next(batches)]
+                except StopIteration:
+                    return
+                run.fetch_ended()
+                run.measure(run.batch_came, batch[0])
+                yield batch.pop()  # nothing here keeps the batch alive while the step runs
+                run.step_ended()
+        finally:
+            run.live = []
+            run.measure(run.epoch_ended)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # a loader without a length says so itself
+
+    def __bool__(self) -> bool:
+        return bool(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_loader", "_run"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __enter__(self) -> "WatchedLoader[T]":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def summary(self) -> StarvationStats:
+        """How the steps so far divide, without the first ones, in which queues fill."""
+        return self._run.measurements().stats
+
+    def report(self) -> Diagnosis:
+        """What limits training, from all steps so far, and what to change."""
+        return diagnose(self._run.measurements())
+
+    def close(self) -> None:
+        """Stop measuring, and report what came since the last report. The loader can be gone through as before."""
+        self._run.close()
+        with contextlib.suppress(TypeError):
+            _runs.pop(self._loader, None)
+
+
+class PlainRun:
+    """The clocks of one loop, over all of its epochs. It does not keep the loader alive.
+
+    Attributes:
+        device: where the model computes; None: to be found out when the first epoch begins.
+        folder: for the files of reports, or None.
+        shows: whether it reports by itself.
+        live: the iterator that the loop goes through now, or nothing.
+        clock: the host's.
+        closed: whether measuring has ended.
+    """
+
+    def __init__(self, *, clock: Clock = host_clock) -> None:
+        self.device: torch.device | None = None
+        self.folder: Path | None = None
+        self.shows = True
+        self.live: list[Any] = []
+        self.clock, self._process = clock, os.getpid()
+        guard = self._guard = Guard("watch_loader", self._stop)
+        self.measure = guard.measure
+        self.fetch_began, self.fetch_ended = guard.tap(self._fetch_began), guard.tap(self._fetch_ended)
+        self.step_ended = guard.tap(self._step_ended)
+        self._loop: Any = None
+        """A MeasuredLoop from the first epoch on."""
+        self._schedule = Schedule(self._seconds)
+        self._reported_steps = self._next_read = 0
+        self.closed = False
+
+    def _seconds(self) -> float:
+        return self.clock() * 1e-9
+
+    # --- what the loop does -------------------------------------------------------------------------------------------
+
+    def epoch_began(self, loader: Any, started_ns: int = 0) -> None:
+        """The loop begins to go through the loader, whose iterator took so long to make."""
+        thread = threading.get_ident()
+        for other, its_thread in list(_open.items()):  # a copy: loops of other threads begin and end meanwhile
+            if its_thread == thread:
+                other.leave_out_step()
+        loaders = loaders_in(loader)
+        device = self.device or _device_of(loader)
+        facts = _facts_of(loader, loaders, device)
+        if self._loop is None:
+            ring, queue = open_ring(device), batches_ahead(loaders)
+            self._loop = MeasuredLoop(facts, lambda: self.live, queue=queue, ring=ring, clock=self.clock)
+            self._schedule = Schedule(self._seconds)
+        self._loop.cpu.go_on()
+        self._loop.batch_seen = False
+        self._loop.begins(facts, self.clock() - started_ns)
+        _open[self] = thread
+
+    def batch_came(self, batch: Any) -> None:
+        """Look at the first batch of each epoch."""
+        if not self._loop.batch_seen:
+            self._loop.look_at(batch)
+
+    def epoch_ended(self) -> None:
+        """The loop is at its end, or was left."""
+        _open.pop(self, None)
+        self._loop.cpu.pause()
+
+    def leave_out_step(self) -> None:
+        """Another loop lies in this step."""
+        self._loop.meter.leave_out_step()
+
+    def _fetch_began(self) -> None:
+        self._loop.fetch_began()
+
+    def _fetch_ended(self) -> None:
+        self._loop.fetch_ended()
+        self._loop.meter.arrived()  # the copy to the device is the user's, and not seen
+
+    def _step_ended(self) -> None:
+        loop = self._loop
+        loop.meter.step_ended()
+        if loop.step_ended():
+            loop.ledger.fold()
+        now = self.clock()
+        if now >= self._next_read:  # workers take their counters with them when an epoch ends
+            self._next_read = now + READ_EVERY_NS
+            loop.loaders.take()
+        steps = loop.meter.finished
+        if steps >= MIN_STEPS and self._schedule.due(steps):
+            self._report()
+            loop.meter.leave_out_step()  # the next one, in which this lies
+
+    def measurements(self) -> Measurements:
+        """All that was measured so far, without the warm-up."""
+        if self._loop is None:
+            return Measurements(stats=StarvationStats(steps=0, confidence="low"), facts=LoopFacts(loop="plain"))
+        found = self._loop.measurements(prefetch_active=None)
+        # Neither the copy to the device nor the time between steps can be told from the step itself.
+        stats = replace(found.stats, h2d_ms=None, other_ms=None)
+        return Measurements(stats=stats, facts=found.facts, loaders=found.loaders)
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def close(self, *, wait: bool = True) -> None:
+        """Read what the device has not told yet, report it, and let the loader be.
+
+        Args:
+            wait: for the steps that the device still works on; else they are left out.
+        """
+        if self.closed or self._process != os.getpid():  # a forked process is not the one that trains
+            return
+        self.closed = True
+        if self._loop is not None and self._guard.measures:
+            meter = self._loop.meter
+            self.measure(meter.end, wait=wait)
+            if meter.finished > self._reported_steps and meter.finished >= MIN_STEPS:
+                self._report()
+        self._stop()
+
+    def _report(self) -> None:
+        self._schedule.came()
+        if self._loop is not None:
+            self._reported_steps = self._loop.meter.finished
+        if _number("RANK", 0) == 0:
+            self._guard.attempt("show its report", self._show)
+
+    def _show(self) -> None:
+        report = make_report(diagnose(self.measurements()))
+        written = []
+        if self.folder is not None:
+            written = self._guard.attempt("write its report", write_report, report, self.folder) or []
+        if self.shows:
+            bar: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+            show_report(report, bar.write if bar is not None else None, written)
+
+    def _stop(self) -> None:
+        if self._loop is not None:
+            self._loop.loaders.close()
+        _open.pop(self, None)
+
+
+def _facts_of(loader: Any, loaders: list[Any], device: torch.device) -> LoopFacts:
+    batches: int | None = None
+    with contextlib.suppress(Exception):  # of the user's, who may have written anything there
+        batches = len(loader)
+    machine = read_machine()
+    facts = LoopFacts(
+        loop="plain",
+        device_type=device.type,
+        usable_cpus=max(1, machine.usable_cpus // _number("LOCAL_WORLD_SIZE", 1)),
+        free_shm_bytes=machine.free_shm_bytes,
+        world_size=_number("WORLD_SIZE", 1),
+        batches_per_epoch=batches,
+    )
+    return with_loaders(facts, loaders, reloaded=False)
+
+
+def _device_of(loader: Any) -> torch.device:
+    """The device of a loader that puts batches there, else the accelerator that is in use, else the CPU."""
+    given = getattr(loader, "device", None)
+    if isinstance(given, torch.device):
+        return given
+    for kind in STREAM_BACKENDS:
+        backend: Any = getattr(torch, kind, None)
+        if backend is not None and backend.is_initialized():
+            return torch.device(kind, backend.current_device())
+    return torch.device("cpu")
+
+
+def _number(variable: str, otherwise: int) -> int:
+    """What launchers tell each rank by its environment; with torch.distributed set up, what that says."""
+    distributed: Any = torch.distributed
+    if variable != "LOCAL_WORLD_SIZE" and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank() if variable == "RANK" else distributed.get_world_size())
+    found = os.environ.get(variable, "")
+    return int(found) if found.isdigit() else otherwise

@@ -1,0 +1,424 @@
+"""Rates: the loader alone, with other workers or constant samples, a ready batch handed over, copied, decoded."""
+
+import multiprocessing
+import signal
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.multiprocessing as torch_mp
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_feed.diagnosing.disk import innermost
+from lightning_feed.diagnosing.session import LeftOut, LoaderPart, Session, fresh, key_bytes
+from lightning_feed.errors import DatasetError, FeedError, LoaderError
+from lightning_feed.images.crop import EvalRecipe, TrainRecipe
+from lightning_feed.images.image_dataset import ImageDataset, collate_encoded
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.random_state import preserve_state
+from lightning_feed.measure.experiment_results import KeyUse
+from lightning_feed.measure.loader_state import Probe, probe_loader
+from lightning_feed.transfer.batch_tree import tensors
+from lightning_feed.transfer.gpu_decode import decode_batch
+from lightning_feed.trials.cloning import Changes, clone_loader, iter_is_itself
+
+_TIMES = 3
+"""Each number of workers is tried at most this often."""
+_EACH = 1 / 8
+"""Of the time, for each try."""
+_WARM, _BATCHES = 2, 20
+"""Batches of a pass of the hand-over that do not count, and those that do."""
+_FULL_S, _POLL_S = 0.5, 0.0005
+"""Time for the queue to fill up, and between two looks at it."""
+_CHILD_S = 20.0
+
+
+def measure_loader(session: Session) -> None:
+    """Drain the loaders side by side as they are configured. Samplers begin again at their end.
+
+    Raises:
+        LoaderError: nothing can be taken from it, or it hangs.
+        DatasetError: a sample cannot be loaded.
+    """
+    if not session.parts:
+        _check_iterable(session.loader)
+    session.check_memory()
+    workers = [part.loader.num_workers for part in session.parts]
+    rate, session.first = session.drain()
+    session.alone = rate
+    session.note(
+        loader_per_s=rate.batches_per_s,
+        loader_start_s=rate.start_s,
+        taking_ms=rate.taking_ms if all(workers) else None,
+        worker_scaling=((max(workers), rate.batches_per_s),) if workers else (),
+    )
+
+
+def _check_iterable(loader: Any) -> None:
+    """See that batches can be taken from what is no DataLoader, and that there are as many afterwards."""
+    kind = type(loader).__name__
+    if not hasattr(loader, "__iter__"):
+        raise LoaderError(
+            f"The training loader is a {kind}, which nothing can be taken from. Give a DataLoader, a dict or list of "
+            "them, or another iterable."
+        )
+    if iter_is_itself(loader):
+        raise LeftOut(f"a {kind} can be gone through only once, and training needs it")
+
+
+def measure_keys(session: Session) -> None:
+    """The bytes of each part of the first batch."""
+    names = [part.name for part in session.parts] or [""]
+    sizes = [key_bytes(batch, name) for name, batch in zip(names, session.first, strict=True)]
+    keys = [KeyUse(name=name, bytes_per_batch=size, used=None) for one in sizes for name, size in one.items()]
+    session.note(keys=tuple(keys))
+
+
+# --- other numbers of workers -----------------------------------------------------------------------------------------
+
+
+def workers_to_try(session: Session) -> list[int]:
+    """Numbers of workers around the configured one and the number of CPUs, the most telling first; none is 0. The
+    configured one is among them."""
+    now = max(part.loader.num_workers for part in session.parts)
+    cpus = max(1, session.machine.usable_cpus // len(session.parts))
+    wanted = [cpus, 0, 1, 2 * now, now // 2, max(1, cpus // 2), now + 1]
+    numbers = [number for number in dict.fromkeys(wanted) if number <= max(2 * cpus, now) and number != now]
+    numbers.insert(min(2, len(numbers)), now)
+    return numbers
+
+
+def measure_scaling(session: Session) -> None:
+    """The rate with each number of workers, all of them again and again while there is time: rates of the same loader
+    differ, and by how much tells what a difference between two numbers is worth.
+
+    Raises:
+        LeftOut: which numbers were not tried, and why.
+    """
+    deadline = session.clock() + session.share_s
+    rates = {now: [rate] for now, rate in session.results.worker_scaling}
+    numbers, reasons = workers_to_try(session), list[str]()
+    for _ in range(_TIMES):
+        for number in tuple(numbers):
+            if session.clock() >= deadline - session.counted_s(_EACH):
+                break
+            try:
+                session.check_memory(number)
+                rate = session.rate(partial(_with_workers, number), share=_EACH)
+            except (LeftOut, FeedError) as error:
+                numbers.remove(number)
+                reasons.append(f"{number} workers: {error}")
+                continue
+            rates.setdefault(number, []).append(rate)
+            session.note(
+                worker_scaling=tuple((each, statistics.median(rates[each])) for each in sorted(rates)),
+                worker_spread=tuple((each, min(of), max(of)) for each, of in sorted(rates.items()) if len(of) > 1),
+            )
+    if reasons:
+        raise LeftOut("; ".join(reasons))
+
+
+def _with_workers(number: int, part: LoaderPart) -> Changes:
+    return Changes(num_workers=number, endless=not part.stream)
+
+
+# --- constant samples -------------------------------------------------------------------------------------------------
+
+
+class _Constant:
+    """A stand-in for a data set that gives one sample again and again.
+
+    Args:
+        sample: what it gives.
+        original: the data set that it stands for, asked for attributes that a ``worker_init_fn`` may want.
+    """
+
+    def __init__(self, sample: Any, original: Any) -> None:
+        self.sample, self.original = sample, original
+
+    def __getattr__(self, name: str) -> Any:
+        # Not __getitems__, by which torch would load whole batches from the original; no length and no state of a
+        # stream, which would be believed; and nothing while unpickling.
+        if name in ("state_dict", "load_state_dict") or name.startswith("__") or "original" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+
+class NullDataset(_Constant, Dataset[Any]):
+    """Gives the same sample for every index."""
+
+    def __len__(self) -> int:
+        return len(self.original)
+
+    def __getitem__(self, index: Any) -> Any:
+        return fresh(self.sample)
+
+
+class NullStream(_Constant, IterableDataset[Any]):
+    """Gives the same sample without end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield fresh(self.sample)
+
+
+def _null(part: LoaderPart, sample: Any) -> Any:
+    return (NullStream if part.stream else NullDataset)(sample, part.loader.dataset)
+
+
+def measure_ceiling(session: Session) -> None:
+    """The rate of the loaders with constant samples: what handing over, collating and pinning allow.
+
+    Raises:
+        LeftOut: for a loader of a class that needs a data set of its own kind, such as LitData's.
+    """
+    session.check_memory()
+    samples = dict(zip(session.parts, session.samples, strict=True))
+    try:
+        rate = session.rate(lambda part: Changes(dataset=_null(part, samples[part]), endless=True))
+    except DatasetError as error:
+        kinds = ", ".join(sorted({type(part.loader).__name__ for part in session.parts}))
+        lines = str(error.__cause__).strip().splitlines() or [type(error.__cause__).__name__]
+        why = lines[-1] if lines[0].startswith("Caught ") else lines[0]  # a worker's has its traceback before it
+        raise LeftOut(f"a {kinds} takes no constant samples in place of its data set: {why}") from error
+    session.note(ceiling_per_s=rate)
+
+
+# --- handing a batch over ---------------------------------------------------------------------------------------------
+
+
+def measure_hand_over(session: Session) -> None:
+    """Take constant batches that are ready from one worker of each loader, with both sharing strategies.
+
+    All of it happens in a process of its own: the strategy is one for the whole process, and with ``file_system``
+    helpers of torch live as long as the process that received a tensor.
+
+    Raises:
+        LeftOut: why that cannot be done.
+    """
+    for part in session.parts:
+        method = (getattr(part.loader, "multiprocessing_context", None) or multiprocessing).get_start_method()
+        if method != "fork":
+            raise LeftOut(f"worker processes are made by {method}: only forked ones can be measured")
+        if getattr(part.loader, "workers", "process") == "thread":
+            raise LeftOut("worker threads hand nothing over")
+        if getattr(part.loader, "decode", None) is not None:
+            raise LeftOut("batches are decoded behind the workers, on a device that a forked process must not touch")
+    session.check_memory()
+    now, ms = _in_a_process(lambda: _compare(session))
+    others = [taken for strategy, taken in ms.items() if strategy != now]
+    session.note(sharing_strategy=now, hand_over_ms=ms[now], hand_over_file_system_ms=others[0] if others else None)
+
+
+def _in_a_process(work: Callable[[], Any]) -> Any:
+    """The result of ``work`` in a forked process.
+
+    Raises:
+        LeftOut: it fails there, takes too long, or ends the process.
+    """
+
+    def answer(there: Connection) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        torch.set_num_threads(1)  # OpenMP would wait for threads of the parent, to shuffle a large set for example
+        try:
+            there.send(work())
+        except LeftOut as reason:
+            there.send(reason)
+        except Exception as error:  # noqa: BLE001  # of the user's collate function, or memory: told in the parent
+            # A worker's has its traceback before it.
+            there.send(LeftOut(f"{type(error).__name__}: {error}".rstrip().rpartition("\n")[2]))
+
+    here, there = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=answer, args=(there,), daemon=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        child.start()  # as torch's loaders do for each worker
+    there.close()
+    try:
+        given = here.recv() if here.poll(_CHILD_S) else LeftOut(f"no batch was handed over within {_CHILD_S:g} s")
+    except EOFError:
+        given = LeftOut("the process that measured it ended before it was done")
+    finally:
+        child.join(1.0)
+        child.kill()  # its workers see it, and end
+        child.join()
+        here.close()
+    if isinstance(given, LeftOut):
+        raise given
+    return given
+
+
+def _compare(session: Session) -> tuple[str, dict[str, float]]:
+    """(strategy in force, milliseconds of each strategy)."""
+    now: str = torch_mp.get_sharing_strategy()
+    total = {now: 0.0}
+    if sys.platform.startswith("linux"):
+        total["file_system"] = 0.0
+    for part, sample in zip(session.parts, session.samples, strict=True):
+        taken: dict[str, list[float]] = {strategy: [] for strategy in total}
+        for strategy in [*total, *total]:
+            torch_mp.set_sharing_strategy(strategy)
+            taken[strategy] += taking_times(_constant_loader(part, sample))
+        for strategy, times in taken.items():
+            if not times:
+                raise LeftOut("the queue of the worker did not fill up")
+            total[strategy] += 1e3 * statistics.median(times)
+    return now, total
+
+
+def _constant_loader(part: LoaderPart, sample: Any) -> Iterable[Any]:
+    # The device is not touched in a forked process, so nothing is pinned.
+    changes = Changes(dataset=_null(part, sample), num_workers=1, pin_memory=False, endless=True)
+    made = clone_loader(part.loader, changes)
+    if isinstance(made, FeedLoader):
+        made.background = 0  # a thread that takes them would hide what it takes
+    return made
+
+
+def taking_times(loader: Iterable[Any]) -> list[float]:
+    """Seconds in ``next()``, of batches that were ready."""
+    batches = iter(loader)
+    probe = probe_loader(batches)
+    times: list[float] = []
+    for number in range(_WARM + _BATCHES):
+        if number and (probe is None or not _full(probe)):
+            break
+        began = time.perf_counter()
+        next(batches)
+        if number >= _WARM:
+            times.append(time.perf_counter() - began)
+    return times
+
+
+def _full(probe: Probe) -> bool:
+    """Wait until all is made that may be; whether it was."""
+    for _ in range(round(_FULL_S / _POLL_S)):
+        state, capacity = probe.read(), probe.capacity()
+        if state is None or capacity is None:
+            return False
+        if state.ready >= capacity:
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+# --- the device -------------------------------------------------------------------------------------------------------
+
+BUFFER_BYTES = 64 << 20
+_REPEATS = 7
+MOST_IMAGES = 256
+"""Decoded together: a longer list tells no more, and takes its time to be read."""
+FEWEST_ROUNDS = 2
+
+
+def measure_copies(session: Session) -> None:
+    """Copy a buffer of 64 MiB and the first batch to a CUDA device, several times each; medians.
+
+    Raises:
+        LeftOut: why there is nothing to measure.
+    """
+    device = session.device
+    if device is None or device.type == "cpu":
+        raise LeftOut("nothing is copied: the device is the CPU")
+    if device.type != "cuda":
+        raise LeftOut(f"copies are timed by CUDA events, and the device is of type '{device.type}'")
+    leaves = [tensor for tensor in tensors(session.first) if tensor.device.type == "cpu"]
+    batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in leaves)
+    free, _ = torch.cuda.mem_get_info(device)
+    if 2 * (batch_bytes + BUFFER_BYTES) > free:
+        raise LeftOut(
+            f"a batch of {batch_bytes >> 20} MiB and a buffer would take more than half of the free device memory"
+        )
+    pageable = torch.ones(BUFFER_BYTES, dtype=torch.uint8, device="cpu")  # written: else its pages are not there
+    pinned = pageable.pin_memory()
+    target = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
+    gb_ms = BUFFER_BYTES / 1e6
+    session.note(
+        pinned_gb_per_s=gb_ms / _median_ms(lambda: target.copy_(pinned, non_blocking=True), device),
+        pageable_gb_per_s=gb_ms / _median_ms(lambda: target.copy_(pageable), device),
+        copy_ms=_median_ms(lambda: [tensor.to(device, non_blocking=True) for tensor in leaves], device),
+    )
+
+
+def _median_ms(copy: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds between two events around the copy; the first two times do not count."""
+    taken: list[float] = []
+    with torch.cuda.device(device):
+        for _ in range(2 + _REPEATS):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize(device)
+            start.record()
+            copy()
+            end.record()
+            end.synchronize()
+            taken.append(float(start.elapsed_time(end)))
+    return statistics.median(taken[2:])
+
+
+def measure_device_decode(session: Session) -> None:
+    """Decode images of the folder on the device itself (``backend="nvjpeg"``), with nothing beside it.
+
+    Nothing is noted where that is not possible.
+
+    Raises:
+        LeftOut: it failed.
+    """
+    if session.device is None or session.device.type != "cuda" or len(session.parts) != 1:
+        return
+    try:
+        per_s = decode_rate(session.parts[0], session.device, session.counted_s())
+    except (FeedError, RuntimeError) as error:  # of nvJPEG, or memory on the device
+        raise LeftOut(str(error).partition("\n")[0]) from error
+    session.note(device_decode_per_s=per_s)
+
+
+def decode_rate(part: LoaderPart, device: torch.device, max_s: float) -> float | None:
+    """Batches per second, by the same files and crops as the loader's first ones; None where that is not possible.
+
+    It is possible for images that are decoded in the workers and go through no transform of the user's.
+
+    Args:
+        part: the loader.
+        device: that decodes.
+        max_s: when no further round begins.
+
+    Raises:
+        DatasetError: an image cannot be read or decoded, with its name.
+        MissingExtraError: this torchvision has no nvJPEG.
+    """
+    if part.stream:
+        return None
+    with preserve_state(part.loader):
+        samples = [innermost(part.loader.dataset, index) for index in part.first_samples(MOST_IMAGES)]
+        dataset: Any = samples[0][0] if samples else None
+        if not _decodes_images(dataset) or any(base is not dataset for base, _ in samples):
+            return None
+        encoded = ImageDataset(
+            dataset.source, dataset.decoder, dataset.recipe, bad_samples=dataset.bad_samples, encoded=True
+        )
+        batch = collate_encoded([encoded[index] for _, index in samples]).to(device)
+        decode_batch(batch, encoded)  # makes the decoder, and the memory that it takes
+        torch.cuda.synchronize(device)
+        began, rounds = time.perf_counter(), 0
+        while rounds < FEWEST_ROUNDS or time.perf_counter() - began < max_s:
+            decode_batch(batch, encoded)
+            torch.cuda.synchronize(device)
+            rounds += 1
+        images_per_s = rounds * len(batch) / (time.perf_counter() - began)
+    return images_per_s / part.batch_size
+
+
+def _decodes_images(dataset: Any) -> bool:
+    return (
+        type(dataset) is ImageDataset
+        and isinstance(dataset.recipe, (TrainRecipe, EvalRecipe))
+        and (dataset.cache is None or dataset.cache.kind == "bytes")
+    )

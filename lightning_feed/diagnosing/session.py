@@ -1,0 +1,422 @@
+"""The loaders under experiment, and what the experiments on them share."""
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_feed.errors import DatasetError, FeedError, LoaderError, plural
+from lightning_feed.load.collate import named_parts
+from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
+from lightning_feed.load.random_state import preserve_state
+from lightning_feed.load.settings import TORCH_PREFETCH
+from lightning_feed.load.worker import end_pass
+from lightning_feed.measure.experiment_results import ExperimentResults
+from lightning_feed.transfer.batch_tree import tensors
+from lightning_feed.trials.cloning import (
+    Changes,
+    Heartbeat,
+    LoaderRate,
+    RoundLimits,
+    burst_of,
+    clone_loader,
+    locate_failure,
+    map_loaders,
+    time_loader,
+    watchdog,
+)
+
+T = TypeVar("T")
+
+WHOLE = "batch"
+"""The name of a batch that has no parts."""
+START_S = 60.0
+"""The loader as configured may take this long to give its first batches, whatever the budget: every other experiment
+needs it, and spawned workers may import for long."""
+_LEAST_S = 2.0
+"""Every loader may run this long, whatever its share of the budget, and twice the start-up time of the user's."""
+_NUMBER_BYTES = 8
+
+
+class LeftOut(Exception):
+    """The reason why an experiment is left out."""
+
+
+# --- the loaders --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoaderPart:
+    """One loader."""
+
+    name: str
+    """Its place among several: ``real``, ``0``; empty for a single one."""
+    loader: DataLoader[Any]
+
+    @property
+    def stream(self) -> bool:
+        """Whether its data set is iterable, not map-style."""
+        return isinstance(self.loader.dataset, IterableDataset)
+
+    @property
+    def data_kind(self) -> str:
+        """The class of its data set, for messages."""
+        return type(self.loader.dataset).__name__
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch."""
+        if self.loader.batch_size is not None:
+            return self.loader.batch_size
+        if self.stream or self.loader.batch_sampler is None:
+            return 1
+        return len(next(iter(self.first_batches(1)), [None]))
+
+    def first_batches(self, count: int) -> list[Any]:
+        """Indices of the first batches of a pass, as its sampler gives them: lists, or indices where the loader does
+        not batch. Fewer where the pass is shorter."""
+        with preserve_state(self.loader):
+            source = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+            return list(islice(source, count))
+
+    def first_samples(self, count: int) -> list[Any]:
+        """Indices of the first samples of a pass."""
+        if self.loader.batch_sampler is None:
+            return self.first_batches(count)
+        per_batch = max(1, self.loader.batch_size or 1)
+        return list(chain.from_iterable(self.first_batches(-(-count // per_batch))))[:count]
+
+
+def parts_of(loader: Any) -> tuple[LoaderPart, ...]:
+    """The DataLoaders in what a ``train_dataloader`` returned: one, a dict or list of them, or a CombinedLoader.
+
+    Raises:
+        LoaderError: when there is anything else in it.
+    """
+    found: list[LoaderPart] = []
+
+    def add(loader: Any, path: tuple[Any, ...]) -> None:
+        stages = getattr(loader, "pipeline", None)
+        if isinstance(stages, list) and len(stages) == 1:
+            loader = stages[0]  # of a WebLoader that gives the batches as they come
+        if not isinstance(loader, DataLoader):
+            name = type(loader).__name__
+            raise LoaderError(f"a {name} is no torch DataLoader, so it cannot be built again with changes")
+        found.append(LoaderPart(".".join(map(str, path)), loader))
+
+    map_loaders(loader, add)
+    if not found:
+        raise LoaderError("There is no loader in it.")
+    return tuple(found)
+
+
+class Together(Iterator[Any]):
+    """Passes side by side: a batch of each is one batch. Keeps the first one, and counts them.
+
+    Attributes:
+        iterators: of the loaders.
+        first: a batch of each.
+        came: how many batches came.
+    """
+
+    def __init__(self, iterators: list[Iterator[Any]]) -> None:
+        self.iterators = iterators
+        self.first: list[Any] = []
+        self.came = 0
+
+    def __next__(self) -> list[Any]:
+        batch = [next(one) for one in self.iterators]
+        self.first, self.came = self.first or batch, self.came + 1
+        return batch
+
+    def close(self) -> None:
+        """End all of them."""
+        for one in self.iterators:
+            end_pass(one)
+
+
+def as_configured(part: LoaderPart) -> Changes:
+    """The loader as it is; samplers begin again at their end."""
+    return Changes(endless=not part.stream)
+
+
+# --- samples made in this process ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def naming(dataset: Any, index: Any) -> Iterator[None]:
+    """Within it, an error of the data set becomes one that names the sample.
+
+    Raises:
+        DatasetError: in place of the data set's own error.
+    """
+    try:
+        yield
+    except FeedError:
+        raise
+    except Exception as error:
+        kind, why = type(dataset).__name__, f"{type(error).__name__}: {str(error).rstrip('.')}"
+        if "thread" in str(error):  # of sqlite3 and others that are bound to the thread that made them
+            raise DatasetError(
+                f"The data set ({kind}) works only in the thread that made it ({why}). Experiments load in a thread of "
+                "their own, so that one that hangs can be given up. Your fit is not concerned. To experiment, open "
+                "what is bound to a thread in each thread that uses it."
+            ) from error
+        raise DatasetError(
+            f"The data set ({kind}) cannot give sample {index}: {why}. Mend it, or leave the sample out."
+        ) from error
+
+
+def not_hanging(work: Callable[[Heartbeat], T], silent_s: float, what: str) -> T:
+    """The result of ``work``, which may not be silent for long.
+
+    Args:
+        work: calls ``beat()`` at least every ``silent_s``.
+        silent_s: how long it may be silent.
+        what: what takes so long, for the message.
+
+    Raises:
+        LoaderError: the work was silent for longer.
+    """
+    where = "a lock, a connection, a file system that does not answer"
+    said = f"{what} took longer than {silent_s:g} s. See what it waits for: {where}."
+    return watchdog(work, silent_s=silent_s, unblock=lambda: False, what=lambda _: said)
+
+
+def make_sample(part: LoaderPart, max_s: float = 60.0) -> Any:
+    """The first sample of the part, made in this process, as a worker would.
+
+    Raises:
+        DatasetError: when it cannot be made, or there is none.
+        LoaderError: when it takes longer than ``max_s``.
+    """
+    dataset = part.loader.dataset
+    indices = ["the first"] if part.stream else part.first_samples(1)
+    if not indices:
+        raise DatasetError("The sampler gives no batch at all. Check the length of the data set, and drop_last.")
+
+    def make(_: Heartbeat) -> list[Any]:
+        return list(islice(iter(dataset), 1)) if part.stream else [dataset[indices[0]]]
+
+    with naming(dataset, indices[0]):
+        samples = not_hanging(make, max_s, f"Sample {indices[0]} of the data set ({part.data_kind})")
+    if not samples:
+        raise DatasetError("The iterable data set gives nothing at all. Check where it reads from.")
+    return samples[0]
+
+
+def fresh(sample: Any) -> Any:
+    """The same sample once more: dicts and lists as shallow copies, since collate functions take things out."""
+    return copy.copy(sample) if isinstance(sample, (Mapping, list)) else sample
+
+
+# --- the session --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Session:
+    """The loaders under experiment, and the results so far.
+
+    Args:
+        loader: what ``train_dataloader`` returned.
+        device: that batches go to; None: none.
+        clock: seconds.
+    """
+
+    loader: Any
+    device: torch.device | None = None
+    clock: Callable[[], float] = time.monotonic
+    machine: Machine = field(default_factory=read_machine)
+    results: ExperimentResults = field(default_factory=ExperimentResults)
+    parts: tuple[LoaderPart, ...] = ()
+    """Empty for what is no DataLoader."""
+    samples: list[Any] = field(default_factory=list)
+    """One of each loader."""
+    first: list[Any] = field(default_factory=list)
+    """The first batch of each loader."""
+    alone: LoaderRate | None = None
+    """The rate of the loaders as configured."""
+    share_s: float = 1.0
+    """Seconds that the present experiment has."""
+    subset: Any = None
+    """The first batches, and the files that they are made of; the same for all experiments, so that they compare."""
+
+    def prepare(self) -> str | None:
+        """Look at the loaders, and draw a sample of each.
+
+        Returns:
+            Why they cannot be built anew; None when they can.
+
+        Raises:
+            DatasetError: a sample cannot be made.
+            LoaderError: one takes very long.
+        """
+        try:
+            parts = parts_of(self.loader)
+            with preserve_state([part.loader for part in parts]):
+                for part in parts:
+                    clone_loader(part.loader)
+        except LoaderError as error:
+            return str(error)
+        self.parts = parts
+        with preserve_state([part.loader for part in parts]):
+            self.samples = [make_sample(part) for part in parts]
+        self.note(batch_size=sum(part.batch_size for part in parts))
+        return None
+
+    def note(self, **figures: Any) -> None:
+        """Put figures among the results."""
+        self.results = replace(self.results, **figures)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Say why an experiment is left out."""
+        self.note(left_out=(*self.results.left_out, (name, reason)))
+
+    def counted_s(self, share: float = 1.0) -> float:
+        """The part of the experiment's time, or of a share of it, that is counted; the rest is start-up and warm-up."""
+        return max(0.1, min(3.0, 0.4 * share * self.share_s))
+
+    def rate(self, change: Callable[[LoaderPart], Changes] = as_configured, **options: Any) -> float:
+        """Batches per second of the loaders with changes; options as for :meth:`drain`."""
+        return self.drain(change, **options)[0].batches_per_s
+
+    def drain(
+        self,
+        change: Callable[[LoaderPart], Changes] = as_configured,
+        *,
+        share: float = 1.0,
+        warm_rounds: int = 2,
+        prepare: Callable[[], object] | None = None,
+    ) -> tuple[LoaderRate, list[Any]]:
+        """Drain the loaders together, each with its changes; (rate, first batch of each).
+
+        The user's loaders are as before afterwards, whatever happens.
+
+        Args:
+            change: what to change in each.
+            share: of the experiment's time.
+            warm_rounds: rounds of each pass that do not count.
+            prepare: called before each pass, its time not counted.
+
+        Raises:
+            DatasetError: when loading fails, with the worker and the sample as far as they can be told.
+            LoaderError: when a loader hangs, is empty or cannot be built anew.
+        """
+        start_s = START_S if self.alone is None else 2 * self.alone.start_s
+        max_s = max(share * self.share_s, _LEAST_S) + start_s
+        limits = RoundLimits(min_s=self.counted_s(share), max_s=max_s, warm_rounds=warm_rounds)
+        passes: list[Together] = []
+        try:
+            with preserve_state([part.loader for part in self.parts] or self.loader), warnings.catch_warnings():
+                # As clone_loader does: torch warns once more when a pass begins. The user's own run has told both.
+                warnings.filterwarnings("ignore", message="This DataLoader will create")
+                warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
+                clones = [clone_loader(part.loader, change(part)) for part in self.parts]
+
+                def begin() -> Together:
+                    passes.append(Together([iter(one) for one in clones or [self.loader]]))
+                    return passes[-1]
+
+                burst = max(map(burst_of, clones), default=1)
+                rate = time_loader(begin, burst=burst, limits=limits, prepare=prepare)
+        except Exception as error:
+            if not self.parts or (isinstance(error, FeedError) and not isinstance(error, DatasetError)):
+                raise
+            raise locate_failure(self.parts, error, passes[-1].came if len(passes) == 1 else None) from error
+        return rate, passes[0].first
+
+    def check_memory(self, num_workers: int | None = None) -> None:
+        """Make sure that the loaders' queues fit into memory.
+
+        Args:
+            num_workers: in place of those that are configured.
+
+        Raises:
+            LeftOut: they would take too much.
+        """
+        for part, sample in zip(self.parts, self.samples, strict=True):
+            workers = part.loader.num_workers if num_workers is None else num_workers
+            prefetch = part.loader.prefetch_factor or TORCH_PREFETCH
+            batches = workers * prefetch + getattr(part.loader, "background", 0) + 1
+            taken = Footprint(
+                workers=workers,
+                batches=batches,
+                batch_bytes=part.batch_size * size_of_leaf(sample),
+                size=plural(batches, "batch", "batches"),
+                worker_bytes=0,
+                threads=not workers or getattr(part.loader, "workers", "process") == "thread",
+                sharers=len(self.parts),
+            )
+            if said := exceeded_limit(self.machine, taken):
+                raise LeftOut(said)
+
+
+# --- the parts of a batch -----------------------------------------------------------------------------------------
+
+
+def key_bytes(batch: Any, place: str = "") -> dict[str, int]:
+    """The bytes of every leaf of a batch by its place in it, in order.
+
+    Mappings, lists, tuples, named tuples and dataclasses are entered; any other object counts as one leaf with the
+    tensors that it holds. Lists of plain values, such as paths, are one leaf too.
+
+    Args:
+        batch: as a loader gives it.
+        place: of the batch itself, where it is part of another.
+
+    Returns:
+        ``{"image": 602112, "meta.path": 1830}``, ``{"0": 602112, "1": 32}`` for a tuple, ``{"batch": 602112}`` for a
+        batch without parts. Tensors and arrays by their elements, text and bytes by length, numbers as 8.
+
+    Example:
+        >>> key_bytes({"image": Tensor(2, 3), "meta": {"path": ["a.jpg", "b.jpg"]}})
+        {'image': 24, 'meta.path': 10}
+    """
+    return {place: size_of_leaf(leaf) for place, leaf in key_leaves(batch, place)}
+
+
+def key_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a batch in order, each with its place, as :func:`key_bytes` names them."""
+    parts = _named_parts(batch)
+    if parts is None:
+        yield place or WHOLE, batch
+        return
+    for key, value in parts.items():
+        yield from key_leaves(value, f"{place}.{key}" if place else str(key))
+
+
+def size_of_leaf(leaf: Any) -> int:
+    """Bytes of a leaf; of a whole sample or batch too."""
+    if isinstance(leaf, Tensor):
+        return leaf.numel() * leaf.element_size()
+    if isinstance(leaf, np.ndarray):
+        return int(leaf.nbytes)
+    if isinstance(leaf, str):
+        return len(leaf.encode("utf-8", "surrogatepass"))
+    if isinstance(leaf, (bytes, bytearray, memoryview)):
+        return len(leaf)
+    if isinstance(leaf, (int, float, complex, np.generic)):
+        return _NUMBER_BYTES
+    if isinstance(leaf, (Mapping, list, tuple, set, frozenset)):
+        return sum(map(size_of_leaf, leaf.values() if isinstance(leaf, Mapping) else leaf))
+    if hasattr(leaf, "getbands"):
+        return int(leaf.width * leaf.height * len(leaf.getbands()))  # a PIL image
+    return sum(map(size_of_leaf, tensors(leaf)))
+
+
+def _named_parts(value: Any) -> dict[Any, Any] | None:
+    """The named parts of a container; None for a leaf, as a list of plain values is."""
+    parts = named_parts(value)
+    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
+        return parts
+    holds_parts = any(isinstance(part, (Tensor, np.ndarray)) or named_parts(part) is not None for part in value)
+    return parts if holds_parts else None

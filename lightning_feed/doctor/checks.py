@@ -1,0 +1,487 @@
+"""One look at each thing of machine and environment that would keep a GPU from being fed."""
+
+import os
+import platform
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from lightning_feed.doctor import NOT_KNOWN, Finding, Level, Sources
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.machine import read_machine
+from lightning_feed.storage.file_system import file_system
+from lightning_feed.storage.remote import RemotePlace, is_url
+from lightning_feed.storage.remote_speed import measure_speed, some_files
+from lightning_feed.storage.system import memory_limits, read_text, size_text
+
+BATCH_BYTES = 64 * 3 * 224 * 224 * 4
+"""64 images of 224 x 224 in float32, 38.5 MB: the batch by which /dev/shm is judged."""
+BATCHES_PER_WORKER = 2
+"""DataLoader's prefetch_factor where none is given."""
+LITTLE_MEMORY_BYTES = 2 << 30
+MUCH_SWAP_BYTES = 256 << 20
+FEW_FILES = 1024
+UNLIMITED = -1
+SLOW_GOVERNORS = {"powersave", "conservative"}
+SELF_SCALING_DRIVERS = {"intel_pstate", "amd-pstate-epp", "amd_pstate_epp"}
+"""Under these drivers ``powersave`` is the usual name and raises the clock under load (kernel, pm/intel_pstate)."""
+BUSY_PCT = 30
+"""NVML's utilisation above which a GPU no longer lowers its link to save power."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+DECODERS = {
+    "simplejpeg": ("simplejpeg",),
+    "turbojpeg": ("turbojpeg",),
+    "opencv": ("opencv-python-headless", "opencv-python", "opencv-contrib-python"),
+    "torchvision": ("torchvision",),
+}
+"""Decoder -> the packages that bring it."""
+DALI_PACKAGES = {12: "nvidia-dali-cuda120", 13: "nvidia-dali-cuda130"}
+"""CUDA -> the package of DALI."""
+OLDEST_DALI = 2
+SLOW_REQUEST_MS = 2.0
+"""From which a worker that asks for one file after the other gets fewer than 500 a second."""
+
+
+# --- CPUs, memory, limits -----------------------------------------------------------------------------------------
+
+
+def cpus(sources: Sources) -> Iterator[Finding]:
+    """CPUs that workers can keep busy, and the limit that says so."""
+    machine = read_machine(sources.root)
+    value = f"{machine.usable_cpus} usable"
+    if machine.usable_cpus < 2:
+        meaning = f"{machine.cpu_reason}; loading and training share one CPU"
+        yield Finding("CPUs", value, "warning", meaning, "Give the process or its container more CPUs.")
+    else:
+        yield Finding("CPUs", value, meaning=machine.cpu_reason)
+    method = machine.start_method
+    slow_start = "each worker imports the program anew; keep them (persistent_workers)"
+    yield Finding("workers start", method, meaning="" if method == "fork" else slow_start)
+
+
+def clock(sources: Sources) -> Iterator[Finding]:
+    """The frequency governor, where one can be seen."""
+    folder = sources.root / "sys/devices/system/cpu/cpu0/cpufreq"
+    governor, driver = read_text(folder / "scaling_governor"), read_text(folder / "scaling_driver")
+    if not governor:
+        yield Finding("CPU clock", NOT_KNOWN, "note", "no governor is shown, as in most virtual machines")
+        return
+    yield Finding(
+        "CPU clock",
+        f"governor {governor}",
+        "warning",
+        "the CPUs may stay below their full clock while they decode",
+        "sudo cpupower frequency-set -g performance",
+    ).only_if(governor in SLOW_GOVERNORS and driver not in SELF_SCALING_DRIVERS)
+
+
+def memory(sources: Sources) -> Iterator[Finding]:
+    """Memory that can be taken, and what was moved out to swap."""
+    limits = list(memory_limits(sources.root))
+    left, reason = min(limits, default=(0, ""))
+    value = f"{size_text(max(0, left))} available"
+    if not limits:
+        yield Finding("memory", NOT_KNOWN, "note", "neither /proc/meminfo nor a cgroup tells")
+    elif left < LITTLE_MEMORY_BYTES:
+        do = "Use fewer workers or none that copy the dataset, or raise the limit."
+        yield Finding("memory", value, "warning", f"{reason}; workers or a cache may be killed", do)
+    else:
+        yield Finding("memory", value, meaning=reason)
+    swap = dict(re.findall(r"^(Swap\w+):\s*(\d+)", read_text(sources.root / "proc/meminfo"), re.MULTILINE))
+    if not {"SwapTotal", "SwapFree"} <= swap.keys():
+        yield Finding("swap", NOT_KNOWN, "note", "/proc/meminfo does not tell")
+        return
+    total, used = (1024 * one for one in (int(swap["SwapTotal"]), int(swap["SwapTotal"]) - int(swap["SwapFree"])))
+    yield Finding(
+        "swap",
+        f"{size_text(used)} of {size_text(total)} used" if total else "none",
+        "warning",
+        "memory ran short at some time; samples read back from swap are slow",
+        "Free memory: fewer workers, a smaller cache, fewer other programs.",
+    ).only_if(used >= MUCH_SWAP_BYTES)
+
+
+def shared_memory(sources: Sources) -> Iterator[Finding]:
+    """/dev/shm, through which workers hand over their batches."""
+    size, _, free = sources.space(sources.root / "dev/shm")
+    batches = free // BATCH_BYTES
+    wanted = read_machine(sources.root).usable_cpus * BATCHES_PER_WORKER
+    value = f"{size_text(free)} free of {size_text(size)}"
+    room = f"room for {batches} batches of 64 x 3 x 224 x 224 float32"
+    if batches >= wanted:
+        yield Finding("/dev/shm", value, meaning=room)
+        return
+    yield Finding(
+        "/dev/shm",
+        value,
+        "problem" if batches < BATCHES_PER_WORKER else "warning",
+        f"{room}; one worker for each CPU wants {wanted}, and dies with a bus error when it is full",
+        "Docker: --shm-size=8g or --ipc=host. Kubernetes: an emptyDir with medium: Memory at /dev/shm.",
+    )
+
+
+def open_files(sources: Sources) -> Iterator[Finding]:
+    """The limit on open files."""
+    soft, hard = sources.open_files()
+    names = ["unlimited" if one == UNLIMITED else str(one) for one in (soft, hard)]
+    yield Finding(
+        "open files",
+        f"{names[0]} (may be raised to {names[1]})",
+        "warning",
+        "each tensor that a worker hands over keeps a file open: Too many open files",
+        f"ulimit -n {65536 if hard == UNLIMITED else min(hard, 65536)}; above that, raise the hard limit, or "
+        'torch.multiprocessing.set_sharing_strategy("file_system").',
+    ).only_if(soft != UNLIMITED and soft < FEW_FILES)
+
+
+def container(sources: Sources) -> Iterator[Finding]:
+    """Whether this runs in a container: its limits are changed where it is started."""
+    first = read_text(sources.root / "proc/1/cgroup")
+    signs = {
+        "/.dockerenv": (sources.root / ".dockerenv").exists(),
+        "/run/.containerenv": (sources.root / "run/.containerenv").exists(),
+        "the variable container": bool(sources.environ.get("container")),
+        "KUBERNETES_SERVICE_HOST": bool(sources.environ.get("KUBERNETES_SERVICE_HOST")),
+        "/proc/1/cgroup": any(word in first for word in ("docker", "kubepods", "containerd", "lxc")),
+    }
+    sign = next((sign for sign, there in signs.items() if there), None)
+    where = f"by {sign}; CPUs, memory and /dev/shm are set where it is started"
+    yield Finding("container", "none seen") if sign is None else Finding("container", "yes", meaning=where)
+
+
+def data_url(url: str) -> Iterator[Finding]:
+    """How long a request to an object store takes, and how much it gives to many at once."""
+    place = RemotePlace(url)
+    speed = measure_speed(place, some_files(place))
+    rate = "" if speed.mb_per_s is None else f", {speed.mb_per_s:.0f} MB/s for many at once"
+    meaning = f"a worker that asks for one file after the other gets {1e3 / speed.latency_ms:.0f} a second at most"
+    do = "Read many at a time, and ahead: ImageFolderDataModule and FastDataModule do so with URLs."
+    yield Finding("data", f"{speed.latency_ms:.1f} ms a request{rate}", "warning", meaning, do).only_if(
+        speed.latency_ms >= SLOW_REQUEST_MS
+    )
+
+
+def data_folder(path: Path, sources: Sources) -> Iterator[Finding]:
+    """The file system that the data lies on."""
+    system, kind = file_system(path, sources.root)
+    if system is None or kind is None:
+        yield Finding("data", NOT_KNOWN, "note", "/proc/self/mountinfo does not tell")
+        return
+    where, level, meaning, do = _DISKS[kind]
+    yield Finding("data", f"{system}, {where}", level, meaning, do)
+
+
+_DISKS: dict[str, tuple[str, Level, str, str]] = {
+    "memory": ("in memory", "ok", "", ""),
+    "local": ("on a local disk", "ok", "", ""),
+    "network": (
+        "over a network",
+        "warning",
+        "each file is a round trip, and others share the line",
+        "Copy it to a local disk or memory (lightning-feed stage), or pack it (lightning-feed pack).",
+    ),
+    "rotational": (
+        "on a disk that calls itself rotating",
+        "warning",
+        "a seek of some milliseconds for each small file in random order; virtual disks often only say so",
+        "Pack it (lightning-feed pack), or stage it to an SSD or memory (lightning-feed stage).",
+    ),
+    "overlay": (
+        "the container's own layers",
+        "note",
+        "opening files is slower here, and the disk below is not known",
+        "Mount the data as a volume.",
+    ),
+}
+"""Kind of a file system -> its place, and the finding."""
+
+
+# --- GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def gpus(sources: Sources) -> Iterator[Finding]:
+    """Driver and boards by NVML; a board's link and node each on their own."""
+    nvml = sources.load("pynvml")
+    nvml.nvmlInit()
+    try:
+        yield _driver(nvml, torch_cuda(sources))
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            yield Finding(f"GPU {index}", _name(nvml.nvmlDeviceGetName(handle)))
+            for topic, look in ((f"PCIe link {index}", _link), (f"GPU {index} node", _node)):
+                try:
+                    yield look(topic, nvml, handle, sources)
+                except (nvml.NVMLError, AttributeError) as error:  # not every board and driver tells everything
+                    yield Finding(topic, NOT_KNOWN, meaning=f"NVML: {error}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def torch_cuda(sources: Sources) -> tuple[int, int] | None:
+    """The CUDA that torch is built for, as (12, 6); None without."""
+    try:
+        built = sources.load("torch").version.cuda
+    except ImportError:
+        return None
+    if built is None:
+        return None
+    major, minor = str(built).split(".")[:2]
+    return int(major), int(minor)
+
+
+def _driver(nvml: Any, wanted: tuple[int, int] | None) -> Finding:
+    number = int(nvml.nvmlSystemGetCudaDriverVersion())  # 12040 is 12.4
+    driver = (number // 1000, number % 1000 // 10)
+    value = f"{_name(nvml.nvmlSystemGetDriverVersion())}, CUDA {driver[0]}.{driver[1]} at most"
+    if wanted is None:
+        return Finding("driver", value)
+    built = f"CUDA {wanted[0]}.{wanted[1]}"
+    # Within one major version of CUDA an older driver runs newer builds ("minor version compatibility").
+    if driver[0] < wanted[0]:
+        do = f"Update the driver, or install a torch built for CUDA {driver[0]}."
+        return Finding("driver", value, "problem", f"too old for torch, which is built for {built}", do)
+    if driver < wanted:
+        return Finding("driver", value, "note", f"torch is built for {built}, which is newer: it runs")
+    return Finding("driver", value, meaning=f"torch is built for {built}")
+
+
+def _link(topic: str, nvml: Any, handle: Any, _: Sources) -> Finding:
+    width, widest = int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)), int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
+    now = int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle))
+    most = int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+    value = f"x{width} of x{widest}, generation {now} of {most}"
+    if width < widest:
+        meaning = f"copies to the GPU run at {100 * width / widest:.0f} % of the link's width"
+        do = "Look again while it trains; if it stays, reseat the board or use another slot or riser."
+        return Finding(topic, value, "warning", meaning, do)
+    # An idle GPU lowers the generation by itself.
+    meaning = "the link is below its best generation"
+    do = "Check the slot's generation in the firmware (BIOS), and the riser."
+    busy = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) >= BUSY_PCT
+    return Finding(topic, value, "warning", meaning, do).only_if(now < most and busy)
+
+
+def _node(topic: str, nvml: Any, handle: Any, sources: Sources) -> Finding:
+    domain, _, rest = _name(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
+    place = sources.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}"  # NVML writes eight digits, sysfs four
+    node, near = read_text(place / "numa_node"), _cpu_set(read_text(place / "local_cpulist"))
+    if not node or node == "-1" or not near or not hasattr(os, "sched_getaffinity"):
+        return Finding(topic, NOT_KNOWN, meaning="the system does not tell which CPUs are near")
+    ours = os.sched_getaffinity(0) & near
+    if ours:
+        return Finding(topic, f"NUMA node {node}", meaning=f"{len(ours)} of our CPUs are near it")
+    meaning = "all our CPUs belong to another node: each copy crosses between sockets"
+    do = f"numactl --cpunodebind={node} --membind={node} python ..."
+    return Finding(topic, f"NUMA node {node}", "warning", meaning, do)
+
+
+def pinned_memory(sources: Sources) -> Iterator[Finding]:
+    """The limit on locked memory, and whether pinning works here."""
+    soft = sources.locked_memory()
+    value = "no limit" if soft == UNLIMITED else f"limit {size_text(soft)}"
+    torch = sources.load("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a driver that is too old is named above, in our words
+        there = torch.cuda.is_available()
+    if not there:
+        yield Finding("pinned memory", value, meaning="not tried: torch sees no CUDA device")
+        return
+    try:
+        torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
+    except RuntimeError as error:
+        meaning = f"1 MiB could not be pinned: {str(error).strip().partition(chr(10))[0]}"
+        do = "Raise the limit (ulimit -l unlimited), or train with pin_memory=False."
+        yield Finding("pinned memory", value, "problem", meaning, do)
+        return
+    yield Finding("pinned memory", f"works, {value}")
+
+
+def _cpu_set(text: str) -> set[int]:
+    """``"0-3,8"`` as numbers."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return {number for first, last in ranges for number in range(int(first), int(last or first) + 1)}
+
+
+def _name(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+# --- threads ------------------------------------------------------------------------------------------------------
+
+
+def threads(sources: Sources) -> Iterator[Finding]:
+    """Thread-count variables, and torch's threads, beside the usable CPUs."""
+    usable = read_machine(sources.root).usable_cpus
+    given = {name: sources.environ[name] for name in THREAD_VARIABLES if sources.environ.get(name)}
+    yield from _thread_variables(given, usable)
+    count = int(sources.load("torch").get_num_threads())
+    yield Finding(
+        "torch threads",
+        str(count),
+        "warning",
+        f"more than the {usable} usable CPUs: torch sees the machine, not the quota",
+        f"OMP_NUM_THREADS={usable}, or torch.set_num_threads({usable}).",
+    ).only_if(count > usable)
+
+
+def _thread_variables(given: dict[str, str], usable: int) -> Iterator[Finding]:
+    topic, shown = "thread variables", ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"
+    counts = {name: _thread_count(name, value) for name, value in given.items()}
+    invalid = ", ".join(f"{name}={given[name]}" for name, count in counts.items() if count is None)
+    most = max((count for count in counts.values() if count is not None), default=0)
+    if invalid:
+        meaning = f"{invalid}: no number of threads, so it is ignored, or stops what reads it"
+        yield Finding(topic, shown, "warning", meaning, f"Set a whole number from 1 to {usable}, or leave it out.")
+    if most > usable:
+        meaning = f"more threads than the {usable} usable CPUs: they take turns and slow each other"
+        yield Finding(topic, shown, "warning", meaning, f"Set them to {usable} or less, or leave them out.")
+    elif not invalid:
+        yield Finding(
+            topic,
+            shown,
+            "note",
+            "right for workers; in the main process CPU operations use one thread (torchrun sets it so)",
+            "Leave it out where the model trains on the CPU.",
+        ).only_if(1 in counts.values() and usable > 1)
+
+
+def _thread_count(name: str, value: str) -> int | None:
+    """Threads that a variable asks for; None where that is no number of them. OpenMP's may be a list, of which the
+    first counts here."""
+    parts = [part.strip() for part in (value.split(",") if name == "OMP_NUM_THREADS" else [value])]
+    return int(parts[0]) if all(part.isdecimal() and int(part) > 0 for part in parts) else None
+
+
+# --- decoders -----------------------------------------------------------------------------------------------------
+
+
+def pillow(sources: Sources) -> Iterator[Finding]:
+    """The Pillow that is installed, and its JPEG library."""
+    simd = sources.version("Pillow-SIMD")
+    name = f"Pillow {sources.load('PIL').__version__}" if simd is None else f"Pillow-SIMD {simd}"
+    if sources.load("PIL.features").check_feature("libjpeg_turbo"):
+        yield Finding("Pillow", f"{name}, libjpeg-turbo")
+        return
+    do = "Install Pillow's own wheel, or use another decoder: pip install 'lightning-feed[images]'"
+    yield Finding("Pillow", f"{name}, without libjpeg-turbo", "warning", "JPEGs decode slower than they could", do)
+
+
+def decoders(sources: Sources) -> Iterator[Finding]:
+    """Other decoders that could be chosen, and the threads of OpenCV."""
+    there = [name for name, packages in DECODERS.items() if any(sources.version(one) for one in packages)]
+    missing = ", ".join(name for name in DECODERS if name not in there)
+    meaning = f"not installed: {missing}; a faster one may be among them"
+    install = "pip install 'lightning-feed[images]'"
+    yield Finding("decoders", ", ".join([*there, "pillow"]), "note", meaning, install).only_if(bool(missing))
+    if "opencv" in there:
+        count, usable = int(sources.load("cv2").getNumThreads()), read_machine(sources.root).usable_cpus
+        meaning = f"in every worker, on {usable} usable CPUs; our loaders set it to fit"
+        do = "In workers of your own: cv2.setNumThreads(0)"
+        yield Finding("OpenCV threads", str(count), "note", meaning, do).only_if(count > 1)
+
+
+def dali(sources: Sources) -> Iterator[Finding]:
+    """The DALI that is installed, and whether it is of torch's CUDA. It is not imported."""
+    there = {cuda: sources.version(package) for cuda, package in DALI_PACKAGES.items()}
+    installed = {cuda: Version(version) for cuda, version in there.items() if version is not None}
+    ours = (torch_cuda(sources) or (None,))[0]
+    install = f"pip install {DALI_PACKAGES[12 if ours is not None and ours < 13 else 13]}"
+    value = ", ".join(f"{version} for CUDA {cuda}" for cuda, version in installed.items())
+    if not installed:
+        meaning = 'backend="dali-gpu" and "dali-cpu" need it; see whether decoding limits: lightning-feed diagnose'
+        level: Level = "ok" if ours is None else "note"
+        yield Finding("DALI", "not installed", level, meaning, "" if ours is None else install)
+    elif len(installed) > 1 or (ours is not None and ours not in installed):
+        meaning = "one build alone may be installed, of torch's CUDA: else dali-gpu refuses it"
+        again = f"pip uninstall --yes {' '.join(DALI_PACKAGES[cuda] for cuda in installed)} && {install}"
+        yield Finding("DALI", value, "warning", meaning, again if ours in DALI_PACKAGES else "")
+    else:
+        meaning = f"older than {OLDEST_DALI}.0, the oldest that is supported"
+        upgrade = install.replace("install", "install --upgrade", 1)
+        old = any(version.major < OLDEST_DALI for version in installed.values())
+        yield Finding("DALI", value, "warning", meaning, upgrade).only_if(old)
+
+
+def nvjpeg(sources: Sources) -> Iterator[Finding]:
+    """Whether torchvision can decode JPEGs on the GPU, as far as its build tells."""
+    if sources.version("torchvision") is None:
+        return  # named with the versions
+    ours, built = torch_cuda(sources), getattr(sources.load("torchvision.version"), "cuda", None)
+    sources.load("torchvision.io")  # which registers the operators
+    if built is not None and hasattr(sources.load("torch").ops.image, "decode_jpegs_cuda"):
+        # No build says so itself; torchvision's own for CUDA are made with nvJPEG.
+        yield Finding("nvJPEG", "in torchvision", meaning='backend="nvjpeg" decodes on the GPU by it')
+    elif ours is None:
+        yield Finding("nvJPEG", "not in torchvision", meaning="this torch has no CUDA to decode on")
+    else:
+        meaning = 'this torchvision is built without CUDA, so backend="nvjpeg" cannot be used'
+        do = f"pip install torchvision --index-url https://download.pytorch.org/whl/cu{ours[0]}{ours[1]}"
+        yield Finding("nvJPEG", "not in torchvision", "note", meaning, do)
+
+
+# --- versions -----------------------------------------------------------------------------------------------------
+
+
+def versions(sources: Sources) -> Iterator[Finding]:
+    """Versions beside the oldest that are supported."""
+    yield Finding("python", platform.python_version())
+    needed = {canonicalize_name(one.name): one.specifier for one in map(Requirement, sources.requirements() or ())}
+    lightnings = ("lightning", "pytorch_lightning")
+    for name in ("torch", "torchvision", *lightnings):
+        found, wanted = sources.version(name), needed.get(canonicalize_name(name), SpecifierSet())
+        if found is not None:
+            meaning = f"older than {str(wanted).removeprefix('>=')}, the oldest that is supported"
+            old = not wanted.contains(found, prereleases=True)
+            yield Finding(name, found, "problem", meaning, f"pip install '{name}{wanted}'").only_if(old)
+        elif name not in lightnings or not any(map(sources.version, lightnings)):  # of the two one is enough
+            level: Level = "problem" if name == "torch" else "warning"
+            yield Finding(name, "not installed", level, do=f"pip install '{name}{wanted}'")
+
+
+# --- all of them --------------------------------------------------------------------------------------------------
+
+LOOKS: dict[str, Callable[[Sources], Iterator[Finding]]] = {
+    "CPUs": cpus, "CPU clock": clock, "memory": memory, "/dev/shm": shared_memory, "open files": open_files,
+    "container": container, "GPU": gpus, "pinned memory": pinned_memory, "threads": threads,
+    "Pillow": pillow, "decoders": decoders, "DALI": dali, "nvJPEG": nvjpeg, "versions": versions,
+}  # fmt: skip
+"""Topic, for when a look fails -> the look."""
+
+
+def examine(data: str | Path | None = None, sources: Sources | None = None) -> list[Finding]:
+    """Look at everything that matters to feeding a GPU. Takes about as long as ``import torch``.
+
+    A look that fails is a finding of its own, and hides no other.
+
+    Args:
+        data: a file or folder of the dataset, to see on which file system it lies, or a URL, to which some requests
+            are sent.
+        sources: what to read from; None is this machine.
+
+    Raises:
+        SettingsError: when ``data`` is not there.
+    """
+    sources = Sources() if sources is None else sources
+    remote, data = is_url(data), None if data is None else str(data)
+    if data is not None and not remote and not Path(data).exists():
+        raise SettingsError(f"--data {data}: there is no such file or folder. Give the folder that the samples lie in.")
+    found: list[Finding] = []
+    looks = dict(LOOKS)
+    if data is not None:
+        looks["data"] = (lambda _: data_url(data)) if remote else partial(data_folder, Path(data))
+    for topic, look in looks.items():
+        try:
+            for one in look(sources):  # what was found before a failure is kept
+                found.append(one)
+        except Exception as error:  # noqa: BLE001  # any broken source is a finding of its own
+            words = str(error).partition("\n")[0]
+            found.append(Finding(topic, NOT_KNOWN, "note", f"{type(error).__name__}: {words}".rstrip(": ")))
+    return found

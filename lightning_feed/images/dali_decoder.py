@@ -1,0 +1,467 @@
+"""Encoded images decoded by DALI behind a loader, some batches ahead; the host decodes what DALI cannot."""
+
+import os
+import sys
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_feed.decode.decoders import Region
+from lightning_feed.decode.header import JPEG, PNG, WEBP, Encoded, ends_like_jpeg, jpeg_header, kind_of, png_bit_depth
+from lightning_feed.errors import DatasetError, DecodeError, LoaderError
+from lightning_feed.images import dali_binding as binding
+from lightning_feed.images.crop import CropSpec
+from lightning_feed.images.dali_binding import FAILURES, DaliOptions
+from lightning_feed.images.image_dataset import EncodedBatch, EncodedSample, ImageDataset, decode_rest
+from lightning_feed.load.trace import traced
+
+STAND_IN = b"P6\n1 1\n255\n\x00\x00\x00"
+"""An image of one pixel (PNM), for the place of one that DALI is not given."""
+_DEVICE_BYTES_PER_PIXEL, _HOST_BYTES_PER_PIXEL = 5.5, 3.7
+"""Of the decoder's buffers. In DALI's ImageNet example (docs/examples/use_cases/pytorch/resnet50/main.py) the largest
+image has 5980 x 6430 pixels and the paddings are 211025920 and 140544512 bytes: 5.49 and 3.66 bytes a pixel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """What a pipeline is built for."""
+
+    batch_size: int
+    """The most images of a batch; each batch has as many as were fed."""
+    device: torch.device
+    """That it decodes on: the CPU, or a CUDA device with its index."""
+    threads: int
+    """On the CPU."""
+    options: DaliOptions
+    mean: tuple[float, ...]
+    """Of R, G and B for values in [0, 1]; the GPU normalises."""
+    std: tuple[float, ...]
+    half: bool
+    """Whether the GPU gives float16; else float32."""
+
+
+class ImagePipeline:
+    """Decodes batches in the order that they are fed in, up to ``prefetch`` of them at a time.
+
+    It has no reader, so that order, shards, resuming and the random boxes stay ours.
+    On the CPU it gives uint8, on the GPU normalised float16 or float32, both of shape (B, 3, height, width), channels
+    last in memory. After an error it is of no use any more. Dropping it ends its threads and frees its memory.
+
+    Raises:
+        MissingExtraError: without DALI.
+        SettingsError: with a DALI that is too old, or of the wrong CUDA.
+    """
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        self.spec = spec
+        self.owner: object = None
+        """Whose batches are on their way."""
+        self._fed: deque[Any] = deque()  # DALI reads them where they lie, until their outputs are there
+        self._pipeline, self._process = _build(spec), os.getpid()
+        # The first schedule_run() runs as often as there is room for batches, later ones run once. So that all runs of
+        # ours are alike, that first one is spent on stand-ins.
+        for _ in range(spec.options.prefetch):
+            self._give([STAND_IN], [_whole(1, 1)])
+        self._pipeline.schedule_run()
+        for _ in range(spec.options.prefetch):
+            self.take()
+
+    def __len__(self) -> int:
+        """Batches on their way."""
+        return len(self._fed)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it belongs to the process that this one was forked from: its threads are not here."""
+        return self._process != os.getpid()
+
+    def feed(self, files: Sequence[Encoded], crops: Sequence[CropSpec]) -> None:
+        """Start to decode a batch.
+
+        Args:
+            files: the encoded images, 1 to ``spec.batch_size``. They must not change until the batch is taken.
+            crops: what of each is wanted; all windows of one size.
+        """
+        self._give(files, crops)
+        self._pipeline.schedule_run()
+
+    def take(self) -> Tensor:
+        """Wait for the batch that was fed first.
+
+        Raises:
+            RuntimeError: what DALI says. It is not known which batch or image is at fault.
+        """
+        images = binding.take_output(self._pipeline, self.spec.device)
+        self._fed.popleft()
+        return images.permute(0, 3, 1, 2)
+
+    def drain(self) -> bool:
+        """Drop the batches on their way. Returns whether that could be done: one of them may fail."""
+        try:
+            while self._fed:
+                self.take()
+        except FAILURES:  # of a batch that nobody waits for
+            return False
+        return True
+
+    def close(self) -> None:
+        """End its threads and free its memory, without waiting for the garbage collector."""
+        self._pipeline = None
+        self._fed.clear()
+
+    def _give(self, files: Sequence[Encoded], crops: Sequence[CropSpec]) -> None:
+        fed = {"files": [np.frombuffer(data, np.uint8) for data in files], **_numbers(crops)}
+        for name, values in fed.items():
+            self._pipeline.feed_input(name, values)
+        self._fed.append(fed)
+
+
+def _whole(height: int, width: int) -> CropSpec:
+    """The one pixel of the stand-in, as large as the images beside it."""
+    return CropSpec(
+        region=Region(0, 0, 1, 1), resized=(height, width), window=Region(0, 0, height, width), flipped=False
+    )
+
+
+def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[Any]]:
+    """The crops as DALI takes them: a region in pixels, and a box of the region that is resized to the window.
+
+    That box has fractions of pixels. It begins at its right side where the image is to be flipped.
+    """
+    rows = np.array([(*c.region, *c.resized, *c.window, c.flipped) for c in crops], np.float64)
+    corner, extent, resized = rows[:, 0:2], rows[:, 2:4], rows[:, 4:6]
+    first, shape, flipped = rows[:, 6:8], rows[:, 8:10], rows[:, 10] > 0
+    begin, end = first * extent / resized, (first + shape) * extent / resized
+    begin[flipped, 1], end[flipped, 1] = end[flipped, 1], begin[flipped, 1]
+    return {
+        "corner": corner.astype(np.int32),
+        "extent": extent.astype(np.int32),
+        "begin": begin.astype(np.float32),
+        "end": end.astype(np.float32),
+        "shape": shape.astype(np.float32),
+    }
+
+
+def _build(spec: PipelineSpec) -> Any:
+    gpu, index = spec.device.type == "cuda", spec.device.index
+    dali = binding.require_dali(gpu=gpu)
+    fn, types = dali.fn, dali.types
+    pipeline = dali.Pipeline(
+        batch_size=spec.batch_size,
+        num_threads=spec.threads,
+        device_id=torch.cuda.current_device() if gpu and index is None else index,
+        prefetch_queue_depth=spec.options.prefetch,
+        exec_dynamic=True,
+        seed=0,  # nothing is drawn here, so any will do
+    )
+    binding.pipelines.add(pipeline)
+
+    def fed(name: str, dtype: Any) -> Any:
+        return fn.external_source(name=name, device="cpu", dtype=dtype, ndim=1, no_copy=True)
+
+    with pipeline:
+        pixels = fn.decoders.image_slice(
+            fed("files", types.UINT8),
+            device="mixed" if gpu else "cpu",
+            start=fed("corner", types.INT32),
+            shape=fed("extent", types.INT32),
+            axis_names="HW",
+            adjust_orientation=False,  # as torchvision's ImageFolder, which does not turn images either
+            **(gpu_decoding(spec) if gpu else {}),
+        )
+        # Antialiased linear interpolation is a triangular filter as wide as the scale, which torchvision's is, too.
+        images = fn.resize(
+            pixels,
+            size=fed("shape", types.FLOAT),
+            roi_start=fed("begin", types.FLOAT),
+            roi_end=fed("end", types.FLOAT),
+            interp_type=types.INTERP_LINEAR,
+            antialias=True,
+        )
+        if gpu:
+            images = normalised(dali, images, spec)
+        pipeline.set_outputs(images)
+    pipeline.build()
+    return pipeline
+
+
+def normalised(dali: Any, images: Any, spec: PipelineSpec) -> Any:
+    """A node of the graph: uint8 images to normalised ones, as ``device_transform`` makes them."""
+    return dali.fn.crop_mirror_normalize(
+        images,
+        dtype=dali.types.FLOAT16 if spec.half else dali.types.FLOAT,
+        output_layout="HWC",
+        mean=[255 * value for value in spec.mean],
+        std=[255 * value for value in spec.std],
+    )
+
+
+def gpu_decoding(spec: PipelineSpec) -> dict[str, Any]:
+    """What the decoder is told on the GPU alone."""
+    options: dict[str, Any] = {"jpeg_fancy_upsampling": True}  # as libjpeg on the CPU does it
+    if spec.options.hw_decoder_load is not None:
+        options["hw_decoder_load"] = spec.options.hw_decoder_load
+    if spec.options.largest_image is not None:
+        height, width = spec.options.largest_image
+        options |= {
+            "device_memory_padding": int(_DEVICE_BYTES_PER_PIXEL * height * width),
+            "host_memory_padding": int(_HOST_BYTES_PER_PIXEL * height * width),
+            "preallocate_height_hint": height,
+            "preallocate_width_hint": width,
+        }
+    return options
+
+
+_HEADERS = 64
+"""Images whose headers are read, where it was not said how large the largest is."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A batch that was taken from the loader and has not been handed out."""
+
+    batch: EncodedBatch
+    images: list[EncodedSample]
+    on_host: dict[int, str]
+    """Places of images that DALI is not given, and why."""
+
+    def feed(self, pipeline: ImagePipeline) -> None:
+        """Start to decode it, with stand-ins for the images that DALI is not given."""
+        files, crops = [image.data for image in self.images], [image.crop for image in self.images]
+        for place in self.on_host:
+            window = crops[place].window
+            files[place], crops[place] = STAND_IN, _whole(window.height, window.width)
+        pipeline.feed(files, crops)
+
+
+_Pass: TypeAlias = deque[_Waiting]
+"""The batches of one pass that were taken from the loader, of which the pipeline has the first ones."""
+
+
+class DaliImageDecoder:
+    """Decodes the batches of one loader with a pipeline that is built when the first of them comes.
+
+    An image that DALI fails at ends its pipeline. The image is then found and left to the host, which names it in its
+    error or puts in its place what ``on_error`` says; the batches that were on their way go through a new pipeline, so
+    that none is lost or doubled.
+
+    Args:
+        dataset: that the batches are from.
+        spec: of the pipeline. Its batch size grows to that of the largest batch that comes.
+        keep: whether the pipeline outlives its pass.
+        pin: whether batches in host memory are to lie in page-locked memory.
+    """
+
+    def __init__(self, dataset: ImageDataset, spec: PipelineSpec, *, keep: bool, pin: bool = False) -> None:
+        self.dataset, self.spec, self.keep, self.pin = dataset, spec, keep, pin
+        self.built = 0
+        """Pipelines that were built so far."""
+        self._pipeline: ImagePipeline | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a pipeline, which holds memory and threads."""
+        return self._pipeline is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pipeline": None}
+
+    def run(self, batches: Iterator[EncodedBatch]) -> Generator[Any, None, None]:
+        """Decode one pass: [images, labels] for each batch, in order.
+
+        Raises:
+            DatasetError: when an image cannot be decoded and ``on_error`` does not deal with it, with its name.
+            LoaderError: when DALI fails and no image is at fault.
+            torch.OutOfMemoryError: when the device has no memory left for it.
+        """
+        now: _Pass = deque()
+        try:
+            for batch in batches:
+                images = batch.images()
+                now.append(_Waiting(batch, images, self._reasons(images)))
+                self._advance(now)
+                if len(now) >= self.spec.options.prefetch:
+                    yield self._next(now)
+            while now:
+                yield self._next(now)
+        finally:
+            self._leave(now)
+
+    def release(self) -> None:
+        """Drop the pipeline and its memory. A pass that goes on builds another."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.close()
+            binding.release_unused_memory()
+
+    # --- a pass -------------------------------------------------------------------------------------------------------
+
+    def _advance(self, now: _Pass) -> ImagePipeline:
+        """A pipeline that all batches of the pass are on their way in."""
+        size = max(len(waiting.images) for waiting in now)
+        pipeline = self._pipeline
+        if pipeline is None or pipeline.owner is not now or size > pipeline.spec.batch_size:
+            pipeline = self._acquire(now, size)
+        for waiting in list(now)[len(pipeline) :]:
+            waiting.feed(pipeline)
+        return pipeline
+
+    def _next(self, now: _Pass) -> list[Any]:
+        with traced("decode"):
+            images = self._taken(now)
+            done = now.popleft()
+            labels = done.batch.labels
+            if done.on_host:
+                images, labels = self._put_host_images(images, done)
+            if self.pin and images.device.type == "cpu":
+                images, labels = (part if part.is_pinned() else part.pin_memory() for part in (images, labels))
+            return [images, labels.to(images.device, non_blocking=True)]
+
+    def _taken(self, now: _Pass) -> Tensor:
+        """The pixels of the first batch that waits, with stand-ins for the images that DALI is not given."""
+        while True:
+            pipeline = self._advance(now)
+            try:
+                return pipeline.take()
+            except FAILURES as error:
+                self.release()
+                binding.raise_if_no_memory(error, self.spec.device)
+                self._locate_failure(now, error)
+
+    def _locate_failure(self, now: _Pass, error: Exception) -> None:
+        """Find the images that DALI failed at, and leave them to the host from now on.
+
+        Raises:
+            LoaderError: when there are none.
+        """
+        found = self._fail_alone(
+            [image for waiting in now for k, image in enumerate(waiting.images) if k not in waiting.on_host]
+        )
+        if not found:
+            raise LoaderError(
+                f"DALI failed at a batch of {len(now[0].images)} images, and decodes each of them alone. It "
+                f"said: {binding.reason_of(error)}"
+            ) from error
+        self.dataset.cpu_fallback.known.update(found)
+        for waiting in now:
+            waiting.on_host = self._reasons(waiting.images)
+
+    def _fail_alone(self, images: list[EncodedSample]) -> dict[int, str]:
+        """Those that DALI fails at, and why, by their index in the dataset."""
+        found: dict[int, str] = {}
+        pipeline = None
+        for image in images:
+            if pipeline is None:
+                pipeline = self._build(replace(self.spec, batch_size=1))
+            try:
+                pipeline.feed([image.data], [image.crop])
+                pipeline.take()
+            except FAILURES as error:
+                pipeline.close()
+                pipeline = None
+                binding.raise_if_no_memory(error, self.spec.device)
+                found[image.index] = f"DALI failed at it: {binding.reason_of(error)}"
+        if pipeline is not None:
+            pipeline.close()
+        return found
+
+    # --- images that DALI is not given --------------------------------------------------------------------------------
+
+    def _reasons(self, images: Sequence[EncodedSample]) -> dict[int, str]:
+        """Which of a batch's images are not given to DALI, by their place, and why."""
+        known = self.dataset.cpu_fallback.known
+        reasons = {place: known.get(image.index) or why_on_host(image.data) for place, image in enumerate(images)}
+        return {place: reason for place, reason in reasons.items() if reason}
+
+    def _put_host_images(self, batch: Tensor, done: _Waiting) -> tuple[Tensor, Tensor]:
+        """The batch with what the host decodes in its places, or what ``on_error`` puts there, and the labels.
+
+        Raises:
+            DatasetError: when one cannot be decoded and ``on_error`` does not deal with it, with its name.
+        """
+        for place, reason in done.on_host.items():
+            index = done.images[place].index
+            self.dataset.cpu_fallback.add(reason, f"{self.dataset.source.name(index)} (sample {index})")
+        batch = batch.clone()  # the outputs of DALI are its own memory, and may be read-only for us
+        convert = None if batch.dtype == torch.uint8 else self._normalised
+        return batch, decode_rest(done.on_host, done.images, self.dataset, batch, convert)
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        """Pixels that the host decoded, as DALI normalises its own on the GPU."""
+        spec = torch.tensor([self.spec.mean, self.spec.std], device="cpu", pin_memory=True)
+        mean, std = spec.to(pixels.device, non_blocking=True).view(2, 3, 1, 1).unbind()
+        return (pixels.float() / 255 - mean) / std
+
+    # --- the pipeline -------------------------------------------------------------------------------------------------
+
+    def _acquire(self, now: _Pass, size: int) -> ImagePipeline:
+        """The pipeline for a pass: empty, and large enough."""
+        if self._pipeline is not None and (size > self._pipeline.spec.batch_size or not self._pipeline.drain()):
+            self.release()
+        if self._pipeline is None:
+            options = self.spec.options
+            if self.spec.device.type == "cuda" and options.largest_image is None:
+                options = replace(options, largest_image=largest_of_some(self.dataset))
+            self.spec = replace(self.spec, batch_size=max(size, self.spec.batch_size), options=options)
+            self._pipeline = self._build(self.spec)
+            self.built += 1
+        self._pipeline.owner = now
+        return self._pipeline
+
+    def _build(self, spec: PipelineSpec) -> ImagePipeline:
+        try:
+            return ImagePipeline(spec)
+        except RuntimeError as error:
+            binding.raise_if_no_memory(error, self.spec.device)
+            raise LoaderError(
+                f'DALI cannot build its pipeline: {binding.reason_of(error)} See "lightning-feed doctor" for the '
+                'driver and the CUDA of DALI, or use backend="torch".'
+            ) from error
+
+    def _leave(self, now: _Pass) -> None:
+        """End a pass. What is on its way is dropped."""
+        pipeline = self._pipeline
+        if pipeline is None or pipeline.owner is not now or pipeline.inherited:
+            return  # another pass, or the process that this one was forked from, has it
+        if sys.is_finalizing():
+            return  # DALI has ended all pipelines, by its own exit handler
+        pipeline.owner = None
+        if not self.keep or not pipeline.drain():
+            self.release()
+
+
+def largest_of_some(dataset: ImageDataset) -> tuple[int, int] | None:
+    """(height, width) of the largest of some images, spread over the dataset; None where none can be read."""
+    sizes = []
+    for index in range(0, len(dataset), max(1, len(dataset) // _HEADERS)):
+        try:
+            sizes.append(dataset.decoder.size(dataset.source.read(index)))
+        except DatasetError:  # met again when it is its turn
+            continue
+    return max(sizes, key=lambda size: size[0] * size[1], default=None)
+
+
+def why_on_host(data: Encoded) -> str:
+    """Why a file is not given to DALI; "" where it is.
+
+    DALI makes other pixels than Pillow of 16 bits a channel, knows no GIF, and may decode what is there of a JPEG or a
+    TIFF that is cut short. What nvJPEG makes of CMYK on the GPU is its own affair.
+    """
+    kind = kind_of(data)
+    if kind == JPEG:
+        try:
+            components = jpeg_header(data).components
+        except DecodeError:
+            return "a JPEG without a frame header"
+        if components == 4:
+            return "a CMYK JPEG"
+        return "" if ends_like_jpeg(data) else "a JPEG with something else at its end than the end of its image"
+    if kind == PNG:
+        return "" if png_bit_depth(data) < 16 else "a PNG of 16 bits a channel"
+    return "" if kind in (WEBP, "BMP") else f"an image of the kind {kind}"

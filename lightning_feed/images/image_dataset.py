@@ -1,0 +1,407 @@
+"""Images of a folder or a pack as a dataset, decoded in the workers or left encoded for a backend to decode later."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeGuard, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate, get_worker_info
+
+from lightning_feed.decode.decoders import Decoder, Pixels, Region
+from lightning_feed.decode.header import Encoded
+from lightning_feed.errors import DatasetError, DecodeError, SettingsError, printable
+from lightning_feed.images.crop import CropSpec, EvalRecipe, Recipe, SourceImage, TrainRecipe, crop_image
+from lightning_feed.load.cacheable import CacheableDataset
+from lightning_feed.load.collate import BadSamples, Skipped, fill_skipped
+from lightning_feed.load.order import mix_seed
+from lightning_feed.load.trace import traced
+from lightning_feed.storage.folder import SampleSource
+from lightning_feed.storage.remote_folder import RemoteSamples
+
+logger = logging.getLogger(__name__)
+
+_HOST = torch.device("cpu")
+
+
+class CpuFallback:
+    """The images of one dataset that a device's decoder leaves to the CPU's, in the process that trains, by reason.
+
+    Attributes:
+        known: index of an image -> why the device's decoder failed on it: it is not tried again.
+        worked: whether the device's decoder has decoded any image yet.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self.known: dict[int, str] = {}
+        self.worked = False
+
+    def add(self, reason: str, name: str) -> None:
+        """Count one image, and log it if it is the first with this reason.
+
+        Args:
+            reason: what kind of image it is.
+            name: of the image.
+        """
+        self._counts[reason] += 1
+        if self._counts[reason] == 1:
+            logger.warning(
+                "The CPU decodes %s, and others like it, in the training process: %s. Further ones are only counted. "
+                'Where most images are like that, backend="torch" is faster: its workers decode.',
+                printable(name),
+                reason,
+            )
+
+    def as_dict(self) -> dict[str, int]:
+        """Images by reason; one counts each time that it is decoded."""
+        return dict(self._counts)
+
+
+class ImageDataset(CacheableDataset):
+    """Labelled images: ``dataset[i]`` is (what the recipe makes of image i, label as int), or an `EncodedSample`.
+
+    Args:
+        source: where the encoded images, or their pixels, are read from.
+        decoder: for encoded ones.
+        recipe: crop, resize and augmentation.
+        kept: in place of it for images that stay on the device, of one size and without chance; None where ``recipe``
+            itself is like that. With it, a sample has the image's width / height as a third part.
+        bad_samples: what to do about an image that cannot be read or decoded.
+        encoded: whether samples are left encoded. What is drawn for them is what ``recipe`` draws, in the same order,
+            so that every backend takes the same crops of the same images. May be changed between passes.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        decoder: Decoder,
+        recipe: Recipe,
+        *,
+        kept: Recipe | None = None,
+        bad_samples: BadSamples | None = None,
+        encoded: bool = False,
+    ) -> None:
+        self.source = source
+        self.decoder = decoder
+        self.recipe = recipe
+        self.kept = kept
+        self.bad_samples = bad_samples or BadSamples()
+        self.encoded = encoded
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the labels."""
+        return self.source.classes
+
+    @cached_property
+    def cpu_fallback(self) -> CpuFallback:
+        """What a device that decodes the batches has left to the CPU."""
+        return CpuFallback()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.encoded_sample if self.encoded else self._sample
+        try:
+            return sample(index)
+        except DatasetError as error:
+            return self.bad_samples.instead(index, error, len(self), sample)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        _held = self.expect(indices)
+        return [self[index] for index in indices]
+
+    def expect(self, indices: Sequence[int]) -> object:
+        """Begin to read the images of a batch at the same time, where they are at a remote place; gives what holds
+        them, to be kept until they were read."""
+        expect, cache = getattr(self.source, "expect", None), self.cache
+        if expect is None:
+            return None
+        held: object = expect([index for index in indices if cache is None or not cache.holds(index)])
+        return held
+
+    def remote_reads(self) -> RemoteSamples | None:
+        """The images as they are read from a remote place; None where they are on this machine."""
+        find = getattr(self.source, "remote_reads", None)
+        return None if find is None else cast("RemoteSamples | None", find())
+
+    # --- the steps that caches stand between --------------------------------------------------------------------------
+
+    def read(self, index: int) -> Encoded:
+        """The encoded bytes of image ``index``; its pixels, where a pack holds pixels."""
+        with traced("read"):
+            return self.source.read(index)
+
+    def decode(self, data: Encoded, index: int) -> Pixels:
+        """All pixels: uint8, shape (H, W, 3), RGB."""
+        if holds_pixels(data):
+            return data
+        with self._naming(index), traced("decode"):
+            return self.decoder.decode(data)
+
+    def augment(self, decoded: Pixels, index: int) -> Any:
+        """The sample, made from all pixels."""
+        with traced("augment"):
+            return self.recipe(SourceImage(decoded)), int(self.source.labels[index])
+
+    def plain(self, decoded: Pixels, index: int) -> Any:
+        """The sample to keep on a device."""
+        if self.kept is None:
+            return self.augment(decoded, index)
+        height, width = decoded.shape[:2]
+        return self.kept(SourceImage(decoded)), int(self.source.labels[index]), np.float32(width / height)
+
+    def _sample(self, index: int) -> Any:
+        if self.cache is not None and self.cache.kind == "decoded":
+            return self.augment(self.cached_decoded(index), index)
+        data = self.cached_bytes(index)
+        decoder = None if holds_pixels(data) else self.decoder
+        # Not decode() and augment(): the recipe may need a part of the image only.
+        with self._naming(index), traced("augment"):
+            return self.recipe(SourceImage(data, decoder)), int(self.source.labels[index])
+
+    @contextmanager
+    def _naming(self, index: int) -> Iterator[None]:
+        try:
+            yield
+        except DecodeError as error:
+            raise DecodeError(f"{self.source.name(index)} (sample {index}): {error}") from error
+
+    # --- samples that are decoded later -------------------------------------------------------------------------------
+
+    def encoded_sample(self, index: int, generator: torch.Generator | None = None) -> "EncodedSample":
+        """Image ``index`` as its bytes, with what is to be cropped out of it.
+
+        Args:
+            index: of the sample.
+            generator: to draw the crop from; None for where the sample draws from.
+        """
+        data = self.cached_bytes(index)
+        if holds_pixels(data):  # no fault of this one sample that on_error could deal with
+            raise SettingsError(
+                f"{self.source.name(index)} (sample {index}) holds pixels: there is nothing to decode. "
+                'Use backend="torch" for a pack of pixels.'
+            )
+        with self._naming(index):
+            size = self.decoder.size(data)
+        crop = self.crop_recipe.spec(*size, generator)
+        return EncodedSample(data, size, crop, int(self.source.labels[index]), index)
+
+    def decoded(self, sample: "EncodedSample") -> tuple[Tensor, int] | Skipped:
+        """The sample of ``backend="torch"``: (uint8 of shape (3, H, W), label), or what ``on_error`` puts in its place.
+
+        Raises:
+            DatasetError: when it cannot be decoded, with its name, or there have been too many of these.
+        """
+        try:
+            return self._decoded(sample)
+        except DatasetError as error:
+            # Here is the process that trains, whose random numbers are not to be touched; those of the image that
+            # failed are others in each epoch, and the same in a run that is repeated.
+            seed = mix_seed(sample.index, *sample.crop.region[:2], "substitute")
+            generator = torch.Generator().manual_seed(seed)
+            found = self.bad_samples.instead(
+                sample.index, error, len(self), lambda index: self._decoded(self.encoded_sample(index, generator))
+            )
+            return cast("tuple[Tensor, int] | Skipped", found)
+
+    def _decoded(self, sample: "EncodedSample") -> tuple[Tensor, int]:
+        image = SourceImage(sample.data, self.decoder)
+        with self._naming(sample.index), traced("augment"):
+            return crop_image(image, sample.crop, self.crop_recipe.quality), sample.label
+
+    @property
+    def crop_recipe(self) -> TrainRecipe | EvalRecipe:
+        """The recipe where samples are left encoded, which is then one of ours."""
+        return cast("TrainRecipe | EvalRecipe", self.recipe)
+
+
+def holds_pixels(data: Any) -> TypeGuard[Pixels]:
+    """Whether what a source gave for an image is pixels already, as out of a pack of them."""
+    return isinstance(data, np.ndarray) and data.ndim == 3
+
+
+def collate_images(samples: list[Any]) -> Any:
+    """A batch of samples that begin with an image: uint8 images of one shape are laid channels last, as decoders give
+    them, since laying them out otherwise would transpose each of them. All else is done as torch does it.
+
+    Returns:
+        A list: images, shape (B, 3, H, W), labels, int64 of shape (B,), and what else there is.
+    """
+    images, *others = zip(*fill_skipped(samples), strict=True)
+    with torch.device("cpu"):  # torch makes tensors of numbers on the default device
+        collated = [default_collate(list(other)) for other in others]
+    return [_stack(images), *collated]
+
+
+def _stack(images: tuple[Any, ...]) -> Any:
+    if not all(_is_channels_last(image) and image.shape == images[0].shape for image in images):
+        return default_collate(list(images))
+    channels, height, width = images[0].shape
+    batch = _empty(len(images), height, width, channels)
+    for place, image in enumerate(images):
+        batch[place] = image.permute(1, 2, 0)
+    return batch.permute(0, 3, 1, 2)
+
+
+def _empty(*shape: int) -> Tensor:
+    """An empty uint8 tensor on the host; in a worker, written at once where the training process will read it, as
+    torch's own collate does."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8, device="cpu")
+    storage = torch.UntypedStorage._new_shared(math.prod(shape), device="cpu")
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).view(shape)
+
+
+def _is_channels_last(image: Any) -> bool:
+    return (
+        isinstance(image, torch.Tensor)
+        and image.dtype == torch.uint8
+        and image.ndim == 3
+        and image.stride(0) == 1  # cropped out of a larger one or not
+    )
+
+
+# --- batches that are decoded later -----------------------------------------------------------------------------------
+
+
+class EncodedSample(NamedTuple):
+    """One sample on its way to an :class:`EncodedBatch`."""
+
+    data: Encoded
+    size: tuple[int, int]
+    """(height, width) in pixels."""
+    crop: CropSpec
+    label: int
+    index: int  # type: ignore[assignment]  # in the place of tuple.index, which nobody looks for here
+    """Of the sample in its dataset."""
+
+
+@dataclass(eq=False, kw_only=True)
+class EncodedBatch:
+    """B image files, what to crop out of each, and their labels.
+
+    Decoders read the files and the plan on the host, where they stay: ``to`` moves the labels, and notes the device
+    that the pixels are wanted on. It is not written to, and not frozen either: Lightning takes dataclasses apart for
+    ``precision="bf16-true"`` and the like, and refuses frozen ones.
+    """
+
+    files: Tensor
+    """uint8, shape (all bytes,): one file after the other."""
+    offsets: Tensor
+    """int64, shape (B + 1,): where each begins, and the end."""
+    plan: Tensor
+    """int64, shape (B, 15): size (2), region (4), resized (2), window (4), flipped, label, index."""
+    labels: Tensor
+    """int64, shape (B,)."""
+    device: torch.device = _HOST
+    """Where the decoded images are to lie."""
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, part: Any) -> Any:
+        # Also what `images, labels = batch` asks for first. There is no __iter__: Lightning looks into what has one.
+        raise SettingsError(
+            "This batch is not decoded: its images are still bytes, and a GPU backend decodes them on the way to the "
+            "device. Train with trainer.fit(model, datamodule=...), not with the loader alone; by hand, call "
+            "datamodule.device_transform(batch.to(device), split), which gives images, labels."
+        )
+
+    def images(self) -> list[EncodedSample]:
+        """The samples that it was made of; their bytes are views of ``files``."""
+        files, offsets = self.files.numpy(), self.offsets.tolist()
+        return [
+            EncodedSample(
+                data=files[start:end],
+                size=(row[0], row[1]),
+                crop=CropSpec(
+                    region=Region(*row[2:6]), resized=(row[6], row[7]), window=Region(*row[8:12]), flipped=bool(row[12])
+                ),
+                label=row[13],
+                index=row[14],
+            )
+            for start, end, row in zip(offsets[:-1], offsets[1:], self.plan.tolist(), strict=True)
+        ]
+
+    def to(self, device: Any, non_blocking: bool = False) -> "EncodedBatch":  # noqa: FBT001, FBT002  # torch's own form
+        """The batch for a device. Lightning calls this, without ``non_blocking``: pinned labels never wait."""
+        labels = self.labels.to(device, non_blocking=non_blocking or self.labels.is_pinned())
+        return replace(self, labels=labels, device=labels.device)
+
+    def pin_memory(self) -> "EncodedBatch":
+        """The batch with pinned labels. DataLoader calls this; the files are not copied as they are."""
+        return replace(self, labels=self.labels.pin_memory())
+
+
+def collate_encoded(samples: list[Any]) -> EncodedBatch:
+    """Put a batch together. Runs in the workers; in a worker process, in memory that the training process shares."""
+    images: list[EncodedSample] = fill_skipped(samples)
+    flat = [np.frombuffer(image.data, np.uint8) for image in images]
+    offsets = torch.tensor([0, *(len(data) for data in flat)], device="cpu").cumsum(0)
+    files = _empty(int(offsets[-1]))
+    np.concatenate(flat, out=files.numpy())
+    rows = [
+        (*i.size, *i.crop.region, *i.crop.resized, *i.crop.window, int(i.crop.flipped), i.label, i.index)
+        for i in images
+    ]
+    plan = torch.tensor(rows, device="cpu")
+    return EncodedBatch(files=files, offsets=offsets, plan=plan, labels=plan[:, 13].clone())
+
+
+def decode_on_cpu(batch: EncodedBatch, dataset: ImageDataset) -> Any:
+    """[images, labels] as ``backend="torch"`` gives them: uint8 of shape (B, 3, H, W), channels last, and int64 (B,).
+
+    Raises:
+        DatasetError: when an image cannot be decoded, with its name, and ``on_error`` does not deal with it.
+    """
+    return collate_images([dataset.decoded(image) for image in batch.images()])
+
+
+def decode_rest(
+    places: Iterable[int],
+    images: list[EncodedSample],
+    dataset: ImageDataset,
+    batch: Tensor,
+    convert: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Fill places of a batch with what the CPU decodes, or what ``on_error`` puts there. The host waits for no copy.
+
+    Args:
+        places: of the images that nothing else has decoded.
+        images: of the whole batch.
+        dataset: where they are from.
+        batch: its pixels, shape (B, 3, height, width). Written to.
+        convert: from uint8, shape (3, height, width), on the device of the batch, to what the batch holds.
+
+    Returns:
+        The labels of the batch: int64, shape (B,), on the host.
+
+    Raises:
+        DatasetError: when an image cannot be decoded, with its name, and ``on_error`` does not deal with it.
+    """
+    pin = batch.device.type != "cpu"
+    labels: list[int] = [image.label for image in images]
+    order: list[Any] = list(range(len(images)))
+    for place in places:
+        made = dataset.decoded(images[place])
+        if isinstance(made, Skipped):
+            order[place] = made
+            continue
+        pixels, labels[place] = made
+        _, height, width = pixels.shape
+        row = torch.empty((height, width, 3), dtype=torch.uint8, device="cpu", pin_memory=pin)
+        there = row.copy_(pixels.permute(1, 2, 0)).to(batch.device, non_blocking=True).permute(2, 0, 1)
+        batch[place] = there if convert is None else convert(there)
+    for place, other in enumerate(fill_skipped(order)):
+        if other != place:
+            batch[place], labels[place] = batch[other], labels[other]
+    return torch.tensor(labels, device="cpu", pin_memory=pin)

@@ -1,0 +1,470 @@
+"""Counters of the kernel: what workers did, pressure and throttling, CPU time per step and of other programs.
+
+Read from ``/proc`` and ``/sys`` of Linux. Elsewhere, and in sandboxes without these files, nothing is known.
+"""
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_feed.measure.stats import Additive
+from lightning_feed.storage.system import cgroup_folders, read_text
+
+MOST_THREADS = 16
+"""Threads looked at in one worker, the oldest first. Each costs a file; torch gives its workers two."""
+SLACK_PER_READ = 4096
+"""Bytes that a disk gives beyond what one call of read() asked for: it gives whole pages."""
+
+
+class Workers(NamedTuple):
+    """Those who make the batches."""
+
+    pids: tuple[int, ...] = ()
+    """Processes."""
+    thread_ids: tuple[int, ...] = ()
+    """Threads of this process, as the kernel numbers them."""
+
+
+class WorkerReading(NamedTuple):
+    """The counters of one worker at one time."""
+
+    at_ns: int
+    threads: dict[int, tuple[int, int]]
+    """By thread: nanoseconds on a CPU, and nanoseconds ready to run without one."""
+    io: tuple[int, int, int] | None
+    """``asked``, ``calls`` and ``from_disk`` of :class:`WorkerTime` since it began; None: not known."""
+
+
+@dataclass
+class WorkerTime(Additive):
+    """Sums over workers and intervals. Nanoseconds and bytes."""
+
+    wall_ns: float = 0.0
+    """Time that the workers could have used, all of them together."""
+    on_cpu_ns: float = 0.0
+    run_queue_ns: float = 0.0
+    span_ns: float = 0.0
+    """Length of the intervals in which bytes of some worker are known."""
+    asked: int = 0
+    """Bytes asked for by calls of read(), from files and pipes. Pages of a mapped file (mmap) are not among them."""
+    calls: int = 0
+    from_disk: int = 0
+    """Bytes fetched from storage, whichever way they were asked for."""
+
+    def share_pct(self, part_ns: float) -> float | None:
+        """What part of the workers' time ``part_ns`` is, 0 to 100; None where no worker was seen twice."""
+        return 100 * part_ns / self.wall_ns if self.wall_ns else None
+
+    @property
+    def blocked_ns(self) -> float:
+        """Neither on a CPU nor ready for one."""
+        return self.wall_ns - self.on_cpu_ns - self.run_queue_ns
+
+    @property
+    def read_mb_per_s(self) -> float | None:
+        """Megabytes per second that all workers took in. Of mapped files only what came from storage is seen."""
+        return max(self.asked, self.from_disk) / 1e6 / (self.span_ns * 1e-9) if self.span_ns else None
+
+    @property
+    def disk_mb_per_s(self) -> float | None:
+        """Megabytes per second that storage gave to all workers."""
+        return self.from_disk / 1e6 / (self.span_ns * 1e-9) if self.span_ns else None
+
+    @property
+    def page_cache_pct(self) -> float | None:
+        """Share of the bytes asked for that no disk had to give, 0 to 100.
+
+        Storage gives whole pages, so it may give somewhat more than was asked for; that is 0. None where it gave more
+        than whole pages explain: then files are mapped, and what the page cache gave of those nobody counts. None, too,
+        where nothing was read.
+        """
+        if not self.asked or self.from_disk > self.asked + SLACK_PER_READ * self.calls:
+            return None
+        return 100 * max(0.0, 1 - self.from_disk / self.asked)
+
+
+@dataclass
+class WorkerClock:
+    """Reads the workers' counters, and gives the differences of those that were there the last time.
+
+    A worker's time is the wall clock between two readings, once, however many threads it has. On a CPU and in the run
+    queue are sums over its threads: a queue's feeder thread, which mostly sleeps, takes nothing from the decoding
+    beside it. Where several threads work at once the sums can exceed the wall clock; they are then scaled down together
+    to fill it, so that blocked, the rest, is never negative. A thread that ended between two readings is not seen.
+
+    Attributes:
+        root: the file system to read ``proc`` from.
+    """
+
+    root: Path = Path("/")
+    _last: dict[tuple[str, int], WorkerReading] = field(default_factory=dict)
+
+    def take(self, workers: Workers, now_ns: int) -> WorkerTime:
+        """What happened since the last time, of workers that were there then. ``now_ns``: the time now."""
+        readings = self._read(workers, now_ns)
+        total, span = WorkerTime(), 0.0
+        for key, after in readings.items():
+            before = self._last.get(key)
+            if before is not None:
+                did = _between(before, after)
+                span = max(span, did.span_ns)
+                total += did
+        total.span_ns = span  # workers read side by side: the interval counts once
+        self._last = readings
+        return total
+
+    def meet(self, workers: Workers, now_ns: int) -> None:
+        """Read those not met before, so that the next :meth:`take` counts them."""
+        fresh = Workers(
+            tuple(pid for pid in workers.pids if ("process", pid) not in self._last),
+            tuple(tid for tid in workers.thread_ids if ("thread", tid) not in self._last),
+        )
+        self._last.update(self._read(fresh, now_ns))
+
+    def _read(self, workers: Workers, now_ns: int) -> dict[tuple[str, int], WorkerReading]:
+        proc = f"{self.root}/proc"
+        found = {}
+        for pid in workers.pids:
+            tasks = f"{proc}/{pid}/task"
+            found["process", pid] = WorkerReading(now_ns, _times_of(tasks, _thread_ids(tasks)), _io(f"{proc}/{pid}/io"))
+        for tid in workers.thread_ids:
+            tasks = f"{proc}/self/task"
+            found["thread", tid] = WorkerReading(now_ns, _times_of(tasks, [tid]), _io(f"{tasks}/{tid}/io"))
+        return {key: reading for key, reading in found.items() if reading.threads}
+
+
+def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
+    """The difference of two readings of one worker; nothing where a counter went backwards: it is another worker."""
+    wall = after.at_ns - before.at_ns
+    on_cpu = run_queue = 0
+    for thread, now in after.threads.items():
+        then = before.threads.get(thread, (0, 0))  # a thread that is new began with nothing
+        if now[0] < then[0] or now[1] < then[1]:
+            return WorkerTime()
+        on_cpu += now[0] - then[0]
+        run_queue += now[1] - then[1]
+    # A kernel without these statistics writes zeros: nothing is known then, rather than that everything is blocked.
+    if wall <= 0 or not any(any(times) for times in after.threads.values()):
+        return WorkerTime()
+    scale = min(1.0, wall / (on_cpu + run_queue)) if on_cpu + run_queue else 1.0
+    did = WorkerTime(wall_ns=wall, on_cpu_ns=on_cpu * scale, run_queue_ns=run_queue * scale)
+    if before.io is not None and after.io is not None:
+        asked, calls, from_disk = (now - then for now, then in zip(after.io, before.io, strict=True))
+        if min(asked, calls, from_disk) >= 0:
+            did.span_ns, did.asked, did.calls, did.from_disk = wall, asked, calls, from_disk
+    return did
+
+
+def _thread_ids(folder: str) -> list[int]:
+    try:
+        return sorted(int(name) for name in os.listdir(folder) if name.isdigit())[:MOST_THREADS]  # noqa: PTH208
+    except OSError:
+        return []
+
+
+def _times_of(folder: str, threads: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """By thread; those that are gone are left out."""
+    found = {thread: _schedstat(f"{folder}/{thread}/schedstat") for thread in threads}
+    return {thread: times for thread, times in found.items() if times is not None}
+
+
+def _schedstat(path: str) -> tuple[int, int] | None:
+    """The first two numbers of ``schedstat`` (proc(5)): nanoseconds on a CPU, and ready to run without one."""
+    numbers = read_small(path).split()
+    if len(numbers) < 2 or not numbers[0].isdigit() or not numbers[1].isdigit():
+        return None
+    return int(numbers[0]), int(numbers[1])
+
+
+def _io(path: str) -> tuple[int, int, int] | None:
+    values = _numbers(read_small(path).decode("ascii", "replace"), ":")
+    known = [values[name] for name in ("rchar", "syscr", "read_bytes") if name in values]
+    return (known[0], known[1], known[2]) if len(known) == 3 else None
+
+
+def _numbers(text: str, separator: str) -> dict[str, int]:
+    """The lines of a file that are a name and a number."""
+    pairs = (line.partition(separator) for line in text.splitlines())
+    return {name: int(value) for name, _, value in pairs if value.strip().isdigit()}
+
+
+def read_small(path: str) -> bytes:
+    """The content of a file of ``proc``, or nothing. Unbuffered: this runs beside training, some dozen times a log."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return b""
+    try:
+        return os.read(handle, 4096)
+    except OSError:  # the worker ended in between (ESRCH)
+        return b""
+    finally:
+        os.close(handle)
+
+
+def count_connections(pids: Iterable[int], root: Path = Path("/")) -> int | None:
+    """Established TCP connections of processes, without those that they have from this one by a fork.
+
+    Args:
+        pids: of the processes. They share this one's network.
+        root: the file system to read ``proc`` from.
+
+    Returns:
+        How many; None where the kernel does not tell (``/proc/net/tcp``, proc(5)).
+    """
+    own = _sockets(f"{root}/proc/self/fd")
+    theirs = set().union(*(_sockets(f"{root}/proc/{pid}/fd") for pid in pids)) - own
+    tables = [read_text(root / "proc/self/net" / name).splitlines() for name in ("tcp", "tcp6")]
+    if not any(tables):
+        return None
+    fields = (line.split() for table in tables for line in table[1:])
+    return sum(len(one) > _INODE and one[_STATE] == _ESTABLISHED and one[_INODE] in theirs for one in fields)
+
+
+_STATE, _ESTABLISHED, _INODE = 3, "01", 9
+
+
+def _sockets(folder: str) -> set[str]:
+    """Numbers of the sockets that a process has open."""
+    found = set()
+    with contextlib.suppress(OSError):  # it ended
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):  # it was closed
+                found.add(os.readlink(entry.path))  # noqa: PTH115
+    return {name[len("socket:[") : -1] for name in found if name.startswith("socket:[")}
+
+
+# --- pressure and throttling ------------------------------------------------------------------------------------------
+
+RESOURCES = ("cpu", "io", "memory")
+
+
+@dataclass
+class PressureTime(Additive):
+    """Sums over intervals: by resource nanoseconds, by cgroup that may have a CPU quota periods of the scheduler."""
+
+    part: Counter[str] = field(default_factory=Counter)
+    """In which some task waited for the resource (PSI "some"); in which the quota was used up."""
+    whole: Counter[str] = field(default_factory=Counter)
+
+    def pressure_pct(self, resource: str) -> float | None:
+        """Share of time in which some task waited for ``"cpu"``, ``"io"`` or ``"memory"``, 0 to 100."""
+        whole = self.whole[resource]
+        return min(100.0, 100 * self.part[resource] / whole) if whole else None
+
+    @property
+    def throttled_pct(self) -> float | None:
+        """Share of periods without quota left, 0 to 100, of the cgroup worst off; None where none has a quota."""
+        quotas = {name: whole for name, whole in self.whole.items() if name not in RESOURCES}
+        return max((100 * self.part[name] / whole for name, whole in quotas.items()), default=None)
+
+
+class PressureClock:
+    """Reads the kernel's totals, and gives the differences.
+
+    Sources: Documentation/accounting/psi.rst and admin-guide/cgroup-v2.rst of Linux. The files are looked for once,
+    when this is made.
+
+    Args:
+        root: the file system to read ``proc`` and ``sys`` from.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        own = list(cgroup_folders(root, ""))
+        self._pressure: dict[str, Path] = {}
+        for resource in RESOURCES:
+            # A process outside of any container is in the root cgroup, or in its session's: the nearest is meant.
+            files = [*(folder / f"{resource}.pressure" for folder in own), root / "proc/pressure" / resource]
+            self._pressure.update([(resource, path) for path in files if _waited_ns(path) is not None][:1])
+        # The quota that binds may be that of a cgroup further out.
+        folders = [*own, *cgroup_folders(root, "cpu")]
+        self._quotas = [folder / "cpu.stat" for folder in folders if _periods(folder / "cpu.stat") is not None]
+        self._last: dict[str, tuple[int, int]] = {}
+
+    def take(self, now_ns: int) -> PressureTime:
+        """What happened since the last time; nothing at the first. ``now_ns``: the time now."""
+        taken, before = PressureTime(), self._last
+        waited = {name: _waited_ns(path) for name, path in self._pressure.items()}
+        periods = {str(path): _periods(path) for path in self._quotas}
+        self._last = {name: (part, now_ns) for name, part in waited.items() if part is not None}
+        self._last |= {name: found for name, found in periods.items() if found is not None}
+        for name, (part, whole) in self._last.items():
+            part_before, whole_before = before.get(name, (part, whole))
+            if part >= part_before and whole > whole_before:
+                taken.part[name], taken.whole[name] = part - part_before, whole - whole_before
+        return taken
+
+
+def _waited_ns(path: Path) -> int | None:
+    """Of ``some avg10=0.00 avg60=0.00 avg300=0.00 total=123``, which is in microseconds."""
+    for line in read_text(path).splitlines():
+        if line.startswith("some "):
+            total = line.rpartition("total=")[2]
+            return int(total) * 1000 if total.isdigit() else None
+    return None
+
+
+def _periods(path: Path) -> tuple[int, int] | None:
+    """``nr_throttled`` and ``nr_periods`` of a ``cpu.stat``, which v1 and v2 call the same."""
+    values = _numbers(read_text(path), " ")
+    return (values["nr_throttled"], values["nr_periods"]) if {"nr_throttled", "nr_periods"} <= set(values) else None
+
+
+# --- CPU time ---------------------------------------------------------------------------------------------------------
+
+_USER, _NICE, _SYSTEM, _STEAL = 0, 1, 2, 7
+"""Columns of ``/proc/stat``, see proc(5); of ``/proc/PID/stat``, counted behind the name, ``utime`` to ``cstime``:"""
+_FIRST, _LAST = 11, 14
+
+
+class CpuShare:
+    """Counts from when it is made.
+
+    The time of this process counts as the run's own, and that of all that it started: workers, and what those start.
+    The rest is what other programs took, and what the host of a virtual machine gave to others. Interrupts are
+    nobody's. Reading takes some 20 microseconds for each process of the machine: it is for reports, and not for steps.
+
+    Args:
+        root: the file system to read ``proc`` from.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._proc = root / "proc"
+        self._began = self._read()
+
+    def others_pct(self, usable_cpus: int | None) -> float | None:
+        """Share of ``usable_cpus`` that others took, 0 to 100; None where the kernel does not tell.
+
+        What others take of CPUs beyond those that this run may use is not counted: they were not to be had anyway.
+        """
+        now, before = self._read(), self._began
+        if now is None or before is None or not usable_cpus:
+            return None
+        cpus, whole, busy, own = now[0], now[1] - before[1], now[2] - before[2], now[3] - before[3]
+        if whole <= 0:
+            return None
+        others = cpus * max(0, busy - own) / whole
+        return 100 * min(1.0, max(0.0, others - max(0, cpus - usable_cpus)) / usable_cpus)
+
+    def _read(self) -> tuple[int, int, int, int] | None:
+        """CPUs, and ticks since the machine started: all, those in which programs ran, and those of this run."""
+        lines = [line.split() for line in read_text(self._proc / "stat").splitlines()]
+        allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
+        cpus = [[int(each) for each in line[1:]] for line in lines if line and line[0] in allowed]
+        if not cpus or len(cpus[0]) <= _STEAL:
+            return None
+        programs = (_USER, _NICE, _SYSTEM, _STEAL)
+        whole = sum(sum(line[: _STEAL + 1]) for line in cpus)  # what guests take is in `user` already
+        return len(cpus), whole, sum(line[at] for line in cpus for at in programs), self._own()
+
+    def _own(self) -> int:
+        """Ticks of this process and its descendants, and of those that ended and were waited for."""
+        parents: dict[int, int] = {}
+        ticks: dict[int, int] = {}
+        for folder in self._proc.iterdir():
+            if folder.name.isdigit():
+                # After the name, which may hold anything: state, parent, ... utime, stime, cutime, cstime.
+                fields = read_text(folder / "stat").rpartition(")")[2].split()
+                if len(fields) > _LAST:
+                    parents[int(folder.name)] = int(fields[1])
+                    ticks[int(folder.name)] = sum(map(int, fields[_FIRST : _LAST + 1]))
+        own, more = {os.getpid()}, True
+        while more:
+            found = {pid for pid, parent in parents.items() if parent in own} - own
+            own, more = own | found, bool(found)
+        return sum(ticks.get(pid, 0) for pid in own)
+
+
+thread_clock, process_clock = time.thread_time_ns, time.process_time_ns  # bound here: programs patch `time`
+
+
+def run_queue_clock() -> int | None:
+    """Nanoseconds for which this thread was ready to run and had no CPU; None where the kernel does not count them."""
+    on_cpu, ready = _schedstat("/proc/thread-self/schedstat") or (0, 0)
+    return ready if on_cpu else None
+
+
+class CpuTimes:
+    """Counts from when it is made, or settled, without what lies between :meth:`pause` and :meth:`go_on`.
+
+    Args:
+        loads_here: whether the process itself makes the batches; only then is fetching one timed, for 20 microseconds.
+        thread: the CPU time of this thread in nanoseconds.
+        process: that of all threads of the process.
+        run_queue: the time for which this thread waited for a CPU, in nanoseconds; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        *,
+        loads_here: bool,
+        thread: Callable[[], int] = thread_clock,
+        process: Callable[[], int] = process_clock,
+        run_queue: Callable[[], int | None] = run_queue_clock,
+    ) -> None:
+        self._loads_here, self._thread, self._process, self._run_queue = loads_here, thread, process, run_queue
+        self._steps_before, self._paused = 0, False
+        self._spent = [0, 0]
+        self._began = self._now()
+        self._loading = self._fetch_began = 0
+        self._queued: int | None = 0
+        self._queue_began: int | None = None
+
+    def settle(self, steps: int) -> None:
+        """Begin anew after so many steps."""
+        self._steps_before, self._spent, self._loading, self._queued = steps, [0, 0], 0, 0
+        self._began = self._now()
+
+    def pause(self) -> None:
+        """What comes now is not training."""
+        if not self._paused:
+            self._add()
+            self._paused = True
+
+    def go_on(self) -> None:
+        """Training goes on."""
+        if self._paused:
+            self._paused, self._began = False, self._now()
+
+    def fetch_began(self) -> None:
+        """A batch is drawn from the loader."""
+        if self._loads_here:
+            self._fetch_began, self._queue_began = self._process(), self._run_queue()
+
+    def fetch_ended(self) -> None:
+        """It is there."""
+        if self._loads_here and self._fetch_began:
+            self._loading += self._process() - self._fetch_began
+            self._fetch_began, queue = 0, self._run_queue()
+            if queue is None or self._queue_began is None or self._queued is None:
+                self._queued = None
+            else:
+                self._queued += queue - self._queue_began
+
+    def per_step(self, steps: int) -> dict[str, Any]:
+        """Fields of ``LoopFacts`` in milliseconds, by all steps that ended; empty before the first."""
+        counted = steps - self._steps_before
+        if counted <= 0:
+            return {}
+        if not self._paused:
+            self._add()
+        host, whole = (1e-6 * spent / counted for spent in self._spent)
+        known = {"host_cpu_ms": host, "process_cpu_ms": whole}
+        if self._loads_here:
+            known["load_cpu_ms"] = 1e-6 * self._loading / counted
+            if self._queued is not None:
+                known["load_queue_ms"] = 1e-6 * self._queued / counted
+        return known
+
+    def _now(self) -> tuple[int, int]:
+        return self._thread(), self._process()
+
+    def _add(self) -> None:
+        now = self._now()
+        self._spent = [spent + at - began for spent, at, began in zip(self._spent, now, self._began, strict=True)]
+        self._began = now

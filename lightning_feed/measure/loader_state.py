@@ -1,0 +1,336 @@
+"""How a live iterator over a loader stands: what is ready, what waits to be pinned, who works for it.
+
+Known of torch's iterator over worker processes and torchdata's, which has the same parts (private; read in torch 2.6
+and 2.15, torchdata 0.11), of the one without workers, and of our own; and of a generator or the like that draws from
+one of these. Of any other iterator nothing is known. A part that is not there, or is not what it was, makes the figure
+unknown, never an error in training.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cached_property
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
+
+from torch.utils.data import DataLoader
+
+from lightning_feed.load.loader import LoaderPass
+from lightning_feed.load.threads import OwnPass
+from lightning_feed.measure.kernel import Workers
+from lightning_feed.measure.step_meter import Clock, host_clock
+
+T = TypeVar("T")
+
+_HOLDERS = ("_dataloader", "base_dataloader", "dataloader", "loader")
+"""Attributes under which wrappers hold a loader: Fabric's, accelerate's, and those of users."""
+_DEEPEST = 8
+_MOST = 64
+"""Objects that are looked at for one iterator."""
+
+
+def loaders_in(loader: Any) -> list[Any]:
+    """The loaders that batches come from: those in a CombinedLoader, dict or list, or inside a wrapper; else itself."""
+    return list(_loaders(loader, _DEEPEST))
+
+
+def _loaders(loader: Any, deeper: int) -> Iterator[Any]:
+    held = None
+    if deeper and not isinstance(loader, DataLoader):
+        held = _held(loader)
+    if held is None:
+        yield loader
+        return
+    for one in held:
+        yield from _loaders(one, deeper - 1)
+
+
+def _held(loader: Any) -> list[Any] | None:
+    """What a wrapper draws from; None for what is no wrapper."""
+    inner = getattr(loader, "iterables", None)  # a CombinedLoader
+    inner = loader if isinstance(loader, (dict, list, tuple)) else inner
+    if isinstance(inner, dict):
+        inner = list(inner.values())
+    if isinstance(inner, (list, tuple)) and inner and all(hasattr(one, "__iter__") for one in inner):
+        return list(inner)
+    stages = getattr(loader, "pipeline", None)  # a WebLoader: a DataLoader, then what is done with its batches
+    if isinstance(stages, list) and stages and isinstance(stages[0], DataLoader):
+        return [stages[0]]
+    found = (getattr(loader, name, None) for name in _HOLDERS)
+    return next(([one] for one in found if isinstance(one, DataLoader) or _is_wrapper(one)), None)
+
+
+def _is_wrapper(value: Any) -> bool:
+    return isinstance(getattr(value, "pipeline", None), list) or hasattr(value, "_dataloader")
+
+
+def iterator_in(iterator: Any) -> Any:
+    """The iterator of a DataLoader that another one, such as a generator, draws from; None: there is none, or several.
+
+    A generator tells nobody what its ``for`` goes through, but the garbage collector.
+    """
+    found: list[Any] = []
+    seen: set[int] = {id(iterator)}
+    ahead = [iterator]
+    while ahead and len(seen) < _MOST:
+        one = ahead.pop()
+        if one is not iterator and is_known(one):
+            found.append(one)
+            continue
+        for held in _references(one):
+            if id(held) not in seen and hasattr(type(held), "__next__"):
+                seen.add(id(held))
+                ahead.append(held)
+    return found[0] if len(found) == 1 else None
+
+
+def is_known(iterator: Any) -> bool:
+    """Whether it is a pass of ours, or torch's iterator: over workers (and torchdata's, which is alike), or without."""
+    if isinstance(iterator, LoaderPass) or hasattr(iterator, "_task_info"):
+        return True
+    return getattr(iterator, "_num_workers", None) == 0 and hasattr(iterator, "_num_yielded")
+
+
+def _references(one: Any) -> list[Any]:
+    attributes = getattr(one, "__dict__", None)
+    held = gc.get_referents(one) + (list(attributes.values()) if isinstance(attributes, dict) else [])
+    # In Python 3.10 what a generator goes through is held by its frame.
+    return held + [deeper for frame in held if isinstance(frame, FrameType) for deeper in gc.get_referents(frame)]
+
+
+# What reading a private part can meet: it is absent, another thing, closed, has no length (queues on macOS), or another
+# thread changes it meanwhile.
+_UNREADABLE = (AttributeError, TypeError, ValueError, OSError, NotImplementedError, RuntimeError, LookupError)
+
+
+class QueueState(NamedTuple):
+    """Batches of one iterator at one time."""
+
+    ready: int
+    """Made, and pinned where they are to be, but not handed out. In any order, so the next may not be among them."""
+    unpinned: int | None
+    """Made, and waiting for the pin thread; the one that it is at is not seen. None: there is no pin thread."""
+    taken: int
+    """Handed out by this iterator, or since it was last started over."""
+
+
+class Probe:
+    """Looks at one iterator without keeping it alive; this one at torch's without workers: nothing is ever ready.
+
+    Args:
+        iterator: of a kind that :func:`is_known`, or the threads of our own pass.
+        clock: by which waiting is measured.
+    """
+
+    def __init__(self, iterator: Any, clock: Clock = host_clock) -> None:
+        self._iterator = self._outer = weakref.ref(iterator)
+        self._clock = clock
+        self.taken = 0
+        """Batches that it had handed out when it was looked at last."""
+
+    @cached_property
+    def held(self) -> int | None:
+        """:meth:`capacity`, asked once."""
+        return self.capacity()
+
+    def inside(self, wrapper: Any) -> "Probe | None":
+        """The same, inside a wrapper such as a generator; None where nobody can tell when that is gone."""
+        try:
+            self._outer = weakref.ref(wrapper)
+        except TypeError:
+            return None
+        return self
+
+    def iterator(self) -> Any:
+        """The iterator, or the wrapper around it; None when one of them is gone."""
+        return None if self._iterator() is None else self._outer()
+
+    def read(self) -> QueueState | None:
+        """How it stands; None where that cannot be told. Takes about a microsecond."""
+        return self._ask(self._state, None)
+
+    def capacity(self) -> int | None:
+        """Batches that it may hold ready."""
+        return self._ask(self._holds, None)
+
+    def workers(self) -> Workers:
+        """Who makes its batches, beside the thread that asks for them."""
+        return self._ask(self._made_by, Workers())
+
+    def _ask(self, question: Callable[[Any], T], unknown: T) -> T:
+        try:
+            return question(self._iterator())
+        except _UNREADABLE:
+            return unknown
+
+    def head_of_line_ns(self) -> float | None:
+        """Nanoseconds it has waited, so far, with a later batch ready, times the share of workers idle for that."""
+        return 0
+
+    def close(self) -> None:
+        """Leave the iterator as it was."""
+
+    def _state(self, it: Any) -> QueueState:
+        return QueueState(0, None, it._num_yielded)
+
+    def _holds(self, it: Any) -> int:
+        return 0
+
+    def _made_by(self, it: Any) -> Workers:
+        return Workers()
+
+
+def probe_loader(iterator: Any, clock: Clock = host_clock) -> Probe | None:
+    """What can look at ``iterator``, which ``iter(loader)`` gave; None for a kind that is not known."""
+    if not is_known(iterator):
+        inner = iterator_in(iterator)
+        probe = None if inner is None else probe_loader(inner, clock)
+        return None if probe is None else probe.inside(iterator)
+    kind = PassProbe if isinstance(iterator, LoaderPass) else TorchProbe if hasattr(iterator, "_task_info") else Probe
+    return kind(iterator, clock)
+
+
+class TorchProbe(Probe):
+    """Looks at torch's ``_MultiProcessingDataLoaderIter``, or at one with the same parts.
+
+    Batches that arrive out of order are kept in ``_task_info``, as tuples of two. Torch draws from its queue, by
+    ``_try_get_data``, only while the next batch in order is not there. Time inside of it counts as head of line where a
+    later batch was kept when it began, as far as workers had nothing to do for it: times the share of workers whose
+    tasks are all done. Where all are busy the order costs nothing: workers alike that are half a batch out of phase
+    have a later batch ready half of the time, and would make no more in any order. At the end of the data workers have
+    nothing to do in any case, so nothing counts there. A batch that came is seen when torch, which waits for it, has
+    unpacked it. ``_try_get_data`` is replaced on this one object, which costs some microseconds for each batch, unless
+    somebody has replaced it already. The probe there does not hold the iterator: torch ends workers when it is garbage.
+    """
+
+    def __init__(self, iterator: Any, clock: Clock = host_clock) -> None:
+        super().__init__(iterator, clock)
+        self._pins = getattr(iterator, "_pin_memory_thread", None) is not None
+        self._head_of_line_ns: float | None = None
+        self._failure: Exception | None = None
+        with suppress(*_UNREADABLE):
+            if callable(type(iterator)._try_get_data) and "_try_get_data" not in vars(iterator):
+                _idle_share(iterator)
+                iterator._try_get_data = self._try_get_data
+                self._head_of_line_ns = 0.0
+
+    def head_of_line_ns(self) -> float | None:
+        """Time inside ``_try_get_data`` that began with a later batch at hand, as above.
+
+        What failed of ours in a call of the loader is raised here: there it would be an error of the loader.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return self._head_of_line_ns
+
+    def close(self) -> None:
+        """Put ``_try_get_data`` back."""
+        it: Any = self._iterator()
+        if it is not None and vars(it).get("_try_get_data") == self._try_get_data:
+            del it._try_get_data
+
+    def _try_get_data(self, *args: Any, **kwargs: Any) -> Any:
+        iterator: Any = self._iterator()
+        idle = 0.0
+        try:
+            idle = _idle_share(iterator)
+        except _UNREADABLE:
+            pass
+        except Exception as error:  # noqa: BLE001  # told where the figure is asked for
+            self._failure = error
+        began = self._clock()
+        try:
+            return type(iterator)._try_get_data(iterator, *args, **kwargs)
+        finally:
+            if idle and self._head_of_line_ns is not None:
+                self._head_of_line_ns += idle * (self._clock() - began)
+
+    def _state(self, it: Any) -> QueueState:
+        unpinned = it._worker_result_queue.qsize() if self._pins else None
+        return QueueState(it._data_queue.qsize() + _kept(it), unpinned, it._num_yielded)
+
+    def _holds(self, it: Any) -> int:
+        return int(it._num_workers * it._prefetch_factor)
+
+    def _made_by(self, it: Any) -> Workers:
+        return Workers(pids=tuple(worker.pid for worker in it._workers if worker.pid is not None))
+
+
+def _kept(iterator: Any) -> int:
+    """Batches that came before those in front of them. Tasks are ``(worker,)``, and ``(worker, batch)`` once kept."""
+    tasks = iterator._task_info
+    return sum(map(len, tasks.values())) - len(tasks)
+
+
+def _idle_share(iterator: Any) -> float:
+    """Of the workers, those that have done all that they may before the next batch comes, 0 to 1."""
+    tasks, count = iterator._task_info, iterator._num_workers
+    if not _kept(iterator) or len(tasks) < count * iterator._prefetch_factor:
+        return 0.0
+    return float(1 - len({task[0] for task in tasks.values() if len(task) == 1}) / count)
+
+
+class OwnProbe(Probe):
+    """Looks at workers that are ours, not torch's, in our own pass: they count for themselves."""
+
+    def head_of_line_ns(self) -> float | None:
+        """As they count it."""
+        it: Any = self._iterator()
+        return None if it is None else float(it.head_of_line_ns)
+
+    def _state(self, it: Any) -> QueueState:
+        return QueueState(it.ready, None, 0)
+
+    def _holds(self, it: Any) -> int:
+        return int(it.capacity)
+
+    def _made_by(self, it: Any) -> Workers:
+        return Workers(thread_ids=it.thread_ids)
+
+
+class PassProbe(Probe):
+    """Looks at our own pass: worker processes, worker threads or neither, and the thread that reads ahead.
+
+    With ``background``, batches ready for it count as ready: they are made. The one that the thread has in its hands
+    while its queue is full is not seen. Without workers, that thread is the worker. Another thread may close the pass
+    at any time; then nothing is known of it.
+    """
+
+    def __init__(self, iterator: LoaderPass, clock: Clock = host_clock) -> None:
+        super().__init__(iterator, clock)
+        source = iterator.source
+        self._source: Any = OwnProbe(source) if isinstance(source, OwnPass) else probe_loader(source, clock)
+
+    def head_of_line_ns(self) -> float | None:
+        """That of its workers."""
+        with suppress(*_UNREADABLE):
+            return float(self._inner(self._iterator()).head_of_line_ns())
+        return None
+
+    def close(self) -> None:
+        """Leave the iterator underneath as it was."""
+        if self._source is not None:
+            self._source.close()
+
+    def _inner(self, it: Any) -> Any:
+        if it.source is None:
+            raise LookupError("closed")
+        return self._source
+
+    def _state(self, it: Any) -> QueueState:
+        state, background = self._inner(it).read(), it.background
+        more = background.ready if background is not None else 0
+        return QueueState(state.ready + more, state.unpinned, it.taken)
+
+    def _holds(self, it: Any) -> int:
+        background = it.background
+        return int(self._inner(it).capacity() + (background.depth if background is not None else 0))
+
+    def _made_by(self, it: Any) -> Workers:
+        workers: Workers = self._inner(it).workers()
+        background = it.background
+        if isinstance(self._source, OwnProbe) or workers.pids or background is None:
+            return workers
+        own = background.thread.native_id
+        return Workers(thread_ids=(own,) if own is not None else ())

@@ -1,0 +1,174 @@
+"""One loop measured: its clock, its loaders, its CPU time, and when its reports are due."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_feed.measure.facts import with_batch
+from lightning_feed.measure.kernel import CpuTimes
+from lightning_feed.measure.loader_watch import LoaderSums, LoaderWatch
+from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements
+from lightning_feed.measure.stats import Additive, LoaderSteps
+from lightning_feed.measure.step_meter import Clock, EventRing, StepMeter, StepTimes, host_clock
+from lightning_feed.measure.windows import UNFOLDED_STEPS, WARM_UP_STEPS, Ledger, Sums
+
+READ_EVERY_NS = 250_000_000
+"""The kernel's counters of the workers are read four times a second at most, however often windows are logged."""
+FIRST_STEPS, FIRST_S = 200, 60.0
+"""The first report comes after so many steps or seconds, whichever is sooner."""
+EVERY_S = 600.0
+"""Seconds from one report to the next."""
+clock = time.monotonic
+
+
+@dataclass
+class LoopSums(Additive):
+    """All that was summed of one loop."""
+
+    steps: Sums
+    loaders: LoaderSums
+
+
+class MeasuredLoop:
+    """The clock and the loaders of one loop, and what they have given so far.
+
+    Args:
+        facts: what is known of the loop before its first batch.
+        find: gives the live iterators of its loaders.
+        queue: batches that these may hold ready.
+        ring: events of the device; None: the host's clock, which is not trusted where something else computes.
+        names: of several loaders that are drawn from one after the other.
+        clock: the host's.
+    """
+
+    def __init__(
+        self,
+        facts: LoopFacts,
+        find: Callable[[], list[Any]],
+        *,
+        queue: int,
+        ring: EventRing | None,
+        names: Sequence[str] = (),
+        clock: Clock = host_clock,
+    ) -> None:
+        self.facts, self.names = facts, names
+        self.batch_seen = False
+        """Whether the facts hold what a batch tells."""
+        trusted = ring is not None or facts.device_type == "cpu"
+        self.ledger = Ledger(queue=queue, trusted_clock=trusted, period=max(1, facts.num_workers or 0))
+        self.warm_up, self._settled = WARM_UP_STEPS + queue, False
+        self.cpu = CpuTimes(loads_here=facts.num_workers == 0)
+        self.meter = StepMeter(self._keep, clock=clock, ring=ring)
+        self.meter.on_epoch_start = self.ledger.epoch_started
+        self.meter.begin(epoch=False)
+        self.loaders = LoaderWatch(find, clock=clock, read_every_ns=READ_EVERY_NS)
+        self._by_loader: dict[int, Sums] = {}
+        self._waited_ns = 0.0
+        self._began_at = 0  # steps finished then
+
+    # --- what the loop does -------------------------------------------------------------------------------------------
+
+    def begins(self, facts: LoopFacts, since: int | None = None) -> None:
+        """The loop begins, once more: ``since`` then, by the host's clock. Its loaders may have got other settings."""
+        before, ran = self.facts, self.meter.finished - self._began_at
+        self._began_at = self.meter.finished
+        self.facts = replace(
+            facts, batch_bytes=before.batch_bytes, batch_tensors=before.batch_tensors, syncs=before.syncs,
+            # A stream has no length: an epoch is taken to be as long as the one before.
+            batches_per_epoch=facts.batches_per_epoch or ran or None,
+        )  # fmt: skip
+        self.meter.begin(epoch=True, since=since)
+        self.loaders.epoch_began()
+
+    def look_at(self, batch: Any) -> None:
+        """What a batch is made of."""
+        self.batch_seen = True
+        self.facts = with_batch(self.facts, batch)
+
+    def step_ended(self) -> bool:
+        """Notice the end of the warm-up. Returns whether so many steps are held that they are to be folded."""
+        if not self._settled and self.meter.finished >= self.warm_up:
+            self._settled = True
+            self.cpu.settle(self.meter.finished)
+            self.loaders.settle()
+        return len(self.ledger.fresh) >= UNFOLDED_STEPS
+
+    def fetch_began(self) -> None:
+        """A batch is drawn from the loaders."""
+        self.loaders.fetch_began()  # before the clock of the fetch starts
+        self.cpu.fetch_began()
+        self.meter.fetch_began()
+
+    def fetch_ended(self) -> None:
+        """It is there."""
+        self.meter.fetch_ended()
+        self.cpu.fetch_ended()
+        self.loaders.fetch_ended()
+
+    def handed_out(self) -> None:
+        """The loop takes a batch that was drawn before."""
+        self.meter.fetch_began()
+        self.meter.fetch_ended()
+
+    def _keep(self, step: StepTimes) -> None:
+        self.ledger.fresh.append(step)
+        self._waited_ns += step.data_ns
+        if len(self.names) > 1 and step.counted:
+            self._by_loader.setdefault(step.source, Sums()).add(step)
+
+    # --- figures ------------------------------------------------------------------------------------------------------
+
+    def settled(self) -> LoopSums | None:
+        """What was summed since the warm-up; None in it."""
+        return LoopSums(self.ledger.settled(), self.loaders.settled()) if self._settled else None
+
+    def by_loader(self) -> tuple[LoaderSteps, ...]:
+        """Each of several loaders that are drawn from one after the other; empty for a single one."""
+        told = []
+        for source, sums in sorted(self._by_loader.items()):
+            if source < len(self.names):
+                stats = sums.stats(settled=True, trusted_clock=True, prefetch_active=None)
+                name, idle_ms = self.names[source], stats.data_idle_ms or 0.0
+                told.append(LoaderSteps(name, sums.steps, step_ms=stats.step_ms or 0.0, data_idle_ms=idle_ms))
+        return tuple(told)
+
+    def measurements(self, *, prefetch_active: bool | None) -> LoopMeasurements:
+        """All that was measured so far, without the warm-up."""
+        return LoopMeasurements(
+            stats=self.ledger.total(prefetch_active=prefetch_active, lost=self.meter.lost),
+            facts=replace(self.facts, **self.cpu.per_step(self.meter.finished)),
+            loaders=self.loaders.total(),
+            by_loader=self.by_loader(),
+            waited_s=self._waited_ns * 1e-9,
+        )
+
+
+def _seconds() -> float:
+    return clock()  # looked up at each call: tests replace it
+
+
+class Schedule:
+    """When the next report is due.
+
+    Args:
+        now: the seconds of a clock.
+    """
+
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        self._now = now or _seconds
+        self._next_step: float = FIRST_STEPS
+        self._next_s = self._now() + FIRST_S
+        self.first = True
+        """Whether none has come yet."""
+
+    def due(self, steps: int) -> bool:
+        """Whether one is due after so many steps."""
+        return steps >= self._next_step or self._now() >= self._next_s
+
+    def came(self, *, early: bool = False) -> None:
+        """A report came; ``early``: there was nothing to tell yet, so the next is due soon."""
+        self._next_step = math.inf
+        self._next_s = self._now() + (FIRST_S if early else EVERY_S)
+        self.first &= early

@@ -1,0 +1,200 @@
+"""Measurements of a run and the facts beside its times: what a verdict rests on. None for what is not known."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightning_feed.measure.experiment_results import ExperimentResults
+from lightning_feed.measure.stats import LoaderStats, LoaderSteps, RankStats, StarvationStats
+from lightning_feed.measure.wall import WallStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place in the user's program that sets up the training loader."""
+
+    words: str
+    """The call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
+    form: Literal["arguments", "settings"] = "arguments"
+    """Whether it takes a loader's keyword arguments, or those of LoaderSettings."""
+    inner: str = ""
+    """Of a wrapped data module: the loader inside it, which takes what ``wrap`` leaves alone."""
+    names: tuple[tuple[str, str], ...] = ()
+    """(setting, what it is called there), where a function of another package makes the loader."""
+    overrides: tuple[tuple[str, str], ...] = ()
+    """(setting, its key on the command line), where LightningCLI or Hydra gave the value."""
+    datamodule: str = ""
+    """The class of the data module. Empty: there is none."""
+    trainer_key: str = ""
+    """Prefix of the Trainer's arguments on the command line (``--trainer.``), where LightningCLI makes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookPlace:
+    """A hook of the user's, and how to have it do its work more rarely."""
+
+    name: str
+    """As Lightning names it to its profiler, without a callback's settings."""
+    at: str
+    """``train.py:12``."""
+    interval: str = ""
+    """The argument of the callback's constructor that seems to say every how many steps it does its work, if that is
+    1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopFacts:
+    """Facts of the run besides its times. None: not known."""
+
+    loop: Literal["trainer", "plain"] = "trainer"
+    """Whose loop this is: Lightning's Trainer, or the user's own, which has no callbacks, hooks or data modules."""
+    stage: Literal["fit", "validate", "test", "predict"] = "fit"
+    """Whose loop this is: the loaders, the batches and the steps are those of this stage."""
+    device_type: str = "cpu"
+    """``cpu``, ``cuda``, ...: where the steps run."""
+    num_workers: int | None = None
+    """Of the training loader; the smallest where there are several."""
+    every_num_workers: tuple[int, ...] = ()
+    """The same of each of the training loaders. Empty: not known."""
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
+    persistent_workers: bool | None = None
+    in_order: bool | None = None
+    workers: Literal["process", "thread"] | None = None
+    map_style: bool | None = None
+    """Whether all training data sets are map-style."""
+    decodes_whole: bool | None = None
+    """Whether one of them is torchvision's ImageFolder whose transform begins with a RandomResizedCrop: each image is
+    decoded whole, and cropped then."""
+    ours: bool | None = None
+    """Whether the training loaders were made by a FastDataModule."""
+    batch_size: int | None = None
+    batch_bytes: int | None = None
+    """Of all tensors of a training batch on the host."""
+    batch_tensors: int | None = None
+    """Number of tensors of a training batch."""
+    batch_hooks: bool | None = None
+    """Whether a hook of the user's can change a batch in its transfer, other than ``device_transform``."""
+    batches_per_epoch: int | None = None
+    breaks_off: bool | None = None
+    """Whether a Trainer has a limit that may end an epoch before its loaders do."""
+    decoder: str | None = None
+    """Of an ImageFolderDataModule."""
+    quality: str | None = None
+    """The same."""
+    backend: str | None = None
+    """The same: ``torch``, ``nvjpeg``, ``dali-cpu`` or ``dali-gpu``, whichever decodes."""
+    own_transforms: bool | None = None
+    """The same: whether transforms, a ``collate`` of the user's, or ``drop_keys`` follow decoding in the workers."""
+    cache: str | None = None
+    """Of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
+    remote: bool | None = None
+    """Whether a FastDataModule reads its data from a URL."""
+    staged: bool | None = None
+    """Whether a FastDataModule reads from a copy."""
+    device_transform: bool | None = None
+    """Whether a FastDataModule transforms batches on the device."""
+    max_epochs: int | None = None
+    """Of the fit; None: without bound."""
+    log_every_n_steps: int | None = None
+    """Of the Trainer."""
+    check_val_every_n_epoch: int | None = None
+    """The same. None: validation goes by steps, and not by epochs."""
+    val_check_batches: int | None = None
+    """Training batches between two validations, where there are several in an epoch or they go by steps."""
+    checkpoint_steps: int | None = None
+    """Training steps between two checkpoints. None: not one ModelCheckpoint saves by steps."""
+    others_cpu_pct: float | None = None
+    """Share of the CPUs that this run may use which other programs took meanwhile, 0 to 100. From 20 the figures are
+    theirs as much as this run's. Linux, one process training; elsewhere None."""
+    usable_cpus: int | None = None
+    """CPUs that this rank may use."""
+    world_size: int = 1
+    package: Literal["lightning.pytorch", "pytorch_lightning"] = "lightning.pytorch"
+    """Package of the Trainer and its callbacks."""
+    lightning: str | None = None
+    """Version of that."""
+    host_cpu_ms: float | None = None
+    """CPU time of the training thread per step (``time.thread_time``), over all steps that were measured."""
+    process_cpu_ms: float | None = None
+    """CPU time of the training process per step, of all of its threads but without its workers."""
+    load_cpu_ms: float | None = None
+    """CPU time of the training process in ``next(loader)`` per step, without workers: what loading takes."""
+    load_queue_ms: float | None = None
+    """The same of the time in which the training thread was ready to run and other threads or programs had the CPUs.
+    What is left of ``next(loader)`` it was blocked: for storage, a network, a lock. Linux; elsewhere None."""
+    shards_by_worker: bool | None = None
+    """Of an iterable data set: whether it was seen to divide its samples among workers."""
+    may_leave_process: bool | None = None
+    """The same: whether it may live in one worker process. Not where it keeps count from epoch to epoch, or has a state
+    that this process may ask for."""
+    may_persist: bool | None = None
+    """Whether workers may live on between epochs: no ``set_epoch`` of the data set has to reach them anew."""
+    free_shm_bytes: int | None = None
+    """Free space of /dev/shm before training. None: there is no limit."""
+    bar_refresh_rate: int | None = None
+    """Batches between two drawings of the progress bar; 0: it is off."""
+    place: Place | None = None
+    """The place that makes the training loader."""
+    hook_places: tuple[HookPlace, ...] = ()
+    """Hooks of the user's that are called around each training step."""
+    syncs: tuple[str, ...] = ()
+    """Set up, and makes the host wait for the device in each step: of :data:`SYNCS`."""
+
+    @property
+    def loaders_beside(self) -> int:
+        """Number of training loaders that give a part of each batch."""
+        return max(1, len(self.every_num_workers))
+
+
+SYNCS = {
+    "prog_bar": "metrics in the progress bar are read from the device",
+    "grad_scaler": "the GradScaler of precision 16-mixed reads back whether gradients overflowed",
+    "sigterm_broadcast": "with several ranks Lightning broadcasts in each step whether SIGTERM came",
+    "throughput_monitor": "ThroughputMonitor synchronises to measure",
+}
+"""Known synchronisations of Lightning: name -> what waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookTime:
+    """The time of one hook in a step."""
+
+    name: str
+    """As Lightning names it to its profiler, for example ``[Callback]ModelCheckpoint.on_train_batch_end``."""
+    ms_per_step: float
+    """Mean over the steps in which hooks were timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopMeasurements:
+    """Measurements of the validation within a fit."""
+
+    stats: StarvationStats
+    """The parts of its steps: those of ``validation_step``."""
+    facts: LoopFacts
+    """Of its loaders."""
+    loaders: LoaderStats = field(default_factory=LoaderStats)
+    by_loader: tuple[LoaderSteps, ...] = ()
+    """Each of several loaders; empty for a single one."""
+    waited_s: float
+    """Seconds of waiting for data, with that for the first batch of each validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """All that a verdict rests on."""
+
+    stats: StarvationStats
+    facts: LoopFacts = field(default_factory=LoopFacts)
+    loaders: LoaderStats = field(default_factory=LoaderStats)
+    """Over all of the run that counts, not of the last window."""
+    ranks: RankStats | None = None
+    hooks: tuple[HookTime, ...] = ()
+    """The most expensive between the steps first."""
+    by_loader: tuple[LoaderSteps, ...] = ()
+    """Of a validation, test or prediction: each of several loaders."""
+    wall: WallStats | None = None
+    """The parts of the whole run. None: not measured."""
+    validation: LoopMeasurements | None = None
+    """The validation within a fit."""
+    experiments: ExperimentResults | None = None

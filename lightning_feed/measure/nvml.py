@@ -1,0 +1,147 @@
+"""What NVML says of the GPU, sampled on a thread of its own. A cross-check beside the verdict, never the verdict."""
+
+import importlib
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from lightning_feed.measure.stats import GpuStats
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+JOIN_S = 5.0
+MIB = 1 << 20
+
+
+class NvmlSampler:
+    """Samples one GPU until :meth:`stop`. A failure ends the sampling, is said once at INFO, and reaches nobody else.
+
+    Args:
+        uuid: of the device as torch knows it. The index would be another one under ``CUDA_VISIBLE_DEVICES``.
+        period_s: seconds between two samples.
+    """
+
+    def __init__(self, uuid: str, *, period_s: float = PERIOD_S) -> None:
+        self._uuid, self._period_s = uuid, period_s
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._thread = threading.Thread(target=self._run, name="lightning-feed-nvml", daemon=True)
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. A driver that hangs is not waited for longer than some seconds."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_S)
+
+    def take(self) -> GpuStats | None:
+        """Means of the samples since the last call; None where there was none."""
+        with self._lock:
+            sums, self._sums = self._sums, {}
+        return GpuStats(**{name: total / count for name, (total, count) in sums.items()}) if sums else None
+
+    def _run(self) -> None:
+        try:
+            pynvml = importlib.import_module("pynvml")
+            pynvml.nvmlInit()
+            try:
+                with _readings(pynvml, find_handle(pynvml, self._uuid)) as readings:
+                    while readings and not self._stopped.wait(self._period_s):
+                        self._sample(readings, pynvml)
+                    if not readings:
+                        logger.info("No GPU figures from NVML: it gives none for the GPU %s", self._uuid)
+            finally:
+                pynvml.nvmlShutdown()
+        except Exception as error:  # noqa: BLE001  # a meter beside the training must not end it; said, not swallowed
+            logger.info("No GPU figures from NVML: %s: %s", type(error).__name__, error)
+
+    def _sample(self, readings: dict[str, Callable[[], float]], pynvml: Any) -> None:
+        for name, read in list(readings.items()):
+            try:
+                value = read()
+            except pynvml.NVMLError as error:
+                logger.debug("NVML does not give %s: %s", name, error)
+                if isinstance(error, pynvml.NVMLError_NotSupported):  # by this board, at any time
+                    del readings[name]
+                continue
+            if not math.isfinite(value):  # no error and no figure: the next sample may have one
+                continue
+            with self._lock:
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = total + value, count + 1
+
+
+def find_handle(pynvml: Any, uuid: str) -> Any:
+    """NVML's handle of the GPU, or of the MIG instance, with this UUID.
+
+    Args:
+        pynvml: the module.
+        uuid: with or without NVML's prefix ``GPU-`` or ``MIG-``; torch gives it without.
+    """
+    bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
+    try:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{bare}")
+    except pynvml.NVMLError:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{bare}")
+
+
+@contextmanager
+def _readings(pynvml: Any, handle: Any) -> Iterator[dict[str, Callable[[], float]]]:
+    """Field of :class:`GpuStats` -> what reads it."""
+    readings: dict[str, Callable[[], float]] = {
+        "util_pct": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        "mem_used_mib": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / MIB,
+        "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        "pcie_rx_mb_per_s": lambda: (
+            pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES) / 1e3  # KB/s
+        ),
+    }
+    with ExitStack() as stack:
+        try:
+            # The GPU performance monitor is there from Hopper on, in newer drivers and bindings.
+            if pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+                busy = _SmActivity(pynvml, handle)
+                stack.callback(busy.close)
+                readings["sm_pct"] = busy.read
+        except (AttributeError, pynvml.NVMLError) as error:
+            logger.debug("NVML gives no SM activity: %s", error)
+        yield readings
+
+
+class _SmActivity:
+    """Share of busy multiprocessors between two reads: NVML gives counters, of which two samples make a figure."""
+
+    def __init__(self, pynvml: Any, handle: Any) -> None:
+        self._pynvml, self._handle = pynvml, handle
+        self._samples = [pynvml.nvmlGpmSampleAlloc() for _ in range(2)]
+        pynvml.nvmlGpmSampleGet(handle, self._samples[0])
+
+    def read(self) -> float:
+        """Percent since the last call."""
+        pynvml = self._pynvml
+        before, now = self._samples
+        pynvml.nvmlGpmSampleGet(self._handle, now)
+        request = pynvml.c_nvmlGpmMetricsGet_t()
+        request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = 1
+        request.sample1, request.sample2 = before, now
+        request.metrics[0].metricId = pynvml.NVML_GPM_METRIC_SM_UTIL
+        pynvml.nvmlGpmMetricsGet(request)
+        self._samples = [now, before]
+        metric = request.metrics[0]
+        if metric.nvmlReturn != pynvml.NVML_SUCCESS:  # each metric has its own; the call as a whole succeeds
+            raise pynvml.NVMLError(metric.nvmlReturn)
+        return float(metric.value)
+
+    def close(self) -> None:
+        """Give the samples back to NVML."""
+        for sample in self._samples:
+            self._pynvml.nvmlGpmSampleFree(sample)

@@ -1,0 +1,310 @@
+"""What the ranks cost each other: the longest wait of each step, whose it is, and how it multiplies."""
+
+import itertools
+import logging
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_feed.load.rank_store import default_store, read_all
+from lightning_feed.measure.stats import Additive, RankStats
+from lightning_feed.measure.step_meter import StepTimes
+from lightning_feed.measure.windows import FEW_STEPS
+
+SLOW_SHARE = 0.1
+"""Share of a step by which a rank waits longer than the median before it is called slow."""
+NUMBER, DATA_IDLE, STEP = range(3)
+"""Columns of what a rank measured: number of the step, nanoseconds of waiting for data, nanoseconds in all."""
+
+
+def step_rows(steps: Iterable[StepTimes]) -> list[float]:
+    """The counted ones of ``steps`` as one flat list of (number, data_idle_ns, step_ns)."""
+    rows: list[float] = []
+    for step in steps:
+        if step.counted:
+            rows += (step.number, step.data_ns, step.step_ns)
+    return rows
+
+
+def align(ranks: Sequence[Tensor]) -> Tensor:
+    """The steps that all ranks measured. A rank may lack steps: its device clock lost them, or has not come to them.
+
+    Args:
+        ranks: of each rank its steps as (steps, 3) float64, columns as in :func:`step_rows`.
+
+    Returns:
+        (3, ranks, common steps) float64, in the order of the steps' numbers.
+    """
+    every = torch.cat(list(ranks))
+    of_rank = torch.repeat_interleave(
+        torch.arange(len(ranks), device="cpu"), torch.tensor([len(rows) for rows in ranks], device="cpu")
+    )
+    numbers, place = torch.unique(every[:, NUMBER], return_inverse=True)
+    grid = torch.full((3, len(ranks), len(numbers)), torch.nan, dtype=torch.float64, device="cpu")
+    grid[:, of_rank, place] = every.T
+    return grid[:, :, ~grid[NUMBER].isnan().any(dim=0)]
+
+
+@dataclass
+class RankSums(Additive):
+    """Sums over the steps that all ranks measured. With ``idle[k, r]`` and ``step[k, r]`` of step k on rank r:
+
+    - ``starved_pct = 100 * sum_k max_r idle[k, r] / sum_k max_r step[k, r]``. A rank that waits for data makes the
+      others wait for its gradients, in what is ``compute`` to them: the longest wait of each step is what all of them
+      pay, whoever has it. A mean over ranks would hide one starved rank among many.
+    - ``amplification = sum_k max_r idle[k, r] / (1 / ranks * sum_r sum_k idle[k, r])``: what all pay over what a rank
+      waits itself, in the mean; from 1 (all wait in the same steps, equally long) to the number of ranks (in each step
+      one waits alone). As steps are equally long on ranks that exchange gradients, that is starved_pct over the mean of
+      the ranks' own starved_pct. None where nobody waits.
+    - ``slow_rank``: the one with the greatest mean wait, where that is 10 % of the mean of ``max_r step[k, r]`` above
+      the median of the ranks' mean waits. Of an even number of ranks the lower of the two in the middle is taken:
+      between two ranks a mean of both would halve what sets them apart.
+    """
+
+    steps: int
+    longest_idle_ns: float
+    longest_step_ns: float
+    idle_ns: Tensor
+    """Of each rank."""
+
+    @classmethod
+    def of(cls, common: Tensor) -> "RankSums":
+        """Sums of what :func:`align` gave."""
+        idle, step = common[DATA_IDLE], common[STEP]
+        if not idle.shape[1]:
+            return cls(0, 0.0, 0.0, idle.sum(dim=1))
+        return cls(idle.shape[1], float(idle.amax(dim=0).sum()), float(step.amax(dim=0).sum()), idle.sum(dim=1))
+
+    def stats(self) -> RankStats:
+        """The figures of all that was added."""
+        idle_ns = self.idle_ns.tolist()
+        world_size = len(idle_ns)
+        if not self.steps:
+            return RankStats(world_size=world_size, steps=0)
+        by_rank = [ns / self.steps for ns in idle_ns]
+        slow = max(range(world_size), key=by_rank.__getitem__)
+        above = by_rank[slow] - sorted(by_rank)[(world_size - 1) // 2]
+        longest_ns, step_ns = self.longest_idle_ns, self.longest_step_ns
+        return RankStats(
+            world_size=world_size,
+            steps=self.steps,
+            max_data_idle_ms=longest_ns / self.steps * 1e-6,
+            slow_rank=slow if above >= SLOW_SHARE * step_ns / self.steps > 0 else None,
+            starved_pct=100 * longest_ns / step_ns if step_ns > 0 else None,
+            amplification=longest_ns * world_size / sum(idle_ns) if sum(idle_ns) > 0 else None,
+            data_idle_ms_by_rank=tuple(ns * 1e-6 for ns in by_rank),
+        )
+
+
+logger = logging.getLogger(__name__)
+
+MOST_STEPS = 4096
+"""Steps of a window that are sent, the newest: 98 kB."""
+PATIENCE_S = 5.0
+"""How long rank 0 waits for the others' last steps when training is over."""
+WINDOWS_MISSED = 3
+"""After so many windows that not all ranks told of, one line says so."""
+_LOOK_S = 0.005
+_LAST = "last"
+_HEADER = 3  # layout, window, rows: float64, as the rows are
+_LAYOUT = 1.0
+
+_sessions = itertools.count()
+
+
+class RankExchange:
+    """One rank's side of the exchange. All ranks send at the same steps; only rank 0 takes.
+
+    A window's keys are used again two windows later, so that the store does not grow. What is found there is taken only
+    if it says that it belongs to the window that is asked for, and steps are matched by their numbers. So ranks that
+    are not where they should be give fewer figures, never wrong ones.
+
+    Args:
+        store: torch's ``Store``, the same for all ranks.
+        rank: of this process.
+        world_size: ranks.
+        session: the same on all ranks, another one for each fit.
+        warm_up: steps at the beginning that :meth:`total` leaves out, where enough others are there.
+        sleep: seconds -> nothing; called only in :meth:`finish`.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        session: int,
+        warm_up: int = 0,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store, self._prefix = store, f"lightning_feed/ranks/{session}"
+        self._sleep = sleep
+        self._windows = self._missed = 0
+        self._fresh: list[float] = []
+        self._sent: list[Tensor] = []
+        self._left = [torch.empty(0, 3, dtype=torch.float64, device="cpu")] * world_size
+        """Of each rank: steps newer than the newest that all ranks measured."""
+        self._warm_up = warm_up
+        self._sums = self._settled = RankSums.of(torch.empty(3, world_size, 0, dtype=torch.float64, device="cpu"))
+        self._works = True
+
+    def add(self, steps: Iterable[StepTimes]) -> None:
+        """Keep ``steps`` for the next :meth:`send`. Needed only where they are not at hand any more by then."""
+        self._fresh += step_rows(steps)
+        del self._fresh[: -3 * MOST_STEPS]
+
+    def send(self, steps: Iterable[StepTimes] = ()) -> None:
+        """End a window: tell rank 0 of its steps. Returns at once."""
+        self.add(steps)
+        self._put(str(self._windows % 2))
+        self._windows += 1
+
+    def take(self) -> RankStats | None:
+        """On rank 0, after :meth:`send`: the figures of the window before the one just sent. Never waits.
+
+        None on other ranks, after the first window, and where not all ranks told of a window or no step was measured
+        by all of them.
+        """
+        if self.rank or not self._works or self._windows < 2:
+            return None
+        window = self._windows - 2
+        return self._gather(window, str(window % 2), self._sent[0])
+
+    def total(self) -> RankStats | None:
+        """On rank 0: the figures of all windows so far, without the warm-up; with it, where hardly anything else is
+        left. None before the first, and on other ranks."""
+        sums = self._settled if self._settled.steps >= FEW_STEPS else self._sums
+        return sums.stats() if sums.steps else None
+
+    def finish(self, steps: Iterable[StepTimes] = ()) -> RankStats | None:
+        """Training is over on this rank: send the last steps, and on rank 0 take what is left of all.
+
+        Rank 0 waits at most 5 s for ranks that have told of windows before. The exchange cannot be used afterwards.
+
+        Returns:
+            :meth:`total`.
+        """
+        silent = self._missed >= WINDOWS_MISSED
+        self.add(steps)
+        before = self._windows - 1
+        self._put(_LAST)
+        if not self.rank and self._works:
+            self._await_others(0.0 if silent else PATIENCE_S)
+            if before >= 0:
+                self._gather(before, str(before % 2), self._sent[0])
+            if self._works:
+                self._gather(before + 1, _LAST, self._sent[-1])
+            self._clean()
+        self._works = False
+        return self.total()
+
+    # --- the store ----------------------------------------------------------------------------------------------------
+
+    def _key(self, rank: int, slot: str) -> str:
+        return f"{self._prefix}/{rank}/{slot}"
+
+    def _others(self, slot: str) -> list[str]:
+        return [self._key(rank, slot) for rank in range(1, self.world_size)]
+
+    def _put(self, slot: str) -> None:
+        if not self._works:
+            return
+        rows, self._fresh = self._fresh, []
+        if not self.rank:
+            mine = torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, 3)
+            self._sent = [*self._sent[-1:], mine]
+            return
+        packed = array("d", (_LAYOUT, self._windows, len(rows) // 3, *rows)).tobytes()
+        self._try(self._store.set, self._key(self.rank, slot), packed)
+
+    def _gather(self, window: int, slot: str, mine: Tensor) -> RankStats | None:
+        keys = self._others(slot)
+        values = self._try(self._read, keys)
+        if not self._works:
+            return None
+        told = [None] * len(keys) if values is None else [_unpack(value, window) for value in values]
+        rows = [mine, *(each for each in told if each is not None)]
+        if len(rows) < self.world_size:
+            self._miss()
+            return None
+        self._missed = 0
+        rows = [torch.cat(both) for both in zip(self._left, rows, strict=True)]
+        common = align(rows)
+        if not common.shape[2]:
+            self._left = [each[-MOST_STEPS:] for each in rows]
+            return None
+        newest = common[NUMBER, 0, -1]
+        self._left = [each[each[:, NUMBER] > newest] for each in rows]
+        window_sums = RankSums.of(common)
+        self._sums += window_sums
+        self._settled += RankSums.of(common[:, :, common[NUMBER, 0] > self._warm_up])
+        return window_sums.stats()
+
+    def _read(self, keys: list[str]) -> list[bytes] | None:
+        """The values of all ``keys``; None where one of them is not there: to get it would be to wait for it."""
+        return read_all(self._store, keys) if self._store.check(keys) else None
+
+    def _miss(self) -> None:
+        self._missed += 1
+        if self._missed == WINDOWS_MISSED:
+            logger.info(
+                "The ranks are not compared: GPUStarvationCallback must be on all ranks, with the same interval."
+            )
+
+    def _await_others(self, patience_s: float) -> None:
+        keys = self._others(_LAST)
+        for _ in range(round(patience_s / _LOOK_S)):
+            if self._try(self._store.check, keys) is not False:
+                return
+            self._sleep(_LOOK_S)
+
+    def _clean(self) -> None:
+        for slot in ("0", "1", _LAST):
+            for key in self._others(slot):
+                self._try(self._store.delete_key, key)
+
+    def _try(self, operation: Callable[..., Any], *arguments: Any) -> Any:
+        if not self._works:
+            return None
+        try:
+            return operation(*arguments)
+        except RuntimeError as error:  # the process with the store is gone, or the network is; training goes on
+            self._works = False
+            logger.log(
+                logging.INFO if self.rank else logging.WARNING,
+                "The ranks are not compared from here on: torch.distributed's store failed (%s).",
+                error,
+            )
+            return None
+
+
+def open_rank_exchange(*, warm_up: int = 0) -> RankExchange | None:
+    """The exchange of this process; None with a single rank, and where ``torch.distributed`` has no store.
+
+    To be called as often on every rank: the exchanges of a process are counted, and those of a number belong together.
+
+    Args:
+        warm_up: as for :class:`RankExchange`.
+    """
+    store = default_store()
+    if store is None or torch.distributed.get_world_size() < 2:
+        return None
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return RankExchange(store, rank, world_size, session=next(_sessions), warm_up=warm_up)
+
+
+def _unpack(value: bytes, window: int) -> Tensor | None:
+    """The rows that a rank sent for ``window``; None for anything else."""
+    if len(value) % 8 or len(value) < 8 * _HEADER:
+        return None
+    numbers = torch.frombuffer(bytearray(value), dtype=torch.float64)
+    if numbers[:_HEADER].tolist() != [_LAYOUT, window, (len(numbers) - _HEADER) / 3]:
+        return None
+    return numbers[_HEADER:].view(-1, 3)

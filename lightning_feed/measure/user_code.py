@@ -1,0 +1,24 @@
+"""Files of the user's program, told from those of libraries."""
+
+import os
+import sysconfig
+from pathlib import Path
+
+import torch
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither Python's, nor of an installed package, nor ours. Cells of notebooks are the user's."""
+    if file.startswith("<"):
+        return file.startswith(("<ipython", "<stdin"))
+    return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
+
+
+_LIBRARIES = tuple(
+    {
+        # Not sys.prefix, below which the user's project may lie: /usr/src/app of a Python in /usr.
+        *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(torch.__file__).parent) + os.sep,
+        str(Path(__file__).parents[1]) + os.sep,  # and not lightning_feed_runs beside it
+    }
+)

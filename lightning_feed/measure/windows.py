@@ -1,0 +1,257 @@
+"""Sums step times over windows, and over the whole run without its warm-up."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_feed.measure.stats import Additive, StarvationStats, grade_confidence
+from lightning_feed.measure.step_meter import StepTimes
+
+REPLICATES = 500
+Z = 1.959964
+"""Of the normal distribution, for 95 %."""
+MOST_CHUNKS = 1024
+"""Pairs of sums that are kept at most; then neighbours are merged."""
+FEWEST_BLOCKS = 8
+"""With fewer blocks the spread between them says nothing."""
+_SEED = 1
+
+
+@dataclass
+class PairSums:
+    """Sums of waiting and of step time over chunks of consecutive steps, in bounded memory.
+
+    The chunks are single steps first; whenever there are ``MOST_CHUNKS``, each is merged with its neighbour.
+    """
+
+    chunk: int = 1
+    """Steps in each chunk."""
+    data: list[float] = field(default_factory=list)
+    step: list[float] = field(default_factory=list)
+    _open: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Of the chunk that is not full yet: steps, data, step."""
+
+    def add(self, data_ns: float, step_ns: float) -> None:
+        """Count in one step."""
+        steps, data, step = self._open
+        self._open = [steps + 1, data + data_ns, step + step_ns]
+        if steps + 1 < self.chunk:
+            return
+        self.data.append(data + data_ns)
+        self.step.append(step + step_ns)
+        self._open = [0.0, 0.0, 0.0]
+        if len(self.data) >= MOST_CHUNKS:
+            self.data = [a + b for a, b in zip(self.data[::2], self.data[1::2], strict=True)]
+            self.step = [a + b for a, b in zip(self.step[::2], self.step[1::2], strict=True)]
+            self.chunk *= 2
+
+    def interval_pct(self, period: int = 1) -> tuple[float, float] | None:
+        """95 % percentile interval of ``100 * sum(data) / sum(step)``; None for too few steps.
+
+        Args:
+            period: steps after which waits repeat: the number of workers.
+        """
+        count = len(self.data)
+        length = block_length(count, self.chunk, period)
+        if count < FEWEST_BLOCKS * length or sum(self.step) <= 0:
+            return None
+        return ratio_interval_pct(self.data, self.step, length)
+
+
+def block_length(count: int, chunk: int, period: int) -> int:
+    """Chunks in a block: whole periods, two at least, and the cube root of how many there are (Kuensch's order).
+
+    A block begins anywhere in a period. So one of a single period would hold parts of two, which vary less.
+
+    Args:
+        count: chunks in all.
+        chunk: steps in a chunk.
+        period: steps after which waits repeat.
+    """
+    whole = max(1, period) // math.gcd(max(1, period), chunk)
+    fewest = 2 * whole if period > chunk else 1
+    return whole * math.ceil(max(fewest, round(math.pow(count, 1 / 3))) / whole)
+
+
+def ratio_interval_pct(data: list[float], step: list[float], length: int) -> tuple[float, float]:
+    """Interval of ``100 * sum(data) / sum(step)`` from blocks of ``length`` neighbours, by a generator of its own."""
+    pairs = torch.tensor([data, step], dtype=torch.float64, device="cpu")  # whatever the default device is
+    count = pairs.shape[1]
+    circle = torch.cat([torch.zeros(2, 1, dtype=torch.float64, device="cpu"), pairs, pairs[:, :length]], dim=1).cumsum(
+        dim=1
+    )
+    of_block = circle[:, length : length + count] - circle[:, :count]
+    generator = torch.Generator("cpu").manual_seed(_SEED)
+    blocks = max(1, round(count / length))
+    drawn = torch.randint(count, (REPLICATES * blocks,), generator=generator, device="cpu")
+    waited, took = (sums.index_select(0, drawn).view(REPLICATES, blocks).sum(dim=1) for sums in of_block)
+    shares = 100 * waited / took.clamp(min=torch.finfo(torch.float64).tiny)
+    tail = _tail(blocks)
+    low, high = shares.quantile(pairs.new_tensor((tail, 1 - tail))).tolist()
+    return max(0.0, low), min(100.0, high)
+
+
+def _tail(blocks: int) -> float:
+    """``Phi(-sqrt(n / (n - 1)) * t(n - 1))``, the expanded 2.5 %, for n blocks.
+
+    Student's t from the normal quantile by the first two terms of its expansion (Abramowitz and Stegun 26.7.5).
+    """
+    free = max(1, blocks - 1)
+    student = Z + (Z**3 + Z) / (4 * free) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * free**2)
+    return 0.5 * math.erfc(math.sqrt(blocks / free) * student / math.sqrt(2))
+
+
+WARM_UP_STEPS = 20
+"""Steps left out of a report besides those that a full queue can serve."""
+FEW_STEPS = 20
+"""With fewer steps than this behind the warm-up, a report takes the warm-up in, and is not to be trusted far."""
+UNFOLDED_STEPS = 1024
+"""Steps kept one by one at most, where no window is ever closed."""
+
+
+@dataclass
+class Sums(Additive):
+    """Steps added up."""
+
+    steps: int = 0
+    other_ns: float = 0
+    data_ns: float = 0
+    h2d_ns: float = 0
+    compute_ns: float = 0
+    forward_ns: float = 0
+    backward_ns: float = 0
+    optimizer_ns: float = 0
+    host_wait_ns: int = 0
+    lost: int = 0
+    """Steps that were not measured."""
+    epoch_starts: int = 0
+    epoch_start_s: float = 0.0
+
+    def add(self, step: StepTimes) -> None:
+        """Count one step in."""
+        self.steps += 1
+        self.other_ns += step.other_ns
+        self.data_ns += step.data_ns
+        self.h2d_ns += step.h2d_ns
+        self.compute_ns += step.compute_ns
+        self.forward_ns += step.forward_ns
+        self.backward_ns += step.backward_ns
+        self.optimizer_ns += step.optimizer_ns
+        self.host_wait_ns += step.host_wait_ns
+
+    def stats(self, *, settled: bool, trusted_clock: bool, prefetch_active: bool | None) -> StarvationStats:
+        """The figures, by the formulas of :class:`StarvationStats`."""
+        measured: dict[str, Any] = {}
+        step_ns = self.other_ns + self.data_ns + self.h2d_ns + self.compute_ns
+        if self.steps:
+            to_ms = 1e-6 / self.steps
+            measured = {
+                "step_ms": step_ns * to_ms,
+                "other_ms": self.other_ns * to_ms,
+                "data_idle_ms": self.data_ns * to_ms,
+                "h2d_ms": self.h2d_ns * to_ms,
+                "compute_ms": self.compute_ns * to_ms,
+                "next_wait_ms": self.host_wait_ns * to_ms,
+                # Two clocks that read the same wait differ by microseconds.
+                "hidden_wait_ms": max(0.0, (self.host_wait_ns - self.data_ns) * to_ms),
+            }
+            if self.forward_ns:
+                measured["forward_ms"] = self.forward_ns * to_ms
+                measured["backward_ms"] = self.backward_ns * to_ms
+                measured["optimizer_ms"] = self.optimizer_ns * to_ms
+        if step_ns > 0:
+            measured["starved_pct"] = 100 * self.data_ns / step_ns
+            measured["input_pct"] = 100 * (self.data_ns + self.h2d_ns) / step_ns
+        if step_ns > self.data_ns:
+            measured["speedup_if_free"] = step_ns / (step_ns - self.data_ns)
+        graded = grade_confidence(steps=self.steps, lost=self.lost, settled=settled, trusted_clock=trusted_clock)
+        return StarvationStats(
+            steps=self.steps,
+            lost_steps=self.lost,
+            confidence=graded,
+            prefetch_active=prefetch_active,
+            epoch_start_s=self.epoch_start_s / self.epoch_starts if self.epoch_starts else None,
+            **measured,
+        )
+
+
+@dataclass
+class Ledger:
+    """Books the steps of one run: since its beginning, the warm-up, and the present window.
+
+    Args:
+        queue: batches that the loader may hold ready. For so many steps a full queue hides a slow loader.
+        trusted_clock: whether the times come from a clock that sees the device.
+        period: steps after which waits repeat: the workers of the loader.
+    """
+
+    queue: int = 0
+    trusted_clock: bool = True
+    period: int = 1
+    fresh: list[StepTimes] = field(default_factory=list)
+    """Steps not summed yet. The meter appends here."""
+    _warm_up_left: int = field(init=False)
+    _sums: Sums = field(default_factory=Sums)
+    _warm_up: Sums = field(default_factory=Sums)
+    """Steps of the warm-up alone: epochs that start in it, and steps lost there, do count."""
+    _before: Sums = field(default_factory=Sums)
+    """When the present window began."""
+    _window_settled: bool = False
+    _pairs: PairSums = field(default_factory=PairSums)
+
+    def __post_init__(self) -> None:
+        self._warm_up_left = WARM_UP_STEPS + self.queue
+
+    def epoch_started(self, seconds: float) -> None:
+        """Book the time from the start of an epoch to its first batch."""
+        self._sums.epoch_starts += 1
+        self._sums.epoch_start_s += seconds
+
+    def fold(self) -> None:
+        """Sum the fresh steps up."""
+        for step in self.fresh:
+            warming = self._warm_up_left > 0
+            self._warm_up_left -= warming
+            if step.counted:
+                self._sums.add(step)
+                if warming:
+                    self._warm_up.add(step)
+                else:
+                    self._pairs.add(step.data_ns, step.step_ns)
+        self.fresh.clear()
+
+    def settled(self) -> Sums:
+        """The run so far without its warm-up."""
+        self.fold()
+        return self._sums - self._warm_up
+
+    def close_window(self, *, lost: int, prefetch_active: bool | None) -> StarvationStats:
+        """The figures since the last window was closed, the warm-up included; then a new window begins.
+
+        Args:
+            lost: steps of the run that were not measured.
+            prefetch_active: whether batches are copied ahead; None: nothing is there to do it.
+        """
+        self.fold()
+        self._sums.lost = lost
+        stats = (self._sums - self._before).stats(
+            settled=self._window_settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active
+        )
+        self._before, self._window_settled = replace(self._sums), not self._warm_up_left
+        return stats
+
+    def total(self, *, prefetch_active: bool | None, lost: int = 0) -> StarvationStats:
+        """The figures of the run so far without its warm-up; with it, where hardly anything else is left.
+
+        Without the warm-up, and with enough steps, they have the 95 % interval of ``starved_pct``.
+        """
+        sums = self.settled()
+        settled = sums.steps >= FEW_STEPS
+        sums = replace(sums if settled else self._sums, lost=lost)
+        stats = sums.stats(settled=settled, trusted_clock=self.trusted_clock, prefetch_active=prefetch_active)
+        interval = self._pairs.interval_pct(self.period) if settled else None
+        if interval is None or stats.starved_pct is None:
+            return stats
+        return replace(stats, starved_low_pct=interval[0], starved_high_pct=interval[1])

@@ -1,0 +1,310 @@
+"""Two reports compared: what changed, and which predictions came true. And a gate for CI."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from lightning_feed.errors import ReportError, printable_lines
+from lightning_feed.measure.measurements import SYNCS, LoopFacts
+from lightning_feed.measure.stats import StarvationStats
+from lightning_feed.report.report import RemedyCheck, Report, cause_text, rate
+from lightning_feed.verdict.causes import shares_of
+from lightning_feed.verdict.diagnosis import Remedy
+
+Setting = bool | int | float | str | None
+
+FIGURES = (
+    "step_ms", "compute_ms", "data_idle_ms", "h2d_ms", "other_ms", "next_wait_ms", "starved_pct", "input_pct",
+    "epoch_start_s",
+)  # fmt: skip
+"""Fields of StarvationStats that are compared, after ``samples_per_s``."""
+MACHINE = ("platform", "cpu", "device", "usable_cpus")
+"""Fields of Environment by which another machine is known."""
+_PASSING = ("available_memory_bytes", "free_shm_bytes", "cpu_reason")
+"""Fields of Environment that say nothing about why a run is faster."""
+
+_NONE_IS_OFF = ("prefetch_callback",)
+"""Settings of which None says that there is no such thing, and not that it is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changed:
+    """A setting or version that is not the same in both."""
+
+    name: str
+    before: Setting
+    after: Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure in both reports. Its name holds the unit."""
+
+    name: str
+    before: float | None
+    after: float | None
+    change_pct: float | None
+    """100 * (after - before) / before. None: one was not measured, or the first is 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two reports, the earlier first."""
+
+    before: str
+    """The file of the earlier."""
+    after: str
+    settings: tuple[Changed, ...]
+    """Of the run. What is not known of one of both is left out."""
+    versions: tuple[Changed, ...]
+    """Of packages and machine."""
+    figures: tuple[Figure, ...]
+    verdict_changed: bool
+    """Another bottleneck, cause or grade."""
+    verdict_before: str
+    verdict_after: str
+    starved_within_noise: bool | None
+    """Whether the 95 % intervals of starved_pct overlap. None: one is not known."""
+    predictions: tuple[RemedyCheck, ...]
+    """The earlier report's remedies that are in effect in the later."""
+    unchecked: tuple[str, ...]
+    """``changes`` of its other remedies that no report tells of: a transform, a copy in memory."""
+    cautions: tuple[str, ...]
+    """Reasons why the figures may not be comparable."""
+
+
+def compare(before: Report, after: Report) -> Comparison:
+    """The changes from one report to another.
+
+    A remedy of the earlier report counts as followed when its ``changes`` is true of the later run's facts and not of
+    the earlier's. What cannot be read off the facts (another model, another transform) is never taken for followed.
+    """
+    old, new = _settings(before), _settings(after)
+    settings = tuple(_changed(old, new))
+    remedies = [(one, wanted_settings(one)) for one in before.diagnosis.remedies]
+    unchecked = [
+        one.changes for one, wanted in remedies if one.changes and not (wanted and wanted.keys() <= old.keys())
+    ]
+    return Comparison(
+        before="the earlier report" if before.path is None else str(before.path),
+        after="the later report" if after.path is None else str(after.path),
+        settings=settings,
+        versions=tuple(_changed(_versions(before), _versions(after))),
+        figures=tuple(_figures(before, after)),
+        verdict_changed=_verdict(before) != _verdict(after),
+        verdict_before=_verdict(before),
+        verdict_after=_verdict(after),
+        starved_within_noise=_overlap(before.diagnosis.stats, after.diagnosis.stats),
+        predictions=tuple(_check(one, after, settings) for one, wanted in remedies if _followed(wanted, old, new)),
+        unchecked=tuple(dict.fromkeys(unchecked)),
+        cautions=tuple(_cautions(before, after)),
+    )
+
+
+# --- settings and predictions -------------------------------------------------------------------------------------
+
+
+_NOT_CHOSEN = (
+    "syncs", "usable_cpus", "lightning", "batch_hooks", "place", "may_persist", "shards_by_worker", "free_shm_bytes",
+    "others_cpu_pct", "every_num_workers", "may_leave_process", "hook_places", "package",
+    "batch_bytes",  # of the first batch, where each may have another length
+)  # fmt: skip
+
+
+def _settings(report: Report) -> dict[str, Setting]:
+    """The settings that a user chose, by name; a synchronisation is named by itself and True where it is set up."""
+    facts = report.diagnosis.measurements.facts
+    names = (one.name for one in fields(LoopFacts) if one.name not in _NOT_CHOSEN and not one.name.endswith("_ms"))
+    chosen: dict[str, Setting] = {name: getattr(facts, name) for name in names}
+    chosen["prefetch_callback"] = report.diagnosis.stats.prefetch_active
+    return chosen | {name: name in facts.syncs for name in SYNCS}
+
+
+def _versions(report: Report) -> dict[str, Setting]:
+    return {name: value for name, value in vars(report.environment).items() if name not in _PASSING}
+
+
+def _changed(before: dict[str, Setting], after: dict[str, Setting]) -> Iterator[Changed]:
+    for name, old in before.items():
+        new = after[name]
+        if old != new and (name in _NONE_IS_OFF or None not in (old, new)):
+            yield Changed(name=name, before=old, after=new)
+
+
+def wanted_settings(remedy: Remedy) -> dict[str, str]:
+    """The settings in a remedy's ``changes``: ``"num_workers=8,prefetch_factor=4"`` gives both, as text."""
+    pairs = (part.partition("=") for part in remedy.changes.split(","))
+    return {name.strip(): value.strip().strip("\"'") for name, equals, value in pairs if equals}
+
+
+def _followed(wanted: dict[str, str], before: dict[str, Setting], after: dict[str, Setting]) -> bool:
+    known = all(name in _NONE_IS_OFF or before.get(name) is not None for name in wanted)
+    return bool(wanted) and known and _in_effect(wanted, after) and not _in_effect(wanted, before)
+
+
+def _in_effect(wanted: dict[str, str], settings: dict[str, Setting]) -> bool:
+    return all(str(settings.get(name)).casefold() == value.casefold() for name, value in wanted.items())
+
+
+def _check(remedy: Remedy, after: Report, settings: tuple[Changed, ...]) -> RemedyCheck:
+    predicted, achieved = remedy.predicted_step_ms, after.diagnosis.stats.step_ms
+    wanted = wanted_settings(remedy)
+    return RemedyCheck(
+        code=remedy.code,
+        changes=remedy.changes,
+        predicted_step_ms=predicted,
+        achieved_step_ms=achieved,
+        error_pct=None if predicted is None or not achieved else 100 * (predicted - achieved) / achieved,
+        also_changed=tuple(one.name for one in settings if one.name not in wanted),
+    )
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+def _figures(*reports: Report) -> Iterator[Figure]:
+    def values(report: Report) -> dict[str, float | None]:
+        stats = report.diagnosis.stats
+        per_s = rate(stats.step_ms, report.diagnosis.measurements.facts.batch_size)
+        return {"samples_per_s": per_s, **{name: getattr(stats, name) for name in FIGURES}}
+
+    before, after = map(values, reports)
+    for name, old in before.items():
+        new = after[name]
+        change = None if old is None or new is None or not old else 100 * (new - old) / old
+        yield Figure(name=name, before=old, after=new, change_pct=change)
+
+
+def _overlap(before: StarvationStats, after: StarvationStats) -> bool | None:
+    low, high = before.starved_low_pct, before.starved_high_pct
+    other_low, other_high = after.starved_low_pct, after.starved_high_pct
+    if low is None or high is None or other_low is None or other_high is None:
+        return None
+    return low <= other_high and other_low <= high
+
+
+def _verdict(report: Report) -> str:
+    found, cause = report.diagnosis, cause_text(report.diagnosis)
+    return f"{found.bottleneck}{f' ({cause})' if cause else ''}, {found.grade}"
+
+
+def _cautions(before: Report, after: Report) -> Iterator[str]:
+    old, new = before.diagnosis.measurements.facts, after.diagnosis.measurements.facts
+    if any(getattr(before.environment, name) != getattr(after.environment, name) for name in MACHINE):
+        yield "they ran on different machines, or on a machine that was changed"
+    if None not in (old.batch_size, new.batch_size) and old.batch_size != new.batch_size:
+        yield "the batch sizes differ: compare samples per second, not step times or predictions"
+    if old.world_size != new.world_size:
+        yield "the numbers of ranks differ: figures are those of one rank"
+    for report, which in ((before, "earlier"), (after, "later")):
+        if report.diagnosis.grade == "not measured":
+            yield f"the {which} run was not measured"
+        elif report.diagnosis.confidence == "low":
+            yield f"the {which} report's figures are of low confidence"
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def comparison_text(found: Comparison) -> str:
+    """A comparison for the console: what changed, figure by figure, and what became of the predictions."""
+    verdict = f"{found.verdict_before} -> {found.verdict_after}" if found.verdict_changed else found.verdict_before
+    lines = [
+        f"before   {found.before}",
+        f"after    {found.after}",
+        *_result(found),
+        f"verdict  {verdict}{'' if found.verdict_changed else ' (unchanged)'}",
+        f"changed  {_changes(found.settings) or 'no setting that the reports tell of'}",
+    ]
+    if found.versions:
+        lines.append(f"versions {_changes(found.versions)}")
+    lines.append(f"{'':14}{'before':>11}{'after':>11}")
+    lines += [_row(one) for one in found.figures if (one.before, one.after) != (None, None)]
+    if found.starved_within_noise is not None:
+        said = "overlap: within noise" if found.starved_within_noise else "do not overlap: more than noise"
+        lines.append(f"noise    of starved_pct: the 95 % intervals {said}; of step times it is not known")
+    lines += [f"check    {check_text(one)}" for one in found.predictions]
+    if not found.predictions:
+        lines.append("check    none of the earlier report's remedies is in effect in the later run")
+    if found.unchecked:
+        lines.append(f"unknown  the reports do not tell whether these are in effect: {'; '.join(found.unchecked)}")
+    return printable_lines("\n".join([*lines, *(f"caution  {one}" for one in found.cautions)]))
+
+
+def _result(found: Comparison) -> Iterator[str]:
+    """Whether it got faster: by samples a second where they are known, since batch sizes may differ."""
+    known = {one.name: one for one in found.figures if one.before and one.after}
+    rate, step = known.get("samples_per_s"), known.get("step_ms")
+    if rate is not None and rate.before and rate.after:
+        times, unit = rate.after / rate.before, f"{rate.before:.1f} -> {rate.after:.1f} samples/s"
+    elif step is not None and step.before and step.after:
+        times, unit = step.before / step.after, f"step {step.before:.1f} -> {step.after:.1f} ms"
+    else:
+        return
+    yield f"result   {times:.2f} times as fast: {unit}"
+
+
+def check_text(check: RemedyCheck) -> str:
+    """One prediction and what became of it."""
+    if check.predicted_step_ms is None:
+        outcome = "nothing was predicted"
+    else:
+        achieved = "not measured" if check.achieved_step_ms is None else f"{check.achieved_step_ms:.1f} ms"
+        outcome = f"predicted step {check.predicted_step_ms:.1f} ms, achieved {achieved}"
+    error = "" if check.error_pct is None else f", error {check.error_pct:+.1f} %"
+    also = f" (also changed: {', '.join(check.also_changed)})" if check.also_changed else ""
+    return f"{check.changes}: {outcome}{error}{also}"
+
+
+def _changes(changes: tuple[Changed, ...]) -> str:
+    return "; ".join(f"{one.name} {one.before} -> {one.after}" for one in changes)
+
+
+def _row(figure: Figure) -> str:
+    change = "" if figure.change_pct is None or figure.name.endswith("_pct") else f"{figure.change_pct:+8.0f} %"
+    if figure.name.endswith("_pct") and figure.before is not None and figure.after is not None:
+        change = f"{figure.after - figure.before:+8.1f} points"
+    cells = "".join(f"{'-' if one is None else f'{one:.1f}':>11}" for one in (figure.before, figure.after))
+    return f"{figure.name:14}{cells}{change}"
+
+
+# --- the gate -----------------------------------------------------------------------------------------------------
+
+
+def check_starved(report: Report, *, above_pct: float) -> str:
+    """Say that a run is within the limit.
+
+    What counts is what the grade of the verdict goes by, the largest of three shares: ``starved_pct``; with several
+    ranks what all of them together lose (``ranks.starved_pct``), because the rank that wrote the report may be fed
+    while it waits for another; and what of an epoch goes by before its first batch, which lies in no step. Where the
+    model alone takes as long as a step nothing is lost, as the verdict says.
+
+    Args:
+        report: of the run.
+        above_pct: the largest share of step time that may be spent waiting for data, 0 to 100.
+
+    Returns:
+        The result in a line.
+
+    Raises:
+        ReportError: when the share is above the limit, or was not measured.
+    """
+    stats, measured = report.diagnosis.stats, report.diagnosis.measurements
+    shares = shares_of(measured)
+    if report.diagnosis.grade == "not measured" or stats.starved_pct is None:
+        alone = measured.experiments is not None and not stats.steps
+        todo = "Diagnose a LightningModule with it." if alone else "Train longer with GPUStarvationCallback."
+        raise ReportError(
+            f"nothing to compare with the limit of {above_pct:g} %: {stats.steps} steps were measured. {todo}"
+        )
+    candidates = {
+        "starved_pct": stats.starved_pct,
+        "ranks.starved_pct": None if measured.ranks is None else measured.ranks.starved_pct,
+        "the share of each epoch before its first batch": None if shares is None else shares.epoch_pct,
+    }
+    starved, whose = max((pct, name) for name, pct in candidates.items() if pct is not None)
+    said = f"{whose} is {starved:.2f}, limit {above_pct:g} (confidence {report.diagnosis.confidence})"
+    if starved <= above_pct:
+        return f"{said}: fine"
+    if shares is not None and shares.compute_bound_confirmed:
+        return f"{said}: fine, the model alone takes as long as a step"
+    raise ReportError(f"{said}: training waits too long for data")

@@ -1,0 +1,327 @@
+"""``feed_report.json``: a report as JSON, its schema, and reading it back."""
+
+import json
+import math
+import sys
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from datetime import datetime, timezone
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from lightning_feed.errors import ReportError
+from lightning_feed.measure.experiment_results import ExperimentResults
+from lightning_feed.measure.measurements import HookTime, LoopFacts, LoopMeasurements, Measurements
+from lightning_feed.measure.stats import Confidence, LoaderStats, LoaderSteps, RankStats, StarvationStats
+from lightning_feed.measure.wall import WallStats
+from lightning_feed.report.compare import compare
+from lightning_feed.report.report import Environment, RemedyCheck, Report, rate, read_environment
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Diagnosis, Grade, Remedy
+
+NAME = "feed_report"
+"""Of the files, without the ending."""
+SCHEMA = "lightning_feed.report/1"
+"""Name and version of the form. Keys may be added within a version; what is there keeps its meaning."""
+
+
+# --- the parts of the file ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A Diagnosis without its remedies and measurements."""
+
+    bottleneck: Bottleneck
+    cause: Cause
+    grade: Grade
+    confidence: Confidence
+    evidence: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    why_not: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Step time, turned into rates."""
+
+    batches_per_s: float | None
+    samples_per_s: float | None
+    """None: the batch size is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedRemedy(Remedy):
+    """A remedy, with its prediction as a rate."""
+
+    predicted_samples_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of ``feed_report.json`` beside ``schema`` and ``written_at``. All are always there."""
+
+    environment: Environment
+    run: LoopFacts
+    verdict: Verdict
+    step: StarvationStats
+    throughput: Throughput
+    loaders: LoaderStats
+    ranks: RankStats | None
+    hooks: tuple[HookTime, ...]
+    by_loader: tuple[LoaderSteps, ...] = ()
+    wall: WallStats | None = None
+    validation: LoopMeasurements | None = None
+    experiments: ExperimentResults | None
+    remedies: tuple[ReportedRemedy, ...]
+    report_card: tuple[RemedyCheck, ...]
+
+
+def _parts_of(report: Report) -> Parts:
+    found, measured = report.diagnosis, report.diagnosis.measurements
+    size, step_ms = measured.facts.batch_size, measured.stats.step_ms
+    remedies = [
+        ReportedRemedy(**vars(one), predicted_samples_per_s=rate(one.predicted_step_ms, size)) for one in found.remedies
+    ]
+    return Parts(
+        **_shared(measured, Parts),
+        environment=report.environment,
+        run=measured.facts,
+        verdict=Verdict(**_shared(found, Verdict)),
+        step=measured.stats,
+        throughput=Throughput(batches_per_s=rate(step_ms, 1), samples_per_s=rate(step_ms, size)),
+        remedies=tuple(remedies),
+        report_card=report.report_card,
+    )
+
+
+def _report_of(parts: Parts, **more: Any) -> Report:
+    measured = Measurements(stats=parts.step, facts=parts.run, **_shared(parts, Measurements))
+    remedies = tuple(Remedy(**_shared(one, Remedy)) for one in parts.remedies)
+    diagnosis = Diagnosis(**vars(parts.verdict), remedies=remedies, measurements=measured)
+    return Report(diagnosis=diagnosis, environment=parts.environment, report_card=parts.report_card, **more)
+
+
+def _shared(value: object, kind: Any) -> dict[str, Any]:
+    """The fields of a value that another dataclass has under the same names."""
+    return {one.name: getattr(value, one.name) for one in fields(kind) if hasattr(value, one.name)}
+
+
+# --- reports as JSON ----------------------------------------------------------------------------------------------
+
+
+def make_report(diagnosis: Diagnosis, *, previous: Report | None = None) -> Report:
+    """A report of a verdict, here and now.
+
+    Args:
+        diagnosis: the verdict.
+        previous: the report of an earlier run. Its predictions for remedies that are in effect now are checked, and
+            the result is the new report's ``report_card``.
+    """
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    report = Report(diagnosis=diagnosis, environment=read_environment(), written_at=now)
+    return report if previous is None else replace(report, report_card=compare(previous, report).predictions)
+
+
+def as_document(report: Report) -> dict[str, Any]:
+    """A report as a JSON object; its keys are in the reference. Figures that are not finite are None."""
+    return {"schema": SCHEMA, "written_at": report.written_at, **to_plain(_parts_of(report))}
+
+
+def as_json(report: Report) -> str:
+    """A report as the text of ``feed_report.json``."""
+    return json.dumps(as_document(report), indent=2, allow_nan=False) + "\n"
+
+
+def read_document(path: str | Path) -> Report:
+    """Read a report and check it.
+
+    Args:
+        path: the file, or a folder with a ``feed_report.json`` in it or below it; of several the newest.
+
+    Raises:
+        ReportError: when there is none, or it cannot be read, is no JSON, not of this version, or lacks a part.
+    """
+    try:
+        file = _find_report(Path(path))
+        text = file.read_bytes()
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror or error}. Give a feed_report.json.") from error
+    try:
+        return from_document(json.loads(text, parse_constant=_refuse_constant), path=file)
+    except ReportError as error:
+        raise ReportError(f"{file}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{file} is not JSON ({error}). Give a feed_report.json.") from error
+
+
+def _find_report(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise ReportError(f"{path} does not exist. Give a feed_report.json, or the folder of a run.")
+    inside = path / f"{NAME}.json"
+    if inside.is_file():
+        return inside
+    below = [file for file in path.rglob(inside.name) if file.is_file()]
+    if not below:
+        raise ReportError(
+            f"there is no {NAME}.json in {path} or below it. GPUStarvationCallback writes one into the Trainer's "
+            "log_dir at the end of fit, and `lightning-feed diagnose` where --out says."
+        )
+    return max(below, key=lambda file: file.stat().st_mtime_ns)
+
+
+def from_document(document: object, *, path: Path | None = None) -> Report:
+    """The report that :func:`as_document` made a JSON object of.
+
+    Args:
+        document: what ``json.loads`` gave.
+        path: where it was read from.
+
+    Raises:
+        ReportError: when it is not a report of this version, or lacks a part.
+    """
+    if not isinstance(document, dict) or not isinstance(document.get("schema"), str):
+        raise ReportError("this is no report of lightning_feed: it has no schema. Give a feed_report.json.")
+    if document["schema"] != SCHEMA:
+        raise ReportError(
+            f"its schema is {document['schema'][:80]!r}, and this lightning_feed reads {SCHEMA!r}. Give a "
+            "feed_report.json; update lightning_feed for one of a later version."
+        )
+    written_at = document.get("written_at")
+    if not isinstance(written_at, str):
+        raise ReportError("written_at is missing. Write the report again.")
+    return _report_of(_read(Parts, document, ""), written_at=written_at, path=path)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+# --- dataclasses to JSON values, and back by the type hints of their fields ---------------------------------------
+
+
+def to_plain(value: object) -> Any:
+    """A value as ``json.dumps(..., allow_nan=False)`` takes it. Numbers that are not finite become None.
+
+    Raises:
+        TypeError: for what is neither a dataclass, a sequence, text, a number nor None.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):  # NumPy's numbers too
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(one) for one in value]
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+def _read(hint: Any, value: object, where: str) -> Any:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return None if value is None else _read(_not_none(inner), value, where)
+    if is_dataclass(hint):
+        return _read_object(hint, value, where)
+    if origin is tuple:
+        return _read_tuple(inner, value, where)
+    if origin is Literal:
+        return value if value in inner else _refuse(where, value, f"one of {', '.join(map(repr, inner))}")
+    return _read_scalar(hint, value, where)
+
+
+def _read_object(kind: Any, value: object, where: str) -> Any:
+    """A dataclass from a JSON object. Keys that it has no field for are left out."""
+    if not isinstance(value, dict):
+        return _refuse(where, value, "an object")
+    hints, given = get_type_hints(kind), {}
+    for one in fields(kind):
+        below = f"{where}.{one.name}" if where else one.name
+        if one.name in value:
+            given[one.name] = _read(hints[one.name], value[one.name], below)
+        elif _is_required(one):
+            raise ReportError(f"{below} is missing. Write the report again with the lightning_feed that is installed.")
+    return kind(**given)
+
+
+def _read_tuple(inner: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        return _refuse(where, value, "a list")
+    kinds = inner[:1] * len(value) if inner[1:] == (...,) else inner
+    if len(value) != len(kinds):
+        return _refuse(where, value, f"a list of {len(kinds)}")
+    return tuple(_read(kind, one, f"{where}[{at}]") for at, (kind, one) in enumerate(zip(kinds, value, strict=True)))
+
+
+def _read_scalar(hint: Any, value: Any, where: str) -> Any:
+    if hint is float and value is None:  # a figure that was not finite when it was written
+        return math.nan
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is float and number and abs(value) <= sys.float_info.max:
+        return float(value)
+    if hint is int and number and abs(value) <= 2**63 and value == int(value):
+        return int(value)
+    if hint in (str, bool) and isinstance(value, hint):
+        return value
+    return _refuse(where, value, _SCALARS[hint])
+
+
+_SCALARS = {float: "a finite number", int: "a whole number of up to 63 bits", str: "text", bool: "true or false"}
+
+
+def _refuse(where: str, value: object, wanted: str) -> NoReturn:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    raise ReportError(f"{where or 'the report'} is {shown}, and must be {wanted}. Write the report again.")
+
+
+def _not_none(kinds: tuple[Any, ...]) -> Any:
+    (kind,) = (one for one in kinds if one is not NoneType)
+    return kind
+
+
+def _is_required(field: Any) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+# --- the schema ---------------------------------------------------------------------------------------------------
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) that every ``feed_report.json`` of this version obeys."""
+    parts = _form(Parts)
+    own = {"schema": {"const": SCHEMA}, "written_at": {"type": "string", "format": "date-time"}}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": SCHEMA,
+        "type": "object",
+        "properties": {**own, **parts["properties"]},
+        "required": [*own, *parts["required"]],
+    }
+
+
+def _form(hint: Any) -> dict[str, Any]:
+    origin, inner = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        hints, known = get_type_hints(hint), fields(hint)
+        properties = {one.name: _form(hints[one.name]) for one in known}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": [one.name for one in known if _is_required(one)],
+        }
+    if origin in (Union, UnionType):
+        form = _form(_not_none(inner))
+        return form if form == _form(float) else {"anyOf": [form, {"type": "null"}]}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin is tuple and inner[1:] == (...,):
+        return {"type": "array", "items": _form(inner[0])}
+    if origin is tuple:
+        return {"type": "array", "prefixItems": [_form(one) for one in inner], "minItems": len(inner), "items": False}
+    kinds = {float: ["number", "null"], bool: "boolean", int: "integer", str: "string"}  # null: what is not finite
+    return {"type": kinds[hint]}

@@ -1,0 +1,270 @@
+"""A report as text, Markdown and one HTML page; written into a folder, and shown on the console or in a notebook."""
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from html import escape
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_feed.errors import ReportError, in_rate, printable, printable_lines
+from lightning_feed.report import sections
+from lightning_feed.report.document import NAME, as_json, make_report
+from lightning_feed.report.report import Report, headline, headline_parts, if_free, is_toy, rate, speedup, trust
+from lightning_feed.report.sections import Section
+from lightning_feed.storage.system import atomic_write
+from lightning_feed.verdict.causes import in_ms, toy_sentence
+from lightning_feed.verdict.diagnosis import Diagnosis
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+Printer = Callable[[str], object]
+
+
+# --- the console --------------------------------------------------------------------------------------------------
+
+
+def as_text(diagnosis: Diagnosis) -> str:
+    """The verdict, how a step divides, why, and what to change; a line each. With experiments, the pipeline behind it.
+
+    Of steps so short that Python takes most of them: one sentence, and what experiments found.
+    """
+    measured = diagnosis.measurements
+    told: list[Iterable[Section]] = [sections.pipeline_sections(diagnosis), sections.measured_sections(measured)]
+    if diagnosis.bottleneck == "unknown" or diagnosis.stats.step_ms is None:
+        first = f"no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."
+    elif is_toy(diagnosis):
+        first = str(toy_sentence(diagnosis.stats.step_ms))
+    else:
+        first = f"{headline(diagnosis)} ({trust(diagnosis)})"
+        time = sections.step_sections(diagnosis), sections.time_sections(measured)
+        told = [*time, sections.advice_sections(diagnosis), *told]
+    lines = chain.from_iterable(one.console_lines() for one in chain.from_iterable(told))
+    return printable_lines("\n".join([f"FEED  {first}", *lines]))
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------------
+
+
+def as_markdown(report: Report) -> str:
+    """The whole report: verdict, step, causes, remedies, earlier predictions, pipeline, measurements, versions."""
+    return "\n\n".join((diagnosis_markdown(report.diagnosis), *map(_markdown, sections.other_sections(report)))) + "\n"
+
+
+def diagnosis_markdown(diagnosis: Diagnosis) -> str:
+    """The verdict, the step and the remedies: short enough for a logger's text."""
+    free = "" if is_toy(diagnosis) else if_free(diagnosis)
+    said = "; ".join(one for one in (trust(diagnosis), free) if one)
+    blocks = [f"# {_text(headline(diagnosis))}", f"{said[0].upper()}{said[1:]}."]
+    told = [*sections.step_sections(diagnosis), *(() if is_toy(diagnosis) else sections.advice_sections(diagnosis))]
+    return "\n\n".join(blocks + [_markdown(one) for one in told])
+
+
+def _markdown(section: Section) -> str:
+    if section.form == "list":
+        body = "\n".join(f"- {_text(line)}" for (line,) in section.rows)
+    elif section.pipeline is not None:
+        lines = "\n".join(section.console_lines()).strip()
+        fence = _fence(lines, least=3)
+        body = f"{fence}text\n{lines}\n{fence}"
+    else:
+        body = _table(section.header or tuple("" for _ in section.rows[0]), section.rows)
+    note = f"\n\n{_text(section.note)}" if section.note else ""
+    return f"## {_text(section.title)}\n\n{body}{note}"
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    cells = [header, tuple("---" for _ in header), *((_code(first), *map(_text, others)) for first, *others in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def _text(words: str) -> str:
+    """Text that stays text in Markdown, also in the cell of a table."""
+    flat = printable(re.sub(r"\s+", " ", words)).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*_\[\]|])", r"\\\1", flat)
+
+
+def _code(words: str) -> str:
+    """Code that stays one line of code in the cell of a table."""
+    flat = printable(re.sub(r"\s+", " ", words)).replace("|", "\\|")
+    fence = _fence(flat)
+    return f"{fence} {flat} {fence}" if len(fence) > 1 else f"`{flat}`"
+
+
+def _fence(text: str, least: int = 1) -> str:
+    """More backquotes than stand together in a text."""
+    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
+
+
+# --- HTML ---------------------------------------------------------------------------------------------------------
+
+_COLOURS = {"data": "data", "copy": "copy", "compute": "good"}
+"""Bottleneck -> colour of its mark; grey for others."""
+
+
+def as_html(report: Report) -> str:
+    """A page with the verdict, the step as a stacked bar, remedies, the pipeline, and all that was found beside it.
+
+    It loads nothing, runs no script, and is readable in light and dark, on a phone and on paper.
+    """
+    diagnosis = report.diagnosis
+    verdict, waits = headline_parts(diagnosis)
+    advice = () if is_toy(diagnosis) else sections.advice_sections(diagnosis)
+    return _template().render(
+        report=report,
+        colour=_COLOURS.get(diagnosis.bottleneck, "other"),
+        verdict=verdict[:1].upper() + verdict[1:],
+        said=[f"{one[:1].upper()}{one[1:]}." for one in (waits, trust(diagnosis)) if one],
+        tiles=_tiles(report),
+        sections=[*sections.step_sections(diagnosis), *advice, *sections.other_sections(report)],
+        in_rate=in_rate,
+    )
+
+
+def in_frame(page: str) -> str:
+    """A page as part of another one, such as a notebook, whose look it leaves alone."""
+    return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'
+
+
+def _framed(report: Report) -> str:
+    return in_frame(as_html(report))
+
+
+Report.page = _framed
+Diagnosis.page = lambda diagnosis: _framed(make_report(diagnosis))
+
+
+@cache
+def _template() -> "Template":
+    import jinja2  # here, since most of what imports this module writes no page
+
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(text)
+
+
+def _tiles(report: Report) -> list[tuple[str, str, str]]:
+    """(figure, unit, words) of what is known of the figures on top."""
+    stats, facts = report.diagnosis.stats, report.diagnosis.measurements.facts
+    per_s, faster = rate(stats.step_ms, facts.batch_size), speedup(report.diagnosis)
+    tiles = []
+    if stats.starved_pct is not None:
+        tiles.append((f"{stats.starved_pct:.1f}", "%", "of each step waiting for data"))
+    if stats.step_ms:
+        tiles.append((in_ms(stats.step_ms, stats.step_ms), "ms", "a step on average"))
+    if per_s is not None:
+        tiles.append((in_rate(per_s), "samples/s", "trained on each rank" if facts.world_size > 1 else "trained"))
+    if faster is not None:
+        tiles.append((f"{faster:.2f}", "x", "as fast if data were free"))
+    return tiles
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def write_report(report: Report, folder: str | Path) -> list[Path]:
+    """Write ``feed_report.json``, ``.md`` and ``.html`` into a folder, which is made where needed.
+
+    Each file is whole or not there; a file of that name is replaced.
+
+    Raises:
+        ReportError: when one cannot be written.
+    """
+    forms = {"json": as_json(report), "md": as_markdown(report), "html": as_html(report)}
+    paths = [Path(folder) / f"{NAME}.{form}" for form in forms]
+    for path, text in zip(paths, forms.values(), strict=True):
+        write_whole(path, text)
+    return paths
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file, making its folder where needed. What is there stays until all of the new one is written.
+
+    Raises:
+        ReportError: when it cannot be written. What was there is unchanged.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            file.write(text.encode("utf-8", "backslashreplace"))  # names of users' hooks may hold what UTF-8 cannot
+    except OSError as error:
+        raise ReportError(f"{path} could not be written: {error.strerror or error}.") from error
+
+
+def check_writable(folder: Path) -> None:
+    """See that files can be written into a folder, or into the one that it would be made in. Leaves nothing.
+
+    Raises:
+        ReportError: when they cannot.
+    """
+    try:
+        there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ReportError(
+            f"reports cannot be written into {folder}: {error.strerror or error}. Give another folder; on the command "
+            "line with --out."
+        ) from error
+
+
+# --- showing ------------------------------------------------------------------------------------------------------
+
+
+def show_report(report: Report, printer: Printer | None = None, written: Sequence[Path] = ()) -> None:
+    """Show a report and where its files are: in a notebook as a page, else as text.
+
+    Args:
+        report: what to show.
+        printer: prints above a live progress bar that would otherwise be drawn over the text; None: none does.
+        written: its files, which differ in their endings alone.
+    """
+    text = as_text(report.diagnosis)
+    if written:
+        first, *others = sorted(written)
+        text += f"\nfiles {', '.join([str(first), *(one.suffix for one in others)])}"
+    show = _notebook_display()
+    if show is None:
+        print_text(text, printer)
+    else:
+        show({"text/plain": text, "text/html": in_frame(as_html(report))}, raw=True)
+
+
+def print_text(text: str, printer: Printer | None = None) -> None:
+    """Print lines, through ``printer`` where there is one.
+
+    All in one call that ends with a line end. Rich stands in for ``sys.stdout`` while it draws a bar, and keeps an
+    unfinished line back: a bar drawn then stands between our lines, and in a notebook draws itself without end.
+
+    What the output cannot encode is escaped. Nothing is left in a buffer that cannot be written, as on a full disk or
+    into a closed pipe: Python would fail with it once more when it ends, and make the exit code of a good run 120.
+    """
+    out = sys.stdout
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
+    if printer is not None:
+        printer(text)
+    elif out is sys.__stdout__ and out is not None and "write" not in vars(out):  # nobody listens in between
+        out.flush()
+        with open(out.fileno(), "w", encoding=encoding, closefd=False) as own:
+            own.write(f"{text}\n")
+    else:
+        out.write(f"{text}\n")
+        out.flush()
+
+
+def _notebook_display() -> Callable[..., Any] | None:
+    """IPython's ``display`` where this process is the kernel of a notebook; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    session = getattr(getattr(shell, "kernel", None), "session", None)
+    if session is None or getattr(session, "pid", None) != os.getpid():  # a fork cannot send to the notebook
+        return None
+    from IPython.display import display
+
+    return display

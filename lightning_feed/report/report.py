@@ -1,0 +1,256 @@
+"""A report: a verdict with its headline, and where and when it was found."""
+
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from lightning_feed.errors import plural
+from lightning_feed.extras import installed_version
+from lightning_feed.load.machine import read_machine
+from lightning_feed.verdict.causes import LOOP_WORDS, OTHERS_PCT, grade_of, shares_of, toy_sentence
+from lightning_feed.verdict.decide import share_text
+from lightning_feed.verdict.diagnosis import Diagnosis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Versions and machine of a run, to compare two runs by. None: not installed, or not known."""
+
+    lightning_feed: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    torchvision: str | None = None
+    lightning: str | None = None
+    pytorch_lightning: str | None = None
+    platform: str | None = None
+    """Operating system and C library, as Python names them."""
+    cpu: str | None = None
+    """Model of the CPU."""
+    device: str | None = None
+    """Model of the GPU."""
+    usable_cpus: int | None = None
+    """CPUs that the process may keep busy."""
+    cpu_reason: str | None = None
+    """The limit that gave ``usable_cpus``."""
+    available_memory_bytes: int | None = None
+    """Memory that could be taken when the report was written."""
+    free_shm_bytes: int | None = None
+    """Free space of /dev/shm then."""
+    start_method: str | None = None
+    """Start method of worker processes: ``fork``, ``forkserver`` or ``spawn``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemedyCheck:
+    """The step time that a remedy was predicted to give, and the one that a later run with it achieved."""
+
+    code: str
+    """The remedy, as the earlier report put it."""
+    changes: str
+    """The setting that is in effect in the later run and was not in the earlier: ``num_workers=8``."""
+    predicted_step_ms: float | None
+    """Mean step that the earlier report predicted. None: it predicted none."""
+    achieved_step_ms: float | None
+    """Mean step of the later run."""
+    error_pct: float | None
+    """100 * (predicted - achieved) / achieved. Above 0: it became faster than predicted."""
+    also_changed: tuple[str, ...] = ()
+    """Other settings that changed between the runs, to which a part of the difference may be due."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A verdict, and all that is needed to compare it with another."""
+
+    diagnosis: Diagnosis
+    environment: Environment
+    written_at: str
+    """ISO 8601, UTC."""
+    report_card: tuple[RemedyCheck, ...] = ()
+    """Predictions of an earlier report for this run. Empty: there was none to compare with, or none of its remedies
+    is in effect."""
+    path: Path | None = None
+    """The file that it was read from."""
+    page: ClassVar[Callable[["Report"], str] | None] = None
+    """Makes the page that a notebook shows; set where pages are made."""
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.written_at}: {headline(self.diagnosis)}>"
+
+    def _repr_html_(self) -> str | None:
+        """The page that a notebook shows."""
+        make = type(self).page
+        return None if make is None else make(self)
+
+
+def read_environment(root: Path = Path("/")) -> Environment:
+    """Versions of the installed packages, and the limits of this process.
+
+    The GPU is named only where CUDA is in use already: asking would start it.
+
+    Args:
+        root: the file system to read ``proc``, ``sys`` and ``dev/shm`` from.
+    """
+    machine = read_machine(root)
+    torch = sys.modules.get("torch")  # importing it takes a second, and without it nothing runs on a device
+    packages = ("lightning-feed", "torch", "torchvision", "lightning", "pytorch-lightning")
+    limits = ("usable_cpus", "cpu_reason", "available_memory_bytes", "free_shm_bytes", "start_method")
+    known: dict[str, Any] = {name.replace("-", "_"): installed_version(name) for name in packages}
+    known |= {name: getattr(machine, name) for name in limits}
+    return Environment(
+        **known,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cpu=_cpu_model(root),
+        device=str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else None,
+    )
+
+
+def rate(step_ms: float | None, batch_size: int | None) -> float | None:
+    """Samples per second at a step time; None where one of both is not known or the step took no time."""
+    return None if not step_ms or batch_size is None else 1000 * batch_size / step_ms
+
+
+def _cpu_model(root: Path) -> str | None:
+    try:
+        lines = (root / "proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine()) or None
+
+
+# --- the headline -------------------------------------------------------------------------------------------------
+
+_OF_THE_STEP = {
+    "compute": "OK: limited by the model",
+    "launch": "limited by Python, which hardly issues the GPU's work as fast as it is done",
+}
+"""Cause -> verdict, where it is neither data nor what lies between the steps."""
+_OF_THE_RUN = ("validation", "checkpoints")
+"""Bottlenecks that lie outside the training steps."""
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """The verdict in a line. Of what was not measured: ``no verdict``."""
+    verdict, share = headline_parts(diagnosis)
+    if not share:
+        return verdict
+    return f"{verdict}. {share}." if verdict.startswith("OK") else f"{verdict}: {share}"
+
+
+def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
+    """The verdict, and the share of time that it rests on; empty where there is none to tell."""
+    stats = diagnosis.stats
+    if diagnosis.bottleneck in _OF_THE_RUN:
+        return f"limited by {diagnosis.bottleneck}", share_text(diagnosis.measurements)
+    if diagnosis.bottleneck == "unknown" or stats.starved_pct is None:
+        return "no verdict", ""
+    toy = toy_sentence(stats.step_ms)
+    if toy is not None:
+        return toy.rstrip("."), ""
+    waits = _waits(diagnosis, stats.starved_pct)
+    if diagnosis.bottleneck == "data":
+        return diagnosis.grade, waits
+    if diagnosis.bottleneck == "compute":
+        verdict = _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data")
+        others = diagnosis.measurements.facts.others_cpu_pct or 0.0
+        if diagnosis.device_type == "cpu" and others >= OTHERS_PCT:
+            verdict += f", beside other programs that take {others:.0f} % of the CPUs"
+        return verdict, waits
+    verdict, part, where = f"{diagnosis.bottleneck}-bound", stats.other_ms, "between the steps"
+    if diagnosis.bottleneck == "copy":
+        part, where = stats.h2d_ms, "copying batches to the device"
+        if diagnosis.device_type == "cpu":
+            verdict, where = "limited by transfer hooks", "in them"
+    taken = 100 * (part or 0.0) / (stats.step_ms or 1.0)
+    return verdict, f"{taken:.0f} % of each step {where}; {waits}"
+
+
+def is_toy(diagnosis: Diagnosis) -> bool:
+    """Whether steps are so short that Python takes most of them, and there is no advice to give."""
+    judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
+    return judged and toy_sentence(diagnosis.stats.step_ms) is not None
+
+
+def trust(diagnosis: Diagnosis) -> str:
+    """The trust in the verdict: ``95 % CI 32-36, confidence high, 412 steps``.
+
+    The interval is that of this rank's steps: it is left out where the headline names what all ranks lose, or what an
+    epoch loses before its first batch, and where it has no width.
+    """
+    said = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
+    low, high = diagnosis.stats.starved_low_pct, diagnosis.stats.starved_high_pct
+    of_steps = _counted(diagnosis) == "steps" and diagnosis.bottleneck not in _OF_THE_RUN
+    if low is None or high is None or not of_steps or f"{low:.0f}" == f"{high:.0f}":
+        return said
+    return f"95 % CI {low:.0f}-{high:.0f}, {said}"
+
+
+def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
+    """The share of time that training waits for data, in words."""
+    on_cpu, ranks = diagnosis.device_type == "cpu", diagnosis.measurements.ranks
+    loop = LOOP_WORDS[diagnosis.measurements.facts.stage]
+    shares, counted = shares_of(diagnosis.measurements), _counted(diagnosis)
+    if counted == "ranks" and ranks is not None:
+        whose = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
+        return f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
+    if counted == "epochs" and shares is not None:
+        if on_cpu:
+            return f"{loop} waits for data {shares.epoch_pct:.0f} % of each epoch, for its first batch"
+        return f"GPU idle {shares.epoch_pct:.0f} % of each epoch waiting for its first batch"
+    if diagnosis.bottleneck == "compute":
+        proven = shares is not None and shares.compute_bound_confirmed
+        more = ", which faster loading would not change: the model alone takes as long as a step"
+        return f"{starved_pct:.0f} % of time waiting for data{more if proven else ''}"
+    if on_cpu:
+        return f"{loop} waits for data {starved_pct:.0f} % of each step"
+    return f"GPU idle {starved_pct:.0f} % of each step waiting for data"
+
+
+def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
+    """The base of the grade: waiting in this rank's steps, in those of all ranks, or for an epoch's first batch."""
+    measured = diagnosis.measurements
+    starved, shares = measured.stats.starved_pct, shares_of(measured)
+    if diagnosis.cause == "one rank" and measured.ranks is not None and measured.ranks.starved_pct is not None:
+        return "ranks"
+    if shares is None or starved is None or (diagnosis.cause != "epoch start" and grade_of(starved) == diagnosis.grade):
+        return "steps"
+    if shares.epoch_pct is not None and shares.epoch_pct == shares.data_pct:
+        return "epochs"
+    return "ranks" if shares.by_ranks and not shares.compute_bound_confirmed else "steps"
+
+
+# --- without waiting ----------------------------------------------------------------------------------------------
+
+
+def if_free(diagnosis: Diagnosis) -> str:
+    """The speed-up if data were free. Empty: not known."""
+    faster = speedup(diagnosis)
+    if faster is None:
+        return ""
+    starts = ", starts of epochs included" if _counted(diagnosis) == "epochs" else ""
+    return f"if data were free: {faster:.2f} x as fast{starts}"
+
+
+def speedup(diagnosis: Diagnosis) -> float | None:
+    """Times as fast if data were free, by the share that the headline names; None: not known."""
+    measured, counted = diagnosis.measurements, _counted(diagnosis)
+    stats, ranks, batches = measured.stats, measured.ranks, measured.facts.batches_per_epoch or 0
+    if counted == "steps":
+        return stats.speedup_if_free
+    if counted == "ranks":
+        whole, busy = 100.0, 100.0 - ((ranks.starved_pct if ranks is not None else None) or 0.0)
+    else:
+        step_ms = stats.step_ms or 0.0
+        whole = 1e3 * (stats.epoch_start_s or 0.0) + batches * step_ms
+        busy = batches * (step_ms - (stats.data_idle_ms or 0.0))
+    return whole / busy if busy > 0 else None
+
+
+def cause_text(diagnosis: Diagnosis) -> str:
+    """The cause in a word or two. Empty: it is not known, or the bottleneck says it all."""
+    return "" if diagnosis.cause in ("unknown", diagnosis.bottleneck) else diagnosis.cause

@@ -1,0 +1,444 @@
+"""The sections of a report, described once: rows for Markdown and HTML, and lines for the console."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from lightning_feed.errors import in_rate, plural, rate_unit, source_line, throughput
+from lightning_feed.measure.experiment_results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
+from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.measure.stats import LoaderStats, StarvationStats
+from lightning_feed.report.compare import check_text
+from lightning_feed.report.report import Report, cause_text, if_free, rate
+from lightning_feed.verdict.causes import in_ms, model_disturbed
+from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
+from lightning_feed.verdict.predict import NOT_TRANSFORMS, step_of
+
+# --- the pipeline from disk to model ------------------------------------------------------------------------------
+
+_CHARACTERS = 32
+"""Of the longest bar."""
+_CUT = 3
+"""The longest bar shows this many times the lowest rate; longer bars are cut. A copy may be 100 times as fast."""
+Kind = Literal["stage", "part", "fit", "if", "remedy"]
+_Row = tuple[Kind, str, float | None, str]
+"""Of a bar: its kind and name, batches per second, and how they were found."""
+
+
+class Bar(NamedTuple):
+    """A rate in the pipeline's unit."""
+
+    name: str
+    per_s: float
+    kind: Kind
+    """A stage that every sample passes; a part of the loader, which shares its workers with the other parts; the fit as
+    it ran; the loader under other circumstances; or the fit, predicted after a remedy, whose code is the name."""
+    note: str = ""
+    """The way the figure was measured."""
+    narrowest: bool = False
+    """The stage that limits the whole, or the part that limits the loader."""
+
+
+class Pipeline(NamedTuple):
+    """The measured rates of the pipeline, in the order in which a sample passes its stages."""
+
+    unit: str
+    """``samples/s``, or ``batches/s`` where the batch size is not known."""
+    bars: Sequence[Bar]
+    full_per_s: float
+    """The rate of the longest bar."""
+
+
+def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
+    """The pipeline as far as experiments measured it. None: no stage was measured."""
+    measured = diagnosis.measurements
+    found, facts = measured.experiments, measured.facts
+    if found is None:
+        return None
+    size = next((one for one in (found.batch_size, facts.batch_size) if one is not None and one > 0), None)
+    rows: list[_Row] = [
+        *(_sample_parts(found.costs, facts, size) if size is not None else ()),
+        ("part", "collate, IPC", found.ceiling_per_s, "constant samples, same workers"),
+        ("stage", "loader", found.loader_per_s, "alone, as configured"),
+        ("stage", "copy", rate(found.copy_ms, 1), "one batch after the other"),
+        ("stage", "model", None if model_disturbed(measured) else found.model_per_s, "the same device batch each step"),
+        ("fit", "fit as it ran", rate(measured.stats.step_ms, 1), ""),
+        ("if", "files in memory", found.cached_bytes_per_s, ""),
+        ("if", "files on disk only", found.cold_per_s, ""),
+        ("if", "no transforms", found.no_transform_per_s, ""),
+        ("if", "uint8 images", found.as_uint8_per_s, ""),
+        *(("remedy", one.code, rate(one.predicted_step_ms, 1), "") for one in diagnosis.remedies),
+    ]
+    scaled = [(kind, name, (size or 1) * per_s, note) for kind, name, per_s, note in rows if per_s is not None]
+    bars = _mark([Bar(name, per_s, kind, note) for kind, name, per_s, note in scaled if 0 < per_s < math.inf])
+    rates = [one.per_s for one in bars if one.kind in ("stage", "part")]
+    if not rates:
+        return None
+    return Pipeline(rate_unit(size), bars, min(max(rates), _CUT * min(rates)))
+
+
+def pipeline_text(pipeline: Pipeline) -> list[str]:
+    """The pipeline as bars of characters, a line for each."""
+    leads = {"stage": "", "part": "  ", "fit": "", "if": "if: loader, ", "remedy": "with: "}
+    names = [leads[one.kind] + _short(one.name) for one in pipeline.bars]
+    title = f"Pipeline ({pipeline.unit})"
+    width = max(len(title) - 13, *map(len, names))
+    lines = [title]
+    for name, one in zip(names, pipeline.bars, strict=True):
+        bar = "#" * max(1, round(_CHARACTERS * min(1.0, one.per_s / pipeline.full_per_s)))
+        if one.per_s > pipeline.full_per_s:
+            bar = bar[:-1] + ">"
+        remark = "predicted" if one.kind == "remedy" else ""
+        if one.narrowest:
+            remark = "<- bottleneck" if one.kind == "stage" else "<- slowest part"
+        lines.append(f"{name:{width}}{in_rate(one.per_s):>13}  {bar:{_CHARACTERS}}  {remark}".rstrip())
+    return lines
+
+
+def _short(code: str, most: int = 44) -> str:
+    code = " ".join(code.split())
+    return code if len(code) <= most else f"{code[: most - 3]}..."
+
+
+def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: int) -> Iterator[_Row]:
+    """Reading, decoding and the transforms: what the workers could pass if each did nothing else.
+
+    A worker is taken to run at full speed while there is a CPU for it.
+    """
+    if facts.num_workers is None:
+        return
+    grouped: dict[str, list[NamedCost]] = {name: [] for name in (*NOT_TRANSFORMS, "transforms")}
+    for one in costs:
+        step = step_of(one.name)
+        grouped[step if step in NOT_TRANSFORMS else "transforms"].append(one)
+    for name, some in grouped.items():
+        wall_ms, cpu_ms = sum(one.wall_ms for one in some), sum(one.cpu_ms for one in some)
+        per_s = rate(wall_ms, max(facts.num_workers, 1))
+        if per_s is not None and facts.usable_cpus is not None and cpu_ms > 0:
+            per_s = min(per_s, 1000 * facts.usable_cpus / cpu_ms)
+        if per_s is not None:
+            yield "part", name, per_s / batch_size, "cost of one sample, shared by the workers"
+
+
+def _mark(bars: list[Bar]) -> list[Bar]:
+    """Mark the narrowest of several stages, and the slowest part of a loader that is the narrowest."""
+    stages, parts = ([one for one in bars if one.kind == kind] for kind in ("stage", "part"))
+    narrow = min(stages, key=lambda one: one.per_s) if len(stages) > 1 else None
+    marked = [narrow] if narrow else []
+    if len(parts) > 1 and (narrow is None or narrow.name == "loader"):
+        marked.append(min(parts, key=lambda one: one.per_s))
+    return [one._replace(narrowest=one in marked) for one in bars]
+
+
+# --- sections -----------------------------------------------------------------------------------------------------
+
+VALIDATION_PCT = 10.0
+"""Share of the run from which the console tells how validation divides."""
+ROWS_NAMED = 6
+"""Rows of a section that a line of the console names."""
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One topic of a report, for pages as rows, and for the console as lines."""
+
+    title: str
+    rows: Sequence[Row]
+    """Text. The first column names; in a table the others are figures."""
+    header: Row = ()
+    form: Literal["table", "list", "step", "remedies", "pipeline", "pairs"] = "table"
+    """Its look on a page; those besides ``table`` and ``list`` (a single column) have a look of their own."""
+    console: Sequence[str] | str = ()
+    """Lines, or a word that a line of the rows begins with. Empty: the console does not show it."""
+    note: str = ""
+    """A sentence below."""
+    pipeline: Pipeline | None = None
+
+    def console_lines(self) -> Sequence[str]:
+        """The lines on the console."""
+        if not isinstance(self.console, str):
+            return self.console
+        named = [f"{row[0]}: {row[1]}" for row in self.rows[:ROWS_NAMED]]
+        more = [f"{len(self.rows) - ROWS_NAMED} more"] if len(self.rows) > ROWS_NAMED else []
+        return [f"{self.console:<5} {'; '.join(named + more)}"]
+
+
+def step_sections(diagnosis: Diagnosis) -> Iterator[Section]:
+    """The parts of a step."""
+    if diagnosis.stats.step_ms:
+        copies = diagnosis.device_type != "cpu" or diagnosis.bottleneck == "copy"
+        yield _parts_section("step", diagnosis.stats, copies=copies, end=f"        {if_free(diagnosis)}")
+
+
+def _parts_section(what: str, stats: StarvationStats, *, copies: bool, end: str) -> Section:
+    """The measured parts of a step as they follow each other on the device; they add up to the step.
+
+    Where nothing is copied, on a CPU, what little time the transfer takes counts as ``other``.
+    """
+    whole, copy_ms, other_ms = stats.step_ms or 0.0, stats.h2d_ms, stats.other_ms
+    if not copies:
+        copy_ms, other_ms = None, None if other_ms is None else other_ms + (copy_ms or 0.0)
+    named = {"forward": stats.forward_ms, "backward": stats.backward_ms, "optimizer": stats.optimizer_ms}
+    inside = ", ".join(f"{name} {in_ms(ms, whole)}" for name, ms in named.items() if ms is not None)
+    parts = (
+        ("compute", stats.compute_ms, "forward, backward and optimizer", f" ({inside})" if inside else ""),
+        ("data", stats.data_idle_ms, "the device waited for data", ""),
+        ("copy to device", copy_ms, "as far as no computing hides it, with the hooks before it", ""),
+        ("other", other_ms, "between the steps: callbacks, logging, checkpoints", ""),
+    )
+    known = [(name, ms, meaning, inside) for name, ms, meaning, inside in parts if ms is not None]
+    rows = [
+        (name, in_ms(ms, whole), f"{100 * ms / whole:.1f}", meaning + inside) for name, ms, meaning, inside in known
+    ]
+    split = " | ".join(f"{name} {in_ms(ms, whole)}{inside}" for name, ms, _, inside in known)
+    line = f"{what} {in_ms(whole, whole)} ms = {split}{end}".rstrip()
+    return Section(f"Where a {what} of {in_ms(whole, whole)} ms goes", rows, _PARTS, "step", [line])
+
+
+_PARTS = ("part of the step", "ms", "%", "")
+
+
+def time_sections(measured: Measurements) -> Iterator[Section]:
+    """The parts of the run, and of its validation."""
+    wall, validation = measured.wall, measured.validation
+    if wall is not None and wall.wall_s > 0:
+        digits = 1 if wall.wall_s >= 10 else 2
+        told = [f"{one.name} {one.seconds:.{digits}f}" for one in wall.parts if round(one.seconds, digits)]
+        parts = [(one.name, f"{one.seconds:.2f}", f"{100 * one.seconds / wall.wall_s:.1f}") for one in wall.parts]
+        line = f"wall  {wall.wall_s:.{digits}f} s = {' | '.join(told)}"
+        yield Section(
+            f"Where {wall.wall_s:.1f} s of wall time go", parts, ("part of the run", "s", "%"), console=[line]
+        )
+    if validation is not None and validation.stats.step_ms:
+        step, copies = validation.stats.step_ms, validation.facts.device_type != "cpu"
+        waits = [
+            f"; {one.name} waits {in_ms(one.data_idle_ms, step)} of {in_ms(one.step_ms, step)}"
+            for one in validation.by_loader
+        ]
+        section = _parts_section("validation step", validation.stats, copies=copies, end="".join(waits))
+        large = wall is not None and 100 * wall.seconds("validation") >= VALIDATION_PCT * wall.wall_s
+        yield section if large else replace(section, console=())
+    by_loader = measured.by_loader or (validation.by_loader if validation is not None else ())
+    rows = [(one.name, str(one.steps), f"{one.step_ms:.2f}", f"{one.data_idle_ms:.2f}") for one in by_loader]
+    yield from _table("Loader by loader", rows, ("loader", "steps", "ms a step", "waiting for data"))
+
+
+# --- advice -------------------------------------------------------------------------------------------------------
+
+
+def advice_sections(diagnosis: Diagnosis) -> Iterator[Section]:
+    """Causes, remedies and notes."""
+    cause, evidence = cause_text(diagnosis), diagnosis.evidence
+    told = [f"cause {cause}"] if cause else []
+    told += ["why   " + "; ".join(evidence)] if evidence else []
+    yield from _list("Why", [one for one in (cause, *evidence) if one], told)
+    if diagnosis.remedies:
+        rows, lines = [_remedy_row(one, diagnosis) for one in diagnosis.remedies], list(_remedy_lines(diagnosis))
+        header = ("change", "why", "predicted step", "predicted rate")
+        yield Section("What to change", rows, header, "remedies", lines)
+    told = [f"not   {one}" for one in diagnosis.why_not] + [f"note  {one}" for one in diagnosis.notes]
+    yield from _list("Notes", [*diagnosis.why_not, *diagnosis.notes], told)
+
+
+def _list(title: str, lines: Iterable[str], console: Sequence[str] = ()) -> Iterator[Section]:
+    rows = [(one,) for one in lines]
+    if rows:
+        yield Section(title, rows, form="list", console=console)
+
+
+def _remedy_row(remedy: Remedy, diagnosis: Diagnosis) -> Row:
+    predicted = remedy.predicted_step_ms
+    per_s = rate(predicted, diagnosis.measurements.facts.batch_size)
+    return (
+        remedy.code,
+        f"{remedy.where}: {remedy.why}" if remedy.where else remedy.why,
+        "" if predicted is None else f"{in_ms(predicted, diagnosis.stats.step_ms or predicted)} ms",
+        "" if per_s is None else f"{in_rate(per_s)} samples/s",
+    )
+
+
+def _remedy_lines(diagnosis: Diagnosis) -> Iterator[str]:
+    lead = "fix   "
+    for remedy in diagnosis.remedies:
+        then = "" if remedy.predicted_gain_pct is None else f" (predicted: {remedy.predicted_gain_pct:.0f} % less time)"
+        if remedy.predicted_step_ms is not None:
+            then = f" (predicted step {in_ms(remedy.predicted_step_ms, diagnosis.stats.step_ms or 0.0)} ms)"
+        if remedy.where:
+            yield f"{lead}{remedy.where}"
+            lead = "        "
+        *first, last = remedy.code.split("\n")
+        yield from (f"{lead}{one}" for one in first)
+        yield f"{lead}{last}    # {remedy.why}{then}"
+        lead = "      "
+
+
+# --- measurements -------------------------------------------------------------------------------------------------
+
+
+def pipeline_sections(diagnosis: Diagnosis) -> Iterator[Section]:
+    """The pipeline from disk to model."""
+    pipeline = read_pipeline(diagnosis)
+    if pipeline is None:
+        return
+    cut = any(one.per_s > pipeline.full_per_s for one in pipeline.bars)
+    note = f"Bars end at {in_rate(pipeline.full_per_s)} {pipeline.unit}; longer ones are cut." if cut else ""
+    title, lines = f"Pipeline: {pipeline.unit} that each part could do", ["", *pipeline_text(pipeline)]
+    yield Section(title, (), form="pipeline", console=lines, note=note, pipeline=pipeline)
+
+
+def measured_sections(measured: Measurements) -> Iterator[Section]:
+    """Hooks, ranks, workers and what experiments found; none for what was not measured."""
+    hooks = [(one.name, f"{one.ms_per_step:.2f}") for one in measured.hooks]
+    yield from _table("Slowest hooks", hooks, ("hook or logger", "ms a step"))
+    if measured.ranks is not None:
+        slow, waits = measured.ranks.slow_rank, enumerate(measured.ranks.data_idle_ms_by_rank)
+        rows = [(f"rank {rank}{' (the slow one)' if rank == slow else ''}", f"{ms:.2f}") for rank, ms in waits]
+        yield from _table("Ranks", rows, ("", "waits for data, ms a step"))
+    yield from _table("Loader and workers during the fit", _loader_rows(measured.loaders))
+    if measured.experiments is not None:
+        yield from _experiments(measured.experiments, stepped=measured.stats.steps > 0)
+
+
+def _table(title: str, rows: Sequence[Row], header: Row = (), console: str = "") -> Iterator[Section]:
+    if rows:
+        yield Section(title, rows, header, console=console or ())
+
+
+def _figures(*rows: tuple[str, float | None, str]) -> list[Row]:
+    """(name, figure as text) of what is known, by (name, figure, format)."""
+    return [(name, form.format(value)) for name, value, form in rows if value is not None]
+
+
+def _loader_rows(loaders: LoaderStats) -> list[Row]:
+    return _figures(
+        ("workers on a CPU", loaders.workers_on_cpu_pct, "{:.0f} %"),
+        ("workers waiting for a CPU", loaders.workers_run_queue_pct, "{:.0f} %"),
+        ("workers blocked", loaders.workers_blocked_pct, "{:.0f} %"),
+        ("read by the workers", loaders.read_mb_per_s, "{:.1f} MB/s"),
+        ("connections over the network", loaders.connections, "{:.0f}"),
+        ("of that from memory", loaders.page_cache_pct, "{:.0f} %"),
+        ("batches ready when asked", loaders.queue_ready, "{:.1f}"),
+        ("batches that may be ready", loaders.queue_capacity, "{:.0f}"),
+        ("waiting while a later batch was ready", loaders.head_of_line_pct, "{:.0f} %"),
+        ("waiting for the pin thread", loaders.pin_lag_ms, "{:.2f} ms"),
+        ("batches made", loaders.produced_per_s, "{:.2f} /s"),
+        ("time with tasks waiting for a CPU", loaders.cpu_pressure_pct, "{:.0f} %"),
+        ("time with tasks waiting for a disk", loaders.io_pressure_pct, "{:.0f} %"),
+        ("time with tasks waiting for memory", loaders.memory_pressure_pct, "{:.0f} %"),
+        ("CPU quota used up", loaders.throttled_pct, "{:.0f} % of periods"),
+        ("reads answered by the cache", loaders.cache_hit_pct, "{:.0f} %"),
+    )
+
+
+def _experiments(found: ExperimentResults, *, stepped: bool) -> Iterator[Section]:
+    costs = sorted(found.costs, key=lambda one: -one.wall_ms)
+    rows: list[Row] = [(one.name, f"{one.wall_ms:.2f} ms", f"{one.cpu_ms:.2f} ms") for one in costs]
+    yield from _table("What one sample costs", rows, ("", "wall time", "CPU time"), "costs")
+    rows = [(_code_place(one), f"{one.ms_per_batch:.1f} ms a batch") for one in found.functions]
+    yield from _table("Where in your code a batch is made", rows, console="code")
+    size = found.batch_size or 1
+    spread = {workers: f"{in_rate(size * low)} to {in_rate(size * high)}" for workers, low, high in found.worker_spread}
+    rows = [
+        (plural(workers, "worker"), throughput(per_s, found.batch_size), spread.get(workers, ""))
+        for workers, per_s in found.worker_scaling
+    ]
+    yield from _table("The loader alone, by number of workers", rows, ("", "rate", "tried again"), "tried")
+    yield from _table("What one batch takes", _batch_rows(found), console="batch")
+    if found.disk is not None:
+        yield from _table("Where the files lie", _disk_rows(found.disk), console="disk")
+    rows, questionable = _key_rows(found.keys), any(one.used is not True for one in found.keys)
+    known = stepped or any(one.used is not None for one in found.keys)  # without a step nobody could have used them
+    yield from _table("Parts of a batch", rows, console="keys" if questionable and known else "")
+    yield from _table("Experiments that were left out", found.left_out, ("", "why"), "skip")
+
+
+def _code_place(cost: FunctionCost) -> str:
+    """``Birds.__getitem__ (birds.py:41), calling ColorJitter``."""
+    calls = f", calling {cost.calls}" if cost.calls else ""
+    return f"{cost.name} ({source_line(cost.file, cost.line)}){calls}"
+
+
+def _batch_rows(found: ExperimentResults) -> list[Row]:
+    return _figures(
+        ("its samples, in one process", found.samples_ms, "{:.1f} ms"),
+        ("collating them", found.collate_ms, "{:.1f} ms"),
+        ("taking it from a worker", found.hand_over_ms, "{:.1f} ms"),
+        ('taking it with the sharing strategy "file_system"', found.hand_over_file_system_ms, "{:.1f} ms"),
+        ("copying it to the device", found.copy_ms, "{:.2f} ms"),
+        ("start of the loader", found.loader_start_s, "{:.2f} s"),
+        ("copies from pinned memory", found.pinned_gb_per_s, "{:.1f} GB/s"),
+        ("copies from pageable memory", found.pageable_gb_per_s, "{:.1f} GB/s"),
+    )
+
+
+def _disk_rows(disk: DiskFacts) -> list[Row]:
+    where = " on ".join(one for one in (disk.file_system, disk.kind) if one)
+    return [("file system", where)] * bool(where) + _figures(
+        ("reading", disk.read_mb_per_s, "{:.1f} MB/s"),
+        ("files", disk.files_per_s, "{:.0f} a second"),
+        ("mean size of a file", None if disk.mean_file_bytes is None else disk.mean_file_bytes / 1e3, "{:.0f} kB"),
+        ("a request", disk.latency_ms, "{:.1f} ms"),
+        ("many requests at once", disk.line_mb_per_s, "{:.0f} MB/s"),
+    )
+
+
+def _key_rows(keys: tuple[KeyUse, ...]) -> list[Row]:
+    """(place, size and use) of each part of a batch, unused ones first; those of a list are one.
+
+    Places are as Python writes them: ``batch[1]``, ``targets[*].boxes``.
+    """
+    words = {False: "never used by the model", None: "use by the model unknown", True: "used by the model"}
+    parts: dict[tuple[str, bool | None], int] = {}
+    for one in keys:
+        first, *inner = one.name.split(".")
+        place = f"batch[{first}]" if first.isdecimal() else first
+        place += "".join("[*]" if name.isdecimal() else f".{name}" for name in inner)
+        parts[place, one.used] = parts.get((place, one.used), 0) + one.bytes_per_batch
+    ordered = sorted(parts.items(), key=lambda one: list(words).index(one[0][1]))
+    return [(place, f"{size / 1e3:,.1f} kB a batch, {words[used]}") for (place, used), size in ordered]
+
+
+# --- all of a report ----------------------------------------------------------------------------------------------
+
+
+def other_sections(report: Report) -> Iterator[Section]:
+    """The sections of a page below the step and the advice."""
+    diagnosis = report.diagnosis
+    yield from _list("What an earlier report predicted for this run", map(check_text, report.report_card))
+    yield from pipeline_sections(diagnosis)
+    yield from time_sections(diagnosis.measurements)
+    yield from measured_sections(diagnosis.measurements)
+    yield Section("Run and machine", _run_rows(report), form="pairs")
+
+
+def _run_rows(report: Report) -> list[Row]:
+    """(what, value) of the run and its machine, as far as they are known."""
+    facts, where = report.diagnosis.measurements.facts, report.environment
+    size = facts.batch_bytes
+    batch = _figures(("", facts.batch_size, "{} samples"), ("", None if size is None else size / 1e6, "{:.2f} MB"))
+    rows = (
+        ("written", report.written_at),
+        ("device", where.device or facts.device_type),
+        ("CPU", where.cpu),
+        ("usable CPUs", where.usable_cpus if facts.usable_cpus is None else facts.usable_cpus),
+        ("ranks", facts.world_size),
+        ("batch", ", ".join(said for _, said in batch) or None),
+        ("workers", facts.num_workers),
+        ("prefetch factor", facts.prefetch_factor),
+        ("pinned memory", facts.pin_memory),
+        ("persistent workers", facts.persistent_workers),
+        ("decoder", facts.decoder),
+        ("backend", facts.backend),
+        ("lightning_feed", where.lightning_feed),
+        ("Lightning", facts.lightning or where.lightning or where.pytorch_lightning),
+        ("torch", where.torch),
+        ("Python", where.python),
+        ("platform", where.platform),
+    )
+    words = {True: "yes", False: "no"}
+    return [
+        (name, words[value] if isinstance(value, bool) else str(value)) for name, value in rows if value is not None
+    ]

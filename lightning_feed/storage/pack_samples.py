@@ -1,0 +1,236 @@
+"""The samples of a pack as bytes: files kept, made smaller or decoded, and samples of any dataset without pickle.
+
+A sample of a dataset is a JSON header, then its raw arrays: the length of the header (8 bytes, little endian), the
+header, and each array from a multiple of 64 bytes on.
+"""
+
+import io
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch.utils.data import Dataset
+
+from lightning_feed.errors import ArchiveError, DatasetError, DecodeError
+from lightning_feed.storage.folder import FolderSource
+
+_SHAPE_BYTES = 8
+"""Before decoded pixels: height and width, 4 bytes each, little endian."""
+_ALIGN = 64
+# What Pillow's readers are known to raise on corrupt files; as in decode/pillow_decoder.py.
+_CORRUPT = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
+
+
+# --- files and datasets -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Changes made to images once, while they are packed."""
+
+    short_side: int | None = None
+    """Images with a longer shorter side are resized to this, in pixels; smaller ones stay as they are."""
+    quality: int | None = None
+    """Of JPEGs that are written anew, 1 to 100. Without a short side, all images are written anew."""
+    decoded: bool = False
+    """True if pixels are stored, uint8 (H, W, 3), instead of a file."""
+
+    @property
+    def written_quality(self) -> int | None:
+        """Of the JPEGs that are written anew; None where there are none."""
+        return 95 if self.quality is None and self.short_side and not self.decoded else self.quality
+
+
+class Payload(NamedTuple):
+    """One sample as it is packed."""
+
+    data: bytes | None
+    """None where it could not be read."""
+    checksum: int
+    """CRC-32."""
+    problem: str
+    """Why it could not be read."""
+    changed_ns: int
+    """When its file had last changed before it was read; 0 where it is of no file."""
+
+
+class Payloads(Dataset[Payload]):
+    """A map-style dataset of payloads.
+
+    Args:
+        source: labelled files, or any map-style dataset.
+        shrink: for files.
+    """
+
+    def __init__(self, source: Any, shrink: Shrink) -> None:
+        self.source, self.shrink = source, shrink
+        self.kind: Literal["files", "decoded", "samples"] = "samples"
+        self.labels: npt.NDArray[np.int64] = np.zeros(len(source), dtype=np.int64)
+        if isinstance(source, FolderSource):
+            self.kind, self.labels = "decoded" if shrink.decoded else "files", source.labels
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Payload:
+        changed_ns = self.changed_ns(index)  # before it is read: what is written meanwhile changes it
+        try:
+            payload = self._payload(index)
+        except DatasetError as error:
+            return Payload(None, 0, str(error), changed_ns)
+        return Payload(payload, zlib.crc32(payload), "", changed_ns)
+
+    def __getitems__(self, indices: list[int]) -> list[Payload]:
+        expect = getattr(self.source, "expect", None)
+        _held = None if expect is None else expect(indices)  # of a remote place, read at the same time
+        return [self[index] for index in indices]
+
+    def name(self, index: int) -> str:
+        """The name of a sample in the pack: the path of its file, or its number."""
+        return self.source.index.path(index) if isinstance(self.source, FolderSource) else str(index)
+
+    def changed_ns(self, index: int) -> int:
+        """When the file of a sample last changed, in ns since 1970; 0 where there is none."""
+        return self.source.changed_ns(index) if isinstance(self.source, FolderSource) else 0
+
+    def _payload(self, index: int) -> bytes:
+        if self.kind == "samples":
+            return to_bytes(self.source[index])
+        data: bytes = self.source.read(index)
+        if self.kind == "files" and self.shrink.short_side is None and self.shrink.quality is None:
+            return data
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                return self._decoded(image) if self.kind == "decoded" else self._encoded(image, data)
+        except _CORRUPT as error:
+            # Pillow would show the object that it read from.
+            why = "it is of no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+            raise DecodeError(f"{self.source.name(index)} (sample {index}) is no readable image: {why}.") from error
+
+    def _decoded(self, image: Image.Image) -> bytes:
+        pixels = np.asarray(_resized(image.convert("RGB"), self.shrink.short_side))
+        return np.array(pixels.shape[:2], "<u4").tobytes() + pixels.tobytes()
+
+    def _encoded(self, image: Image.Image, data: bytes) -> bytes:
+        image.load()  # whether or not it is resized: a file that is cut short is found now
+        if self.shrink.short_side is not None and min(image.size) <= self.shrink.short_side:
+            return data  # as good as new ones would be, and of the size that was asked for
+        file = io.BytesIO()
+        # The colours at full resolution: they have been halved once, and would be so again.
+        resized = _resized(image.convert("RGB"), self.shrink.short_side)
+        resized.save(file, "JPEG", quality=self.shrink.written_quality, subsampling=0)
+        return file.getvalue()
+
+
+def pixels_of(payload: bytes | memoryview) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """Decoded pixels from their payload: uint8, shape (H, W, 3), read-only."""
+    height, width = np.frombuffer(payload, "<u4", count=2)
+    return np.frombuffer(payload, np.uint8, offset=_SHAPE_BYTES).reshape(int(height), int(width), 3)
+
+
+def _resized(image: Image.Image, short_side: int | None) -> Image.Image:
+    short = min(image.size)
+    if short_side is None or short <= short_side:
+        return image
+    size = tuple(max(1, round(side * short_side / short)) for side in image.size)
+    return image.resize((size[0], size[1]), Image.Resampling.BICUBIC)
+
+
+# --- samples of any dataset -------------------------------------------------------------------------------------------
+
+
+def to_bytes(sample: Any) -> bytes:
+    """A nested dict, list or tuple of tensors, arrays, numbers, strings, bytes and None as bytes.
+
+    Raises:
+        DatasetError: for anything else in it, with its place.
+    """
+    arrays: list[np.ndarray[Any, Any]] = []
+    header = json.dumps(_describe(sample, arrays, "sample")).encode()
+    parts = [len(header).to_bytes(8, "little"), header]
+    at = 8 + len(header)
+    for array in arrays:
+        gap = -at % _ALIGN
+        parts += [bytes(gap), array.tobytes()]
+        at += gap + array.nbytes
+    return b"".join(parts)
+
+
+def from_bytes(data: bytes) -> Any:
+    """The sample that :func:`to_bytes` was given. Arrays and tensors are copies that may be written to.
+
+    Raises:
+        ArchiveError: when the bytes are not such a sample.
+    """
+    try:
+        at = 8 + int.from_bytes(data[:8], "little")
+        tree = json.loads(data[8:at])
+        return _Reader(data, at).build(tree)
+    except Exception as error:  # of JSON, NumPy or torch: a stranger may have written it
+        raise ArchiveError(f"{len(data)} bytes that are no packed sample: {error}. Pack the source again.") from error
+
+
+def _describe(value: Any, arrays: list[np.ndarray[Any, Any]], place: str) -> Any:
+    # A np.float64 is a float, and is to stay a np.float64.
+    if isinstance(value, (bool, int, float, str, type(None))) and not isinstance(value, np.floating):
+        return {"value": value}
+    if isinstance(value, (bytes, bytearray)):
+        arrays.append(np.frombuffer(value, np.uint8))
+        return {"bytes": len(value)}
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        # Through bytes, since NumPy has no bfloat16 and no float8.
+        arrays.append(plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8))
+        return {"tensor": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        arrays.append(np.ascontiguousarray(value))
+        return {"array": value.dtype.str, "shape": list(value.shape), "scalar": isinstance(value, np.generic)}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _describe(inner, arrays, f"{place}[{key!r}]") for key, inner in value.items()}}
+    if type(value) in (list, tuple):
+        inner = [_describe(one, arrays, f"{place}[{number}]") for number, one in enumerate(value)]
+        return {type(value).__name__: inner}
+    raise DatasetError(f"{place} is a {type(value).__name__}, which cannot be packed. Make it a tensor or a number.")
+
+
+class _Reader:
+    """Takes the arrays in the order in which they were described."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self.data, self.at = data, at
+
+    def build(self, tree: dict[str, Any]) -> Any:
+        if "value" in tree:
+            return tree["value"]
+        if "dict" in tree:
+            return {key: self.build(inner) for key, inner in tree["dict"].items()}
+        if "list" in tree:
+            return [self.build(inner) for inner in tree["list"]]
+        if "tuple" in tree:
+            return tuple(self.build(inner) for inner in tree["tuple"])
+        if "bytes" in tree:
+            return self._take(tree["bytes"])
+        if "tensor" in tree:
+            dtype = getattr(torch, tree["tensor"])
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{tree['tensor']!r} is no type of a tensor")
+            raw = self._take(int(np.prod(tree["shape"], dtype=np.int64)) * dtype.itemsize)
+            flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
+            return flat.reshape(tree["shape"])
+        dtype = np.dtype(tree["array"])
+        array = np.frombuffer(self._take(int(np.prod(tree["shape"], dtype=np.int64)) * dtype.itemsize), dtype)
+        array = array.reshape(tree["shape"])
+        return array[()] if tree["scalar"] else array.copy()
+
+    def _take(self, size: int) -> bytes:
+        begin = self.at + -self.at % _ALIGN
+        self.at = begin + size
+        if self.at > len(self.data):
+            raise ValueError(f"cut short: {size} bytes are missing at {begin}")
+        return bytes(self.data[begin : self.at])

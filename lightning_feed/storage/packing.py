@@ -1,0 +1,251 @@
+"""Packing many small files, or any map-style dataset, into a few large files: checked, and atomic at the end."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_feed.errors import ArchiveError, SettingsError
+from lightning_feed.storage.folder import FolderSource, is_pack
+from lightning_feed.storage.pack_formats import ALL, FORMATS, Format, Manifest
+from lightning_feed.storage.pack_samples import Payload, Payloads, Shrink
+from lightning_feed.storage.pack_writers import PartWriter, finish, in_the_making
+from lightning_feed.storage.packed_dataset import PackedDataset
+from lightning_feed.storage.remote import place_of
+from lightning_feed.storage.remote_folder import RemoteSource
+from lightning_feed.storage.splits import SPLITS, Root
+from lightning_feed.storage.system import end_with, find_room, progress_bar
+
+LITDATA = "packs are of the formats lmdb and hdf5; for LitData's chunks use its own litdata.optimize"
+_AT_ONCE = 16
+"""Samples that a worker hands over together, at most."""
+_HANDED_OVER_BYTES = 16 << 20
+"""About as much as a worker hands over at once: two such lots wait for each worker."""
+_LOOKED_AT = 256
+"""Samples from which the size of the pack is estimated."""
+_WRITTEN_BYTES = 64 << 20
+"""Payloads that are written together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackReport:
+    """A pack that was made."""
+
+    path: Path
+    samples: int
+    total_bytes: int
+    """Of the payloads."""
+    skipped: tuple[str, ...]
+    """Samples that were left out, each with the reason; only with ``on_error="skip"``."""
+    took_s: float
+
+
+def pack(  # noqa: PLR0913 - all but two are by name, and have a default
+    source: Any,
+    dest: str | Path,
+    *,
+    format: Format = "lmdb",
+    short_side: int | None = None,
+    quality: int | None = None,
+    decoded: bool = False,
+    workers: int | None = None,
+    on_error: str = "raise",
+    force: bool = False,
+    verify: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> PackReport:
+    """Pack a folder of class folders (with ``train``, ``val`` ... around them or not), or a map-style dataset.
+
+    The pack is made in a hidden folder beside ``dest`` and renamed at the end. Called again after a kill or an error,
+    it begins again. HDF5 packs need room for twice the data until they are done.
+
+    Args:
+        source: a folder, also at a URL of fsspec; or a dataset whose samples are nested dicts, lists and tuples of
+            tensors, arrays, numbers, text, bytes and None.
+        dest: where the pack is to be; a folder that does not exist.
+        format: ``"lmdb"`` or ``"hdf5"``.
+        short_side: resize images whose shorter side is longer, once, to this many pixels.
+        quality: of JPEGs that are written anew, 1 to 100: those that ``short_side`` makes smaller (None for 95), or
+            all images, where ``short_side`` is not given.
+        decoded: store pixels, uint8 (H, W, 3), in place of files.
+        workers: processes that read and resize; None for one for each CPU.
+        on_error: for images that cannot be read, ``"raise"``, or ``"skip"`` to leave them out and say so.
+        force: replace a pack that is there.
+        verify: read everything back and compare checksums.
+        storage_options: for a URL, those of fsspec.
+
+    Raises:
+        SettingsError: for a value that is impossible.
+        DatasetError: when the source cannot be read.
+        ArchiveError: when there is something at ``dest`` or it lies in the source, when there is no room, when another
+            process packs there or another user could write there, when the disk is full, when the source changes
+            meanwhile, or when the pack is not what was put in.
+    """
+    began = time.monotonic()
+    target = Path(dest)
+    shrink = Shrink(short_side=short_side, quality=quality, decoded=decoded)
+    _check(format, shrink, workers, on_error)
+    _check_target(target, force=force)
+    parts, classes = _parts_of(source, shrink, storage_options)
+    _check_outside(target, parts)
+    with in_the_making(target) as folder:
+        _check_target(target, force=force)  # again: another process may have packed there since
+        _check_room(folder, parts, format)
+        written = [PartWriter(folder / name, part, format) for name, part in parts.items()]
+        for one in written:
+            _fill(one, workers, on_error)
+            one.finish()
+        for one in written:
+            one.check_source()
+        Manifest(
+            format=format,
+            kind=written[0].part.kind,
+            classes=classes,
+            parts={one.name: one.samples for one in written},
+            total_bytes=sum(one.total_bytes for one in written),
+            options={"short_side": short_side, "quality": shrink.written_quality},
+            files={name: size for one in written for name, size in one.files().items()},
+            indexes={one.name: one.digest for one in written},
+        ).save(folder)
+        if verify:
+            verify_pack(folder)
+        finish(folder, target)
+    return PackReport(
+        path=target,
+        samples=sum(one.samples for one in written),
+        total_bytes=sum(one.total_bytes for one in written),
+        skipped=tuple(row.problem for one in written for row in one.rows if row.size < 0),
+        took_s=time.monotonic() - began,
+    )
+
+
+def verify_pack(path: str | Path) -> int:
+    """Read every sample of a pack, and compare its size and its checksum with those of when it was packed.
+
+    Returns:
+        How many samples there are.
+
+    Raises:
+        ArchiveError: for the first that differs, or cannot be read.
+    """
+    manifest = PackedDataset.manifest_of(path)
+    for name, count in manifest.parts.items():
+        part = PackedDataset(path, name)
+        with progress_bar(f"Verifying {name}", count, " samples") as bar:
+            for index in range(count):
+                part.payload(index)  # which compares it
+                bar.update()
+    return sum(manifest.parts.values())
+
+
+# --- before anything is written ---------------------------------------------------------------------------------------
+
+
+def _check(format: str, shrink: Shrink, workers: int | None, on_error: str) -> None:
+    if format == "litdata":
+        raise SettingsError(f"format='litdata' is not possible: {LITDATA}.")
+    for name, value, possible, advice in (
+        ("format", format, format in FORMATS, f"one of {', '.join(map(repr, FORMATS))}"),
+        ("on_error", on_error, on_error in ("raise", "skip"), "'raise' or 'skip'"),
+        ("short_side", shrink.short_side, _is_from(1, shrink.short_side), "pixels, 1 or more"),
+        ("quality", shrink.quality, _is_from(1, shrink.quality) and (shrink.quality or 1) <= 100, "1 to 100"),
+        ("workers", workers, _is_from(0, workers), "processes, 0 for none but this one, or None"),
+    ):
+        if not possible:
+            raise SettingsError(f"{name}={value!r} is not possible. Give {advice}.")
+    if shrink.quality is not None and shrink.decoded:
+        raise SettingsError(f"quality={shrink.quality} would have no effect on decoded pixels. Leave one out.")
+
+
+def _is_from(least: int, value: int | None) -> bool:
+    return value is None or (type(value) is int and value >= least)
+
+
+def _check_target(target: Path, *, force: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not is_pack(target):
+        raise ArchiveError(f"{target} exists and is no pack, so it is not replaced. Give another DEST.")
+    if not force:
+        raise ArchiveError(f"{target} exists. Give another DEST, or --force (force=True) to replace it.")
+
+
+def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
+    """Refuse a pack inside what is packed. By device and inode: a path may lead there by a link or another mount."""
+    sources = [part.source for part in parts.values() if isinstance(part.source, FolderSource)]
+    for root in [source.root for source in sources if not isinstance(source, RemoteSource)]:
+        if any(folder.exists() and folder.samefile(root) for folder in target.absolute().resolve().parents):
+            raise ArchiveError(f"{target} lies in {root}, which is to be packed. Give a DEST outside of it.")
+
+
+def _parts_of(
+    source: Any, shrink: Shrink, storage_options: Mapping[str, Any] | None
+) -> tuple[dict[str, Payloads], tuple[str, ...]]:
+    """The parts of a pack by name, and the classes of all of them."""
+    if not isinstance(source, (str, Path)):
+        if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+            raise SettingsError(f"A {type(source).__name__} cannot be packed. Give a folder, or a map-style dataset.")
+        if shrink != Shrink():
+            raise SettingsError("short_side, quality and decoded are for folders of images. Leave them out.")
+        return {ALL: Payloads(source, shrink)}, ()
+    root = Root(place_of(source, storage_options), fresh=True)
+    sources = {split: root.source(split) for split in (SPLITS if root.has_splits else (ALL,))}
+    found = {split: Payloads(part, shrink) for split, part in sources.items() if part is not None}
+    return found, next(iter(found.values())).source.classes
+
+
+def _check_room(folder: Path, parts: dict[str, Payloads], format: Format) -> None:
+    times, words = (1.05, "") if format == "lmdb" else (2.1, " (twice the data)")
+    needed = sum(_estimated_bytes(part) for part in parts.values()) * times
+    free = find_room(folder).left_bytes
+    if needed > free:
+        raise ArchiveError(
+            f"Packing needs about {needed / 1e9:.2f} GB in {folder.parent} until it is done{words}, and "
+            f"{free / 1e9:.2f} GB are free. Free some, give another DEST, or make images smaller (--short-side)."
+        )
+
+
+def _estimated_bytes(part: Payloads) -> int:
+    """Bytes of a part in LMDB, which gives all but small payloads pages of their own: estimated from some samples."""
+    some = [each.data for each in part.__getitems__(list(range(0, len(part), max(1, len(part) // _LOOKED_AT))))]
+    sizes = [len(data) + 64 for data in some if data is not None]
+    taken = [size if size < 1024 else -(-size // 4096) * 4096 for size in sizes]
+    return sum(taken) * len(part) // max(1, len(taken))
+
+
+# --- reading the source -----------------------------------------------------------------------------------------------
+
+
+def _fill(written: PartWriter, workers: int | None, on_error: str) -> None:
+    """Read all samples of a part, and write them."""
+    waiting, waiting_bytes = list[Payload](), 0
+    with progress_bar(f"Packing {written.name}", len(written.part), " samples") as bar:
+        for payload in _payloads(written.part, workers):
+            if payload.data is None and on_error == "raise":
+                raise ArchiveError(f"{payload.problem} Fix it, or leave it out (--on-error skip), and pack again.")
+            waiting.append(payload)
+            waiting_bytes += len(payload.data or b"")
+            bar.update()
+            if waiting_bytes >= _WRITTEN_BYTES:
+                written.append(waiting)
+                waiting, waiting_bytes = [], 0
+        written.append(waiting)
+
+
+def _payloads(part: Payloads, workers: int | None) -> Iterator[Payload]:
+    if workers is None:
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(workers, len(part) // _AT_ONCE)
+    at_once = 1
+    if workers:  # fewer samples are handed over together where they are large
+        at_once = max(1, min(_AT_ONCE, _HANDED_OVER_BYTES // max(1, len(part[0].data or b""))))
+    # A worker whose parent is killed would wait for ever to hand over what nobody takes.
+    end = partial(end_with, os.getpid())
+    loader = DataLoader(part, batch_size=at_once, num_workers=workers, collate_fn=list, worker_init_fn=end)
+    for batch in loader:
+        yield from batch

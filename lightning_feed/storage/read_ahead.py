@@ -1,0 +1,169 @@
+"""Files of a remote place fetched ahead of the order of an epoch, by a process of its own.
+
+A process, not a thread: the library of an object store takes a millisecond of Python for each object, which would be
+taken from the training loop. The training process draws indices from the sampler before they are asked for, as many as
+fit into the bytes to read ahead, and sends their numbers on; what is fetched lies in the cache, where workers find it.
+"""
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from multiprocessing.util import Finalize
+from pathlib import Path
+from pickle import PicklingError
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from lightning_feed.storage.remote import REQUESTS
+from lightning_feed.storage.remote_folder import RemoteSource
+from lightning_feed.storage.system import end_with
+
+logger = logging.getLogger(__name__)
+
+_CHILD = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from lightning_feed.storage.read_ahead import fetch_in_child; fetch_in_child()"
+)
+_IN_FLIGHT_BYTES = 256 << 20
+_GIVE_UP = 20
+"""So many failures one after the other are no matter of some files."""
+
+
+class ReadAhead:
+    """Fetches what an order needs next into the cache of a source.
+
+    Args:
+        source: with a cache.
+        picked: the numbers of samples, from those of the dataset that the order is of to those of the source: each of
+            these is what one ``Subset`` or share picks of the next.
+        limit_bytes: how much is fetched before it is asked for.
+    """
+
+    def __init__(self, source: RemoteSource, picked: Sequence[Any], limit_bytes: int) -> None:
+        cache = source.place.cache
+        assert cache is not None
+        self._source, self._picked = source, picked
+        # What is fetched must not push out what was fetched just before.
+        self._limit_bytes = max(1, min(limit_bytes, cache.limit_bytes // 4))
+        self._child: tuple[int, subprocess.Popen[bytes]] | None = None
+        self._ended = False
+
+    def through(self, order: Iterable[Any], then: Callable[[], Iterable[Any]] = tuple) -> Iterator[Any]:
+        """The same order; what its next entries need, and behind its end those of ``then``, is being fetched."""
+        waiting, ahead_bytes = deque[tuple[Any, int]](), 0
+        entries: Iterator[Any] | None = iter(order)
+        own, self._ended = True, False
+        while True:
+            sent = list[int]()
+            while ahead_bytes < self._limit_bytes and entries is not None:
+                entry = next(entries, self)
+                if entry is self:
+                    entries = iter(then()) if own else None
+                    own = False
+                    continue
+                numbers = [self._number_of(index) for index in _indices_in(entry)]
+                size = sum(max(1, int(self._source.sizes[number])) for number in numbers)
+                if own:
+                    waiting.append((entry, size))
+                ahead_bytes += size
+                sent += numbers
+            self._send(sent)
+            if not waiting:
+                return
+            entry, size = waiting.popleft()
+            ahead_bytes -= size
+            yield entry
+
+    def _number_of(self, index: int) -> int:
+        for indices in self._picked:
+            index = int(indices[index])
+        return index
+
+    def _send(self, numbers: list[int]) -> None:
+        if not numbers or self._ended:
+            return
+        try:
+            if self._child is None or self._child[0] != os.getpid():
+                self._start()
+            stdin = self._child[1].stdin if self._child is not None else None
+            if stdin is not None:
+                stdin.write(np.array(numbers, np.int64).tobytes())
+                stdin.flush()
+        except (OSError, PicklingError, TypeError, AttributeError) as error:  # ended, or cannot be sent
+            self._child, self._ended = None, True
+            logger.warning(
+                "Nothing is read ahead of %s until the next epoch (%s: %s): each sample is read when it is asked for, "
+                "which is slower. If the place cannot be read, the error of a sample says why.",
+                self._source.place,
+                type(error).__name__,
+                error,
+            )
+
+    def _start(self) -> None:
+        package = str(Path(__file__).parents[2])
+        given = pickle.dumps([*filter(None, sys.path), package]) + pickle.dumps((os.getpid(), self._source))
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-c", _CHILD],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C goes to the training, which ends it
+        )
+        self._child = (os.getpid(), child)
+        Finalize(self, _end, args=(child,), exitpriority=-9)
+        assert child.stdin is not None
+        child.stdin.write(given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_child": None}
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    child.kill()
+    child.communicate()
+
+
+def _indices_in(entry: Any) -> list[int]:
+    """The indices of a batch, or of one sample; none of what is neither."""
+    indices = entry if isinstance(entry, (list, tuple)) else [entry]
+    return [int(index) for index in indices if isinstance(index, (int, np.integer))]
+
+
+def fetch_in_child() -> None:
+    """Fetch what the parent sends numbers of, until it ends."""
+    given = sys.stdin.buffer
+    parent, source = pickle.load(given)  # of the parent alone
+    os.nice(5)
+    numbers: SimpleQueue[int | None] = SimpleQueue()
+    end_with(parent)
+    threading.Thread(target=_take_in, args=(given, numbers), daemon=True).start()
+    running, failures = set[Future[bytes]](), 0
+    while (number := numbers.get()) is not None and failures < _GIVE_UP:
+        future = source.begin_ahead(number)
+        if future is not None:
+            running.add(future)
+        most = max(1, min(REQUESTS, _IN_FLIGHT_BYTES // max(1, int(source.sizes[number]))))
+        while len(running) >= most:
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for one in ended:
+                failures = failures + 1 if one.exception() is not None else 0
+    wait(running)
+    os._exit(0)  # the loop of fsspec is a daemon thread: there is nothing to wait for
+
+
+def _take_in(given: Any, numbers: "SimpleQueue[int | None]") -> None:
+    """Empty the pipe at once: the training process must never wait for room in it."""
+    left = b""
+    while chunk := given.read1(1 << 16):
+        left += chunk
+        whole = len(left) // 8 * 8
+        for number in np.frombuffer(left[:whole], np.int64).tolist():
+            numbers.put(number)
+        left = left[whole:]
+    numbers.put(None)

@@ -1,0 +1,359 @@
+"""Data at any place that fsspec reaches: file systems made in each process, and reads that are tried again and checked.
+
+All requests of a process run in fsspec's own event loop, many at a time: as coroutines where the file system has them,
+else in threads. One way for both, so that retries, time limits and checks are written once.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import fsspec
+from fsspec.asyn import get_loop
+
+from lightning_feed.errors import ArchiveError, DatasetError, MissingExtraError, SettingsError, printable
+from lightning_feed.storage.read_through import ReadThrough
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_chance = random.SystemRandom()  # never the user's generators
+
+REQUESTS = 64
+"""In flight at once, in each process."""
+SLOWEST_BYTES_PER_S = 1_000_000
+"""The slowest rate of a large read, beyond the time limit of any request."""
+_THREADS = 32
+"""For file systems without coroutines."""
+_ATTEMPTS = 6
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 10.0
+_RENEW_EVERY_S = 60
+_PASSING = (408, 425, 429)
+"""HTTP's 4xx that are worth another attempt; all 5xx are, too."""
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
+_MISSING_LIBRARY = {"s3": "lightning-feed[s3]", "s3a": "lightning-feed[s3]", "gs": "gcsfs", "gcs": "gcsfs",
+                    "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}  # fmt: skip
+
+
+class GoneError(ArchiveError, DatasetError):
+    """An object that is not, or no longer, what was listed. As a DatasetError it is a bad sample, as a damaged one."""
+
+
+def is_url(path: object) -> bool:
+    """True if a path is a URL for fsspec: ``s3://bucket/birds``, or a chain such as ``zip://::s3://bucket/birds.zip``."""
+    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None
+
+
+def without_secrets(text: str) -> str:
+    """A URL, or a message with URLs in it, without passwords, and without queries, which may be signatures."""
+    return re.sub(r"\?(?=[^\s'\"]*=)(?:(?!::)[^\s'\"])+", "?...", re.sub(r"//[^/\s]*@", "//", text))
+
+
+def _joined(url: str, name: str) -> str:
+    """The URL of what lies below one. In a chain it is the first link with a path that says where."""
+    if not name:
+        return url
+    first, chained, rest = url.partition("::")
+    if chained and "://" in first:
+        return f"{first}{'' if first.endswith('/') else '/'}{name}::{rest}"
+    return f"{url}/{name}"
+
+
+def place_of(path: str | Path, storage_options: Mapping[str, Any] | None = None) -> "Path | RemotePlace":
+    """The place that a path or a URL leads to.
+
+    Raises:
+        SettingsError: for options without a URL.
+    """
+    if isinstance(path, str) and is_url(path):
+        return RemotePlace(path, storage_options)
+    if storage_options:
+        raise SettingsError(f"storage_options are for URLs, and {str(path)!r} is a path. Leave them out.")
+    return Path(path)
+
+
+class RemotePlace:
+    """A folder, or a file, at a URL. Can be pickled and forked: each process makes a file system of its own.
+
+    Args:
+        url: for fsspec, with its protocol.
+        options: as ``storage_options`` of fsspec: credentials, endpoints.
+        cache: where what was read is kept; None reads it each time.
+        timeout_s: of one request, beyond what its bytes take.
+
+    Raises:
+        SettingsError: when ``url`` is none.
+
+    Example:
+        >>> place = RemotePlace("memory://birds")
+        >>> place.url_of("wren/1.jpg")
+        'memory://birds/wren/1.jpg'
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        cache: ReadThrough | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        if not is_url(url):
+            raise SettingsError(
+                f"{url!r} is not a URL such as s3://bucket/folder. Give one, or a path without options."
+            )
+        self.url = url if "::" in url else url.rstrip("/")
+        self.options, self.cache, self.timeout_s = dict(options or {}), cache, timeout_s
+        self.is_http = self.url.startswith(("http://", "https://"))
+        self.readahead_bytes = 0
+        """Bytes of what an order needs next that are fetched into the cache."""
+        about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0])))
+        self.key = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
+        """Tells this place, with its options, from others; says nothing of the options."""
+
+    def __str__(self) -> str:
+        return printable(without_secrets(self.url))
+
+    def __repr__(self) -> str:
+        return f"RemotePlace({str(self)!r})"
+
+    def url_of(self, name: str) -> str:
+        """The URL of a file, by its path below the place."""
+        return printable(_joined(str(self), name))
+
+    def below(self, name: str) -> "RemotePlace":
+        """A folder in it."""
+        if not name:
+            return self
+        inner = RemotePlace(_joined(self.url, name), self.options, cache=self.cache, timeout_s=self.timeout_s)
+        inner.readahead_bytes = self.readahead_bytes
+        return inner
+
+    def connection(self) -> "Connection":
+        """The connection of this process.
+
+        Raises:
+            SettingsError: for a protocol that is not known, or options that its file system refuses.
+            MissingExtraError: when its library is not installed.
+        """
+        key = (os.getpid(), self.key, self.timeout_s)
+        if key not in _connections:
+            # Not the lock of the process: a finalizer in the event loop may take that, and this waits for the loop.
+            with _connecting.setdefault(os.getpid(), threading.RLock()):
+                if key not in _connections:
+                    _connections[key] = Connection(self)
+        return _connections[key]
+
+
+_connecting: dict[int, threading.RLock] = {}
+_connections: "dict[tuple[int, str, float], Connection]" = {}
+"""By process and place. Those inherited by a fork are never used, and never dropped: closing them needs their loop."""
+
+
+class Connection:
+    """A file system of fsspec in this process, and the event loop that its requests run in."""
+
+    def __init__(self, place: RemotePlace) -> None:
+        self.place = place
+        self.loop = get_loop()  # fsspec forgets it in a forked child
+        self._slots = asyncio.Semaphore(REQUESTS)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="lightning-feed-remote")
+        self._renewing, self._renewed_s = asyncio.Lock(), float("-inf")
+        self._open()
+
+    def _open(self) -> None:
+        place = self.place
+        protocol = re.split("::|://", place.url)[0]
+        options = dict(place.options)
+        if protocol in ("s3", "s3a"):
+            # botocore and s3fs would each try five times more within each attempt of ours.
+            once = {"retries": {"total_max_attempts": 1}, "max_pool_connections": REQUESTS}
+            options["config_kwargs"] = {**once, **options.get("config_kwargs", {})}
+        try:
+            # Not out of fsspec's own cache of instances, which a forked child empties.
+            self.fs, self.root = fsspec.url_to_fs(place.url, skip_instance_cache=True, **options)
+        except ImportError as error:
+            library = _MISSING_LIBRARY.get(protocol)
+            how = f"Install it:  pip install '{library}'" if library else str(error)
+            raise MissingExtraError(f"Reading {place} needs a library that is not installed. {how}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise SettingsError(
+                f"fsspec cannot open {place}: {without_secrets(str(error))}. Check the protocol, and the names in "
+                "storage_options."
+            ) from error
+        except Exception as error:
+            raise self.told(error, "") from error
+        self.root = self.root.rstrip("/")
+        if protocol in ("s3", "s3a"):
+            self.fs.retries = 1
+        if hasattr(getattr(self.fs, "dircache", None), "use_listings_cache"):
+            self.fs.dircache.use_listings_cache = False  # a million entries, for each process
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":
+        """Begin some work in the loop, from any other thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def path(self, name: str) -> str:
+        """The file system's path of a file below the place."""
+        return f"{self.root}/{name}" if name and self.root else name or self.root
+
+    async def fetch(
+        self, name: str, size: int | None = None, *, begin: int = 0, whole: bool = True, **options: Any
+    ) -> bytes:
+        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole`` says that there must be no more.
+
+        Raises:
+            GoneError: when it is not there, or another than was listed.
+            ArchiveError: when it cannot be read.
+        """
+        if size == 0:
+            return b""  # of an empty object S3 gives no range
+        if size is None:
+            return bytes(await self.call("cat_file", name, **options))
+
+        def check(data: bytes) -> None:
+            if len(data) != size:
+                more = "or more " if whole and len(data) > size else ""
+                raise ReplacedError(
+                    f"{len(data)} bytes {more}came where {size} were listed: it was replaced, or cut short"
+                )
+
+        # One byte more than there should be, so that a longer object in its place is seen. With both ends given, s3fs
+        # asks only once.
+        ends = {"start": begin, "end": begin + size + whole}
+        grace_s = size / SLOWEST_BYTES_PER_S
+        return bytes(await self.call("cat_file", name, grace_s=grace_s, check=check, **ends, **options))
+
+    async def call(
+        self,
+        method: str,
+        name: str,
+        *,
+        grace_s: float = 0.0,
+        check: Callable[[Any], None] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Call a method of the file system for a file, again with growing pauses where an error may pass.
+
+        Raises:
+            GoneError: when it is not there, or ``check`` refuses what came, each time.
+            ArchiveError: for all else.
+        """
+        for delay_s in _delays():
+            began_s = time.monotonic()
+            try:
+                async with self._slots:
+                    work = self._begin(method, self.path(name), options)
+                    found = await asyncio.wait_for(work, self.place.timeout_s + grace_s)
+                if check is not None:
+                    check(found)
+                return found
+            except Exception as error:
+                cause = error
+                if method == "info" and self.place.is_http and isinstance(error.__cause__, Exception):
+                    cause = error.__cause__  # each failure is called a missing file there
+                expired = _is_refusal(cause) and "expired" in str(cause).lower()
+                renewed = expired and await self._renew(began_s)
+                if delay_s is None or not (renewed or _may_pass(cause)):
+                    raise self.told(cause, name) from error
+                await asyncio.sleep(delay_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _begin(self, method: str, path: str, options: dict[str, Any]) -> Awaitable[Any]:
+        if self.fs.async_impl:
+            return cast("Awaitable[Any]", getattr(self.fs, f"_{method}")(path, **options))
+        begun: Awaitable[Any] = self.loop.run_in_executor(
+            self._pool, partial(getattr(self.fs, method), path, **options)
+        )
+        return begun
+
+    async def _renew(self, since_s: float) -> bool:
+        """Make the file system again, with credentials read again, at most once in a while; whether it is new since."""
+        async with self._renewing:
+            if self._renewed_s > since_s:
+                return True
+            if time.monotonic() < self._renewed_s + _RENEW_EVERY_S:
+                return False
+            await self.loop.run_in_executor(self._pool, self._open)
+            self._renewed_s = time.monotonic()
+        return True
+
+    def told(self, error: Exception, name: str) -> ArchiveError:
+        """The error to raise for one of a library's: what was read, what happened, what to do."""
+        url, status = self.place.url_of(name), status_of(error)
+        if isinstance(error, ArchiveError):
+            return error
+        if isinstance(error, ReplacedError) or status == 416:
+            what = "it ends before what was to be read" if status == 416 else error
+            return GoneError(f"{url} cannot be used: {what}. Start the run again, which lists the files anew.")
+        if isinstance(error, FileNotFoundError) or status == 404:
+            return GoneError(f"{url} is not there (404). Check the URL; if it was there, start the run again.")
+        why = without_secrets(f"{type(error).__name__}: {error}") if str(error) else type(error).__name__
+        if type(error).__name__ in _NO_CREDENTIALS:
+            return ArchiveError(
+                f"{url} cannot be read: there are no credentials for it. Give them as for fsspec (environment, files "
+                "or storage_options), or storage_options={'anon': True} for public data."
+            )
+        if _is_refusal(error):
+            return ArchiveError(
+                f"{url} may not be read ({why}). Check that the credentials are for this place and have not expired."
+            )
+        if not _may_pass(error):
+            return ArchiveError(f"{url} cannot be read ({why}).")
+        limit = f" within {self.place.timeout_s:g} s" if isinstance(error, (TimeoutError, asyncio.TimeoutError)) else ""
+        return ArchiveError(
+            f"{url} could not be read{limit} in {_ATTEMPTS} attempts, last: {why}. Check the network and the server."
+        )
+
+
+class ReplacedError(OSError):
+    """Bytes that are not those that were listed."""
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, PermissionError) or status_of(error) in (401, 403)
+
+
+def _may_pass(error: Exception) -> bool:
+    """True if another attempt may go better."""
+    status = status_of(error)
+    if isinstance(error, FileNotFoundError) or _is_refusal(error):
+        return False
+    if status is not None:
+        return status in _PASSING or status >= 500
+    # Without a status: what a network does (time-outs, resets, DNS, bodies cut short), and no slip of ours.
+    ours = (TypeError, AttributeError, NotImplementedError, ImportError)
+    return not isinstance(error, ours) and type(error).__name__ not in (*_NO_CREDENTIALS, "ParamValidationError")
+
+
+def _delays() -> Iterator[float | None]:
+    """Pauses after failed attempts, with some chance in them: all readers fail at once. None after the last."""
+    for attempt in range(_ATTEMPTS - 1):
+        yield min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**attempt) * _chance.uniform(0.5, 1.0)
+    yield None
+
+
+def status_of(error: BaseException | None) -> int | None:
+    """The HTTP status that an error of any library tells of; None where it does not."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):  # botocore
+            response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        found = (getattr(error, name, None) for name in ("status", "status_code", "code"))  # aiohttp, Azure, gcsfs
+        for status in chain((response, getattr(response, "status_code", None)), found):  # aiohttp warns of its `code`
+            # What aiohttp says of a broken response has a code, too, which no server sent.
+            if isinstance(status, int) and 400 <= status < 600 and type(error).__module__ != "aiohttp.http_exceptions":
+                return status
+        error = error.__cause__
+    return None

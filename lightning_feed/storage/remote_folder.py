@@ -1,0 +1,471 @@
+"""The files of a remote place: listed once and remembered, as class folders, and as the source that reads them."""
+
+import asyncio
+import calendar
+import hashlib
+import logging
+import os
+import time
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock
+
+from lightning_feed.errors import ArchiveError, printable
+from lightning_feed.storage.folder import (
+    IMAGE_SUFFIXES,
+    MANIFEST,
+    FolderIndex,
+    FolderSource,
+    below,
+    check_classes,
+    check_images,
+    flat_names,
+    load_arrays,
+    nth_name,
+    save_arrays,
+)
+from lightning_feed.storage.read_through import ReadThrough
+from lightning_feed.storage.remote import Connection, GoneError, RemotePlace, ReplacedError, status_of
+from lightning_feed.storage.system import cache_folder
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 3
+_STARTED_S = time.time()
+_RANKS_START_WITHIN_S = 60
+"""A process uses a listing that it, or the process that it was forked from, has taken. Ranks of one run share one."""
+_CHANGED = ("LastModified", "last_modified", "updated", "modified", "mtime", "created")
+_CONTENT = ("ETag", "Last-Modified", "etag", "md5Hash", "content_settings", "blob_id", "sha", "CRC", "ino")
+"""Keys of the entries of a listing: the time of a change, and what differs for other contents, by file system."""
+_HEADERS = ("ETag", "Last-Modified")
+"""Those of them that HTTP knows."""
+_ASKED_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """All files of a place in a few flat arrays, sorted by folder, and by name in it."""
+
+    names: npt.NDArray[np.uint8]
+    """The paths of the files below the place, one after the other."""
+    ends: npt.NDArray[np.int64]
+    """Shape (n,): where each ends in ``names``."""
+    sizes: npt.NDArray[np.int64]
+    """Shape (n,): bytes; -1 where the server does not say."""
+    stamps: npt.NDArray[np.int64]
+    """Shape (n,): another one for another version of the file; the time of its change, in ns since 1970, or less than a
+    second for a hash alone. The time of the listing where the server tells nothing that would be another."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def path(self, number: int) -> str:
+        """The path of a file below the place."""
+        return nth_name(self.names, self.ends, number).decode("utf-8", "surrogateescape")
+
+    def files(self) -> Iterator[tuple[str, int]]:
+        """The path below the place and the number of each file."""
+        for number in range(len(self)):
+            yield self.path(number), number
+
+    def find(self, path: str) -> int | None:
+        """The number of a file; None where there is none."""
+        found = self._at(path)
+        return found if found < len(self) and self.path(found) == path else None
+
+    def has_folder(self, path: str) -> bool:
+        """True if there are files below a path."""
+        # Its own files are not next to those of the folders in it: "a-b" comes before "a/b".
+        near = (self._at(f"{path}/"), self._at(f"{path}//"))
+        return any(number < len(self) and self.path(number).startswith(f"{path}/") for number in near)
+
+    def _at(self, path: str) -> int:
+        return bisect_left(range(len(self)), _order(path), key=lambda number: _order(self.path(number)))
+
+
+def _order(path: str) -> tuple[str, str]:
+    folder, _, name = path.rpartition("/")
+    return folder, name
+
+
+def list_files(place: RemotePlace, *, fresh: bool = False) -> Listing:
+    """The files of a place: as this run has listed them, else listed now, many folders at a time, by one rank.
+
+    Args:
+        place: a folder, or a single file, which has the name ``""``.
+        fresh: list it now.
+
+    Raises:
+        GoneError: when there is nothing.
+        ArchiveError: when it cannot be listed.
+    """
+    kept = _kept(place)
+    if place.url.startswith("memory:"):
+        return _take(place)
+    try:
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = FileLock(f"{kept}.lock", fallback_to_soft=False).acquire()
+    except (OSError, NotImplementedError) as error:  # not implemented: locks, by a network file system
+        logger.info("No listing can be remembered in %s: %s. Each process lists by itself.", kept.parent, error)
+        return _take(place)
+    with lock:
+        listing = None if fresh else _load(kept)
+        if listing is None:
+            listing = _take(place)
+            save_arrays(kept, **vars(listing))
+    return listing
+
+
+def _kept(place: RemotePlace) -> Path:
+    return cache_folder() / "index" / f"remote-{_VERSION}-{place.key}.npz"
+
+
+def _load(kept: Path) -> Listing | None:
+    ranks = any(os.environ.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+    try:
+        if kept.stat().st_mtime < _STARTED_S - (_RANKS_START_WITHIN_S if ranks else 0):
+            return None
+    except OSError:
+        return None
+    arrays = load_arrays(kept)
+    return None if arrays is None else Listing(**arrays)
+
+
+def _take(place: RemotePlace) -> Listing:
+    found = place.connection().submit(_walk(place)).result()
+    if not found:
+        raise GoneError(f"There are no files at {place}. Check the URL, and that the credentials may list it.")
+    found.sort(key=lambda file: _order(file[0]))
+    names, ends = flat_names([path.encode("utf-8", "surrogateescape") for path, _, _ in found])
+    sizes, stamps = np.array([file[1:] for file in found], np.int64).T
+    return Listing(names, ends, sizes.copy(), stamps.copy())
+
+
+async def _walk(place: RemotePlace) -> list[tuple[str, int, int]]:
+    """(path below the place, size, stamp) of all files."""
+    connection, found = place.connection(), list[tuple[str, int, int]]()
+
+    async def look(folder: str) -> list[str]:
+        entries = await connection.call("ls", folder, detail=True)
+        await _complete(entries, folder, connection)
+        files, inside = sorted_out(entries, folder, connection.path(folder))
+        found.extend(files)
+        return inside
+
+    waiting = {asyncio.ensure_future(look(""))}
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            # Gathered, so that of several failures none is left for asyncio to print.
+            inside = [folder for some in await asyncio.gather(*done) for folder in some]
+            waiting |= {asyncio.ensure_future(look(folder)) for folder in inside}
+    finally:
+        for one in waiting:
+            one.cancel()
+    return found
+
+
+async def _complete(entries: list[dict[str, Any]], folder: str, connection: Connection) -> None:
+    """Ask for the size and version of each file that is listed without, as all of HTTP are. An object of a list that
+    cannot be read is an error when it is read."""
+
+    async def ask(entry: dict[str, Any]) -> None:
+        base = str(entry["name"]).rpartition("/")[2]
+        name = below(folder, base)
+        try:
+            entry.update({**await connection.call("info", name), "name": entry["name"]})
+            if entry["size"] == 0:  # some servers answer HEAD so, whatever the size is
+                entry["size"] = len(await connection.call("cat_file", name))
+        except ArchiveError as error:
+            if not isinstance(error, GoneError) and status_of(error) not in (401, 403):
+                raise
+
+    asked = [entry for entry in entries if entry["type"] == "file" and entry.get("size") is None]
+    for begin in range(0, len(asked), _ASKED_AT_ONCE):
+        await asyncio.gather(*map(ask, asked[begin : begin + _ASKED_AT_ONCE]))
+
+
+def sorted_out(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[list[tuple[str, int, int]], list[str]]:
+    """(path below the place, size, stamp) of each file in a folder, and the paths of the folders in it."""
+    files, inside = [], []
+    for entry in entries:
+        name = str(entry["name"])
+        base, itself = name.rstrip("/").rpartition("/")[2], name.strip("/") == path.strip("/")
+        if base in (".", "..") or "\0" in base:  # a copy of it would be written elsewhere
+            raise ArchiveError(f"{printable(name)} has a name that leads out of its folder. Remove it there.")
+        if entry["type"] == "directory" and not itself:
+            inside.append(below(folder, base))
+        elif entry["type"] == "file" and not name.endswith("/") and not (itself and folder):
+            # A place that is a file lists itself; object stores mark empty folders by an object of their name.
+            size = entry.get("size")
+            known = any(entry.get(name) is not None for name in (*_CHANGED, *_CONTENT))
+            stamp = stamp_of(entry) if known else time.time_ns()
+            files.append(("" if itself else below(folder, base), -1 if size is None else int(size), stamp))
+    return files, inside
+
+
+def stamp_of(entry: dict[str, Any]) -> int:
+    """A number for each version of an object: its time in ns, with a hash of its tag below the second."""
+    changed = next((entry[name] for name in _CHANGED if entry.get(name) is not None), 0)
+    # An ETag is weak within a second of the change, and may be strong later.
+    content = repr([str(entry[name]).removeprefix("W/") for name in _CONTENT if entry.get(name) is not None])
+    if isinstance(changed, str):
+        try:
+            changed = datetime.fromisoformat(changed.replace("Z", "+00:00"))
+        except ValueError:
+            content, changed = f"{content}{changed}", 0
+    if isinstance(changed, datetime):
+        changed = calendar.timegm(changed.utctimetuple()) + changed.microsecond / 1e6
+    known_ns = int(float(changed) * 1e6) * 1000
+    return known_ns // 10**9 * 10**9 + zlib.crc32(f"{known_ns}{content}".encode()) % 10**9
+
+
+def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
+    """Options of a request over HTTP that refuse an answer with another version than was listed.
+
+    Args:
+        stamp: as listed.
+        headers: of all requests.
+    """
+
+    async def check(response: Any) -> None:
+        told = {name: response.headers[name] for name in _HEADERS if name in response.headers}
+        # Some servers tell less to HEAD, by which the listing was made.
+        versions = [stamp_of(some) for some in (told, *({name: value} for name, value in told.items()))]
+        if response.status in (200, 206) and told and stamp < 10**9 and stamp not in versions:
+            response.close()
+            raise ReplacedError(
+                f"its {' or '.join(told)} has changed since it was listed: it was replaced, or the server gives "
+                "another with each answer, so that nothing can be cached (leave out stage_limit)"
+            )
+
+    # Compressed, the same version has another ETag.
+    return {"raise_for_status": check, "headers": {**headers, "Accept-Encoding": "identity"}}
+
+
+# --- class folders ----------------------------------------------------------------------------------------------------
+
+
+def class_files(
+    listing: Listing, top: str, where: str, classes: tuple[str, ...] | None = None
+) -> tuple[FolderIndex, npt.NDArray[np.int64]]:
+    """The images of each class folder in a folder of a listing, in the order of torchvision's ``ImageFolder``.
+
+    Args:
+        listing: of a place.
+        top: path of the folder below the place.
+        where: its URL, for errors.
+        classes: the classes there must be; None takes the names of the folders.
+
+    Returns:
+        Their index, with paths below ``top``, and their numbers in the listing.
+
+    Raises:
+        DatasetError: as :func:`~lightning_feed.storage.folder.scan_classes`.
+    """
+    prefix = f"{top}/" if top else ""
+    by_class: dict[str, list[int]] = {}
+    for path, number in listing.files():
+        name, inside, _ = path.removeprefix(prefix).partition("/")
+        if path.startswith(prefix) and inside and name and not name.startswith("."):
+            by_class.setdefault(name, []).append(number)
+    # A pack in the folder that it was made of is no class.
+    found = sorted(name for name in by_class if listing.find(f"{prefix}{name}/{MANIFEST}") is None)
+    check_classes(found, classes, where)
+    labels, numbers, paths = list[int](), list[int](), list[bytes]()
+    for label, name in enumerate(classes or found):
+        for number in by_class[name] if name in found else ():
+            path = listing.path(number)
+            if path.lower().endswith(IMAGE_SUFFIXES):
+                labels.append(label)
+                numbers.append(number)
+                paths.append(path.removeprefix(prefix).encode("utf-8", "surrogateescape"))
+    check_images(found, labels, where, every=classes is None)
+    index = FolderIndex(tuple(classes or found), np.array(labels, np.int64), *flat_names(paths), ())
+    return index, np.array(numbers, dtype=np.int64)
+
+
+class RemoteSource(FolderSource):
+    """Images in class folders at a remote place, each read whole by one request; those expected, at the same time.
+
+    Args:
+        place: the folder of class folders.
+        index: which files there are.
+        sizes: bytes of each, as listed; -1 where the server does not say, so that the cache keeps none that may be cut
+            short.
+        stamps: of each, as listed.
+
+    Attributes:
+        again_late: whether each is read once in an epoch, so that one that was just read will be needed last.
+    """
+
+    again_late = True
+
+    def __init__(
+        self, place: RemotePlace, index: FolderIndex, sizes: npt.NDArray[np.int64], stamps: npt.NDArray[np.int64]
+    ) -> None:
+        self.place, self.index, self.sizes, self.stamps = place, index, sizes, stamps
+        self.classes, self.labels = index.classes, index.labels
+        self._listed = place
+        self._expected: WeakValueDictionary[int, Future[bytes]] = WeakValueDictionary()
+
+    @classmethod
+    def of(
+        cls, place: RemotePlace, listing: Listing, top: str = "", classes: tuple[str, ...] | None = None
+    ) -> "RemoteSource":
+        """The images in the class folders of a folder below a place.
+
+        Raises:
+            DatasetError: as :func:`class_files`.
+        """
+        index, numbers = class_files(listing, top, place.url_of(top), classes)
+        made = cls(place.below(top), index, listing.sizes[numbers], listing.stamps[numbers])
+        made._listed = place
+        return made
+
+    def remote_reads(self) -> "RemoteSamples":
+        """These samples."""
+        return RemoteSamples(self)
+
+    def expect(self, numbers: Iterable[int]) -> "list[Future[bytes]]":
+        """Begin to read samples that :meth:`read` will be asked for next, all at the same time.
+
+        Returns:
+            What holds them: to be kept until they were read. A pass that is broken off lets go of it.
+        """
+        begun = list[Future[bytes]]()
+        for number in numbers:
+            cache = self._cache(number)
+            key = "" if cache is None else self._key(number)
+            # Not what is fetched already: to wait for many files at once is to look for all of them again and again.
+            if number not in self._expected and (cache is None or not (cache.holds(key) or cache.is_coming(key))):
+                self._expected[number] = future = self._begin(number)
+                begun.append(future)
+        return begun
+
+    def read(self, index: int) -> bytes:
+        """The bytes of file ``index``.
+
+        Raises:
+            GoneError: when it is not there any more, or was replaced.
+            ArchiveError: when it cannot be read for another reason.
+        """
+        waiting, cache = self._expected.pop(index, None), self._cache(index)
+        if waiting is None and cache is not None:
+            found = cache.read(self._key(index), int(self.sizes[index]), again_late=self.again_late)
+            if found is not None:
+                return found
+        try:
+            return (waiting or self._begin(index)).result()
+        except ArchiveError as error:
+            if isinstance(error, GoneError):
+                _kept(self._listed).unlink(missing_ok=True)  # so that the next run lists the files again
+            raise type(error)(f"Sample {index}: {error}") from error
+
+    def begin_ahead(self, number: int) -> "Future[bytes] | None":
+        """Begin to bring a sample into the cache; None where it is there, or cannot be kept."""
+        cache = self._cache(number)
+        return None if cache is None or cache.keep(self._key(number)) else self._begin(number)
+
+    def options(self, number: int) -> dict[str, Any]:
+        """Options of the request for a file."""
+        if self.place.is_http and self._cache(number) is not None:  # S3 replaces as a whole
+            return same_version(int(self.stamps[number]), self.place.options.get("headers", {}))
+        return {}
+
+    def name(self, index: int) -> str:
+        """The URL of file ``index``."""
+        return self.place.url_of(self.index.path(index))
+
+    def changed_ns(self, index: int) -> int:
+        """When file ``index`` was changed last, as listed."""
+        return int(self.stamps[index])
+
+    def _begin(self, number: int) -> "Future[bytes]":
+        connection, size, cache = self.place.connection(), int(self.sizes[number]), self._cache(number)
+        path, expected = self.index.path(number), size if size >= 0 else None
+        fetch = partial(connection.fetch, path, expected, **self.options(number))
+        if cache is None:
+            return connection.submit(fetch())
+        return connection.submit(cache.through(self._key(number), size, fetch, again_late=self.again_late))
+
+    def _cache(self, number: int) -> ReadThrough | None:
+        return self.place.cache if self.sizes[number] >= 0 else None
+
+    def _key(self, number: int) -> str:
+        url = f"{self.place.url}/{self.index.path(number)}"
+        about = repr((url, str(self.stamps[number]), None, int(self.sizes[number])))
+        return hashlib.blake2b(about.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_expected": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _expected=WeakValueDictionary())
+
+
+class RemoteSamples(NamedTuple):
+    """The samples of a dataset, or of a source, that are read from a remote place."""
+
+    reads: RemoteSource
+    numbers: npt.NDArray[np.int64] | None = None
+    """The number there of each sample, where it is another."""
+
+
+class RemoteFolder:
+    """All files at a remote place, by their paths below it. Can be pickled and forked.
+
+    Args:
+        place: a folder.
+
+    Raises:
+        ArchiveError: when it cannot be listed.
+    """
+
+    def __init__(self, place: RemotePlace) -> None:
+        self.place = place
+        self._listing = listing = list_files(place)
+        index = FolderIndex((), np.zeros(len(listing), np.int64), listing.names, listing.ends, ())
+        self._source = RemoteSource(place, index, listing.sizes, listing.stamps)
+        self._source.again_late = False
+
+    def names(self) -> list[str]:
+        """The paths of all files, folder by folder."""
+        return [name for name, _ in self._listing.files()]
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a file.
+
+        Raises:
+            GoneError: when there is none of that name, or it is not what was listed any more.
+            ArchiveError: when it cannot be read for another reason.
+        """
+        return self.read_many([name])[0]
+
+    def read_many(self, names: Iterable[str]) -> list[bytes]:
+        """The bytes of several files, read at the same time.
+
+        Raises:
+            GoneError: as :meth:`read`.
+            ArchiveError: as :meth:`read`.
+        """
+        numbers = [self._number(name) for name in names]
+        _held = self._source.expect(numbers)
+        return [self._source.read(number) for number in numbers]
+
+    def _number(self, name: str) -> int:
+        number = self._listing.find(name)
+        if number is None:
+            raise GoneError(f"{self.place.url_of(name)} is not among the {len(self._listing)} files that were listed.")
+        return number

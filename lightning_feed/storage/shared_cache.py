@@ -1,0 +1,440 @@
+"""A shared cache: samples of one dataset in one memory buffer per node, filled by the first process that reads each.
+
+Layout behind the header of the file: counters of each process, the index (an offset for each sample, 0 where there is
+none), and records of samples in the order in which they came. Space for a record is reserved under the lock, filled
+without it, and published under it again by one 8-byte store into the index. So readers take no lock between processes,
+and a writer that is killed in the middle leaves nothing but a gap.
+"""
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+import struct
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_feed.errors import ArchiveError, SettingsError
+from lightning_feed.storage import system
+
+Kind = Literal["bytes", "decoded"]
+
+PREFIX = "lightning-feed-cache-"
+_MemoryLeft: TypeAlias = Callable[[], int | None]
+
+# Words of the header; the identity takes up to 7.
+_MAGIC, _IDENTITY, _LIMIT, _NEXT, _ENTRIES, _STORED, _REFUSED = 0, 1, 8, 9, 16, 17, 18
+_VERSION = 0x3143_4546_4D  # another layout is another number
+_PAGE = 4096
+_STEP_BYTES = 16 << 20
+"""Bytes filled between two looks at how much memory is left."""
+_SPARE_BYTES = 128 << 20
+"""Memory that is left to everybody else when the cache grows."""
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
+_ENLARGE = "Enlarge it (docker run --shm-size=8g; or mount -o remount,size=8g /dev/shm), or leave the cache out."
+_SLOTS = 512
+_SLOT_WORDS = 8  # a cache line, so that processes do not pull each other's counters out of their caches
+_HITS, _MISSES = range(2)
+_ALIGN = 64
+_HEAD = struct.Struct("=12sI")  # dtype, number of dimensions; the shape follows, 8 bytes each
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+logger = logging.getLogger(__name__)
+_open_files: "WeakValueDictionary[str, _CacheFile]" = WeakValueDictionary()
+
+
+def parse_limit(limit: int | str, available: int | None) -> int:
+    """Bytes of a limit such as ``"50%"`` (of ``available``), ``"8GiB"``, ``"500 MB"`` or ``8_000_000``.
+
+    Raises:
+        SettingsError: when it is none of these, is nothing, or is a share of an amount that is not known.
+
+    Example:
+        >>> parse_limit("50%", 1000), parse_limit("1.5KiB", None)
+        (500, 1536)
+    """
+    text = "" if isinstance(limit, bool) or not isinstance(limit, (int, str)) else str(limit)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|([kmgt]i?)?b?)\s*", text, re.ASCII | re.IGNORECASE)
+    size = 0
+    if found is not None and found[2] != "%":
+        size = int(float(found[1]) * _UNITS[(found[3] or "").lower()])
+    elif found is not None and float(found[1]) <= 100:
+        if available is None:
+            raise SettingsError(
+                f"A limit of {limit!r} is a share of the memory, not known on this machine. Give '8GiB'."
+            )
+        size = int(float(found[1]) / 100 * available)
+    if size < 1:
+        raise SettingsError(f"A limit of {limit!r} is not possible. Give a size ('8GiB') or a share ('50%').")
+    return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStats:
+    """Contents and use of a cache, over all processes of the node."""
+
+    hits: int
+    """Reads that found their sample."""
+    misses: int
+    """Reads that did not."""
+    entries: int
+    """Samples held."""
+    stored_bytes: int
+    """Memory in use by samples, their 64-byte heads and rounding included."""
+    limit_bytes: int
+    """The bound on ``stored_bytes``."""
+    full: bool
+    """True if a sample has been turned away for lack of space."""
+
+
+class SampleCache:
+    """Arrays by index, in one buffer for all processes and threads of this node that open the same name.
+
+    Filling is best effort: where there is no more room, :meth:`put` says so and nothing else happens. Memory is taken
+    as samples come, never beyond the limit, which is cut down, with a warning, where the file system or memory has
+    less. The file disappears with its last user. What a killed run leaves behind is removed when the next cache is
+    opened.
+
+    Pickled, it is the name that travels: the other process attaches to the same buffer.
+
+    Args:
+        size: samples in the dataset.
+        limit_bytes: bound on the space for samples. That of the first user holds for all.
+        kind: what is kept, ``"bytes"`` as read or arrays as ``"decoded"``. Users of one name must agree.
+        name: what the processes that share agree on, of letters, digits, ``.``, ``_`` and ``-``.
+        directory: where the file lies; a tmpfs is memory, a local disk is page cache and disk.
+        memory_left: gives the bytes of memory that can still be taken, or None; asked when the cache grows. Leave it
+            out where ``directory`` is not memory. Must be picklable for workers that are not forked.
+
+    Raises:
+        ArchiveError: when the file cannot be opened, belongs to other data, or has no room for its index.
+
+    Example:
+        >>> cache = SampleCache(100, 1 << 20, kind="bytes", name="example")
+        >>> cache.put(7, np.arange(3)), cache.get(7), cache.get(8)
+        (True, array([0, 1, 2]), None)
+    """
+
+    def __init__(
+        self,
+        size: int,
+        limit_bytes: int,
+        *,
+        kind: Kind,
+        name: str,
+        directory: str | Path = "/dev/shm",
+        memory_left: _MemoryLeft | None = None,
+    ) -> None:
+        self.size = size
+        self.kind: Kind = kind
+        self._open_again = partial(
+            SampleCache, size, limit_bytes, kind=kind, name=name, directory=str(directory), memory_left=memory_left
+        )
+        slot_bytes = _SLOTS * _SLOT_WORDS * 8
+        self._file = _open_cache_file(
+            Path(directory) / f"{PREFIX}{os.getuid()}-{name}",
+            (int(kind == "decoded"), size),
+            slot_bytes + 8 * size,
+            -(-limit_bytes // _PAGE) * _PAGE,
+            memory_left,
+        )
+        self._slots = self._file.buffer[_PAGE : _PAGE + slot_bytes].cast("q")
+        self._index = self._file.buffer[_PAGE + slot_bytes : _PAGE + slot_bytes + 8 * size].cast("q")
+        self.path = self._file.path
+
+    @property
+    def growth_bytes(self) -> int:
+        """Memory that the cache may still take, which plans for other uses of memory have to leave alone."""
+        return self._file.words[_LIMIT] - self._file.words[_NEXT]
+
+    def get(self, index: int) -> npt.NDArray[Any] | None:
+        """The sample, as a read-only view on the shared memory, or None where it is not held."""
+        offset = self._index[index]
+        self._count(_HITS if offset else _MISSES)
+        if not offset:
+            return None
+        buffer = self._file.readonly
+        dtype, ndim = _HEAD.unpack_from(buffer, offset)
+        shape = struct.unpack_from(f"={ndim}q", buffer, offset + _HEAD.size)
+        start = offset + _head_bytes(ndim)
+        found: npt.NDArray[Any] = np.ndarray(shape, dtype.rstrip(b"\0").decode(), buffer, start)
+        return found
+
+    def holds(self, index: int) -> bool:
+        """True if the sample is held, without counting."""
+        return bool(self._index[index])
+
+    def put(self, index: int, array: npt.NDArray[Any]) -> bool:
+        """Keep a copy of the sample. What is held already stays as it is.
+
+        Returns:
+            Whether the cache holds the sample now; False where there is no room for it.
+
+        Raises:
+            ArchiveError: for an array whose elements are Python objects or records, which cannot be shared.
+        """
+        dtype = array.dtype.str.encode()
+        if array.dtype.hasobject or array.dtype.names is not None or len(dtype) > 12:
+            raise ArchiveError(f"Sample {index} is of dtype {array.dtype}, which a cache cannot hold. Give numbers.")
+        head = bytearray(_head_bytes(array.ndim))
+        space = -(-(len(head) + array.nbytes) // _ALIGN) * _ALIGN
+        words = self._file.words
+        if self._index[index]:
+            return True
+        if words[_REFUSED] and words[_NEXT] + space > words[_LIMIT]:
+            return False
+        with self._file.locked():
+            if self._index[index]:
+                return True
+            taken = self._file.take(space)
+        if isinstance(taken, str):
+            return self._refuse(taken)
+        _HEAD.pack_into(head, 0, dtype, array.ndim)
+        struct.pack_into(f"={array.ndim}q", head, _HEAD.size, *array.shape)
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        problem = self._file.write(taken, memoryview(head)) or self._file.write(taken + len(head), flat.data)
+        if problem is not None:
+            return self._refuse(problem)
+        self._publish(index, taken, space)
+        return True
+
+    def stats(self) -> CacheStats:
+        """The figures of all processes of this node that use the cache."""
+        counters = np.frombuffer(self._slots, dtype=np.int64).reshape(_SLOTS, _SLOT_WORDS).sum(axis=0)
+        words = self._file.words
+        return CacheStats(
+            hits=int(counters[_HITS]),
+            misses=int(counters[_MISSES]),
+            entries=words[_ENTRIES],
+            stored_bytes=words[_STORED],
+            limit_bytes=words[_LIMIT],
+            full=bool(words[_REFUSED]),
+        )
+
+    def close(self) -> None:
+        """Give up the name; memory is free when nobody has the cache, or an array from it, any more."""
+        self._file.close()
+
+    def __reduce__(self) -> tuple[Callable[[], "SampleCache"], tuple[()]]:
+        return self._open_again, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SampleCache":
+        return self  # a copy of a dataset reads the same samples
+
+    def _publish(self, index: int, start: int, space: int) -> None:
+        words = self._file.words
+        # The lock comes between the sample and its offset also for its order of memory: see _CacheFile.locked.
+        with self._file.locked():
+            if not self._index[index]:
+                words[_ENTRIES] += 1
+                words[_STORED] += space
+                self._index[index] = self._file.data_start + start
+            elif words[_NEXT] == start + space:  # somebody else was faster
+                words[_NEXT] = start
+
+    def _refuse(self, problem: str) -> bool:
+        words = self._file.words
+        with self._file.locked():
+            first, words[_REFUSED] = not words[_REFUSED], 1
+        if first:
+            logger.warning(
+                "The cache is full: it holds %d of %d samples in %d MiB, and %s. The rest is read again each time. "
+                "Raise cache_limit if there is memory for it.",
+                words[_ENTRIES],
+                self.size,
+                words[_STORED] >> 20,
+                problem,
+            )
+        return False
+
+    def _count(self, what: int) -> None:
+        # Processes of one run have numbers that lie near each other, so each has counters of its own.
+        with system.process_lock:
+            self._slots[os.getpid() % _SLOTS * _SLOT_WORDS + what] += 1
+
+
+def _head_bytes(ndim: int) -> int:
+    return -(-(_HEAD.size + 8 * ndim) // _ALIGN) * _ALIGN
+
+
+# --- the file behind a cache ------------------------------------------------------------------------------------------
+
+
+class _CacheFile:
+    """A mapped file: one page of header words, a table, and data space that is filled from its start.
+
+    A plain file in /dev/shm, not ``multiprocessing.shared_memory``: before Python 3.13 the resource tracker of any
+    process that only attached to such a block unlinks it when that process ends. Data is read through the mapping and
+    written with ``pwrite``. Writing through the mapping into a full tmpfs would end the process with SIGBUS; this way
+    it is the error of one call, and without page faults it costs half.
+
+    Writers exclude each other by a POSIX byte lock. It belongs to the process, so it holds between a process and its
+    forked children too, and it is dropped when a writer is killed. It is dropped, too, as soon as the process closes
+    any descriptor of the file: :func:`_open_cache_file` gives one object for each file of a process.
+
+    Attributes:
+        words: the header as 64-bit integers, shared.
+        buffer: the whole file, writable.
+        readonly: the same, read-only.
+        data_start: offset of the data space in the file.
+    """
+
+    def __init__(
+        self, path: Path, identity: tuple[int, ...], table_bytes: int, limit_bytes: int, memory_left: _MemoryLeft | None
+    ) -> None:
+        self.path = path
+        self.data_start = -(-(_PAGE + table_bytes) // _PAGE) * _PAGE
+        self._memory_left = memory_left
+        self.file = system.open_refcounted(path)
+        self._fd = self.file.fd
+        try:
+            with self.locked():
+                self._prepare(identity, limit_bytes)
+                self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+        except BaseException:
+            self.file.give_up()
+            raise
+        self.buffer = memoryview(self._map)
+        self.readonly = self.buffer.toreadonly()
+        self.words = self.buffer[:_PAGE].cast("q")
+        # At exit a negative priority comes after the daemonic workers of this process have been ended. Runs in
+        # processes that multiprocessing started, too, and never in one that was forked from the one that opened.
+        self._finalizer = Finalize(self, self.file.give_up, exitpriority=-10)
+
+    def close(self) -> None:
+        """Give up the file; its last user removes it. Whoever still has this object can use it on alone."""
+        with system.process_lock:
+            if _open_files.get(str(self.path)) is self:
+                del _open_files[str(self.path)]
+            self._finalizer()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude every other process and thread that takes this lock.
+
+        The system call orders memory as well: what was written before it is seen by whoever sees what is written after
+        it, on processors that would otherwise reorder two stores.
+        """
+        with system.process_lock:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, 0)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 0)
+
+    def take(self, space: int) -> int | str:
+        """Take the next ``space`` bytes of the data space. Call it under :meth:`locked`.
+
+        Returns:
+            Where they start, or why there are none.
+        """
+        start = self.words[_NEXT]
+        end = start + space
+        if end > self.words[_LIMIT]:
+            return "the limit is reached"
+        if self._memory_left is not None and (not start or start // _STEP_BYTES < end // _STEP_BYTES):
+            left = self._memory_left()
+            if left is not None and left < space + _SPARE_BYTES:
+                self.words[_LIMIT] = start
+                return f"memory is short ({left >> 20} MiB can still be taken)"
+        self.words[_NEXT] = end
+        return start
+
+    def write(self, start: int, data: memoryview) -> str | None:
+        """Write bytes into space that was taken.
+
+        Returns:
+            None, or why it could not be done; then no more can be taken.
+        """
+        offset = self.data_start + start
+        try:
+            while data:
+                written = os.pwrite(self._fd, data, offset)
+                data, offset = data[written:], offset + written
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            with self.locked():
+                self.words[_LIMIT] = self.words[_NEXT]
+            return f"{self.path.parent} is full"
+        return None
+
+    def check_identity(self, identity: tuple[int, ...], words: memoryview) -> None:
+        """Refuse a cache of other data, or of another version of this package."""
+        theirs = (words[_MAGIC], *words[_IDENTITY : _IDENTITY + len(identity)])
+        if theirs != (_VERSION, *identity):
+            raise ArchiveError(
+                f"The cache {self.path} is in use for other data, or by another version of this package: version, kind "
+                f"and size are {theirs} and should be {(_VERSION, *identity)}. Give it another name."
+            )
+
+    def _prepare(self, identity: tuple[int, ...], limit_bytes: int) -> None:
+        """Initialise the file where it is new, or was left half-made; else see that it is the same cache."""
+        header = bytearray(os.pread(self._fd, _PAGE, 0).ljust(_PAGE, b"\0"))
+        words = memoryview(header).cast("q")
+        if words[_MAGIC]:
+            self.check_identity(identity, words)
+            return
+        os.ftruncate(self._fd, 0)
+        try:
+            os.posix_fallocate(self._fd, 0, self.data_start)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise ArchiveError(
+                f"{self.path.parent} has no room for the index of the cache ({self.data_start} bytes). {_ENLARGE}"
+            ) from error
+        limit = self._possible(limit_bytes)
+        os.ftruncate(self._fd, self.data_start + limit)
+        words[_IDENTITY : _IDENTITY + len(identity)] = array("q", identity)
+        words[_LIMIT] = limit
+        os.pwrite(self._fd, header, 0)
+        words[_MAGIC] = _VERSION  # last: a maker that is killed before leaves a file that the next one makes again
+        os.pwrite(self._fd, header[:8], 0)
+
+    def _possible(self, limit_bytes: int) -> int:
+        """The limit that memory and the file system allow."""
+        found = os.statvfs(self.path.parent)
+        room = found.f_bavail * found.f_frsize
+        lack = f"{self.path.parent} has {room >> 20} MiB free. {_ENLARGE}"
+        left = self._memory_left() if self._memory_left is not None else None
+        if left is not None and left - _SPARE_BYTES < room:
+            room, lack = max(0, left - _SPARE_BYTES), f"{max(left, 0) >> 20} MiB of memory can still be taken"
+        if limit_bytes > room:
+            say = "The cache is limited to %d MiB instead of %d MiB, and the rest is read each time, since %s"
+            logger.warning(say, room >> 20, limit_bytes >> 20, lack)
+        return min(limit_bytes, room)
+
+
+def _open_cache_file(path: Path, identity: tuple[int, ...], *given: Any) -> _CacheFile:
+    """Attach to the file, or make it; leftovers of dead processes beside it are removed.
+
+    Args:
+        path: the file.
+        identity: what must agree between all users, up to 7 integers.
+        *given: the size of the table after the header, which is zeroed; that of the data space, of which the first
+            user's holds for all; and how much memory can still be taken, asked as the file is filled.
+
+    Raises:
+        ArchiveError: when the file is another user's, of other data, or has no room for its table.
+    """
+    with system.process_lock:
+        known = _open_files.get(str(path))
+        if known is not None and known.file.is_linked():
+            known.check_identity(identity, known.words)
+            return known
+        system.remove_leftovers(path.parent, f"{PREFIX}{os.getuid()}-*", keep={str(path), *_open_files})
+        _open_files[str(path)] = made = _CacheFile(path, identity, *given)
+        return made

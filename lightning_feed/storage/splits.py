@@ -1,0 +1,171 @@
+"""The splits of a folder or a pack, and their samples."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.storage.folder import (
+    MANIFEST,
+    Encoded,
+    FolderSource,
+    SampleSource,
+    index_of,
+    is_pack,
+)
+from lightning_feed.storage.pack_formats import ALL
+from lightning_feed.storage.packed_dataset import PackedDataset, remote_pack_error
+from lightning_feed.storage.remote import RemotePlace
+from lightning_feed.storage.remote_folder import RemoteSamples, RemoteSource, list_files
+
+_FOLDERS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+"""Names of the folders of each split."""
+
+
+SPLITS = tuple(_FOLDERS)
+
+
+class Root:
+    """A folder of class folders, or of folders of splits with class folders in them, on this machine or at a URL.
+
+    Args:
+        place: the folder.
+        fresh: list a remote place now.
+    """
+
+    def __init__(self, place: Path | RemotePlace, *, fresh: bool = False) -> None:
+        self.place = place
+        self._listing = list_files(place, fresh=fresh) if isinstance(place, RemotePlace) else None
+        self.has_splits = self._has("train")
+
+    @property
+    def is_pack(self) -> bool:
+        """True if it is a pack."""
+        if self._listing is not None:
+            return self._listing.find(MANIFEST) is not None
+        return is_pack(str(self.place))
+
+    def source(self, split: str) -> FolderSource | None:
+        """The images of a split, or of a root without splits; None where there is no such split.
+
+        Raises:
+            DatasetError: when there is nothing to read, or when several folders mean that split, of which one would be
+                left out in silence.
+        """
+        if not self.has_splits:
+            return self._read("")
+        names = [name for name in _FOLDERS[split] if self._has(name)]
+        if len(names) > 1:
+            raise DatasetError(
+                f"{self.place} has {' and '.join(names)}, which all mean the split {split!r}. Rename all but one."
+            )
+        if not names:
+            return None
+        return self._read(names[0], None if split == "train" else self._read("train").classes)
+
+    def _has(self, name: str) -> bool:
+        if self._listing is not None:
+            return self._listing.has_folder(name)
+        return os.path.isdir(f"{self.place}/{name}")  # noqa: PTH112
+
+    def _read(self, name: str, classes: tuple[str, ...] | None = None) -> FolderSource:
+        if isinstance(self.place, RemotePlace):
+            assert self._listing is not None
+            return RemoteSource.of(self.place, self._listing, name, classes)
+        return FolderSource(self.place / name, index_of(self.place / name, classes))
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The splits of a root: its folders ``train``, ``val`` and ``test``, or a random share of its class folders.
+
+    Args:
+        val_fraction: share of the samples for ``"val"`` where there are no split folders; 0 for none.
+        seed: decides which ones.
+
+    Raises:
+        SettingsError: when the fraction is not in [0, 1).
+    """
+
+    val_fraction: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        value = self.val_fraction
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise SettingsError(f"val_fraction={value!r} is not possible. Give a share from 0 to below 1.")
+
+    def source(self, root: Path | RemotePlace, split: str) -> SampleSource | None:
+        """The samples of ``split`` under ``root``; None where there is no such split.
+
+        Raises:
+            DatasetError: when there is nothing to read there.
+            ArchiveError: when a pack cannot be trusted.
+        """
+        if split not in _FOLDERS:
+            return None
+        found = Root(root)
+        if not found.is_pack:
+            source = found.source(split)
+            return source if found.has_splits or source is None else self._share(source, split)
+        if isinstance(root, RemotePlace):
+            raise remote_pack_error(root)
+        return self._packed(root, split)
+
+    def classes(self, root: Path | RemotePlace) -> tuple[str, ...]:
+        """Names of the labels, sorted."""
+        source = self.source(root, "train")
+        return source.classes if source is not None else ()
+
+    def _packed(self, root: Path, split: str) -> SampleSource | None:
+        manifest = PackedDataset.manifest_of(root)
+        if manifest.kind == "samples":
+            raise DatasetError(f"{root} is a pack of samples, not of images. Read it with PackedDataset.")
+        if ALL in manifest.parts:
+            return self._share(PackedDataset(root), split)
+        return PackedDataset(root, split) if split in manifest.parts else None
+
+    def _share(self, source: SampleSource, split: str) -> SampleSource | None:
+        if split == "test":
+            return None
+        # RandomState, since its stream is frozen (NEP 19): another NumPy must not move samples from val to train.
+        order = np.random.RandomState(self.seed).permutation(len(source))
+        validation = round(len(source) * self.val_fraction)
+        chosen = order[validation:] if split == "train" else order[:validation]
+        return Chosen(source, np.sort(chosen)) if len(chosen) else None
+
+
+class Chosen:
+    """Some of the samples of a source, by their numbers."""
+
+    def __init__(self, source: SampleSource, chosen: npt.NDArray[np.int64]) -> None:
+        self.source = source
+        self.chosen = chosen
+        self.classes = source.classes
+        self.labels = source.labels[chosen]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def read(self, index: int) -> Encoded:
+        """The bytes of sample ``index`` of those chosen."""
+        return self.source.read(int(self.chosen[index]))
+
+    def remote_reads(self) -> RemoteSamples | None:
+        """The samples as they are read from a remote place; None where they are on this machine."""
+        find = getattr(self.source, "remote_reads", None)
+        found: RemoteSamples | None = find() if find is not None else None
+        return None if found is None else RemoteSamples(found.reads, self.chosen)
+
+    def expect(self, indices: Iterable[int]) -> object:
+        """Begin to read samples that will be asked for next, where they are remote; gives what holds them."""
+        found = self.remote_reads()
+        return None if found is None else found.reads.expect(self.chosen[list(indices)].tolist())
+
+    def name(self, index: int) -> str:
+        """The path of sample ``index`` of those chosen."""
+        return self.source.name(int(self.chosen[index]))

@@ -1,0 +1,358 @@
+"""A copy made equal to a folder, a file or a URL: both listed, compared by size and time, what differs copied."""
+
+import errno
+import os
+import shutil
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_feed.errors import ArchiveError
+from lightning_feed.storage.folder import below, open_file, walk
+from lightning_feed.storage.remote import GoneError, RemotePlace
+from lightning_feed.storage.remote_folder import list_files, stamp_of
+from lightning_feed.storage.system import check_room, owner_of, progress_bar
+
+_CHUNK_BYTES = 1 << 20
+_PART_BYTES = 16 << 20
+_PARTS = 4
+"""Of one remote file at the same time."""
+
+
+class FileStamp(NamedTuple):
+    """Size and time of change of a file."""
+
+    size: int
+    """Bytes; -1 for what is no regular file."""
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "FileStamp":
+        """The stamp of what a status was read of."""
+        return cls(status.st_size if stat.S_ISREG(status.st_mode) else -1, status.st_mtime_ns)
+
+
+@dataclass(eq=False)
+class Tree:
+    """A file, or all files and folders below a folder, by path below it; the path of the root is ``""``."""
+
+    files: dict[str, FileStamp] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
+    """Each before what is in it."""
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+class LocalOrigin:
+    """A folder or a file of this machine.
+
+    Args:
+        root: its absolute path.
+        target: where the copy goes.
+
+    Raises:
+        ArchiveError: when one lies in the other.
+    """
+
+    threads = 4
+
+    def __init__(self, root: str, target: Path) -> None:
+        self.root, self._target = root, target
+        real = Path(os.path.realpath(root))
+        same = any(is_same(path, root) for path in (target, *target.parents))
+        if same or any(path.is_relative_to(target) for path in (Path(root), real)):
+            raise overlap_error(root, target)
+
+    def scan(self) -> Tree:
+        """Sizes and times of all files; links are followed.
+
+        Raises:
+            ArchiveError: when there is nothing or it cannot be read, when links go round in a circle or lead nowhere or
+                into the copy, and for what is neither file nor folder.
+        """
+        tree = Tree()
+        for name, status, linked in _listed(self.root, follow=True):
+            path = below(self.root, name)
+            if linked:
+                real = Path(os.path.realpath(path))
+                if real.is_relative_to(self._target) or self._target.is_relative_to(real):
+                    raise overlap_error(self.root, self._target)
+            if stat.S_ISDIR(status.st_mode):
+                tree.folders.append(name)
+            elif stat.S_ISREG(status.st_mode):
+                tree.files[name] = FileStamp.of(status)
+            else:
+                raise ArchiveError(f"{path} is neither a file nor a folder. Move it away.")
+        if not tree.files:
+            raise ArchiveError(f"There are no files in {self.root}. Give the folder that has them.")
+        return tree
+
+    def fetch(self, name: str, stamp: FileStamp, part: Path, advance: Callable[[int], None]) -> None:
+        """Copy a file to ``part``.
+
+        Raises:
+            OSError: when it cannot be read or written, or is not what was listed any more.
+        """
+        with open_file(below(self.root, name)) as source, part.open("wb") as copy:
+            while chunk := source.read(_CHUNK_BYTES):
+                copy.write(chunk)
+                advance(len(chunk))
+            status = os.fstat(source.fileno())
+            if FileStamp.of(status) != stamp:
+                raise OSError(errno.EBUSY, "it changed while it was copied")
+            os.fchmod(copy.fileno(), status.st_mode & 0o700)
+
+
+class RemoteOrigin:
+    """A remote place; the modification time of its files stands for their version."""
+
+    threads = 32
+    """Each waits for the network most of the time."""
+
+    def __init__(self, place: RemotePlace) -> None:
+        if place.url.startswith(("file:", "local:")):
+            raise ArchiveError(f"{place} lies on this machine. Give its path in place of the URL.")
+        self.root, self._place = str(place), place
+
+    def scan(self) -> Tree:
+        """Sizes and versions of all files, listed now.
+
+        Raises:
+            ArchiveError: when they cannot be listed, or the server does not tell sizes.
+        """
+        listing, tree = list_files(self._place, fresh=True), Tree()
+        folders: dict[str, None] = {}
+        for name, number in listing.files():
+            size = int(listing.sizes[number])
+            if size < 0:
+                url = self._place.url_of(name)
+                raise ArchiveError(f"{url} has no size that its server tells, so no copy can be checked.")
+            tree.files[name] = FileStamp(size, int(listing.stamps[number]))
+            if name:
+                folders |= dict.fromkeys(["", *(name[:at] for at, letter in enumerate(name) if letter == "/")])
+        tree.folders = list(folders)
+        return tree
+
+    def fetch(self, name: str, stamp: FileStamp, part: Path, advance: Callable[[int], None]) -> None:
+        """Bring a file to ``part``.
+
+        Raises:
+            ArchiveError: when it cannot be read, or is not what was listed.
+        """
+        connection, url = self._place.connection(), self._place.url_of(name)
+        large = stamp.size > _PART_BYTES
+        before = connection.submit(connection.call("info", name)).result() if large else {}
+        asked = (
+            connection.submit(connection.fetch(name, min(_PART_BYTES, left), begin=stamp.size - left, whole=False))
+            for left in range(stamp.size, 0, -_PART_BYTES)
+        )
+        if not large:
+            asked = (connection.submit(connection.fetch(name, stamp.size)) for _ in range(1))
+        reading = deque(islice(asked, _PARTS))
+        try:
+            with part.open("wb") as copy:
+                while reading:
+                    while not wait(list(reading)[:1], timeout=0.5).done:
+                        advance(0)
+                    advance(copy.write(reading.popleft().result()))
+                    reading.extend(islice(asked, 1))
+        finally:
+            for one in reading:
+                one.cancel()
+        # Not compared with the listing: some servers list a time with its milliseconds, and tell it without.
+        if large and stamp_of(before) != stamp_of(connection.submit(connection.call("info", name)).result()):
+            raise GoneError(f"{url} was replaced while it was copied. Stage it again.")
+
+
+def _listed(root: str, *, follow: bool) -> Iterator[tuple[str, os.stat_result, bool]]:
+    """(path below the root, status, whether it is a link) of all there is, folders before what is in them."""
+    try:
+        status = os.stat(root, follow_symlinks=follow)  # noqa: PTH116 - a million times, Path objects cost too much
+    except OSError as error:
+        raise ArchiveError(f"{root} cannot be staged: {error.strerror}. Give a folder or a file.") from error
+    if not stat.S_ISDIR(status.st_mode):
+        yield "", status, False
+        return
+    for folder, status, entries in walk(root, follow=follow, error=ArchiveError):
+        yield folder, status, os.path.islink(below(root, folder))  # noqa: PTH114
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=follow):
+                continue
+            try:
+                found = entry.stat(follow_symlinks=follow)
+            except OSError as error:
+                if not os.path.lexists(entry.path):
+                    continue  # gone in the meantime
+                nowhere = " (a symbolic link that leads nowhere)" if entry.is_symlink() else ""
+                raise ArchiveError(f"{entry.path} cannot be read: {error.strerror}{nowhere}. Remove it.") from error
+            yield below(folder, entry.name), found, entry.is_symlink()
+
+
+def is_same(one: str | Path, other: str | Path) -> bool:
+    """True if two paths lead to one file or folder; the first is no link."""
+    with suppress(OSError):
+        return not os.path.islink(one) and os.path.samefile(one, other)  # noqa: PTH114, PTH121
+    return False
+
+
+def overlap_error(source: str, target: Path) -> ArchiveError:
+    """The refusal of a copy that would be written into its source, or whose removal would take its source along."""
+    return ArchiveError(
+        f"{source} cannot be staged to {target}: one lies in the other, perhaps by a link. Give a DEST elsewhere, in "
+        "memory (/dev/shm/<user>) or on a local disk."
+    )
+
+
+# --- a copy made equal to one -----------------------------------------------------------------------------------------
+
+
+class Mirror:
+    """A copy that is to equal its source.
+
+    Args:
+        source: what is copied.
+        target: path of the copy.
+        parts: a folder on the same file system, for files that are not yet whole.
+
+    Attributes:
+        wanted: what the source has.
+        to_copy: files that the copy lacks, or has in another version.
+        to_remove: files and folders of the copy that the source does not have, or has in another version, each after
+            what is in it.
+    """
+
+    def __init__(self, source: LocalOrigin | RemoteOrigin, target: Path, parts: Path) -> None:
+        self._source, self._target, self._parts = source, str(target), parts
+        self.wanted = self._there = Tree()
+        self.to_copy, self.to_remove = list[str](), list[str]()
+        self._stop = threading.Event()
+
+    def compare(self, *, force: bool) -> None:
+        """List both, and compare sizes and times.
+
+        Args:
+            force: remove and copy everything.
+
+        Raises:
+            ArchiveError: when one of them cannot be listed.
+        """
+        self.wanted = wanted = self._source.scan()
+        self._there = there = scan_copy(self._target)
+        folders = set(wanted.folders)
+        self.to_remove = [name for name, stamp in there.files.items() if force or wanted.files.get(name) != stamp]
+        self.to_remove += [name for name in reversed(there.folders) if force or name not in folders]
+        self.to_copy = [name for name, stamp in wanted.files.items() if force or there.files.get(name) != stamp]
+
+    def check_room(self) -> None:
+        """Refuse a copy that does not fit."""
+        shutil.rmtree(self._parts, ignore_errors=True)  # of a process that was killed
+        folder = str(Path(self._target).parent)
+        block = os.statvfs(folder).f_frsize
+
+        def taken(tree: Tree, names: list[str]) -> int:
+            return sum(-(-tree.files[name].size // block) * block for name in names if name in tree.files)
+
+        new_bytes = taken(self.wanted, self.to_copy) - taken(self._there, self.to_remove)
+        new_files = len(self.to_copy) - len(self.to_remove) + len(self.wanted.folders)
+        check_room(new_bytes, new_files, folder)
+
+    def apply(self) -> None:
+        """Remove what is to go, and copy each file to a part that is renamed when it is whole.
+
+        Raises:
+            ArchiveError: when a file cannot be read or changes meanwhile, or the target is full, cannot be written, or
+                another user's.
+        """
+        remove_all(self._target, self.to_remove)
+        self._parts.mkdir(mode=0o700, exist_ok=True)
+        for name in self.wanted.folders:
+            with suppress(FileExistsError):
+                os.mkdir(below(self._target, name), 0o700)  # noqa: PTH102
+            if not name:
+                check_owner(self._target)  # another user may have been first
+        waiting = sorted(self.to_copy, key=lambda name: self.wanted.files[name].size)  # the largest first
+        total = sum(self.wanted.files[name].size for name in waiting)
+        bar = progress_bar(f"Staging {Path(self._target).name}", total)
+
+        def advance(count: int) -> None:
+            bar.update(count)
+            if self._stop.is_set():
+                raise InterruptedError(errno.EINTR, "another file could not be copied")
+
+        def drain() -> None:
+            while not self._stop.is_set():
+                try:
+                    name = waiting.pop()
+                except IndexError:
+                    return
+                self._copy_file(name, advance)
+
+        with bar, ThreadPoolExecutor(self._source.threads) as pool:  # which waits for its threads
+            try:
+                running = [pool.submit(drain) for _ in range(self._source.threads)]
+                for future in wait(running, return_when=FIRST_EXCEPTION).done:
+                    future.result()
+            finally:  # after Ctrl-C too
+                self._stop.set()
+
+    def _copy_file(self, name: str, advance: Callable[[int], None]) -> None:
+        part, stamp = self._parts / str(threading.get_ident()), self.wanted.files[name]
+        try:
+            self._source.fetch(name, stamp, part, advance)
+            part.chmod(part.stat().st_mode & 0o700)  # nobody else may do anything with the copy
+            os.utime(part, ns=(stamp.mtime_ns, stamp.mtime_ns))
+            part.replace(below(self._target, name))
+        except ArchiveError:
+            raise
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            todo = "Make room: something else writes there too" if full else "Make it readable, or move it away"
+            raise ArchiveError(
+                f"{below(self._source.root, name)} could not be copied to {self._target}: {error.strerror}. {todo}, "
+                "and run it again: files that are copied are whole, and stay."
+            ) from error
+        finally:
+            part.unlink(missing_ok=True)  # at once: a full /dev/shm kills loaders
+
+    def finish(self) -> None:
+        """Tidy up, and keep the copy from other users, which an earlier version did not."""
+        shutil.rmtree(self._parts, ignore_errors=True)
+        mode = os.stat(self._target).st_mode  # noqa: PTH116
+        if mode & 0o077:  # else its ctime would change each time
+            os.chmod(self._target, mode & 0o700)  # noqa: PTH101
+
+
+def scan_copy(target: str) -> Tree:
+    """Sizes and times of all files of a copy, links not followed. Where there is nothing, the tree is empty."""
+    tree = Tree()
+    for name, status, _ in _listed(target, follow=False) if os.path.lexists(target) else ():
+        if stat.S_ISDIR(status.st_mode):
+            tree.folders.append(name)
+        else:
+            tree.files[name] = FileStamp.of(status)
+    return tree
+
+
+def remove_all(target: str, names: list[str]) -> None:
+    """Remove files and empty folders of a copy; those that are gone already are gone."""
+    for name in names:
+        path = below(target, name)
+        with suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                os.rmdir(path)  # noqa: PTH106
+            else:
+                os.unlink(path)  # noqa: PTH108
+
+
+def check_owner(target: str | os.PathLike[str]) -> None:
+    """Refuse to write into what another user made."""
+    if owner_of(target) not in (None, os.geteuid()):
+        raise ArchiveError(f"{target} belongs to another user. Give a folder of your own: /dev/shm/<user>.")

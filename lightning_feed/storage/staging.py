@@ -1,0 +1,376 @@
+"""Staging: a folder or a file, copied to memory or a local disk once per node, kept up to date, and removed."""
+
+import errno
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lightning_feed.errors import ArchiveError, SettingsError
+from lightning_feed.storage.remote import RemotePlace, is_url, place_of, without_secrets
+from lightning_feed.storage.stage_copy import (
+    LocalOrigin,
+    Mirror,
+    RemoteOrigin,
+    check_owner,
+    is_same,
+    remove_all,
+    scan_copy,
+)
+from lightning_feed.storage.system import (
+    RefcountedFile,
+    find_caveats,
+    find_mount,
+    make_private,
+    open_refcounted,
+    owner_of,
+    read_json,
+    write_json,
+)
+
+logger = logging.getLogger(__name__)
+
+_SAY_AFTER_S = 1.0
+"""A wait that is over sooner, for a process that finds the copy up to date, is not worth a line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A complete copy, and what it took."""
+
+    source: Path | str
+    """As it was given: a path made absolute, or a URL."""
+    path: Path
+    """The copy: a folder or a file, as the source is."""
+    files: int
+    """Files in the copy."""
+    total_bytes: int
+    """Bytes in the copy."""
+    copied_files: int
+    """Files that this call copied. 0: the copy was up to date, or another process made it while this one waited."""
+    copied_bytes: int
+    removed: int
+    """Files and folders that the source no longer has."""
+    took_s: float
+    in_memory: bool
+    """The copy lies in memory: a tmpfs or a RAM disk."""
+    caveats: tuple[str, ...]
+    """Things to know of a copy there, one sentence each."""
+
+
+def stage(  # noqa: PLR0913 - all but two are by name, and have a default
+    source: str | os.PathLike[str],
+    dest: str | os.PathLike[str],
+    *,
+    hash: bool = False,
+    force: bool = False,
+    remove_at_exit: bool = False,
+    wait_s: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Staged:
+    """Copy ``source`` to ``dest/<name of source>``, or bring the copy there up to date.
+
+    Every process of a node may call it: one copies, the others wait and get the same copy. Each file is whole or not
+    there; a copy that was broken off is completed file by file. Files are compared by size and time of change. Until
+    this process ends, nobody removes the copy.
+
+    Args:
+        source: a folder or a file. Symbolic links in it are followed. Or the URL of one, for fsspec.
+        dest: a folder in memory or on a local disk, for example ``/dev/shm/<user>``; made when only it is missing.
+            Only this user can open the copy.
+        hash: refused: sizes and times of change are compared.
+        force: remove what lies there, whatever it is, and copy everything.
+        remove_at_exit: remove the copy when the last process that uses it ends, unless it was there before. A process
+            that is killed removes nothing.
+        wait_s: how long to wait for another process that copies. None waits as long as it takes.
+        storage_options: for a URL, those of fsspec.
+
+    Raises:
+        ArchiveError: when there is no room (before a byte is written), when one of the two lies in the other, when a
+            file cannot be read or written or changes meanwhile, or when the wait is over.
+        SettingsError: for ``hash=True``.
+
+    Example:
+        >>> staged = stage("/data/birds", "/dev/shm/me")  # doctest: +SKIP
+        >>> staged.path  # doctest: +SKIP
+        PosixPath('/dev/shm/me/birds')
+    """
+    if hash:
+        raise SettingsError(
+            "hash=True: sizes and times of change are compared now; force=True copies everything again."
+        )
+    since_s = time.time()
+    origin, place = find_place(source, dest)
+    mirror = Mirror(_origin_of(source, origin, place, storage_options), place.target, place.parts)
+    with _told(f"{dest} cannot be made", "Give another DEST"):
+        place.target.parent.mkdir(mode=0o700, exist_ok=True)
+    with _told(f"{origin} was not staged to {place.target}", "Give another DEST"), claimed(place, wait_s=wait_s):
+        record = _make(place, mirror, origin, since_s, force=force, remove_at_exit=remove_at_exit)
+        place.write(record)
+        hold(place)
+    mount, caveats = find_mount(place.target.parent), find_caveats(str(place.target.parent))
+    if mirror.to_copy:
+        for caveat in caveats:
+            logger.warning("%s", caveat)
+    return Staged(
+        source=origin if is_url(origin) else Path(origin),
+        path=place.target,
+        files=record.files,
+        total_bytes=record.total_bytes,
+        copied_files=len(mirror.to_copy),
+        copied_bytes=sum(mirror.wanted.files[name].size for name in mirror.to_copy),
+        removed=len(set(mirror.to_remove).difference(mirror.to_copy)),
+        took_s=time.time() - since_s,
+        in_memory=mount is not None and mount.in_memory,
+        caveats=caveats,
+    )
+
+
+def _origin_of(
+    source: str | os.PathLike[str], origin: str, place: "StagePlace", storage_options: Mapping[str, Any] | None
+) -> LocalOrigin | RemoteOrigin:
+    given = os.fspath(source)
+    found = place_of(given if is_url(given) else origin, storage_options)
+    return RemoteOrigin(found) if isinstance(found, RemotePlace) else LocalOrigin(origin, place.target)
+
+
+@contextmanager
+def _told(what: str, advice: str) -> Iterator[None]:
+    """Raise an ArchiveError in place of any OSError of the system."""
+    try:
+        yield
+    except ArchiveError:
+        raise
+    except OSError as error:
+        raise ArchiveError(f"{what}: {error.strerror or error}. {advice}.") from error
+
+
+def _make(
+    place: "StagePlace", mirror: Mirror, origin: str, since_s: float, *, force: bool, remove_at_exit: bool
+) -> "StageRecord":
+    """Copy what differs, unless another process did, or saw that nothing does, while this one waited."""
+    target, found = place.target, place.read()
+    if found is not None and found.source == origin and (found.checked_s or 0.0) >= since_s:
+        return replace(found, remove_at_exit=found.remove_at_exit and remove_at_exit)
+    may_go = found.remove_at_exit if found else owner_of(target) is None
+    record = start_record(origin, remove_at_exit=remove_at_exit and may_go)
+    check_owner(target)
+    mirror.compare(force=force)
+    _check_what_is_there(place, origin, found, force=force)
+    if mirror.to_copy or mirror.to_remove:
+        mirror.check_room()
+        place.write(record)  # no longer complete, and ours
+        mirror.apply()
+    mirror.finish()
+    sizes = [stamp.size for stamp in mirror.wanted.files.values()]
+    return replace(record, files=len(sizes), total_bytes=sum(sizes), checked_s=time.time())
+
+
+def _check_what_is_there(place: "StagePlace", origin: str, found: "StageRecord | None", *, force: bool) -> None:
+    target = place.target
+    if force:
+        release(place)
+        if is_used(place):
+            raise ArchiveError(f"{target} is used by another process. Wait for that to end, or leave force out.")
+    elif owner_of(target) is not None and (found is None or found.source != origin):
+        what = f"a copy of {found.source}" if found else "no staged copy"
+        raise ArchiveError(f"{target} is {what}. Give another DEST, or force=True (--force) to remove it.")
+    if found is not None and found.checked_s is None:
+        logger.info("Going on with the copy at %s, which was not completed by %s.", target, found.copied_by)
+
+
+# --- removal ----------------------------------------------------------------------------------------------------------
+
+
+def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> bool:
+    """Remove the staged copy of ``source`` in ``dest``, complete or not.
+
+    Args:
+        source: as it was given to :func:`stage`; it need not exist any more.
+        dest: as above.
+
+    Returns:
+        False when there is none.
+
+    Raises:
+        ArchiveError: when what lies there is no copy of ``source``, when it cannot be removed, or when a process uses
+            it or copies.
+    """
+    origin, place = find_place(source, dest)
+    with _told(f"{place.target} cannot be removed", "Give a DEST of your own"):
+        if not place.folder.exists():
+            return False
+        release(place)
+        with claimed(place, wait_s=0):
+            _remove(place, origin)
+    return True
+
+
+def _remove(place: "StagePlace", origin: str) -> None:
+    """Remove a copy and what was written beside it. Killed in the middle, it leaves a copy that is not complete."""
+    target, record = place.target, place.read()
+    if record is None or record.source != origin:
+        raise ArchiveError(f"{target} is not a staged copy of {origin}. Remove it yourself.")
+    if is_same(target, origin):
+        raise ArchiveError(f"{target} is {origin} itself by now. Unmount it or remove the link.")
+    if is_used(place):
+        raise ArchiveError(f"{target} is used by another process. Remove it when that has ended.")
+    place.write(start_record(origin, remove_at_exit=True))
+    if owner_of(target) == os.geteuid():  # removed by hand, it may have made room for another user's
+        copy = scan_copy(str(target))
+        remove_all(str(target), [*copy.files, *reversed(copy.folders)])
+    place.record.unlink()
+
+
+# --- the record and the locks of a copy -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """The record of a copy, kept beside it. No list of files: each has the size and time of its source."""
+
+    source: str
+    """Absolute path, or URL."""
+    remove_at_exit: bool
+    """The copy goes with the last process that uses it."""
+    copied_by: str = "an earlier version"
+    """The process that copies or copied it, for people."""
+    files: int = 0
+    total_bytes: int = 0
+    checked_s: float | None = None
+    """When the copy was seen to equal the source, in seconds since 1970; None while it is being made."""
+
+
+def start_record(source: str, *, remove_at_exit: bool) -> StageRecord:
+    """The record of a copy that this process begins to make now."""
+    who = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    return StageRecord(source=source, remove_at_exit=remove_at_exit, copied_by=who)
+
+
+class StagePlace:
+    """The paths of one staged copy. All but the copy itself lies in ``DEST/.NAME.staging``, which is its owner's alone.
+
+    Args:
+        target: where the copy is, or will be.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.folder = target.parent / f".{target.name}.staging"
+        self.lock = self.folder / "lock"
+        self.users = self.folder / "users"
+        self.record = self.folder / "complete.json"
+        self.parts = self.folder / "parts"
+
+    def read(self) -> StageRecord | None:
+        """The record of a copy, also of an earlier version; None when there is none, or another user's."""
+        found = read_json(self.record)
+        known = {field.name: found[field.name] for field in fields(StageRecord) if field.name in found}
+        return StageRecord(**known) if "source" in known and "remove_at_exit" in known else None
+
+    def write(self, record: StageRecord) -> None:
+        """Replace the record atomically."""
+        write_json(self.record, asdict(record))
+
+
+def find_place(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> tuple[str, StagePlace]:
+    """The absolute path, or the URL, of what is copied, and where the copy goes."""
+    path = os.fspath(source)
+    # Not resolved: the copy has the name that was given. Of a URL, what stands in records and names has no secrets.
+    origin = without_secrets(path.rstrip("/")) if is_url(path) else os.path.abspath(path)  # noqa: PTH100
+    name = os.path.basename(origin.removesuffix("?...").rstrip("/"))  # noqa: PTH119
+    return origin, StagePlace(Path(os.path.realpath(dest), name))
+
+
+@contextmanager
+def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]:
+    """Wait until no other process copies to this place, and keep them all out meanwhile.
+
+    The kernel drops the lock when its process ends, however it ends. A place without a record after the block is
+    removed, but for the copy itself.
+
+    Args:
+        place: where the copy goes; the folder beside it is made when it is not there.
+        wait_s: how long to wait, in seconds. None waits for as long as the other process lives.
+
+    Raises:
+        ArchiveError: when another process still copies after ``wait_s``, or when the folder cannot be written.
+    """
+    lock = FileLock(place.lock, fallback_to_soft=False)  # a soft lock would outlive a process that is killed
+    said, ends_s = False, float("inf") if wait_s is None else time.monotonic() + wait_s
+    while not lock.is_locked:
+        _make_private(place.folder)
+        left_s = max(0.0, ends_s - time.monotonic())
+        try:
+            lock.acquire(timeout=min(_SAY_AFTER_S, left_s))
+        except FileNotFoundError:
+            continue  # removed just now, with the copy: make it again
+        except Timeout:
+            record = place.read()
+            who = record.copied_by if record and record.checked_s is None else "another process"
+            if left_s <= _SAY_AFTER_S:
+                raise ArchiveError(
+                    f"{place.target} is being copied by {who}, and is not complete after {wait_s:g} s. Wait longer, or "
+                    "stop that process: what it has copied is kept."
+                ) from None
+            if not said:
+                logger.warning("Waiting for the copy at %s, which is being made by %s.", place.target, who)
+                said = True
+        except OSError as error:
+            raise ArchiveError(f"{place.lock} cannot be locked: {error.strerror}. Give another DEST.") from error
+    try:
+        yield
+    finally:
+        if place.read() is None:
+            shutil.rmtree(place.folder, ignore_errors=True)  # one who waits may make a lock in it just now
+        lock.release()
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        make_private(folder)
+    except OSError as error:
+        todo = "Give SRC a shorter name" if error.errno == errno.ENAMETOOLONG else "Give a folder of your own as DEST"
+        raise ArchiveError(f"{folder} cannot be made: {error.strerror}. {todo}.") from error
+
+
+_uses: dict[tuple[int, str], RefcountedFile] = {}
+"""By process and path of the copy: its file of users. Module state, because it is the process that uses copies."""
+
+
+def hold(place: StagePlace) -> None:
+    """Use a copy until this process ends, so that nobody removes it before. Called while the place is claimed."""
+    key = (os.getpid(), str(place.target))
+    if key not in _uses:
+        _uses[key] = open_refcounted(place.users)
+        # Below zero: after multiprocessing has ended its daemonic children, the workers that still read.
+        Finalize(None, leave, args=(place,), exitpriority=-10)
+
+
+def release(place: StagePlace) -> None:
+    """Use a copy no longer."""
+    if use := _uses.pop((os.getpid(), str(place.target)), None):
+        use.give_up()
+
+
+def is_used(place: StagePlace) -> bool:
+    """True if another process uses the copy. Called while the place is claimed, and not used by this process."""
+    return not open_refcounted(place.users).give_up()
+
+
+def leave(place: StagePlace) -> None:
+    """Use a copy no longer, and remove it if it may go and nobody else uses it."""
+    release(place)
+    record = place.read()
+    if record is not None and record.remove_at_exit:
+        with suppress(OSError):  # somebody uses it, or brings it up to date
+            unstage(record.source, place.target.parent)

@@ -1,0 +1,150 @@
+"""``num_workers="tune"`` in a fit: trials with a training loader, and their result in the settings."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from lightning_feed.errors import LoaderError, throughput
+from lightning_feed.load.rank_store import connected, gather
+from lightning_feed.load.settings import LoaderSettings, Recommendation
+from lightning_feed.trials.search import Goal, Tuned
+from lightning_feed.trials.tune_loader import Store, tune_loader
+
+logger = logging.getLogger(__name__)
+
+
+def why_not_now(trainer: Any, split: str) -> str:
+    """Why ``num_workers="tune"`` is as ``"auto"`` for a loader; empty where it is to be tuned."""
+    if split != "train":
+        return "not tuned: only training loaders are, so this is as for num_workers='auto'"
+    if trainer is None or trainer.state.fn != "fit":
+        return "not tuned: tuning waits for trainer.fit, so this is as for num_workers='auto'"
+    if trainer.fast_dev_run:
+        return "not tuned for a fast_dev_run, so this is as for num_workers='auto'"
+    return ""
+
+
+def goal_of(trainer: Any, loader: Any, **others: Any) -> Goal:
+    """The goal of tuning for a run: all ranks of a node at once, and the fastest setting unless ``others`` say more.
+
+    Threads are tried only where the user allows them: not every dataset can be read by several threads, and one that
+    cannot need not say so.
+    """
+    return Goal(
+        local_ranks=trainer.num_devices,
+        device_type=trainer.strategy.root_device.type,
+        may_persist=not trainer.reload_dataloaders_every_n_epochs,
+        threads=getattr(loader, "workers", "process") == "thread",
+        **others,
+    )
+
+
+def tune_for_fit(loader: DataLoader[Any], trainer: Any, name: str, goal: Goal | None = None) -> Tuned | None:
+    """The settings for a training loader of a run that is about to begin. The loader is not iterated.
+
+    On several ranks one of each node runs the trials, for all of its ranks at once; the others wait for it.
+
+    Args:
+        loader: as it would be without tuning.
+        trainer: of the run.
+        name: of the loader, for the progress bar.
+        goal: of :func:`goal_of`, with what else is asked for.
+
+    Returns:
+        What was found; None, on all ranks, where they are not connected by torch.distributed.
+
+    Raises:
+        FeedError: the loader cannot be tuned: its data set raises, hangs, or gives nothing.
+    """
+    goal = goal or goal_of(trainer, loader)
+
+    def tune() -> Tuned:
+        with tqdm(total=goal.max_trials, desc=f"tuning the loader of {name}", disable=None, leave=False) as bar:
+            return tune_loader(loader, goal, store=Store(), on_trial=lambda _: bar.update())
+
+    if trainer.world_size < 2:
+        return tune()
+    if not connected():
+        logger.warning("The loaders are not tuned: the ranks are not connected by torch.distributed, so none can tell.")
+        return None
+    return _once_per_node(tune, trainer)
+
+
+def _once_per_node(tune: Callable[[], Tuned], trainer: Any) -> Tuned:
+    """The result of local rank 0, on all ranks of its node.
+
+    Raises:
+        LoaderError: on all other ranks, those of other nodes too, when ``tune`` raised. Where it did, its own error
+            comes through.
+    """
+    mine: Tuned | Exception | None = None
+    if trainer.local_rank == 0:
+        try:
+            mine = tune()
+        except Exception as error:  # noqa: BLE001  # raised below, when the others have heard of it
+            mine = error
+    told = mine if not isinstance(mine, Exception) else f"{type(mine).__name__}: {mine}"
+    every = gather(trainer, (trainer.node_rank, told))
+    if isinstance(mine, Exception):
+        raise mine
+    for node, found in every:
+        if isinstance(found, str):  # on all nodes: ranks that went on to train would wait for those that do not
+            raise LoaderError(
+                f"The rank that tunes the loaders for node {node} failed: {found} Its own message says more. Give "
+                "LoaderSettings(num_workers=...) to train without tuning."
+            )
+    tuned: Tuned = next(found for node, found in every if node == trainer.node_rank and found is not None)
+    return tuned
+
+
+def settled(settings: LoaderSettings, tuned: Tuned | None) -> LoaderSettings:
+    """``settings`` with what was found where they leave it open; as for ``"auto"`` where nothing was."""
+    if tuned is None:
+        return replace(settings, num_workers="auto")
+    found = tuned.setting
+    if not found.num_workers:
+        pinned = settings.pin_memory if settings.pin_memory != "auto" else found.pin_memory
+        return replace(without_workers(settings), pin_memory=pinned)
+    changed: dict[str, Any] = {"num_workers": found.num_workers, "workers": found.workers}
+    for name in ("prefetch_factor", "pin_memory", "persistent_workers"):
+        if getattr(settings, name) == "auto":
+            changed[name] = getattr(found, name)
+    if found.workers == "thread":
+        changed["start_method"] = None
+    if found.num_workers == 1:
+        changed["in_order"] = True  # nobody is there to overtake
+    return replace(settings, **changed)
+
+
+def without_workers(settings: LoaderSettings) -> LoaderSettings:
+    """``settings`` with no workers, and without what would be refused beside that."""
+    plain = LoaderSettings()
+    return replace(settings, num_workers=0, **{name: getattr(plain, name) for name in settings.asking_for_workers()})
+
+
+def explained(found: Recommendation, settings: LoaderSettings, tuned: Tuned | None, why_not: str) -> Recommendation:
+    """What was chosen, with tuning named as the reason of what it chose.
+
+    Args:
+        found: made with :func:`settled`.
+        settings: the user's.
+        tuned: what tuning found.
+        why_not: why there was none; empty where the ranks could not agree.
+    """
+    reasons = dict(found.reasons)
+    if tuned is None:
+        why_not = why_not or "not tuned: the ranks are not connected, so this is as for num_workers='auto'"
+        reasons["num_workers"] = f"{reasons['num_workers']} ({why_not})"
+        return replace(found, reasons=reasons)
+    short = "tuned" if not tuned.remembered else "tuned by an earlier run, and checked"
+    rate = "" if tuned.batches_per_s is None else f", {throughput(tuned.batches_per_s, tuned.batch_size)} in the trial"
+    reasons["num_workers"] = f"{short}: {tuned.reason}{rate}"
+    for name in ("prefetch_factor", "pin_memory", "persistent_workers"):
+        # A value as the user gave it stays so; what has no effect with num_workers=0 has its own reason.
+        if getattr(settings, name) == "auto" and reasons[name] == "as given":
+            reasons[name] = short
+    return replace(found, reasons=reasons)

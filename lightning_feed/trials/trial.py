@@ -1,0 +1,327 @@
+"""One loader setting, and the trial run that measures it."""
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor, multiprocessing
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_feed.errors import DatasetError, FeedError, plural
+from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
+from lightning_feed.load.random_state import preserve_state
+from lightning_feed.load.settings import TORCH_PREFETCH
+from lightning_feed.load.worker import ended_worker, worker_processes
+from lightning_feed.trials.cloning import (
+    Changes,
+    LoaderRate,
+    RoundLimits,
+    burst_of,
+    clone_loader,
+    locate_failure,
+    time_loader,
+)
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None  # type: ignore[assignment]
+
+Kind = Literal["process", "thread"]
+
+WORKER_FILES = 4
+"""Files that one worker process keeps open in this one: both ends of its index queue, its sentinel, and one to spare.
+Counted in /proc/self/fd with torch 2.15: 3."""
+OTHER_FILES = 256
+"""Left to the program itself: its libraries, checkpoints, logs, connections."""
+
+
+def open_files_limit() -> float:
+    """Files that this process may have open; infinite where there is no limit."""
+    most = -1 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if most < 0 else most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The values that a trial sets in a loader."""
+
+    num_workers: int
+    prefetch_factor: int | None
+    """None without workers."""
+    workers: Kind = "process"
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    in_order: bool = True
+
+    def __str__(self) -> str:
+        kind = "" if self.workers == "process" else f", workers={self.workers!r}"
+        ahead = f", prefetch_factor={self.prefetch_factor}" if self.prefetch_factor else ""
+        return f"num_workers={self.num_workers}{kind}{ahead}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A setting and what it was measured to give. None stands for what is not known."""
+
+    setting: Setting
+    batches_per_s: float | None = None
+    """Of all ranks of this machine together divided by their number; None: it could not run."""
+    start_s: float | None = None
+    """From ``iter(loader)`` to the first batch."""
+    cpu_s_per_batch: float | None = None
+    """CPU time of this process and its workers."""
+    memory_bytes: int | None = None
+    """Of the workers."""
+    batch_bytes: int | None = None
+    """Of the tensors and arrays of one batch, the largest of the first ones."""
+    batch_tensors: int | None = None
+    """How many tensors and arrays a batch has."""
+    gap_p99_s: float | None = None
+    """99th percentile, over rounds of ``num_workers`` batches, of the longest time between two batches."""
+    seconds: float = 0.0
+    """Duration of the trial."""
+    infeasible: str | None = None
+    """Why it could not run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feasible:
+    """The limits of the machine, for each of its local ranks."""
+
+    machine: Machine
+    open_files: float = math.inf
+    """That this process may have."""
+    local_ranks: int = 1
+    background: int = 0
+    """Batches that the loader's own thread keeps ready."""
+    start_method: str = "fork"
+    """How the loader's workers start."""
+
+    def broken(self, setting: Setting, trials: Sequence[Trial] = ()) -> str:
+        """The limit that a setting would break, as a sentence; empty when all hold.
+
+        Args:
+            setting: what would be run.
+            trials: so far. The first tells the size of a batch, those with workers what a worker takes.
+        """
+        workers, threads = setting.num_workers, setting.workers == "thread"
+        if workers == 0:
+            return ""
+        batch_bytes = max((trial.batch_bytes or 0 for trial in trials), default=0)
+        # What the workers have loaded, what the background thread keeps, and the batch that is being trained.
+        batches = workers * (setting.prefetch_factor or TORCH_PREFETCH) + self.background + 1
+        taken = Footprint(
+            workers=workers,
+            batches=batches,
+            batch_bytes=batch_bytes,
+            size=f"{plural(batches, 'batch', 'batches')} of {batch_bytes / 1e6:.3g} MB",
+            worker_bytes=THREAD_BYTES if threads else self._worker_bytes(trials),
+            threads=threads,
+            sharers=self.local_ranks,
+        )
+        return exceeded_limit(self.machine, taken) or (
+            "" if threads else self._too_many_files(workers, batches, trials)
+        )
+
+    def _worker_bytes(self, trials: Sequence[Trial]) -> int:
+        """As measured, where it was."""
+        measured = [
+            trial.memory_bytes // trial.setting.num_workers
+            for trial in trials
+            if trial.memory_bytes and trial.setting.num_workers and trial.setting.workers == "process"
+        ]
+        return max(measured) if measured else WORKER_BYTES[self.start_method]
+
+    def _too_many_files(self, workers: int, batches: int, trials: Sequence[Trial]) -> str:
+        kept = multiprocessing.get_sharing_strategy() == "file_descriptor"
+        tensors = max((trial.batch_tensors or 0 for trial in trials), default=0) if kept else 0
+        needed = workers * WORKER_FILES + batches * tensors
+        if needed + OTHER_FILES <= self.open_files:
+            return ""
+        return (
+            f"{plural(workers, 'worker')} and {plural(batches, 'batch', 'batches')} of {plural(tensors, 'tensor')} "
+            f"would keep {needed} files open, and this process may have {self.open_files:.0f} (`ulimit -n`)"
+        )
+
+
+def feasible(loader: DataLoader[Any], machine: Machine, local_ranks: int = 1) -> Feasible:
+    """The limits of this process for a loader."""
+    context: Any = loader.multiprocessing_context
+    return Feasible(
+        machine=machine,
+        open_files=open_files_limit(),
+        local_ranks=local_ranks,
+        background=getattr(loader, "background", 0),
+        start_method=context.get_start_method() if context is not None else machine.start_method,
+    )
+
+
+_READ_EVERY_S = 0.1
+"""Between two readings of CPU times: each costs a file per worker."""
+_DEEPEST = 8
+
+
+def run_trial(loader: DataLoader[Any], setting: Setting, limits: RoundLimits, *, copies: int = 1) -> Trial:
+    """Run a loader with a setting. The loader, its samplers and generators, and all random state are left as before.
+
+    A setting that cannot run gives a trial that says why. A data set that fails is an error: no setting would help.
+
+    Args:
+        loader: any DataLoader. Map-style ones begin again at their end, so few samples suffice.
+        setting: what to run it with.
+        limits: how long.
+        copies: loaders that run at once, as those of so many local ranks would. Only with workers.
+
+    Raises:
+        DatasetError: the data set raised; the message names worker and sample.
+        LoaderError: the loader is empty, or hangs without workers.
+    """
+    began = time.perf_counter()
+    copies = copies if setting.num_workers else 1
+    passes: list[_Pass] = []
+    try:
+        with preserve_state(loader), warnings.catch_warnings():
+            # More workers than CPUs: on purpose. Pinning without a device: the user was told by their own loader.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
+            own = asdict(replace(setting, persistent_workers=False))  # each trial ends its own
+            changes = Changes(**own, endless=not isinstance(loader.dataset, IterableDataset))
+            variants = [clone_loader(loader, changes) for _ in range(copies)]
+            burst = burst_of(variants[0])
+
+            def begin() -> _Pass:
+                passes.append(_Pass([iter(variant) for variant in variants], burst))
+                return passes[-1]
+
+            rate = time_loader(begin, burst=burst, limits=limits)
+    except FeedError as error:
+        if not setting.num_workers or isinstance(error, DatasetError):
+            raise
+        return Trial(setting=setting, infeasible=str(error), seconds=time.perf_counter() - began)
+    except Exception as error:
+        died = ended_worker(passes[-1], error) if passes else None
+        if died is None:
+            came = passes[-1].taken if len(passes) == 1 and copies == 1 else None
+            part = SimpleNamespace(loader=loader, stream=isinstance(loader.dataset, IterableDataset))
+            raise locate_failure([part], error, came) from error
+        return Trial(setting=setting, infeasible=died, seconds=time.perf_counter() - began)
+    return _measured(setting, rate, passes, time.perf_counter() - began)
+
+
+@dataclass
+class _Pass(Iterator[Any]):
+    """Iterators side by side, one for each rank, with the times at which batches came and what they took."""
+
+    iterators: list[Any]
+    """Under this name their workers are found, and ended."""
+    burst: int
+    stamps: list[float] = field(default_factory=list)
+    cpu: list[tuple[int, float]] = field(default_factory=list)
+    """(Batches so far, CPU seconds of this process and its workers), now and then."""
+    memory: int | None = None
+    batch_bytes: int = 0
+    batch_tensors: int = 0
+    _read_at: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self.pids = [process.pid for process in worker_processes(self) if process.pid is not None]
+
+    @property
+    def taken(self) -> int:
+        return len(self.stamps)
+
+    def __next__(self) -> Any:
+        batches = [next(iterator) for iterator in self.iterators]
+        self.stamps.append(time.perf_counter())
+        if self.taken <= 2:
+            sizes = leaf_sizes(batches[0])
+            self.batch_bytes = max(self.batch_bytes, sum(sizes))
+            self.batch_tensors = max(self.batch_tensors, len(sizes))
+        if self.taken > 1 + self.burst:
+            self._read_counters(self.stamps[-1])
+        return batches
+
+    def _read_counters(self, now: float) -> None:
+        if now - self._read_at < _READ_EVERY_S:
+            return
+        self._read_at = now
+        if self.memory is None and self.pids:
+            self.memory = worker_memory(self.pids)
+        seconds = cpu_seconds(self.pids)
+        if seconds is not None:
+            self.cpu.append((self.taken, seconds))
+
+    def longest_gaps(self) -> list[float]:
+        """The longest gap of each round, after the first ones."""
+        stamps = self.stamps[self.burst :] if len(self.stamps) > 3 * self.burst else self.stamps
+        gaps = np.diff(stamps)
+        return [float(gaps[start : start + self.burst].max()) for start in range(0, len(gaps), self.burst)]
+
+
+def _measured(setting: Setting, rate: LoaderRate, passes: list[_Pass], seconds: float) -> Trial:
+    ranks = len(passes[0].iterators)
+    spans = [(one.cpu[0], one.cpu[-1]) for one in passes if len(one.cpu) > 1]
+    batches = sum(last[0] - first[0] for first, last in spans) * ranks
+    gaps = sorted(gap for one in passes for gap in one.longest_gaps())
+    memory = [one.memory for one in passes if one.memory is not None]
+    return Trial(
+        setting=setting,
+        batches_per_s=rate.batches_per_s,
+        start_s=rate.start_s,
+        cpu_s_per_batch=sum(last[1] - first[1] for first, last in spans) / batches if batches else None,
+        memory_bytes=max(memory) // ranks if memory else None,
+        batch_bytes=max(one.batch_bytes for one in passes),
+        batch_tensors=max(one.batch_tensors for one in passes),
+        gap_p99_s=gaps[int(0.99 * (len(gaps) - 1))] if gaps else None,
+        seconds=seconds,
+    )
+
+
+# --- what a running loader takes --------------------------------------------------------------------------------------
+
+
+def cpu_seconds(pids: Iterable[int], root: Path = Path("/")) -> float | None:
+    """CPU time so far of this process and of the workers, all their threads. None where a worker's cannot be read."""
+    total = time.process_time()
+    for pid in pids:
+        try:
+            stat = (root / f"proc/{pid}/stat").read_text()
+            user, system = stat.rpartition(")")[2].split()[11:13]  # proc(5), fields 14 and 15
+            total += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError):
+            return None
+    return total
+
+
+def worker_memory(pids: Iterable[int], root: Path = Path("/")) -> int | None:
+    """Bytes that the workers have to themselves, /dev/shm apart: what they share counts by their share of it (PSS).
+    None where that cannot be read."""
+    total = 0
+    for pid in pids:
+        try:
+            lines = (root / f"proc/{pid}/smaps_rollup").read_text().splitlines()
+            sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines[1:])}
+            total += 1024 * (sizes["Pss"] - sizes.get("Pss_Shmem", 0))
+        except (OSError, KeyError):
+            return None
+    return total
+
+
+def leaf_sizes(batch: Any, depth: int = 0) -> list[int]:
+    """Bytes of each tensor and array in a batch of any structure."""
+    sizes = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, (Tensor, np.ndarray)):
+            sizes.append(int(leaf.nbytes))
+        elif depth < _DEEPEST:
+            sizes += leaf_sizes(list(getattr(leaf, "__dict__", {}).values()), depth + 1)
+    return sizes

@@ -1,0 +1,510 @@
+"""Causes: which part of a step is over its limit, and why it takes what it takes.
+
+For waiting, the first rule that the figures meet. Workers are blocked, too, when they have nothing to do. So what they
+do counts only while training waits for them, and what can leave them idle meanwhile (one slow batch in front, a queue
+that is full most of the time) is asked first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
+from lightning_feed.verdict.diagnosis import Cause, Grade
+
+StepPart = Literal["framework", "copy", "data"]
+
+FRAMEWORK_PCT, COPY_PCT, DATA_PCT = 10.0, 5.0, 5.0
+"""Shares of a step from which its parts are at fault."""
+JITTER_PCT, HIGH_PCT = 2.0, 20.0
+"""Further limits of the grade; 5 and 20 are those of TensorFlow's input-pipeline analyzer."""
+MIN_STEPS = 10
+"""With fewer steps there is no verdict."""
+OTHERS_PCT = 20.0
+"""Share of the CPUs that other programs take, from which the figures are theirs as much as this run's."""
+MODEL_SHARE, MODEL_MOST = 0.95, 1.1
+"""The model alone takes at least this share of a step: then no loader, however fast, makes the step much shorter. It
+cannot take more than all of it: beyond what two measurements differ by, something disturbed the one of it alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Shares of a step. Percentages of the mean step; a part whose time is not known has 0."""
+
+    step_ms: float
+    framework_pct: float
+    copy_pct: float
+    data_pct: float
+    """Of waiting for data: this rank's, or what the slowest rank of each step costs all, or what the first batch of
+    each epoch costs an epoch: the largest."""
+    data_ms: float
+    """Waiting for data per step that a loader without fault would save."""
+    epoch_pct: float | None
+    """Share of an epoch that its first batch takes beyond what any other batch takes. None: not known."""
+    by_ranks: bool
+    """Waiting is that of the slowest rank in each step, and more than this rank's own."""
+    over: tuple[StepPart, ...]
+    """The parts over their limits, the largest first."""
+    compute_bound_confirmed: bool
+    """Waiting is over its limit, but the model alone takes as long as a step."""
+
+    @property
+    def floor_ms(self) -> float:
+        """Step time with nothing to wait for in the loader."""
+        return max(0.0, self.step_ms - self.data_ms)
+
+
+def shares_of(measured: Measurements) -> Shares | None:
+    """The shares; None where too little was measured for any."""
+    stats = measured.stats
+    if stats.steps < MIN_STEPS or stats.starved_pct is None or stats.input_pct is None or not stats.step_ms:
+        return None
+    waiting_pct, data_ms, by_ranks = _waiting_of(measured, stats.starved_pct, stats.step_ms)
+    epoch_pct = _epoch_pct(measured, stats.step_ms)
+    pcts: dict[StepPart, float] = {
+        "framework": 100 * (stats.other_ms or 0.0) / stats.step_ms,
+        "copy": max(0.0, stats.input_pct - stats.starved_pct),
+        "data": max(waiting_pct, epoch_pct or 0.0),
+    }
+    over = sorted((part for part, pct in pcts.items() if pct >= _LIMITS[part]), key=lambda part: -pcts[part])
+    of_steps = "data" in over and (epoch_pct or 0.0) < DATA_PCT and not by_ranks
+    confirmed = of_steps and _model_takes_all(measured)
+    return Shares(
+        step_ms=stats.step_ms,
+        framework_pct=pcts["framework"],
+        copy_pct=pcts["copy"],
+        data_pct=pcts["data"],
+        data_ms=data_ms,
+        epoch_pct=epoch_pct,
+        by_ranks=by_ranks,
+        over=tuple(part for part in over if part != "data" or not confirmed),
+        compute_bound_confirmed=confirmed,
+    )
+
+
+_LIMITS: dict[StepPart, float] = {"framework": FRAMEWORK_PCT, "copy": COPY_PCT, "data": DATA_PCT}
+
+
+def _waiting_of(measured: Measurements, own_pct: float, step_ms: float) -> tuple[float, float, bool]:
+    """Share and milliseconds of a step that wait for data, and whether they are those of the slowest rank."""
+    ranks, own_ms = measured.ranks, measured.stats.data_idle_ms or 0.0
+    if ranks is None or ranks.starved_pct is None or ranks.starved_pct <= own_pct:
+        return own_pct, own_ms, False
+    return ranks.starved_pct, max(own_ms, min(step_ms, ranks.max_data_idle_ms or 0.0)), True
+
+
+def grade_of(data_pct: float) -> Grade:
+    """Degree of starvation, by the share of the step that waits for data."""
+    if data_pct < JITTER_PCT:
+        return "fed"
+    if data_pct < DATA_PCT:
+        return "fed, some jitter"
+    return "moderately data-bound" if data_pct < HIGH_PCT else "highly data-bound"
+
+
+def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
+    stats, batches = measured.stats, measured.facts.batches_per_epoch
+    if stats.epoch_start_s is None or not batches:
+        return None
+    start_ms = stats.epoch_start_s * 1e3
+    excess_ms = max(0.0, start_ms - (stats.data_idle_ms or 0.0))
+    # An epoch: its first batch, then all of its steps, of which the first has no more waiting in it.
+    whole_ms = start_ms + batches * step_ms
+    return 100 * excess_ms / whole_ms if whole_ms > 0 else None
+
+
+def model_alone_ms(measured: Measurements) -> float | None:
+    """Step time of the model with one batch again and again; None where that was not measured."""
+    found = measured.experiments
+    return 1e3 / found.model_per_s if found is not None and found.model_per_s else None
+
+
+def model_disturbed(measured: Measurements) -> bool:
+    """Whether the model alone took longer than the steps that it is a part of: then its figure is good for nothing."""
+    alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
+    return alone is not None and step_ms is not None and alone > MODEL_MOST * step_ms
+
+
+def _model_takes_all(measured: Measurements) -> bool:
+    alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
+    if alone is None or not step_ms or measured.facts.device_type == "cpu":
+        return False  # on a CPU nothing is queued ahead: what is waited for is no part of the step itself
+    return MODEL_SHARE * step_ms <= alone <= MODEL_MOST * step_ms
+
+
+LOOP_WORDS = {"fit": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+"""Stage -> what its loop is called."""
+SHORT_STEP_MS = 10.0
+TOY_STEP_MS = 2.0
+"""Steps below this are those of a first try: no setting of a loader makes them faster."""
+
+
+def in_ms(value: float | None, step_ms: float) -> str:
+    """Milliseconds as text, with a digit more where steps are short."""
+    return "?" if value is None else f"{value:.{1 if step_ms >= SHORT_STEP_MS else 2}f}"
+
+
+def toy_sentence(step_ms: float | None) -> str | None:
+    """All there is to say about steps so short that Python takes most of them; None for longer ones."""
+    if not step_ms or step_ms >= TOY_STEP_MS:
+        return None
+    return f"Steps of {step_ms:.1f} ms: Python overhead dominates; use larger batches."
+
+
+# --- the cause of each --------------------------------------------------------------------------------------------
+
+HEAD_OF_LINE_PCT = 25.0
+"""Share of the waiting in which a later batch was ready."""
+PIN_SHARE = 0.5
+"""Mean wait for the pin thread over the mean wait of a step."""
+RUN_QUEUE_PCT = 30.0
+THROTTLED_PCT = 20.0
+CPU_PRESSURE_PCT = 30.0
+BUSY_PCT, BLOCKED_PCT = 70.0, 50.0
+"""Shares of the workers' time on a CPU or ready for one, and neither."""
+READY_SHARE = 0.5
+"""Share of the queue that is full on average. Workers in step with each other, who finish all at once, leave it less
+than half full: (workers - 1) / 2 of at least ``workers`` batches."""
+HANDOVER_PCT = 80.0
+"""Share of the waiting that began with batches ready from which handing them over is the cause. Where a queue runs dry
+now and then, the millisecond that each of the other batches takes is a good part of it, too."""
+QUEUE_SHARE = 0.1
+"""Share of loading without a CPU, from which it is worth telling."""
+WARM_PCT = 80.0
+"""Share of the bytes from the page cache from which the disk is not the reason."""
+DISK_MB_PER_S = 0.05
+"""A disk that gives less than this is not what workers wait for, were it one of random 4 kB reads (100 a second)."""
+IO_PRESSURE_PCT = 20.0
+CONNECTED = 0.5
+"""Connections over the network of each worker, from which it is taken to read from there."""
+DALI_DECODES = (
+    "DALI works on the GPU, and a batch that it is not done with is waited for there: its decoding is part of this time"
+)
+FASTER, NO_FASTER = 1.25, 1.1
+"""Speed-up of the loader without a stage that is at fault, and the most without one that is not."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A cause, with the figures that speak for it."""
+
+    cause: Cause
+    because: Sequence[str] = ()
+    """One sentence each."""
+    sure: bool = True
+    """Nothing that would have told otherwise is missing."""
+    contradicted: bool = False
+    """An experiment says otherwise: confidence is low, however good the figures."""
+
+
+# --- waiting for data ---------------------------------------------------------------------------------------------
+
+
+def data_cause(measured: Measurements, shares: Shares) -> Reason:
+    """The cause of waiting for data."""
+    facts = measured.facts
+    found = next(found for rule in DATA_RULES if (found := rule(measured, shares)) is not None)
+    if facts.backend == "dali-gpu":
+        return replace(found, because=[*found.because, DALI_DECODES])
+    return found
+
+
+def _epoch_start(measured: Measurements, shares: Shares) -> Reason | None:
+    pct, batches = shares.epoch_pct, measured.facts.batches_per_epoch
+    if pct is None or pct < max(DATA_PCT, 100 * shares.data_ms / shares.step_ms):
+        return None
+    took = f"before its first batch ({measured.stats.epoch_start_s:.2f} s)"
+    return Reason("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps goes by {took}"])
+
+
+def _one_rank(measured: Measurements, _: Shares) -> Reason | None:
+    ranks = measured.ranks
+    if ranks is None or ranks.slow_rank is None:
+        return None
+    return Reason("one rank", [f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, the others wait for it"])
+
+
+def _no_workers(measured: Measurements, _: Shares) -> Reason | None:
+    facts, wait = measured.facts, measured.stats.next_wait_ms
+    if facts.num_workers != 0:
+        return None
+    cpu, queue, step = facts.load_cpu_ms, facts.load_queue_ms, measured.stats.step_ms or 0.0
+    if not wait or cpu is None or queue is None:
+        return Reason("no workers")
+    cpu = min(wait, cpu)
+    queue = min(wait - cpu, queue)
+    said = f"of {in_ms(wait, step)} ms that loading takes, {in_ms(cpu, step)} are on a CPU"
+    if queue >= QUEUE_SHARE * wait:
+        said += f", and in {in_ms(queue, step)} other threads or programs have the CPUs"
+    return Reason("no workers", [said])
+
+
+def _without_a_cpu(measured: Measurements, _: Shares) -> Reason | None:
+    facts, queue = measured.facts, measured.loaders.workers_run_queue_pct
+    if queue is None or queue < RUN_QUEUE_PCT:
+        return None
+    because = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
+    if facts.num_workers and facts.usable_cpus and facts.num_workers <= facts.usable_cpus:
+        because.append("there are no more workers than CPUs, so other threads or other programs take them")
+    return Reason("oversubscribed", because)
+
+
+def _throttled(measured: Measurements, _: Shares) -> Reason | None:
+    pct = measured.loaders.throttled_pct
+    if pct is None or pct < THROTTLED_PCT:
+        return None
+    return Reason("oversubscribed", [f"the CPU quota is used up in {pct:.0f} % of the scheduler's periods"])
+
+
+def _crowded(measured: Measurements, _: Shares) -> Reason | None:
+    loaders, facts = measured.loaders, measured.facts
+    pressure = loaders.cpu_pressure_pct or 0.0
+    # Workers whose queue is full rest; then it is the training process that waits for a CPU, to take what is ready.
+    unseen = loaders.workers_run_queue_pct is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
+    by_others = (facts.others_cpu_pct or 0.0) >= OTHERS_PCT
+    more = bool(facts.usable_cpus) and (facts.num_workers or 0) > (facts.usable_cpus or 0)
+    if not unseen or by_others or not more or pressure < CPU_PRESSURE_PCT:
+        return None
+    return Reason("oversubscribed", [f"some task waits for a CPU {pressure:.0f} % of the time"], sure=False)
+
+
+def _pin_thread(measured: Measurements, _: Shares) -> Reason | None:
+    lag, wait = measured.loaders.pin_lag_ms, measured.stats.next_wait_ms
+    if not lag or not wait or lag < PIN_SHARE * wait or measured.facts.pin_memory is False:
+        return None
+    return Reason("pin thread", [f"batches that were there had to be pinned first: {lag:.1f} ms a wait"])
+
+
+def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
+    """Workers that are never idle lose nothing to the order or the hand-over, and are not fast enough on average."""
+    loaders, wait = measured.loaders, measured.stats.next_wait_ms or 0.0
+    held, handed = loaders.head_of_line_pct or 0.0, loaders.handover_pct or 0.0
+    ready, most = loaders.queue_ready, loaders.queue_capacity
+    if (_busy_pct(measured) or 0.0) >= BUSY_PCT:
+        return None
+    if held >= HEAD_OF_LINE_PCT:
+        return Reason("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
+    if handed >= HANDOVER_PCT:
+        said = f"batches were ready in {handed:.0f} % of the waiting: handing one over takes most of {wait:.1f} ms"
+        return Reason("hand-over", [said])
+    if ready is not None and most and ready >= READY_SHARE * most:
+        return Reason("jitter", [f"{ready:.1f} of {most:.0f} batches are ready on average, yet not always one"])
+    return None
+
+
+def _workers(measured: Measurements, _: Shares) -> Reason | None:
+    """Workers that are busy, or blocked. Their shares of time are told whatever the cause."""
+    busy = _busy_pct(measured)
+    if busy is None or 100.0 - busy >= BLOCKED_PCT:
+        return None if busy is None else _blocked(measured)
+    return Reason("cpu", sure=busy >= BUSY_PCT)
+
+
+def _busy_pct(measured: Measurements) -> float | None:
+    """Share of the workers' time on a CPU or ready for one."""
+    loaders = measured.loaders
+    on_cpu, queue, blocked = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, loaders.workers_blocked_pct
+    if blocked is not None:
+        return max(0.0, 100.0 - blocked)
+    return None if on_cpu is None or queue is None else min(100.0, on_cpu + queue)
+
+
+def _blocked(measured: Measurements) -> Reason:
+    """Workers neither compute nor could: do they wait for storage, or for something else?"""
+    gain = _gain(measured, "cached_bytes_per_s")
+    if gain is not None and gain >= FASTER:
+        return Reason("cold reads", [f"with its files in memory the loader is {gain:.1f} x as fast"])
+    same = gain is not None and gain < NO_FASTER
+    found, remote = None if same else _cold_reads(measured), _remote(measured)
+    if found is None and remote is not None:
+        return Reason("remote reads", remote)
+    if same:
+        return Reason("waiting", ["with its files in memory the loader is no faster"])
+    return found or _waiting(measured)
+
+
+def _cold_reads(measured: Measurements) -> Reason | None:
+    cached, disk = measured.loaders.page_cache_pct, measured.loaders.disk_mb_per_s
+    if disk is not None and disk < DISK_MB_PER_S:
+        return None
+    if cached is not None and cached < WARM_PCT:
+        rate = "" if disk is None else f", {disk:.1f} MB/s"
+        return Reason("cold reads", [f"{100 - cached:.0f} % of the bytes come from storage{rate}"])
+    if cached is None and disk is not None and (measured.loaders.io_pressure_pct or 0.0) >= IO_PRESSURE_PCT:
+        return Reason("cold reads", [f"storage gives {disk:.1f} MB/s, mapped into memory"])
+    return None
+
+
+def _waiting(measured: Measurements) -> Reason:
+    loaders = measured.loaders
+    cached, pressure = loaders.page_cache_pct, loaders.io_pressure_pct
+    if cached is None and loaders.disk_mb_per_s is None:
+        if pressure is None:
+            return Reason("unknown", ["whether workers wait for storage is not known"], sure=False)
+        if pressure >= IO_PRESSURE_PCT:
+            return Reason("cold reads", [f"some task waits for storage {pressure:.0f} % of the time"], sure=False)
+    read = "" if cached is None else f": {cached:.0f} % of the bytes come from the page cache"
+    return Reason("waiting", [f"workers do not wait for storage{read}"])
+
+
+def _remote(measured: Measurements) -> list[str] | None:
+    """What says that blocked workers wait for another machine; None where nothing does."""
+    facts, connections, found = measured.facts, measured.loaders.connections or 0.0, measured.experiments
+    disk = found.disk if found is not None else None
+    said = []
+    if connections >= CONNECTED * (facts.num_workers or 1):
+        said.append(f"the workers are blocked, with {connections:.0f} of their connections over the network open")
+    elif facts.remote:
+        said.append("the data are read from a URL, and the workers are blocked")
+    if disk is not None and disk.latency_ms is not None:
+        line = "" if disk.line_mb_per_s is None else f", and {disk.line_mb_per_s:.0f} MB/s come with many at once"
+        said.append(f"a request takes {disk.latency_ms:.1f} ms{line}")
+    return said or None
+
+
+def _experiments(measured: Measurements, _: Shares) -> Reason | None:
+    """Nothing is known of the workers: what the loader gained from leaving a stage out."""
+    found = measured.experiments
+    cached, ceiling = _gain(measured, "cached_bytes_per_s"), _gain(measured, "ceiling_per_s")
+    if cached is not None and cached >= FASTER:
+        return Reason("cold reads", [f"with its files in memory the loader is {cached:.1f} x as fast"])
+    wall = sum(cost.wall_ms for cost in found.costs) if found is not None else 0.0
+    if found is not None and wall > 0:
+        cpu_pct = 100 * sum(cost.cpu_ms for cost in found.costs) / wall
+        said = f"a sample takes {wall:.2f} ms, {cpu_pct:.0f} % of it on a CPU"
+        if cpu_pct >= BUSY_PCT:
+            return Reason("cpu", [said])
+        if cpu_pct <= 100 - BLOCKED_PCT and cached is not None:
+            return Reason("waiting", [said, "with its files in memory the loader is no faster"])
+    if ceiling is not None and ceiling < NO_FASTER:
+        said = "constant samples load no faster: collating and sending batches is the limit"
+        return Reason("cpu", [said], sure=False)
+    return None
+
+
+def _gain(measured: Measurements, rate: str) -> float | None:
+    """The rate of the loader with something changed, over its rate as configured."""
+    found = measured.experiments
+    changed, now = (None, None) if found is None else (getattr(found, rate), found.loader_per_s)
+    return None if changed is None or not now else changed / now
+
+
+def _unknown(_: Measurements, __: Shares) -> Reason:
+    return Reason("unknown", ["what the workers do meanwhile is not known"], sure=False)
+
+
+DATA_RULES = (
+    _epoch_start, _one_rank, _no_workers, _without_a_cpu, _throttled, _crowded, _pin_thread, _idle_workers, _workers,
+    _experiments, _unknown,
+)  # fmt: skip
+
+
+# --- the other parts of a step ------------------------------------------------------------------------------------
+
+NAMED_SHARE = 0.5
+"""Share of the time between the steps that hooks must take to be its cause, and not a wait for the device."""
+HOOKS_SAID = 3
+SMALL_BYTES, MANY_TENSORS = 64 * 1024, 8
+"""A batch of many small tensors has so many or more, of at most so many bytes in the mean."""
+COPY_SHARE = 0.5
+"""Share of the time in the transfer to the device that the copy alone takes, or else hooks are at fault."""
+LINK_SHARE = 0.5
+"""Share of the speed of a pinned copy from which the link is the limit."""
+LAUNCH_SHARE = 0.9
+"""CPU time of the training thread over the time of the step on the device."""
+FAR = 1.5
+"""The step itself over the model alone, from which it is not the model that takes the time. Below, it may be workers
+that share its CPUs as they should."""
+WAITING_HOOKS = ("ProgressBar", "ThroughputMonitor")
+"""Callbacks of Lightning that wait for the device when they read a metric or measure: their time is such a wait."""
+
+
+def framework_cause(measured: Measurements, shares: Shares) -> Reason:
+    """Hooks, or what makes the host wait for the device so that nothing is queued when it comes to the next step."""
+    hooks, facts = measured.hooks, measured.facts
+    said = [f"{hook.name} takes {in_ms(hook.ms_per_step, shares.step_ms)} ms a step" for hook in hooks[:HOOKS_SAID]]
+    working = sum(hook.ms_per_step for hook in hooks if not _waits(hook))
+    syncs = facts.syncs if facts.device_type != "cpu" else ()
+    if syncs and working < NAMED_SHARE * (measured.stats.other_ms or 0.0):
+        waits = [f"the host waits for the device in each step: {SYNCS[name]}" for name in syncs if name in SYNCS]
+        return Reason("synchronisation", waits + said, sure=bool(hooks))
+    return Reason("hooks", said)
+
+
+def _waits(hook: HookTime) -> bool:
+    return any(name in hook.name for name in WAITING_HOOKS)
+
+
+def copy_cause(measured: Measurements, shares: Shares) -> Reason:
+    """The cause of an exposed transfer to the device."""
+    facts = measured.facts
+    alone = None if measured.experiments is None else measured.experiments.copy_ms
+    beside = _beside_the_copy(measured, alone, shares.step_ms)
+    if beside is not None:
+        return beside
+    if facts.pin_memory is False:
+        return Reason("unpinned", ["batches lie in pageable memory"])
+    count, size = facts.batch_tensors or 0, facts.batch_bytes or 0
+    if count >= MANY_TENSORS and facts.batch_bytes is not None and size <= count * SMALL_BYTES:
+        return Reason("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
+    if facts.pin_memory and not measured.stats.prefetch_active:
+        return Reason("not overlapped", ["batches are copied on the stream that computes"])
+    if alone is not None:
+        return Reason("link", [f"the copy alone takes {in_ms(alone, shares.step_ms)} ms"])
+    return _link(measured, size / (measured.stats.h2d_ms or 1.0) * 1e-6)
+
+
+def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float) -> Reason | None:
+    facts = measured.facts
+    if facts.device_type == "cpu":
+        what = "device_transform takes" if facts.device_transform else "transfer hooks take"
+        return Reason("transfer hooks", [f"nothing is copied on the CPU: {what} the time"])
+    hidden = alone is not None and alone < COPY_SHARE * (measured.stats.h2d_ms or 0.0)
+    if facts.backend == "nvjpeg" and (alone is None or hidden):
+        said = "nvJPEG decodes in the transfer to the device, and the host waits for it: this is decoding, not the copy"
+        return Reason("decoding on the GPU", [said])
+    return (
+        Reason("transfer hooks", [f"the copy alone takes {in_ms(alone, step_ms)} ms, hooks the rest"])
+        if hidden
+        else None
+    )
+
+
+def _link(measured: Measurements, rate: float) -> Reason:
+    found = measured.experiments
+    most = (found.pinned_gb_per_s if found is not None else None) or 0.0
+    if rate and rate >= LINK_SHARE * most > 0 and measured.stats.h2d_ms:
+        return Reason("link", [f"{rate:.1f} GB/s of the {most:.1f} that the link gives"])
+    return Reason("unknown", ["whether batches are pinned, or what the link gives, is not known"], sure=False)
+
+
+def compute_cause(measured: Measurements, shares: Shares) -> Reason:
+    """The step itself: what the device computes, or what the host needs to tell it so."""
+    facts, compute, alone = measured.facts, measured.stats.compute_ms, model_alone_ms(measured)
+    because = []
+    if alone is not None and compute is not None and compute >= FAR * alone:
+        return _not_the_model(measured, shares, alone)
+    if shares.compute_bound_confirmed and alone is not None:
+        because.append(
+            f"the model alone takes {in_ms(alone, shares.step_ms)} ms a step with one batch again and again: "
+            "faster loading would not help here"
+        )
+    # A thread that waits for the device spins, and so looks busy: with a known synchronisation nothing can be told.
+    host = facts.host_cpu_ms if facts.device_type != "cpu" and not facts.syncs else None
+    if host is not None and compute and host >= LAUNCH_SHARE * compute:
+        said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to issue what the device does"
+        return Reason("launch", [*because, said], sure=False)
+    return Reason("compute", because)
+
+
+def _not_the_model(measured: Measurements, shares: Shares, alone: float) -> Reason:
+    """The step takes much longer than the model in it: what else is known to take the CPUs."""
+    whole, pressure = shares.step_ms, measured.loaders.cpu_pressure_pct
+    said = (
+        f"the model alone takes {in_ms(alone, whole)} of the {in_ms(measured.stats.compute_ms, whole)} ms of the step "
+        "itself: others take its processors, or the step does what the model does not"
+    )
+    if pressure is None or pressure < CPU_PRESSURE_PCT:
+        return Reason("unknown", [said], contradicted=True)
+    because = [said, f"some task waits for a CPU {pressure:.0f} % of the time"]
+    return Reason("oversubscribed", because, contradicted=True)

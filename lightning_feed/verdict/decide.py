@@ -1,0 +1,320 @@
+"""The verdict: what limits training, or the whole run, with the figures that it rests on and what to change."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from lightning_feed.errors import plural, source_line
+from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.measure.stats import Confidence
+from lightning_feed.measure.wall import WallStats
+from lightning_feed.verdict.causes import (
+    DATA_PCT,
+    HIGH_PCT,
+    LOOP_WORDS,
+    MIN_STEPS,
+    OTHERS_PCT,
+    Reason,
+    Shares,
+    StepPart,
+    compute_cause,
+    copy_cause,
+    data_cause,
+    framework_cause,
+    grade_of,
+    in_ms,
+    model_alone_ms,
+    model_disturbed,
+    shares_of,
+    toy_sentence,
+)
+from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
+from lightning_feed.verdict.notes import notes_for, why_not
+from lightning_feed.verdict.remedies import LEAST_PCT, PLACE, Case, largest, remedies_for, trainer_remedy
+
+_FIND: dict[Bottleneck, Callable[[Measurements, Shares], Reason]] = {
+    "framework": framework_cause,
+    "copy": copy_cause,
+    "data": data_cause,
+    "compute": compute_cause,
+}
+_LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low": "low"}
+
+
+def diagnose(measured: Measurements) -> Diagnosis:
+    """Find what limits a run, and why: its training steps, or validation and checkpoints where they take more time."""
+    steps, limit = _of_steps(measured), _limit_of(measured)
+    if limit is None:
+        return steps
+    one = measured.validation
+    if one is None:
+        return _of_the_run(limit, steps, None)
+    inside = Measurements(stats=one.stats, facts=one.facts, loaders=one.loaders, by_loader=one.by_loader)
+    return _of_the_run(limit, steps, _of_steps(inside))
+
+
+def _of_steps(measured: Measurements) -> Diagnosis:
+    """Find what limits the steps, and why.
+
+    The parts of a step are held against their limits in the order framework (10 %), copy (5 %), data (5 %). Of those
+    over their limit the largest is the bottleneck, the earlier on a tie; the others are named and treated too. With
+    none, training is limited by what it computes. Waiting for data is the longest over the ranks, where that is known,
+    and does not count where the model alone, fed the same batch again and again, takes as long as a step. A model alone
+    that took longer than that was disturbed: the verdict is then that of the other figures, and less sure.
+    """
+    if model_disturbed(measured):
+        return _without_model(measured)
+    shares = shares_of(measured)
+    if shares is None:
+        return _not_measured(measured)
+    parts: tuple[Bottleneck, ...] = shares.over or ("compute",)
+    found = {part: _FIND[part](measured, shares) for part in parts}
+    because = [line for one in found.values() for line in one.because]
+    if shares.compute_bound_confirmed and shares.over:
+        because += compute_cause(measured, shares).because
+    first = found[parts[0]]
+    case = Case(measured=measured, shares=shares, causes={part: one.cause for part, one in found.items()})
+    toy = toy_sentence(shares.step_ms)
+    remedies = () if toy else remedies_for(case)
+    return Diagnosis(
+        bottleneck=parts[0],
+        cause=first.cause,
+        grade="fed" if shares.compute_bound_confirmed else grade_of(shares.data_pct),
+        confidence=_confidence(measured, shares, first),
+        evidence=_evidence(measured, shares, because),
+        remedies=remedies,
+        notes=(toy,) if toy else notes_for(case, remedies),
+        why_not=() if toy else why_not(case, remedies),
+        measurements=measured,
+    )
+
+
+def _not_measured(measured: Measurements) -> Diagnosis:
+    found, steps = measured.experiments, measured.stats.steps
+    reason = f"{steps} steps were measured, and a verdict needs {MIN_STEPS}: the first of an epoch and those "
+    reason += "after a validation do not count"
+    if not steps and found is not None and found.loader_per_s:
+        reason = "only the loader was measured; whether training waits for it takes a LightningModule"
+    return Diagnosis(
+        bottleneck="unknown", grade="not measured", confidence="low", evidence=(reason,), measurements=measured
+    )
+
+
+def _without_model(measured: Measurements) -> Diagnosis:
+    """The verdict without what the model took alone, which is impossible."""
+    alone, step_ms = model_alone_ms(measured) or 0.0, measured.stats.step_ms or 0.0
+    assert measured.experiments is not None
+    found = _of_steps(replace(measured, experiments=replace(measured.experiments, model_per_s=None)))
+    said = (
+        f"the model alone took {in_ms(alone, step_ms)} ms, more than the {in_ms(step_ms, step_ms)} ms of a step: "
+        "something disturbed that experiment, and it does not count"
+    )
+    return replace(found, confidence=_LOWER[found.confidence], evidence=(*found.evidence, said), measurements=measured)
+
+
+def _confidence(measured: Measurements, shares: Shares, found: Reason) -> Confidence:
+    """That of the figures; lower where their interval holds a limit of the verdict, or figures of the cause lack."""
+    stats, confidence = measured.stats, measured.stats.confidence
+    low, high = stats.starved_low_pct, stats.starved_high_pct
+    wide = low is not None and high is not None and any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
+    if wide and not shares.compute_bound_confirmed:
+        confidence = _LOWER[confidence]
+    if found.contradicted or (measured.facts.others_cpu_pct or 0.0) >= OTHERS_PCT:
+        return "low"
+    return confidence if found.sure else _LOWER[confidence]
+
+
+SLOW_START_S = 1.0
+"""Time to the first batch of an epoch that is worth telling."""
+SLACK_SHARE = 0.01
+"""Share of a step from which a hidden wait is worth telling."""
+
+
+def _evidence(measured: Measurements, shares: Shares, because: Sequence[str]) -> tuple[str, ...]:
+    """The largest parts of a step, their cause (``because``), and further facts that bear on it."""
+    stats, facts = measured.stats, measured.facts
+    whole = shares.step_ms
+    said = [_part(measured, shares, part) for part in shares.over]
+    if not shares.over:
+        pct = 100 * (stats.compute_ms or 0.0) / whole
+        said.append(f"{pct:.0f} % of each step is forward, backward and optimizer")
+    said += because
+    if "data" in shares.over:
+        said += [*_loading(measured), *_making(measured)]
+    if stats.hidden_wait_ms is not None and stats.hidden_wait_ms >= SLACK_SHARE * whole:
+        hidden, wait = in_ms(stats.hidden_wait_ms, whole), in_ms(stats.next_wait_ms, whole)
+        said.append(f"{hidden} of {wait} ms in next(loader) cost nothing: the device computes meanwhile")
+    if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
+        said.append(f"the first batch of an epoch comes after {stats.epoch_start_s:.1f} s")
+    if facts.others_cpu_pct is not None and facts.others_cpu_pct >= OTHERS_PCT:
+        said.append(f"{facts.others_cpu_pct:.0f} % of the CPUs were taken by other programs: low confidence")
+    if stats.lost_steps:
+        said.append(f"{stats.lost_steps} steps could not be measured on the device")
+    return tuple(said)
+
+
+def _loading(measured: Measurements) -> list[str]:
+    """The workers, and their shares of time on a CPU, ready for one, and blocked."""
+    facts, loaders = measured.facts, measured.loaders
+    if not facts.num_workers:
+        turns = f"num_workers=0, so loading and {LOOP_WORDS[facts.stage]} take turns"
+        return [turns] if facts.num_workers == 0 else []
+    cpus = f" on {plural(facts.usable_cpus, 'CPU')}" if facts.usable_cpus is not None else ""
+    on_cpu, queue, blocked = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, loaders.workers_blocked_pct
+    did = ""
+    if on_cpu is not None and queue is not None and blocked is not None:
+        did = f", {on_cpu:.0f} % of their time on a CPU, {queue:.0f} % ready for one, {blocked:.0f} % blocked"
+    return [f"the loader has {plural(facts.num_workers, 'worker')}{cpus}{did}"]
+
+
+def _making(measured: Measurements) -> list[str]:
+    """Whether samples or collating take most of the time for a batch, and where in the user's code."""
+    found = measured.experiments
+    if found is None or found.samples_ms is None or not found.collate_ms:
+        return []
+    whole = found.samples_ms + found.collate_ms
+    stage, ms = max(("samples", found.samples_ms), ("collate", found.collate_ms), key=lambda one: one[1])
+    slowest = next((one for one in found.functions if one.stage == stage), None)
+    at = "" if slowest is None else f", most of it in {slowest.name} ({source_line(slowest.file, slowest.line)})"
+    what = "making its samples" if stage == "samples" else "collating them"
+    return [f"a batch takes {whole:.1f} ms in one process, {what} {100 * ms / whole:.0f} %{at}"]
+
+
+def _part(measured: Measurements, shares: Shares, part: StepPart) -> str:
+    stats, whole = measured.stats, shares.step_ms
+    where, ms, pct = {
+        "framework": ("between the steps", stats.other_ms, shares.framework_pct),
+        "copy": ("in the transfer to the device", stats.h2d_ms, shares.copy_pct),
+        "data": ("waiting for data", shares.data_ms, shares.data_pct),
+    }[part]
+    if part == "data":
+        pct = 100 * shares.data_ms / whole  # the first batches of epochs lie in no step
+        where = "waiting for data, the slowest rank of each step" if shares.by_ranks else where
+    return f"{in_ms(ms, whole)} of {in_ms(whole, whole)} ms ({pct:.0f} %) {where}"
+
+
+# --- where most of a run is not training --------------------------------------------------------------------------
+
+Limit = Literal["validation", "checkpoints"]
+LEAST_S = 2.0
+"""Seconds of validation and checkpoints from which they are worth a verdict."""
+AT_MOST = 0.25
+"""Validation, or checkpoints, are to take so much of the time of training, or less."""
+FACTORS = (2, 5, 10)
+"""So many times rarer a validation may be."""
+
+
+def _limit_of(measured: Measurements) -> Limit | None:
+    """The part of a fit that takes longer than training, epoch starts included; None where training takes most."""
+    wall = measured.wall
+    if wall is None or measured.facts.stage != "fit":
+        return None
+    validation, checkpoints = wall.seconds("validation"), wall.seconds("checkpoints")
+    if validation + checkpoints < max(LEAST_S, wall.seconds("train", "epoch starts")):
+        return None
+    return "validation" if validation >= checkpoints else "checkpoints"
+
+
+def share_text(measured: Measurements) -> str:
+    """``validation takes 60 % of the run, and waits for data 80 % of its time``; with checkpoints where they count."""
+    wall, validation = measured.wall, measured.validation
+    if wall is None or wall.wall_s <= 0:
+        return ""  # of a report from elsewhere
+    taken, saving = wall.seconds("validation"), wall.seconds("checkpoints")
+    said, waits = [], ""
+    if validation is not None and taken:
+        waits = f", and waits for data {100 * min(1.0, validation.waited_s / taken):.0f} % of its time"
+    if taken:
+        said.append(f"validation takes {100 * taken / wall.wall_s:.0f} % of the run{waits}")
+    if saving >= taken or 100 * saving >= LEAST_PCT * wall.wall_s:
+        said.append(f"checkpoints take {100 * saving / wall.wall_s:.0f} % of the run")
+    return "; ".join(said if taken >= saving else said[::-1])
+
+
+def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) -> Diagnosis:
+    """The verdict on a fit that is limited by what is not training.
+
+    Args:
+        limit: by what.
+        steps: the verdict on its training steps.
+        validation: the verdict on its validation; None where it was not measured.
+    """
+    measured, wall = steps.measurements, steps.measurements.wall
+    assert wall is not None
+    inside = validation if limit == "validation" else None
+    rule = rarer_validation if limit == "validation" else rarer_checkpoints
+    remedies = [one for one in (rule(measured, wall),) if one is not None]
+    found = replace(steps, bottleneck=limit, cause="unknown", evidence=(share_text(measured),), notes=(), why_not=())
+    if inside is not None:
+        remedies += [_in_the_run(one, wall) for one in inside.remedies]
+        evidence = (*found.evidence, *(f"in validation: {one}" for one in inside.evidence))
+        found = replace(found, cause=inside.cause, confidence=inside.confidence, evidence=evidence)
+        found = replace(found, notes=inside.notes, why_not=inside.why_not)
+    return replace(found, remedies=largest(remedies, LEAST_PCT))
+
+
+def _in_the_run(remedy: Remedy, wall: WallStats) -> Remedy:
+    """A remedy for the validation's loader, with what it saves of the run."""
+    gain = (remedy.predicted_gain_pct or 0.0) * wall.seconds("validation") / wall.wall_s
+    why = f"in validation: {remedy.why}{_saves(gain)}"
+    return replace(remedy, why=why, predicted_step_ms=None, predicted_gain_pct=gain)
+
+
+def _saves(pct: float) -> str:
+    return f" (predicted to save {pct:.0f} % of the run)"
+
+
+# --- remedies for the run -----------------------------------------------------------------------------------------
+
+
+def rarer_validation(measured: Measurements, wall: WallStats) -> Remedy | None:
+    """There was more than one validation: every so many epochs or steps."""
+    facts, taken, train = measured.facts, wall.seconds("validation"), wall.seconds("train", "epoch starts")
+    factors = [one for one in FACTORS if one <= wall.times("validation")]  # one at least is to be left
+    times = next((one for one in factors if taken / one <= AT_MOST * train), factors[-1]) if factors else 0
+    setting = _rarer_setting(facts, times) if times else None
+    if setting is None:
+        return None
+    name, now, then, rarer = setting
+    if wall.times("checkpoints") <= wall.times("validation"):
+        taken += wall.seconds("checkpoints")  # ModelCheckpoint saves behind a validation, if it was given no interval
+    gain = 100 * taken * (1 - 1 / rarer) / wall.wall_s
+    why = (
+        f"validation {rarer:.3g} times as rare; so is what follows it: early stopping, the choice of the best "
+        f"checkpoint, schedulers of a validation metric{_saves(gain)}"
+    )
+    return trainer_remedy(facts.place or PLACE, name, now, then, why=why, predicted_gain_pct=gain)
+
+
+def _rarer_setting(facts: LoopFacts, times: int) -> tuple[str, int, int | float, float] | None:
+    """(setting of the Trainer, now, then, times as rare). None: it goes by time, or what is set is not known."""
+    every, between, epoch = facts.check_val_every_n_epoch, facts.val_check_batches, facts.batches_per_epoch
+    if between is None:
+        return None if every is None else ("check_val_every_n_epoch", every, every * times, times)
+    if every is not None and epoch is not None and between * times >= epoch:  # more than an epoch has is refused
+        return "val_check_interval", between, 1.0, epoch / between
+    return "val_check_interval", between, between * times, times
+
+
+def rarer_checkpoints(measured: Measurements, wall: WallStats) -> Remedy | None:
+    """One ModelCheckpoint saves every so many steps, and has done so four times: more rarely."""
+    facts, taken, times = measured.facts, wall.seconds("checkpoints"), wall.times("checkpoints")
+    now, train = facts.checkpoint_steps, wall.seconds("train", "epoch starts")
+    most = times // 2  # one at least is to be left, and ``save_last`` may save each twice
+    if now is None or not train or most < 2 or (facts.place or PLACE).trainer_key:
+        return None  # a command line adds callbacks, and cannot change one
+    rarer = min(most, max(2, math.ceil(taken / (AT_MOST * train))))
+    gain = 100 * taken * (1 - 1 / rarer) / wall.wall_s
+    return Remedy(
+        code=f"ModelCheckpoint(every_n_train_steps={now * rarer})",
+        form="callback",
+        where=f"every_n_train_steps: {now} -> {now * rarer} in callbacks=[...] of your Trainer, with `from "
+        f"{facts.package}.callbacks import ModelCheckpoint`",
+        why=f"each of {times} checkpoints took {taken / times:.2f} s{_saves(gain)}",
+        predicted_gain_pct=gain,
+        changes=f"every_n_train_steps={now * rarer}",
+    )
+
+
+RUN_RULES = (rarer_validation, rarer_checkpoints)

@@ -1,0 +1,111 @@
+"""Diagnosis and Remedy: the output of a verdict, as frozen values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lightning_feed.measure.measurements import Measurements
+from lightning_feed.measure.stats import Confidence, StarvationStats
+
+Bottleneck = Literal["data", "copy", "framework", "compute", "validation", "checkpoints", "unknown"]
+Grade = Literal["fed", "fed, some jitter", "moderately data-bound", "highly data-bound", "not measured"]
+Cause = Literal[
+    "hooks", "synchronisation",
+    "unpinned", "not overlapped", "link", "small tensors", "transfer hooks", "decoding on the GPU",
+    "epoch start", "no workers", "head of line", "pin thread", "oversubscribed", "cpu", "cold reads", "remote reads",
+    "waiting", "hand-over", "jitter", "one rank",
+    "compute", "launch", "unknown",
+]  # fmt: skip
+"""The cause within a bottleneck.
+
+framework: ``hooks`` (callbacks, logging, checkpoints), ``synchronisation`` (the host waits for the device by itself).
+copy: ``unpinned``, ``not overlapped`` (pinned, on the compute stream), ``link`` (near its speed), ``small tensors``,
+``transfer hooks`` (the user's, or no copy at all), ``decoding on the GPU`` (nvJPEG's, for which the host waits there).
+data: ``epoch start`` (workers are started anew), ``no workers``, ``head of line`` (one slow batch holds finished ones
+up), ``pin thread``, ``oversubscribed`` (more runnable threads than CPUs, or a quota), ``cpu`` (decoding, augmenting),
+``cold reads`` (from the disk or a network disk), ``remote reads`` (over connections of their own, as to an object
+store), ``waiting`` (reads are cached: locks, sleeping), ``hand-over`` (batches are ready; handing them over takes the
+time), ``jitter`` (fast enough on average, not always), ``one rank``.
+compute: ``compute``, or ``launch`` (the host can hardly issue the work as fast as the device does it). Where the model
+alone is much faster than the step: ``oversubscribed`` (tasks wait for a CPU), or ``unknown``.
+"""
+
+
+Form = Literal["arguments", "settings", "datamodule", "override", "method", "trainer", "callback", "line"]
+"""The kind of text that a remedy's ``code`` is, so that a program can apply it, too.
+
+``arguments``: keyword arguments for the call that makes the training loader; one that is there already gets the new
+value. ``settings``: the same for LoaderSettings, which a FastDataModule takes as ``loader=`` and ``wrap`` as its second
+argument. ``datamodule``: the same for the call that makes the data module. ``trainer``: the same for the Trainer.
+``override``: what LightningCLI or Hydra takes on the command line. ``callback``: a callback to add to the Trainer's;
+one of its class that is there already gets these arguments. ``method``: a method for the class that ``where`` names.
+``line``: a line to run before the loaders are made.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One change to make."""
+
+    code: str
+    """The text to paste, and nothing else: see :data:`Form`."""
+    form: Form | None = None
+    """The kind of text that ``code`` is. None: of a report that was written before there were forms."""
+    where: str = ""
+    """The change and its place, in words: ``num_workers: 0 -> 2 in your training DataLoader (Data.train_dataloader,
+    data.py:41)``."""
+    why: str
+    """The reason why it helps."""
+    predicted_step_ms: float | None = None
+    """Step time to expect. None: cannot be computed from what was measured, or steps stay as they are."""
+    predicted_gain_pct: float | None = None
+    """Share of an epoch's time, first batch included, that it is to save, 0 to 100. By this they are sorted. Where
+    validation or checkpoints limit the run: the share of the run."""
+    changes: str = ""
+    """Name of what it changes, the same in every report, by which a later run is compared: ``num_workers=8``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The limit of training, the evidence for it, and the remedies."""
+
+    bottleneck: Bottleneck
+    """``data``, ``copy``, ``framework`` (between the steps), ``compute`` (the GPU is fed), or ``unknown``. Where they
+    take more of the run than training does: ``validation`` or ``checkpoints``."""
+    cause: Cause = "unknown"
+    """The cause, as far as the measurements tell: see :data:`Cause`."""
+    grade: Grade
+    """Degree of starvation, whatever the bottleneck: under 2 % fed, under 5 % jitter, under 20 % moderately."""
+    confidence: Confidence
+    """Trust in it."""
+    evidence: tuple[str, ...]
+    """The figures it rests on, one sentence each."""
+    remedies: tuple[Remedy, ...] = ()
+    """Changes, the largest predicted gain first; at most three, and none that gains nothing."""
+    notes: tuple[str, ...] = ()
+    """Further things worth knowing or trying, a sentence each, where no gain can be predicted."""
+    why_not: tuple[str, ...] = ()
+    """Obvious changes that would not help, with the figures that speak against them, a sentence each."""
+    measurements: Measurements
+    """All that was measured."""
+
+    page: ClassVar[Callable[["Diagnosis"], str] | None] = None
+    """Makes the page that a notebook shows; set by the report, where it is loaded."""
+
+    def __repr__(self) -> str:
+        return f"<Diagnosis: {self.bottleneck}, {self.cause}; {self.grade}>"
+
+    def _repr_html_(self) -> str | None:
+        """The page that a notebook shows."""
+        make = type(self).page
+        return None if make is None else make(self)
+
+    @property
+    def stats(self) -> StarvationStats:
+        """The parts of the steps."""
+        return self.measurements.stats
+
+    @property
+    def device_type(self) -> str:
+        """``cpu``, ``cuda``, ...: where the steps ran."""
+        return self.measurements.facts.device_type

@@ -1,0 +1,327 @@
+"""Step time to expect of a remedy, from experiments where they gave the rates, else from the running figures.
+
+- Without workers loading and training take turns: what a remedy saves of loading comes off the step, and nothing else.
+- With workers a step takes as long as the slower of both: training with taking a batch from them, or a worker's batch.
+- Workers take CPUs. What does not fit beside training makes the step longer: :func:`crowding_ms`. And no step is
+  shorter than its CPU time, of training and loading, takes on the CPUs that other programs leave: :func:`filled_ms`.
+- Time in which a thread is ready to run without a CPU is not time in which it waits for data.
+- No prediction is below the rest of the step, or the model alone.
+"""
+
+from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.verdict.causes import Shares, model_alone_ms
+
+SAME = 1.1
+"""By as much do two measurements of the same differ: of 67 fits that were measured twice within a minute, 58 agreed
+within a tenth (``benchmarks/predictions.py`` on a virtual machine with 2 CPUs)."""
+NOT_TRANSFORMS = ("read", "decode", "load")
+"""Steps of a sample's way that are no transforms, as experiments name them: see :func:`step_of`."""
+
+_TAKE = (0.5, 0.1, 0.5)
+"""Cost of taking a batch from a worker process, for the training process: ms, ms a tensor, ms a megabyte. Of lists of 1
+to 64 tensors of 100 B to 40 MB on a virtual machine with 2 CPUs, torch 2.15."""
+_SEND = (0.3, 0.25, 0.75)
+"""The same for the worker, that moves it into shared memory and answers for each tensor."""
+_SLOWEST = 3.0
+"""Times as long, at most, as it takes where no other program runs."""
+_TENSORS = 32
+"""Tensors of a batch in which none, or an unknown number, was found: a class of the user's may hide many."""
+_IDLE_CPUS = 0.3
+"""CPUs that stay idle where training and its workers ask for more than there are, since each waits for the other now
+and then: 0.24 to 0.34 of 2 CPUs in three projects of ``tests/zoo``."""
+_SIDE_BY_SIDE = 1.2
+"""Times the CPU time, where loading and training take turns on the CPU now, and then work at once: they share caches,
+memory and clock. Of 18 first workers in ``tests/zoo`` on two days the steps were 0.96 to 1.40 times those predicted
+without it, nine of ten at most 1.34."""
+_START_MS = 100.0
+"""To start a worker process in each epoch, and to end it: 50 ms where the process that forks it holds 0.5 GB, and 100
+where that holds 2.5, of 1 to 8 workers on a virtual machine with 2 CPUs, torch 2.15."""
+
+_AHEAD = 2
+"""Batches that a worker is asked for ahead: torch's ``prefetch_factor``, where none is given."""
+
+
+def step_of(name: str) -> str:
+    """The name of a cost without that of its loader, which several loaders put before it: ``load`` of ``"a: load"``."""
+    return name.rpartition(": ")[2]
+
+
+def without(shares: Shares, part_ms: float) -> float:
+    """Step time without so much of it."""
+    return shares.step_ms - min(max(0.0, part_ms), shares.step_ms)
+
+
+def serial(facts: LoopFacts) -> bool:
+    """Whether the training process itself loads, so that loading and training take turns."""
+    return facts.num_workers == 0
+
+
+def period_ms(measured: Measurements, shares: Shares) -> float | None:
+    """Time in which the loader makes a batch while training waits for it.
+
+    With workers that is a step; without, what ``next(loader)`` takes. None: not known.
+    """
+    return measured.stats.next_wait_ms if serial(measured.facts) else shares.step_ms
+
+
+def floor_ms(measured: Measurements, shares: Shares) -> float:
+    """Step time when no batch is waited for: the rest of the step, or the model alone where that takes longer; and the
+    time to take a batch that is ready, which counts as waiting while none is."""
+    found = measured.experiments
+    taking = (found.taking_ms or 0.0) if found is not None else 0.0
+    return min(shares.step_ms, taking + max(shares.floor_ms, model_alone_ms(measured) or 0.0))
+
+
+def with_batch_in(measured: Measurements, shares: Shares, after_ms: float) -> float | None:
+    """Step time with the same workers, or none, when a batch is made in so many milliseconds. None: not known."""
+    running = period_ms(measured, shares)
+    if running is None:
+        return None
+    if serial(measured.facts):
+        return max(floor_ms(measured, shares), without(shares, running - after_ms))
+    loading = loading_cpu_ms(measured, shares) * min(1.0, after_ms / running) if running else 0.0
+    return min(shares.step_ms, max(filled_ms(measured, shares, loading), after_ms))
+
+
+def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: float | None) -> float | None:
+    """Step time with a loader that gives ``rate`` batches per second where it gave ``now``, both alone.
+
+    Beside training a loader is slower than alone. Where it is by more than :data:`SAME`, it is taken to be with the
+    remedy too; else the rate counts as it is.
+    """
+    return with_batch_in(measured, shares, _beside(measured, shares, rate, now)) if rate else None
+
+
+def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float, workers: int) -> float:
+    """By how much steps get longer when workers take ``loading_ms`` of CPU time for each of them. 0.0: not known.
+
+    What training and other programs leave of the CPUs costs nothing. The rest is taken from training: from a single
+    thread its share, and from threads that compute on all CPUs together all of it, since each of them waits for the one
+    that was disturbed. It is never more than an equal share for each thread that is ready: Linux gives workers no more.
+    """
+    facts, rest = measured.facts, shares.floor_ms
+    training = training_cpu_ms(measured, shares)
+    if not facts.usable_cpus or training is None or rest <= 0:
+        return 0.0
+    cpus = facts.usable_cpus
+    width = min(cpus, max(1.0, training / rest))
+    left = cpus * rest * (1 - (facts.others_cpu_pct or 0.0) / 100) - training
+    fair = rest * max(0.0, (width + workers) / cpus - 1)
+    return min(fair, max(0.0, loading_ms - max(0.0, left)) * width / cpus)
+
+
+def filled_ms(
+    measured: Measurements,
+    shares: Shares,
+    loading_ms: float,
+    taking_ms: float = 0.0,
+    *,
+    workers: int | None = None,
+    slower: float = 1.0,
+) -> float:
+    """Step time when ``workers`` of each loader, or those of now, take ``loading_ms`` of CPU time for each step, and no
+    batch is waited for.
+
+    Not below what all of that CPU time takes on the CPUs that the run can count on: those that other programs leave,
+    less :data:`_IDLE_CPUS`, those that it has now, or what its threads were seen to get when they asked, whichever is
+    most. ``slower``: times the CPU time that was seen, where there is more than one CPU.
+    """
+    facts = measured.facts
+    workers = facts.loaders_beside * ((facts.num_workers or 0) if workers is None else workers)
+    step = floor_ms(measured, shares) + taking_ms + crowding_ms(measured, shares, loading_ms, workers)
+    if not facts.usable_cpus:
+        return step
+    training = training_cpu_ms(measured, shares) or 0.0
+    now = (training + loading_cpu_ms(measured, shares)) / shares.step_ms
+    free = facts.usable_cpus * (1 - (facts.others_cpu_pct or 0.0) / 100)
+    idle = _IDLE_CPUS if facts.usable_cpus > 1 or facts.world_size > 1 else 0.0  # ranks wait for each other, too
+    left = max(now, free - idle, min(_seen_to_get(measured), facts.usable_cpus - idle))
+    spent = (training + loading_ms) * (slower if left > 1 else 1.0)
+    return max(step, spent / left) if left else step
+
+
+def _seen_to_get(measured: Measurements) -> float:
+    """CPUs that the threads that load got when they were ready for one; 0.0: not known.
+
+    They ask seldom where they are mostly blocked, so the run has few CPUs now, and would have more.
+    """
+    facts, loaders = measured.facts, measured.loaders
+    if serial(facts):
+        on_cpu, queue, threads = facts.load_cpu_ms, facts.load_queue_ms, 1
+    else:
+        on_cpu, queue, threads = loaders.workers_on_cpu_pct, loaders.workers_run_queue_pct, (facts.num_workers or 0) + 1
+    if not on_cpu or queue is None:
+        return 0.0
+    return min(threads, facts.usable_cpus or 1) * on_cpu / (on_cpu + queue)
+
+
+def blocked_share(measured: Measurements) -> float:
+    """Share of the time for a batch in which who makes it is blocked, so that another could have the CPU, 0 to 1; 0.0
+    where that was not seen."""
+    facts, wait, pct = measured.facts, measured.stats.next_wait_ms, measured.loaders.workers_blocked_pct
+    if not serial(facts):
+        return (pct or 0.0) / 100
+    if not wait or facts.load_cpu_ms is None or facts.load_queue_ms is None:
+        return 0.0
+    return max(0.0, 1 - (facts.load_cpu_ms + facts.load_queue_ms) / wait)
+
+
+def with_files_near(measured: Measurements, shares: Shares) -> float | None:
+    """Step time when workers are no longer blocked while they make a batch. None: not known."""
+    running, blocked = period_ms(measured, shares), measured.loaders.workers_blocked_pct
+    if running is None or blocked is None:
+        return None
+    return with_batch_in(measured, shares, running * (100 - blocked) / 100)
+
+
+def with_workers(measured: Measurements, shares: Shares, number: int) -> float | None:
+    """Step time with so many worker processes, 1 or more, where there are fewer now, or none.
+
+    By the rates that were tried, where both numbers were. Else each worker adds its rate, as far as there are CPUs.
+    None: cannot be told.
+    """
+    facts = measured.facts
+    running, now = period_ms(measured, shares), facts.num_workers
+    if running is None or now is None:
+        return None
+    loading, taking = loading_cpu_ms(measured, shares), 0.0
+    slower = _SIDE_BY_SIDE if now == 0 and facts.device_type == "cpu" else 1.0
+    if now == 0:
+        sending = handing_ms(facts, _SEND)
+        # A worker has one thread, where this process may have used several.
+        one = max(running, loading) + (slower - 1) * loading + sending
+        taking = _taking_ms(measured) + _restarting_ms(facts, number) + _left_over_ms(facts, one)
+        after, loading = one / number, loading + sending
+    else:
+        after = running * now / number
+    tried = tried_rates(measured)
+    if number in tried and now in tried:
+        after = _beside(measured, shares, tried[number], tried[now])
+        if now == 0:  # workers, of one thread each, spend no more CPU time than time; threads of torch do as they wait
+            loading = min(loading, 1e3 * facts.loaders_beside * number / tried[number])
+    step = max(filled_ms(measured, shares, loading, taking, workers=number, slower=slower), after)
+    return step if now == 0 else min(shares.step_ms, step)
+
+
+def without_workers(measured: Measurements, shares: Shares) -> float | None:
+    """Step time without workers, where loading a batch in one process was timed; else None."""
+    found, alone = measured.experiments, tried_rates(measured).get(0)
+    if alone:
+        return shares.floor_ms + 1e3 / alone
+    if found is None or found.samples_ms is None or found.collate_ms is None:
+        return None
+    return shares.floor_ms + found.samples_ms + found.collate_ms
+
+
+def by_trial(measured: Measurements, shares: Shares, number: int) -> float | None:
+    """Step time with so many workers, where that number and the present one were both tried; else None."""
+    tried, now = tried_rates(measured), measured.facts.num_workers
+    if now is None or number not in tried or now not in tried:
+        return None
+    return with_rate(measured, shares, tried[number], tried[now])
+
+
+def tried_rates(measured: Measurements) -> dict[int, float]:
+    """Batches per second by number of workers, of the loader alone. Empty: none was tried."""
+    found = measured.experiments
+    return {number: rate for number, rate in found.worker_scaling if rate > 0} if found is not None else {}
+
+
+def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> float:
+    """The time that handing a batch over between processes takes one of them, by its tensors and bytes."""
+    once, each, megabyte = cost
+    by_size = each * (facts.batch_tensors or _TENSORS) + megabyte * (facts.batch_bytes or 0) * 1e-6
+    return facts.loaders_beside * once + by_size
+
+
+def read_share(measured: Measurements) -> float | None:
+    """Share of reading in the time for a sample, 0 to 1; None where the two were not told apart."""
+    costs = {cost.name: cost.wall_ms for cost in measured.experiments.costs} if measured.experiments else {}
+    whole = sum(costs.values())
+    return costs["read"] / whole if "read" in costs and whole > 0 else None
+
+
+def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: float) -> float | None:
+    """Step time when workers only read files, and the device decodes them beside the step.
+
+    Args:
+        measured: all figures.
+        shares: how a step divides.
+        device_per_s: batches per second that the device decodes alone.
+    """
+    running, left = period_ms(measured, shares), read_share(measured)
+    if running is None or left is None:
+        return None
+    facts = measured.facts
+    now = max(1, facts.num_workers or 1)
+    threads = max(now, facts.usable_cpus or 1)  # as many as there are by default, and they start at once
+    after = running * left * now / threads
+    loading = loading_cpu_ms(measured, shares) * left
+    return min(shares.step_ms, max(filled_ms(measured, shares, loading, workers=threads), after, 1e3 / device_per_s))
+
+
+def with_pinned(measured: Measurements, shares: Shares) -> float | None:
+    """Step time with copies from pinned memory: what of the copy is left is as the two speeds."""
+    found, h2d = measured.experiments, measured.stats.h2d_ms
+    if found is None or not found.pinned_gb_per_s or not found.pageable_gb_per_s or h2d is None:
+        return None
+    return without(shares, h2d * (1 - found.pageable_gb_per_s / found.pinned_gb_per_s))
+
+
+def in_any_order(measured: Measurements, shares: Shares) -> float | None:
+    """Step time without the waits in which a later batch was ready."""
+    held = measured.loaders.head_of_line_pct
+    if held is None:
+        return None
+    filled = filled_ms(measured, shares, loading_cpu_ms(measured, shares))
+    return min(shares.step_ms, max(filled, without(shares, shares.data_ms * held / 100)))
+
+
+def _beside(measured: Measurements, shares: Shares, rate: float, now: float | None) -> float:
+    """Milliseconds for a batch beside training, of a loader that gives so many alone, where it gave ``now``."""
+    running = period_ms(measured, shares)
+    if now and running is not None and running * now > 1e3 * SAME:
+        return running * now / rate
+    return 1e3 / rate
+
+
+def loading_cpu_ms(measured: Measurements, shares: Shares) -> float:
+    """CPU time that goes into loading a batch: what was seen, or all the time that it takes without workers."""
+    facts, on_cpu = measured.facts, measured.loaders.workers_on_cpu_pct
+    if serial(facts):
+        return (measured.stats.next_wait_ms or 0.0) if facts.load_cpu_ms is None else facts.load_cpu_ms
+    return (facts.num_workers or 0) * shares.step_ms * (on_cpu or 0.0) / 100
+
+
+def training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
+    """CPU time of the training process per step without what it loads itself; None: not known."""
+    facts = measured.facts
+    spent = facts.process_cpu_ms if facts.process_cpu_ms is not None else facts.host_cpu_ms
+    if spent is None:
+        return shares.floor_ms if facts.device_type == "cpu" else None
+    if serial(facts):
+        spent -= loading_cpu_ms(measured, shares)
+    return max(0.0, spent)
+
+
+def _taking_ms(measured: Measurements) -> float:
+    """The time that taking a batch from a worker would take: as it was measured, else by its tensors and bytes."""
+    timed = measured.experiments.hand_over_ms if measured.experiments is not None else None
+    if timed is not None:
+        return timed
+    others = (measured.facts.others_cpu_pct or 0.0) / 100  # they slow it down as they do training
+    return handing_ms(measured.facts) * min(_SLOWEST, 1 / max(1e-9, 1 - others))
+
+
+def _restarting_ms(facts: LoopFacts, number: int) -> float:
+    """The time for starting workers anew in each epoch, for each step; 0.0 where they live on."""
+    if facts.may_persist or not facts.batches_per_epoch:
+        return 0.0
+    return facts.loaders_beside * number * _START_MS / facts.batches_per_epoch
+
+
+def _left_over_ms(facts: LoopFacts, one_ms: float) -> float:
+    """The time for batches that workers make in vain, for each step: those asked for ahead when an epoch breaks off."""
+    if not facts.breaks_off or not facts.batches_per_epoch:
+        return 0.0
+    return _AHEAD * one_ms / facts.batches_per_epoch

@@ -1,0 +1,470 @@
+"""Remedies: all that can be printed, how each is pasted, and the one place where it is decided which of them are."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_feed.load.machine import SHM_SHARE
+from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements, Place
+from lightning_feed.verdict import predict
+from lightning_feed.verdict.causes import DATA_PCT, LOOP_WORDS, MANY_TENSORS, OTHERS_PCT, Shares
+from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
+
+PLACE = Place(words="your training DataLoader")
+OUR_PLACE = Place(words="loader=LoaderSettings(...) of your data module", form="settings")
+"""The places where nothing more is known."""
+_WRAPPED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+"""Settings that ``wrap`` changes; the rest is set in the loader inside."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run whose limit was found: what was measured, and why its parts over their limits take what they take."""
+
+    measured: Measurements
+    shares: Shares
+    causes: Mapping[Bottleneck, Cause]
+    """Of each part of a step that is over its limit; of the step itself where none is."""
+
+    @property
+    def facts(self) -> LoopFacts:
+        """Facts of the run besides its times."""
+        return self.measured.facts
+
+    @property
+    def data(self) -> Cause | None:
+        """The cause of waiting for data; None: there is none."""
+        return self.causes.get("data")
+
+    @property
+    def step_with_start_ms(self) -> float:
+        """Time of an epoch for each of its steps, that to its first batch included where it is known."""
+        batches, start_s = self.facts.batches_per_epoch, self.measured.stats.epoch_start_s
+        return self.shares.step_ms + (1e3 * start_s / batches if batches and start_s is not None else 0.0)
+
+    @property
+    def place(self) -> Place:
+        """The place that sets up the training loader."""
+        if self.facts.place is None and not self.facts.ours:
+            return replace(PLACE, words=f"your {LOOP_WORDS[self.facts.stage]} DataLoader")
+        return self.facts.place or OUR_PLACE
+
+    def can_set(self, name: str) -> bool:
+        """Whether there is a way to tell a setting there."""
+        return name in dict(self.place.overrides) or not self.place.names or name in dict(self.place.names)
+
+    def can_set_with_workers(self, name: str) -> bool:
+        """The same of a remedy that sets num_workers: on the command line it can set nothing that has no key there."""
+        keys = dict(self.place.overrides)
+        return name in keys if "num_workers" in keys else self.can_set(name)
+
+
+# --- how a remedy is pasted ---------------------------------------------------------------------------------------
+
+
+def loader_remedy(
+    case: Case, why: str, step_ms: float | None, *, gain_pct: float | None = None, **settings: object
+) -> Remedy:
+    """A remedy that gives the training loader other settings; the first of them names it."""
+    place, (name, value) = case.place, next(iter(settings.items()))
+    keys, names = dict(place.overrides), dict(place.names)
+    form: Form = place.form
+    where = f"in {place.words}"
+    code = ", ".join(f"{names.get(one, one)}={given!r}" for one, given in settings.items())
+    if name in keys:
+        form, where = "override", "on the command line"
+        code = " ".join(f"{keys[one]}={json.dumps(given)}" for one, given in settings.items() if one in keys)
+    elif form == "settings" and place.inner and name not in _WRAPPED:
+        form, where = "arguments", f"in {place.inner}"
+    now = getattr(case.facts, name, None)
+    return Remedy(
+        code=code,
+        form=form,
+        where=f"{name}: {'not set' if now is None else now} -> {value} {where}",
+        why=why,
+        predicted_step_ms=step_ms,
+        predicted_gain_pct=gain_pct,
+        changes=f"{name}={value!r}",
+    )
+
+
+def datamodule_remedy(case: Case, name: str, value: str, why: str, step_ms: float | None) -> Remedy:
+    """A remedy that gives an ImageFolderDataModule another argument."""
+    change = f"{name}: {getattr(case.facts, name) or 'not set'} -> {value}"
+    where = f"{change} in the call that makes your {case.place.datamodule or 'ImageFolderDataModule'}"
+    code, changes = f'{name}="{value}"', f"{name}={value!r}"
+    return Remedy(code=code, form="datamodule", where=where, why=why, predicted_step_ms=step_ms, changes=changes)
+
+
+def trainer_remedy(place: Place, name: str, now: object, value: object, **told: Any) -> Remedy:
+    """A remedy that gives the Trainer another argument; ``told``: its ``why``, and what it is predicted to give."""
+    form: Form = "override" if place.trainer_key else "trainer"
+    where = f"{name}: {now} -> {value} {'on the command line' if place.trainer_key else 'in your Trainer'}"
+    return Remedy(code=f"{place.trainer_key}{name}={value}", form=form, where=where, changes=f"{name}={value}", **told)
+
+
+def callback_remedy(
+    place: Place, module: str, kind: str, setting: tuple[str, object, object] | None, **told: Any
+) -> Remedy:
+    """A remedy that adds a callback to the Trainer.
+
+    Args:
+        place: of the loader, which knows of a command line.
+        module: what the class is imported from.
+        kind: the class.
+        setting: name of its argument, what that is now, and is to be; None: none is given.
+        told: as for :func:`trainer_remedy`, and ``changes``.
+    """
+    change = f"{setting[0]}: {setting[1]} -> {setting[2]} " if setting else ""
+    given = f"{setting[0]}={setting[2]}" if setting else ""
+    if place.trainer_key:
+        key = f"{place.trainer_key}callbacks"
+        code = f"{key}+={module}.{kind}" + (f" {key}.{given}" if given else "")
+        return Remedy(code=code, form="override", where=f"{change}on the command line", **told)
+    where = f"{change}in callbacks=[...] of your Trainer, with `from {module} import {kind}`"
+    return Remedy(code=f"{kind}({given})", form="callback", where=where, **told)
+
+
+# --- the loader ---------------------------------------------------------------------------------------------------
+
+MOST_WAITING = 4
+"""Times as many workers, at most, where they only wait."""
+MOSTLY = 0.5
+"""Share of the time for a batch from which who makes it is taken to wait."""
+MOST_WORKERS = 16
+"""More are never named where there are none."""
+NEARLY = 1.02
+"""Fewer workers than the best number do, where the step takes no longer than this times its step."""
+_MADE_SLOWLY: tuple[Cause, ...] = ("no workers", "cpu", "cold reads", "remote reads", "waiting", "unknown")
+_READ_SLOWLY: tuple[Cause, ...] = ("cold reads", "remote reads", "waiting")
+MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
+
+
+def more_workers(case: Case) -> Remedy | None:
+    """Training waits for batches that take time to make; what the workers do was seen, or other numbers were tried; a
+    stream was seen to divide itself among workers, or may live in a single one; /dev/shm has room for the batches.
+
+    The fewest that reach nearly the best step: up to the CPUs, and beyond where who makes the batches is blocked.
+    """
+    predicted = steps_with_more(case)
+    if not predicted:
+        return None
+    best = min(predicted.values())
+    number = min(number for number, step in predicted.items() if step <= NEARLY * best)
+    now, cpus = case.facts.num_workers, case.facts.usable_cpus
+    why = "batches are made beside training, not in turn with it" if now == 0 else "they make batches side by side"
+    if not may_have_workers(case):
+        why += "; the data set then lives in the one worker, which gives its stream whole"
+    if cpus is not None and number > cpus:
+        why += "; workers that wait need no CPU each"
+    kept = _with_kept_workers(case)[1] if now == 0 else {}
+    return loader_remedy(case, why, predicted[number], num_workers=number, **kept)
+
+
+def steps_with_more(case: Case) -> dict[int, float]:
+    """The step time to expect by number of workers, of each that is possible; empty where more are no remedy."""
+    facts, now = case.facts, case.facts.num_workers
+    known = bool(predict.tried_rates(case.measured)) or case.measured.loaders.workers_on_cpu_pct is not None or now == 0
+    if now is None or not facts.usable_cpus or case.data not in _MADE_SLOWLY or not known or facts.workers == "thread":
+        return {}
+    measured = _with_kept_workers(case)[0]
+    steps = {
+        number: predict.with_workers(measured, case.shares, number)
+        for number in _numbers_to_name(case, now)
+        if _fits(case, number)
+    }
+    return {number: step for number, step in steps.items() if step is not None}
+
+
+def _numbers_to_name(case: Case, now: int) -> Iterable[int]:
+    """Those tried, else all up to the most; a stream that does not divide itself may have one worker."""
+    if not _can_change_workers(case):
+        return []
+    if not may_have_workers(case):
+        return [1] if now == 0 and case.facts.may_leave_process else []
+    tried = [number for number in predict.tried_rates(case.measured) if number > now]
+    return tried or range(now + 1, _most_workers(case) + 1)
+
+
+def may_have_workers(case: Case) -> bool:
+    """Whether two workers or more give the samples that one gives: a stream has to divide them."""
+    return case.facts.map_style is not False or case.facts.shards_by_worker is True
+
+
+def _can_change_workers(case: Case) -> bool:
+    """Whether one number can be told to all of the training loaders."""
+    return case.can_set("num_workers") and len(set(case.facts.every_num_workers)) <= 1
+
+
+def _with_kept_workers(case: Case) -> tuple[Measurements, dict[str, Any]]:
+    """The measurements, with whether new workers may live on; and the setting by which they do, where it needs one."""
+    facts = case.facts
+    if case.place.form == "settings":  # there it is the default
+        return case.measured, {}
+    can_set = case.can_set_with_workers("persistent_workers") and "num_workers" not in dict(case.place.names)
+    kept = bool(facts.may_persist) and can_set
+    measured = replace(case.measured, facts=replace(facts, may_persist=kept))
+    return measured, {"persistent_workers": True} if kept and facts.persistent_workers is not True else {}
+
+
+def _most_workers(case: Case) -> int:
+    """As many as there are CPUs; more where they are blocked most of the time, as many as then keep the CPUs busy."""
+    facts, now = case.facts, case.facts.num_workers or 0
+    most = cpus = max(1, (facts.usable_cpus or 1) // facts.loaders_beside)
+    blocked = predict.blocked_share(case.measured) if now == 0 or case.data in _READ_SLOWLY else 0.0
+    if blocked >= MOSTLY:
+        most = max(cpus, min(MOST_WAITING * max(1, now), int(cpus / max(1e-9, 1 - blocked))))
+    return min(MOST_WORKERS, most) if now == 0 else most
+
+
+def _fits(case: Case, workers: int) -> bool:
+    """Whether /dev/shm has room for the batches that so many workers keep ready: a worker without it dies."""
+    facts = case.facts
+    if facts.free_shm_bytes is None or facts.batch_bytes is None:
+        return True
+    more = facts.loaders_beside * (workers - (facts.num_workers or 0))
+    return more * ((facts.prefetch_factor or 2) + 1) * facts.batch_bytes <= SHM_SHARE * facts.free_shm_bytes
+
+
+def fewer_workers(case: Case) -> Remedy | None:
+    """Training waits for data, and fewer workers were tried: they load faster, or batches are ready and a single worker
+    makes one sooner than one is handed over."""
+    now = case.facts.num_workers
+    if not now or case.data in (None, "epoch start", "one rank") or not _can_change_workers(case):
+        return None
+    steps = {
+        number: predict.by_trial(case.measured, case.shares, number)
+        for number in predict.tried_rates(case.measured)
+        if 0 < number < now
+    }
+    without = _without_workers(case) if case.data == "hand-over" else None
+    if without is not None:
+        steps[0] = predict.without_workers(case.measured, case.shares)
+    known = {number: step for number, step in steps.items() if step is not None}
+    if not known:
+        return None
+    number = min(known, key=lambda one: known[one])
+    if number:
+        return loader_remedy(case, "so many workers take CPUs from each other", known[number], num_workers=number)
+    why = "a batch is made sooner than one is handed over"
+    return loader_remedy(case, why, known[0], num_workers=0, **(without or {}))
+
+
+def _without_workers(case: Case) -> dict[str, Any] | None:
+    """The settings that torch refuses without workers, and LoaderSettings too unless it chooses them, with other
+    values. None: one of them was given where this remedy does not reach."""
+    facts, ours = case.facts, case.place.form == "settings"
+    settings: dict[str, Any] = {}
+    if facts.prefetch_factor is not None:
+        settings["prefetch_factor"] = "auto" if ours else None
+    if facts.persistent_workers:
+        settings["persistent_workers"] = "auto" if ours else False
+    given = [name for name in settings if name != "prefetch_factor" or facts.prefetch_factor != 2]
+    if not all(map(case.can_set_with_workers, given)):
+        return None
+    return {name: value for name, value in settings.items() if case.can_set(name)}
+
+
+def persistent_workers(case: Case) -> Remedy | None:
+    """The first batch of each epoch is what is waited for, workers are started anew for each, and nothing in the data
+    set has to reach them then. Saves what that batch takes beyond the time in which workers make one."""
+    facts, start_s, epoch_pct = case.facts, case.measured.stats.epoch_start_s or 0.0, case.shares.epoch_pct
+    if case.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not case.can_set("persistent_workers"):
+        return None
+    if facts.persistent_workers is not False or not facts.num_workers or not facts.may_persist or facts.max_epochs == 1:
+        return None
+    making_s = 1e-3 * facts.num_workers * case.shares.step_ms  # at most: each makes one batch in so many steps
+    saved_ms = 1e3 * max(0.0, start_s - making_s) / (facts.batches_per_epoch or 1)
+    why = f"workers are started anew for each epoch: its first batch comes after {start_s:.2f} s"
+    gain_pct = 100 * saved_ms / case.step_with_start_ms
+    return loader_remedy(case, why, None, gain_pct=gain_pct, persistent_workers=True)
+
+
+def any_order(case: Case) -> Remedy | None:
+    """A finished batch was seen to wait for a slow one while workers had nothing to do. Not in ``trainer.predict``:
+    its results are told apart by their order alone."""
+    facts = case.facts
+    if case.data != "head of line" or facts.in_order is False or (facts.num_workers or 0) < 2:
+        return None
+    if not case.can_set("in_order") or facts.stage == "predict":
+        return None
+    why = "a finished batch overtakes a slow one; the order of batches is then left to chance"
+    return loader_remedy(case, why, predict.in_any_order(case.measured, case.shares), in_order=False)
+
+
+def shared_files(case: Case) -> Remedy | None:
+    """Handing over many tensors takes the time, and was measured to be faster with torch's other sharing strategy."""
+    found, count = case.measured.experiments, case.facts.batch_tensors or 0
+    if case.data != "hand-over" or found is None or found.sharing_strategy != "file_descriptor":
+        return None
+    now, then = found.hand_over_ms, found.hand_over_file_system_ms
+    if now is None or then is None or count < MANY_TENSORS:
+        return None
+    return Remedy(
+        code='torch.multiprocessing.set_sharing_strategy("file_system")',
+        form="line",
+        where="sharing strategy: file_descriptor -> file_system, at the start of your script, after `import torch`",
+        why=f"a batch has {count} tensors: taking it from a worker takes {now:.1f} ms, and through files {then:.1f} ms",
+        predicted_step_ms=predict.without(case.shares, min(case.shares.data_ms, now - then)),
+        changes="sharing_strategy='file_system'",
+    )
+
+
+def files_in_memory(case: Case) -> Remedy | None:
+    """An ImageFolderDataModule without a cache waits for storage, or for an object store."""
+    facts, found = case.facts, case.measured.experiments
+    if case.data not in ("cold reads", "remote reads") or facts.decoder is None or facts.cache != "off":
+        return None
+    step = predict.with_files_near(case.measured, case.shares)
+    if found is not None and found.cached_bytes_per_s:
+        step = predict.with_rate(case.measured, case.shares, found.cached_bytes_per_s, found.loader_per_s)
+    why = "files are kept in host memory from the first epoch on, those that fit"
+    return datamodule_remedy(case, "cache", "bytes", why, step)
+
+
+def nvjpeg(case: Case) -> Remedy | None:
+    """The workers of an ImageFolderDataModule without transforms of the user's decode too slowly, and the GPU was
+    measured to decode faster."""
+    facts, found = case.facts, case.measured.experiments
+    if case.data not in MADE_ON_CPU or facts.decoder is None or facts.backend not in (None, "torch"):
+        return None
+    if facts.device_type != "cuda" or facts.own_transforms or facts.cache in ("decoded", "device"):
+        return None
+    if found is None or not found.device_decode_per_s or not found.batch_size:
+        return None
+    rate = f"{found.device_decode_per_s * found.batch_size:,.0f} images/s with nothing beside it"
+    why = f"nvJPEG decodes on the GPU ({rate}); workers only read"
+    step = predict.decoded_on_device(case.measured, case.shares, found.device_decode_per_s)
+    return datamodule_remedy(case, "backend", "nvjpeg", why, step)
+
+
+# --- the transfer, callbacks and loggers --------------------------------------------------------------------------
+
+RARELY = 50
+"""Steps between two drawings of the progress bar, or two calls of the loggers."""
+_BARS = ("TQDMProgressBar", "RichProgressBar")
+_LOGGING = re.compile(r"^logger .*\.log_metrics$")
+
+
+def pinned_memory(case: Case) -> Remedy | None:
+    """Copies from pageable memory are waited for, and both kinds of copies were measured."""
+    if case.causes.get("copy") != "unpinned" or case.facts.device_type == "cpu" or not case.can_set("pin_memory"):
+        return None
+    why = "a copy from pageable memory makes the host wait and does not overlap"
+    return loader_remedy(case, why, predict.with_pinned(case.measured, case.shares), pin_memory=True)
+
+
+def prefetch_callback(case: Case) -> Remedy | None:
+    """Copies from pinned memory, or nvJPEG, are waited for on a GPU, with no PrefetchCallback at work."""
+    facts, stats, cause = case.facts, case.measured.stats, case.causes.get("copy")
+    decodes = cause == "decoding on the GPU"
+    if cause is None or not (facts.pin_memory is True or decodes) or stats.prefetch_active or stats.h2d_ms is None:
+        return None
+    if facts.device_type != "cuda":
+        return None
+    return callback_remedy(
+        case.place,
+        "lightning_feed" if facts.package == "lightning.pytorch" else "lightning_feed.pl",
+        "PrefetchCallback",
+        None,
+        why=f"{'decodes' if decodes else 'copies'} the next batch while this one computes",
+        predicted_step_ms=predict.without(case.shares, stats.h2d_ms),
+        changes="prefetch_callback=True",
+    )
+
+
+def rare_progress_bar(case: Case) -> Remedy | None:
+    """The progress bar was seen to take time between the steps, and is drawn often."""
+    rate = case.facts.bar_refresh_rate
+    drawn = [hook for hook in case.measured.hooks if any(f"]{bar}" in hook.name for bar in _BARS)]
+    if "framework" not in case.causes or not rate or rate >= RARELY or not drawn:
+        return None
+    bar, takes_ms = next(bar for bar in _BARS if f"]{bar}" in drawn[0].name), _sum(drawn)
+    return callback_remedy(
+        case.place,
+        f"{case.facts.package}.callbacks",
+        bar,
+        ("refresh_rate", rate, RARELY),
+        why=f"drawing it takes {takes_ms:.2f} ms a step",
+        predicted_step_ms=_rarer(case, takes_ms, rate),
+        changes=f"bar_refresh_rate={RARELY}",
+    )
+
+
+def log_rarely(case: Case) -> Remedy | None:
+    """Loggers were seen to take time between the steps, and are called often."""
+    every, name = case.facts.log_every_n_steps, "log_every_n_steps"
+    called = [hook for hook in case.measured.hooks if _LOGGING.search(hook.name)]
+    if "framework" not in case.causes or not every or every >= RARELY or not called:
+        return None
+    why, step = f"{called[0].name} takes {_sum(called):.2f} ms a step", _rarer(case, _sum(called), every)
+    return trainer_remedy(case.place, name, every, RARELY, why=why, predicted_step_ms=step)
+
+
+def _sum(hooks: list[HookTime]) -> float:
+    return sum(hook.ms_per_step for hook in hooks)
+
+
+def _rarer(case: Case, takes_ms: float, every: int) -> float:
+    """Step time with what is done every so many steps done every 50."""
+    return predict.without(case.shares, min(takes_ms, case.measured.stats.other_ms or 0.0) * (1 - every / RARELY))
+
+
+# --- which of them are printed ------------------------------------------------------------------------------------
+
+LEAST_PCT, LEAST_UNSURE_PCT = 5.0, 10.0
+"""A remedy has to save so much of an epoch's time; and where the figures are of low confidence, or a first worker would
+share the CPUs that train."""
+LEAST_SHARED_PCT = 20.0
+"""The same where workers are busy and training computes on the same CPUs: a step of 17.6 ms was predicted, of 21.5, for
+all CPUs kept busy all the time, and 20.9 achieved (``benchmarks/advice.py`` on a virtual machine with 2 CPUs)."""
+MOST = 3
+RULES = (
+    more_workers, fewer_workers, persistent_workers, any_order, shared_files, files_in_memory, nvjpeg, pinned_memory,
+    prefetch_callback, rare_progress_bar, log_rarely,
+)  # fmt: skip
+"""Each gives its remedy, with what is predicted; None where its condition does not hold. Where two save as much, the
+first is printed first."""
+
+
+def remedies_for(case: Case) -> tuple[Remedy, ...]:
+    """Those that save what is worth it, the largest saving first; of two that set the same, the better."""
+    found = [remedy for rule in RULES if (remedy := rule(case)) is not None]
+    if case.facts.loop == "plain":
+        found = [remedy for remedy in found if remedy.form in ("arguments", "line")]
+    return largest(
+        [replace(remedy, predicted_gain_pct=_gain_pct(case, remedy)) for remedy in found], least_gain_pct(case)
+    )
+
+
+def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
+    """The three that save most, and at least so much; of those that set the same, the best."""
+    gains = [remedy for remedy in remedies if (remedy.predicted_gain_pct or 0.0) >= least_pct]
+    gains.sort(key=lambda remedy: -(remedy.predicted_gain_pct or 0.0))
+    best = {remedy.changes.partition("=")[0]: remedy for remedy in reversed(gains)}
+    return tuple(remedy for remedy in gains if remedy in best.values())[:MOST]
+
+
+def _gain_pct(case: Case, remedy: Remedy) -> float | None:
+    """Share of an epoch's time, first batch included, that a remedy saves; what it predicts itself, where it does."""
+    if remedy.predicted_gain_pct is not None or remedy.predicted_step_ms is None:
+        return remedy.predicted_gain_pct
+    return 100 * (case.shares.step_ms - remedy.predicted_step_ms) / case.step_with_start_ms
+
+
+def least_gain_pct(case: Case) -> float:
+    """The gain from which a remedy is printed: 5 %, or what can be told from noise."""
+    stats, found = case.measured.stats, case.measured.experiments
+    low, high = stats.starved_low_pct, stats.starved_high_pct
+    noise = 0.0 if low is None or high is None else (high - low) / 2
+    apart = (found.noise_pct or 0.0) / 2 if found is not None else 0.0
+    others = case.facts.others_cpu_pct or 0.0
+    on_cpu = case.facts.device_type == "cpu"
+    least = LEAST_UNSURE_PCT if stats.confidence == "low" or others >= OTHERS_PCT else LEAST_PCT
+    if on_cpu and case.data == "no workers":
+        least = min(LEAST_SHARED_PCT, LEAST_UNSURE_PCT + others)  # they may take more or less the next time
+    elif on_cpu and case.data == "cpu":
+        least = LEAST_SHARED_PCT
+    return max(least, noise, apart)

@@ -1,0 +1,87 @@
+"""Both callbacks on MPS, HPU, MTIA and XPU: they work or stand aside, say so once, and change nothing."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerators import OnCpu, SaysDevice, Xpu, register
+from lightning.pytorch import Callback, seed_everything
+from measure.small_fits import Memory, make_trainer
+from recording import Numbers, Recording
+from torch.utils.data import DataLoader
+
+from lightning_feed import GPUStarvationCallback, PrefetchCallback
+
+BATCHES, EPOCHS = 12, 2
+
+
+def fit(kind: str, callbacks: list[Callback]) -> tuple[dict[str, torch.Tensor], Memory]:
+    """Weights, and what was logged. The data set draws random numbers, the module drops out."""
+    seed_everything(1)
+    logger, model = Memory(), Recording()
+    trainer = make_trainer(
+        *callbacks,
+        strategy=SaysDevice(torch.device(kind)) if kind != "cpu" else "auto",
+        logger=logger,
+        max_epochs=EPOCHS,
+        limit_val_batches=1.0,
+        num_sanity_val_steps=1,
+    )
+    loader = DataLoader(Numbers(2 * BATCHES, noise=True), batch_size=2)
+    with OnCpu(kind):
+        trainer.fit(model, loader, DataLoader(Numbers(4, first=1000), batch_size=2))
+    return model.state_dict(), logger
+
+
+def prefetched(logger: Memory) -> list[float]:
+    """What was logged of each window of training; validation has rows of its own."""
+    rows = [tags for _, tags in logger.rows if not all(tag.startswith("feed_val/") for tag in tags)]
+    return [tags["feed/prefetch_active"] for tags in rows]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("lightning_feed")]
+
+
+@pytest.mark.parametrize(("kind", "module"), [("mps", SimpleNamespace()), ("hpu", None), ("mtia", torch.mtia)])
+def test_they_stand_aside_and_say_so_once(
+    kind: str, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = fit("cpu", [])
+    register(monkeypatch, kind, module)
+    prefetch, starvation = PrefetchCallback(), GPUStarvationCallback(every_n_steps=4, report=False)
+    with caplog.at_level(logging.INFO, logger="lightning_feed"):
+        weights, logger = fit(kind, [prefetch, starvation])
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    assert not prefetch.active
+    assert prefetched(logger) == [0.0] * (EPOCHS * BATCHES // 4)
+    assert sorted(said(caplog)) == [
+        f"GPUStarvationCallback: there are no timing events to use on device '{kind}'. The times are the host's, which "
+        "does not see the work that is queued, so confidence is low.",
+        f"No GPU figures from NVML: training runs on {kind}.",
+        f"PrefetchCallback does nothing: there is no stream to copy on for device '{kind}'.",
+    ]
+    stats = starvation.report().stats
+    assert (stats.confidence, stats.lost_steps) == ("low", 0)
+
+
+def test_xpu_prefetches_and_is_timed_by_its_events(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = fit("cpu", [])
+    xpu = Xpu()
+    register(monkeypatch, "xpu", xpu)
+    prefetch, starvation = PrefetchCallback(), GPUStarvationCallback(every_n_steps=4, report=False)
+    with caplog.at_level(logging.INFO, logger="lightning_feed"):
+        weights, logger = fit("xpu", [prefetch, starvation])
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    assert said(caplog) == ["No GPU figures from NVML: training runs on xpu."]
+    assert prefetched(logger) == [1.0] * (EPOCHS * BATCHES // 4)
+    (side,) = xpu.side
+    assert xpu.waits.count((xpu.compute, side)) >= EPOCHS * (BATCHES - 1)  # all batches but the first of each epoch
+    assert xpu.now is xpu.compute
+    assert xpu.timing_events > 0
+    stats = starvation.report().stats
+    assert (stats.steps + EPOCHS, stats.lost_steps) == (EPOCHS * BATCHES, 0)

@@ -1,0 +1,164 @@
+"""When the report of a fit comes: the clock is a fake, the Trainer is real."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+from measure.small_fits import Memory, make_loader, make_trainer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_feed import GPUStarvationCallback
+from lightning_feed.callbacks.starvation_run import StarvationRun
+from lightning_feed.measure import loop
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock that reports are due by."""
+    mine = Clock()
+    monkeypatch.setattr(loop, "clock", mine)
+    return mine
+
+
+class At(lightning.pytorch.Callback):
+    """Does something once so many batches of a fit are over."""
+
+    def __init__(self, does: dict[int, Callable[[], object]]) -> None:
+        self.does = does
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.does.get(batch_idx + 1, lambda: None)()
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.ones(32)
+
+
+def _fit(does: dict[int, Callable[[], object]], loader: Any, **options: Any) -> Any:
+    trainer = make_trainer(At(does), GPUStarvationCallback(nvml=False), **options)
+    trainer.fit(BoringModel(), loader)
+    return trainer
+
+
+def _reports(capsys: pytest.CaptureFixture[str]) -> int:
+    return capsys.readouterr().out.count("FEED  ")
+
+
+@pytest.mark.parametrize(("batches", "times"), [(8, 0), (199, 1), (210, 2)])
+@pytest.mark.usefixtures("clock")
+def test_after_200_steps_and_at_the_end(batches: int, times: int, capsys: pytest.CaptureFixture[str]) -> None:
+    _fit({}, make_loader(batches))
+    assert _reports(capsys) == times
+
+
+@pytest.mark.parametrize(("endless", "shown"), [(True, 4), (False, 2)])
+def test_every_ten_minutes_it_is_written_and_in_endless_streams_shown(
+    endless: bool, shown: int, clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[float] = []
+
+    def pass_time() -> None:
+        clock.now += 601
+
+    def look() -> None:
+        (report,) = tmp_path.rglob("feed_report.json")
+        written.append(report.stat().st_mtime_ns)
+
+    does = {30: pass_time, 32: look, 40: pass_time, 42: look, 50: pass_time, 52: look}
+    loader: Any = DataLoader(Endless()) if endless else make_loader(70)
+    _fit(does, loader, max_steps=60, logger=CSVLogger(tmp_path))
+    assert written == sorted(set(written))
+    assert len(written) == 3
+    out = capsys.readouterr().out
+    assert out.count("FEED  ") == shown
+    assert out.count(f"files {tmp_path}") == shown
+
+
+def _ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def _error() -> None:
+    raise ValueError("the user's own")
+
+
+def _sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("end", "error"), [(_ctrl_c, SystemExit), (_sigterm, SystemExit), (_error, ValueError)])
+def test_a_run_that_is_ended_is_told_of_without_waiting_for_anything(
+    end: Callable[[], None],
+    error: type[BaseException],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def waits(self: Any) -> None:
+        raise AssertionError("this waits for the device and for other ranks")
+
+    monkeypatch.setattr(StarvationRun, "end", waits)
+    with pytest.raises(error):
+        _fit({40: end}, make_loader(90), logger=CSVLogger(tmp_path))
+    assert _reports(capsys) == 1
+    assert len(list(tmp_path.rglob("feed_report.*"))) == 3
+
+
+# --- what it costs ------------------------------------------------------------------------------------------------
+
+
+class SlowLogger(Memory):
+    """Each call takes 6 ms of the fake clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.calls = clock, 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.calls += 1
+        self.clock.now += 0.006
+        super().log_metrics(metrics, step)
+
+
+class Logs(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("loss", 0.5)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def no_slow_logger() -> None:
+    """Here loggers are slow."""
+
+
+@pytest.mark.parametrize("model", [Logs, BoringModel])
+def test_a_slow_logger_is_called_hardly_more_often_with_the_callback(model: type[BoringModel], clock: Clock) -> None:
+    logger = SlowLogger(clock)
+
+    class Steps(lightning.pytorch.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            clock.now += 0.020
+
+    starvation = GPUStarvationCallback(nvml=False, report=False)
+    trainer = make_trainer(Steps(), starvation, logger=logger, log_every_n_steps=1)
+    trainer.fit(model(), make_loader(150))
+    ours = len(logger.rows)
+    assert logger.calls - ours == (150 if model is Logs else 0)
+    assert 5 < ours <= 3 + clock.now / 0.6  # three to see that it is slow, then 6 ms in 600

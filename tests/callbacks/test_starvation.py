@@ -1,0 +1,183 @@
+"""GPUStarvationCallback in real Trainers: what is logged and when, and what users see."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.demos.boring_classes import BoringModel
+from measure.small_fits import CpuPrefetch, Memory, Slow, make_loader, make_trainer, run_fit
+from torch.utils.data import DataLoader
+
+from lightning_feed import GPUStarvationCallback
+from lightning_feed.callbacks import starvation_run
+from lightning_feed.measure import loop
+
+pytestmark = [
+    # These fits are small on purpose.
+    pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set"),
+    # Lightning's own advice, for runs that are resumed in the middle of an epoch.
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+PARTS = ("compute", "h2d", "data_idle", "other")
+
+
+@pytest.fixture
+def quiet() -> GPUStarvationCallback:
+    return GPUStarvationCallback(every_n_steps=5, nvml=False, report=False, tags="all")
+
+
+# --- what is logged, and when -------------------------------------------------------------------------------------
+
+
+def test_windows_are_logged_where_the_trainer_logs(quiet: GPUStarvationCallback) -> None:
+    logger = Memory()
+    quiet.every_n_steps = None
+    run_fit(quiet, batches=18, logger=logger, max_epochs=2, log_every_n_steps=4)
+    assert logger.steps == [3, 7, 11, 15, 19, 23, 27, 31, 35]
+
+
+def test_tags_of_a_fit(quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "READ_EVERY_NS", 0)  # of every window, however short
+    logger = Memory()
+    run_fit(quiet, batches=10, logger=logger)
+    (_, first), (_, second) = logger.rows
+    assert set(first) - set(second) == {"feed_epoch/start_s"}
+    for tags in (first, second):
+        assert sum(tags[f"feed_step/{part}_ms"] for part in PARTS) == pytest.approx(tags["feed_step/step_ms"])
+        assert 0 < tags["feed/starved_pct"] < 100
+        assert tags["feed_host/hidden_wait_ms"] == 0.0
+        assert not {tag for tag in tags if tag.startswith(("feed_gpu", "feed/prefetch", "feed/efficiency"))}
+
+
+def test_the_axis_counts_optimizer_steps(quiet: GPUStarvationCallback) -> None:
+    logger = Memory()
+    quiet.every_n_steps = 2
+    run_fit(quiet, batches=16, logger=logger, accumulate_grad_batches=3)
+    assert logger.steps == [1, 3, 5]  # 16 batches are 5 steps of 3 and a last one of 1
+    assert sorted(set(logger.steps)) == logger.steps
+
+
+def test_without_a_logger_it_warns_once_and_measures(
+    quiet: GPUStarvationCallback, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = run_fit(quiet)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(BoringModel(), make_loader())
+    (line,) = [record for record in caplog.records if record.name.startswith("lightning_feed")]
+    assert line.levelno == logging.WARNING
+    assert "no logger" in line.getMessage()
+    summary = quiet.summary()
+    assert summary is not None
+    assert summary.steps == 5
+
+
+def test_facts_of_loaders_that_change_between_epochs(quiet: GPUStarvationCallback) -> None:
+    class Data(LightningDataModule):
+        workers = 0
+
+        def train_dataloader(self) -> Any:
+            self.workers += 1
+            return make_loader(4, num_workers=self.workers)
+
+        def val_dataloader(self) -> Any:
+            return make_loader(1)
+
+    limits = {"limit_train_batches": 3, "limit_val_batches": 0}
+    trainer = make_trainer(quiet, max_epochs=2, reload_dataloaders_every_n_epochs=1, **limits)
+    trainer.fit(BoringModel(), datamodule=Data())
+    facts = quiet.report().measurements.facts
+    assert (facts.batches_per_epoch, facts.breaks_off) == (3, True)
+    assert facts.num_workers == trainer.datamodule.workers == 2
+    assert (facts.batch_bytes, facts.batch_tensors) == (128, 1)
+
+
+# --- the progress bar and the report ------------------------------------------------------------------------------
+
+
+class OwnBar(lightning.pytorch.callbacks.ProgressBar):
+    """As Lightning's Rich bar, which is there only with an extra: it passes the metrics of its base on."""
+
+    def disable(self) -> None:
+        pass
+
+    def get_metrics(self, *args: Any) -> dict[str, Any]:
+        return {**super().get_metrics(*args), "own": 1}
+
+
+@pytest.mark.parametrize("bar", [lightning.pytorch.callbacks.TQDMProgressBar, OwnBar])
+def test_the_progress_bar_shows_the_share(bar: Callable[[], Any], quiet: GPUStarvationCallback) -> None:
+    shown: list[Any] = []
+
+    class Look(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            shown.append(trainer.progress_bar_callback.get_metrics(trainer, pl_module).get("feed"))
+
+    run_fit(quiet, batches=12, others=(bar(), Look()), enable_progress_bar=True)
+    assert shown[:5] == [None] * 5
+    summary = quiet.summary()
+    assert summary is not None
+    assert shown[-1] == f"{summary.starved_pct:.0f}%"
+
+
+# --- beside a prefetcher ------------------------------------------------------------------------------------------
+
+
+def test_what_a_prefetcher_fetches_is_data_and_not_other(quiet: GPUStarvationCallback) -> None:
+    logger = Memory()
+    trainer = make_trainer(CpuPrefetch(), quiet, logger=logger)
+    trainer.fit(BoringModel(), DataLoader(Slow(30, 5)))
+    stats = quiet.report().stats
+    assert stats.prefetch_active is True
+    assert stats.starved_pct is not None
+    assert stats.starved_pct > 50
+    assert logger.rows[-1][1]["feed/prefetch_active"] == 1.0
+
+
+# --- what users bring ---------------------------------------------------------------------------------------------
+
+
+class Foreign:
+    """A loader that is not torch's: it has workers, and no dataset."""
+
+    def __init__(self, workers: int | None) -> None:
+        self.num_workers = workers
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.ones(1, 32)] * 8)
+
+
+def test_loaders_that_are_not_torchs_are_measured_too(quiet: GPUStarvationCallback) -> None:
+    class Both(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch[0], batch_idx)
+
+    make_trainer(quiet).fit(Both(), [Foreign(None), Foreign(2)])
+    measured = quiet.report().measurements
+    assert measured.stats.steps == 7
+    assert measured.facts.num_workers is None  # it may be the other one that is waited for
+
+
+def test_a_look_at_the_report_takes_no_steps_from_the_other_ranks(
+    quiet: GPUStarvationCallback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    class Exchange:
+        def add(self, steps: list[Any]) -> None:
+            told.extend(step.number for step in steps)
+
+        send = add
+        take = total = finish = lambda self: None
+
+    class Asks(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            quiet.report()
+
+    monkeypatch.setattr(starvation_run, "open_rank_exchange", lambda warm_up: Exchange())
+    run_fit(quiet, batches=12, others=(Asks(),))
+    assert told == list(range(1, 13))

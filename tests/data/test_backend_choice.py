@@ -1,0 +1,189 @@
+"""Image backends given by name: what each refuses, what goes with it, and the decoder that all ranks agree on."""
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_feed import ImageFolderDataModule, LoaderSettings
+from lightning_feed.data import image_backends, images
+from lightning_feed.data.image_backends import check_backend, once_for_all_ranks, require_nvjpeg
+from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
+from lightning_feed.images.dali_binding import DaliOptions
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that says that it has a GPU, with nvJPEG. Batches go to the CPU, and are decoded there."""
+    monkeypatch.setattr(images, "device_of", lambda trainer: CUDA)
+    monkeypatch.setattr(image_backends, "require_nvjpeg", lambda device: None)
+
+
+def _refuse(*args: Any, **options: Any) -> Any:
+    raise AssertionError("this need not be looked for")
+
+
+def test_auto_is_gone(class_folders: Path) -> None:
+    with pytest.raises(SettingsError, match=r'^backend="auto" is gone. Leave it out for "torch"; lightning-feed diag'):
+        ImageFolderDataModule(class_folders, backend="auto")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("backend", "workers"), [("torch", "process"), ("nvjpeg", "thread")])
+def test_workers_that_only_read_are_threads(backend: Any, workers: str, class_folders: Path) -> None:
+    birds = ImageFolderDataModule(class_folders, 4, image_size=32, backend=backend)
+    assert birds.backend_choice is None
+    assert birds._feed_facts()["backend"] is None
+    birds.dataset("train")
+    assert birds._feed.loaders.settings == LoaderSettings(workers=workers)  # type: ignore[arg-type]
+    assert birds.backend_choice is not None
+    assert birds.backend_choice.name == birds._feed_facts()["backend"] == backend
+    assert pickle.loads(pickle.dumps(birds)).backend_choice == birds.backend_choice
+    given = LoaderSettings(num_workers=0)
+    birds = ImageFolderDataModule(class_folders, 4, image_size=32, backend=backend, loader=given)
+    birds.train_dataloader()
+    assert birds._feed.loaders.settings == given
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _rank(number: int, sent: list[Any]) -> Any:
+    def broadcast(value: Any) -> Any:
+        sent.append(value)
+        return pickle.loads(pickle.dumps(sent[0]))
+
+    return SimpleNamespace(world_size=2, is_global_zero=number == 0, strategy=SimpleNamespace(broadcast=broadcast))
+
+
+def test_rank_0_decides_for_all() -> None:
+    sent: list[Any] = []
+    assert once_for_all_ranks(_rank(0, sent), lambda: "pillow") == "pillow"
+    assert once_for_all_ranks(_rank(1, sent), _refuse) == "pillow"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (DatasetError("it is gone"), (DatasetError, "Rank 0, .*: it is gone")),
+        (KeyError("x"), (LoaderError, "Rank 0, .*: KeyError: 'x'")),
+    ],
+    ids=["ours", "another"],
+)
+def test_what_fails_on_rank_0_is_told_to_all(error: Exception, told: Any) -> None:
+    sent: list[Any] = []
+
+    def fails() -> str:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        once_for_all_ranks(_rank(0, sent), fails)
+    assert raised.value is error
+    kind, words = told
+    with pytest.raises(kind, match=words):
+        once_for_all_ranks(_rank(1, sent), _refuse)
+
+
+def test_images_that_rank_0_does_not_have_are_told(class_folders: Path) -> None:
+    birds = ImageFolderDataModule(class_folders, batch_size=4, image_size=32)
+    birds.trainer = _rank(1, [(None, None)])
+    with pytest.raises(DatasetError, match="Rank 0 finds no images for 'train', and another rank does"):
+        birds.make_dataset("train")
+
+
+def test_alone_nothing_is_sent() -> None:
+    trainer = SimpleNamespace(world_size=1, strategy=SimpleNamespace(broadcast=_refuse))
+    assert once_for_all_ranks(trainer, lambda: "pillow") == "pillow"
+    assert once_for_all_ranks(None, lambda: "pillow") == "pillow"
+
+
+# --- options of DALI --------------------------------------------------------------------------------------------------
+
+
+def _checked(backend: str, dali: DaliOptions | None, quality: str = "exact") -> DaliOptions:
+    return check_backend(backend, quality, dali)
+
+
+def test_what_has_no_effect_is_refused() -> None:
+    with pytest.raises(SettingsError, match="would have no effect with backend='torch'"):
+        _checked("torch", DaliOptions())
+    with pytest.raises(SettingsError, match=r"largest_image=\(10, 20\)\) is for decoding on the GPU"):
+        _checked("dali-cpu", DaliOptions(largest_image=(10, 20)))
+    with pytest.raises(SettingsError, match=r"hw_decoder_load=0.0\) is for decoding on the GPU"):
+        _checked("dali-cpu", DaliOptions(hw_decoder_load=0.0))
+    with pytest.raises(SettingsError, match="quality='near' would have no effect with backend='dali-gpu'"):
+        _checked("dali-gpu", None, "near")
+
+
+def test_what_has_an_effect_is_taken() -> None:
+    given = DaliOptions(largest_image=(10, 20), hw_decoder_load=0.5)
+    assert _checked("dali-gpu", given) is given
+    assert _checked("torch", None, "fast") == DaliOptions()
+
+
+# --- nvJPEG by name ------------------------------------------------------------------------------------------------
+
+
+def _setting_up(root: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> ImageFolderDataModule:
+    """As a Trainer sets it up that says that it has a GPU."""
+    birds = ImageFolderDataModule(root, batch_size=4, image_size=32, decoder="pillow", **options)
+    birds.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    monkeypatch.setattr(images, "device_of", lambda trainer: CUDA)
+    return birds
+
+
+def test_a_torchvision_without_nvjpeg_is_told_before_the_first_batch(
+    class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(device: torch.device) -> Any:
+        raise MissingExtraError("this torchvision has none")
+
+    monkeypatch.setattr(image_backends, "nvjpeg", missing)
+    birds = _setting_up(class_folders, monkeypatch, backend="nvjpeg")
+    with pytest.raises(MissingExtraError, match="this torchvision has none"):
+        birds.train_dataloader()
+
+
+def test_a_device_that_fails_is_told_before_the_first_batch(
+    class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(files: Any) -> Any:
+        raise RuntimeError("CUDA driver version is insufficient\nwith a stack trace")
+
+    monkeypatch.setattr(image_backends, "nvjpeg", lambda device: fails)
+    birds = _setting_up(class_folders, monkeypatch, backend="nvjpeg")
+    words = 'cannot decode on cuda.*driver version is insufficient. Look at.*use backend="torch"'
+    with pytest.raises(LoaderError, match=words) as raised:
+        birds.train_dataloader()
+    assert "stack trace" not in str(raised.value)
+
+
+def test_a_device_that_decodes_is_tried_on_one_small_jpeg(class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(image_backends, "nvjpeg", lambda device: given.extend)
+    _setting_up(class_folders, monkeypatch, backend="nvjpeg").train_dataloader()
+    (file,) = given
+    assert bytes(file[:2]) == b"\xff\xd8"
+
+
+@pytest.mark.parametrize("backend", ["torch", "nvjpeg"])
+def test_it_is_not_tried_where_it_is_not_used(
+    backend: Any, class_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not without a Trainer: CUDA that is in use does not outlive the fork of a ddp_fork."""
+    monkeypatch.setattr(image_backends, "nvjpeg", _refuse)
+    birds = _setting_up(class_folders, monkeypatch, backend=backend)
+    if backend == "nvjpeg":
+        birds.trainer = None
+    birds.train_dataloader()
+
+
+@pytest.mark.gpu
+def test_with_a_gpu_there_is() -> None:
+    require_nvjpeg(torch.device("cuda", 0))

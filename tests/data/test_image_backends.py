@@ -1,0 +1,354 @@
+"""backend="nvjpeg" in real Trainers, with the CPU as its device: the runs of backend="torch", to the bit."""
+
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decode.made_images import WHOLE
+from lightning.pytorch import Callback, LightningModule, seed_everything
+from made_samples import jpegs
+from recording import NullStreamPrefetch, end_workers, quiet_trainer
+from resuming import Killed, SaveThenDie
+from torch import Tensor, nn
+
+from lightning_feed import GPUStarvationCallback, ImageFolderDataModule, LoaderSettings
+from lightning_feed.data import image_backends
+from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.images.image_dataset import EncodedBatch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval"),
+    # With one worker, on purpose.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    # Of the runs that are resumed in mid-epoch, in other tests told by Lightning as well.
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+    pytest.mark.filterwarnings("ignore:.*barrier.*using the device under current context"),
+]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Two classes: ten JPEGs each to train on, four and a PNG to validate."""
+    for split, count in (("train", 10), ("val", 4)):
+        for label, name in enumerate("ab"):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for index, data in enumerate(jpegs(2 * count)[label::2]):
+                (folder / f"{index}.jpg").write_bytes(data)
+    (tmp_path / "photos" / "val" / "a" / "other.png").write_bytes(WHOLE["RGB PNG"])
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the backend run without a GPU."""
+    monkeypatch.setattr(image_backends, "GPU_BACKENDS", ())
+
+
+class Seeing(LightningModule):
+    """Trains with dropout, so that stray random draws show, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+        self.events: list[tuple[Any, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._see("training_step", batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._see("validation_step", batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._see("test_step", batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._see("predict_step", batch, batch_idx)
+
+    def _see(self, name: str, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        assert (images.dtype, images.is_contiguous(memory_format=torch.channels_last)) == (torch.float32, True)
+        self.events.append((name, batch_idx, [images.tolist(), labels.tolist()]))
+        features = images.mean((2, 3)).to(self.net[0].weight.dtype)
+        return nn.functional.cross_entropy(self.net(features), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def made(
+    photos: Path,
+    backend: Any,
+    *,
+    loader: dict[str, Any] | None = None,
+    kind: type[ImageFolderDataModule] = ImageFolderDataModule,
+    **options: Any,
+) -> ImageFolderDataModule:
+    settings = LoaderSettings(**{"num_workers": 2, "workers": "thread", "seed": 3, **(loader or {})})
+    options = {"batch_size": 3, "image_size": 16, "decoder": "pillow", **options}
+    return kind(photos, backend=backend, loader=settings, **options)
+
+
+def fitted(
+    module: ImageFolderDataModule,
+    callbacks: list[Callback] | None = None,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> Seeing:
+    seed_everything(7, workers=True, verbose=False)
+    model = Seeing()
+    trainer = quiet_trainer(callbacks or [], **options)
+    try:
+        trainer.fit(model, datamodule=module, ckpt_path=ckpt_path)
+    except Killed:
+        end_workers()
+    return model
+
+
+def assert_same_run(ours: Seeing, theirs: Seeing) -> None:
+    assert ours.events == theirs.events
+    assert len(ours.events) > 4
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+# --- the same run -----------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "in the main process": {"num_workers": 0, "workers": "process"},
+    "threads": {},
+    "threads, persistent": {"persistent_workers": True},
+    "threads, and one behind them": {"background": 2},
+    "processes": {"workers": "process"},
+    "last batch left out": {"drop_last": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("on_cpu")
+def test_batches_and_weights_are_those_of_torch(kind: str, photos: Path) -> None:
+    theirs = fitted(made(photos, "torch", loader=KINDS[kind]))
+    ours = fitted(made(photos, "nvjpeg", loader=KINDS[kind]))
+    assert_same_run(ours, theirs)
+    steps = [event[0] for event in ours.events].count("training_step")
+    assert steps == 2 * (6 if "drop_last" in KINDS[kind] else 7)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+@pytest.mark.usefixtures("on_cpu")
+def test_precisions_that_convert_what_the_loader_gives(precision: Any, photos: Path) -> None:
+    """Lightning takes each batch apart for them, before its transfer."""
+    theirs, ours = (fitted(made(photos, backend), precision=precision) for backend in ("torch", "nvjpeg"))
+    assert_same_run(ours, theirs)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.slow
+def test_spawned_workers_hand_over_the_same_batches(photos: Path) -> None:
+    """They get a copy of the data module, which has a backend by then."""
+    loader = {"workers": "process", "num_workers": 1, "start_method": "forkserver"}
+    module = made(photos, "nvjpeg", loader=loader, batch_size=20, decoder="pillow")
+    torch.manual_seed(1)
+    (batch,) = module.train_dataloader()
+    assert isinstance(batch, EncodedBatch)
+    assert sorted(batch.labels.tolist()) == [0] * 10 + [1] * 10
+    images, labels = module.device_transform(batch, "train")
+    assert images.shape == (20, 3, 16, 16)
+    assert torch.equal(labels, batch.labels)
+
+
+@pytest.mark.parametrize("quality", ["near", "fast"])
+@pytest.mark.usefixtures("on_cpu")
+def test_so_they_are_at_lower_quality(quality: Any, photos: Path) -> None:
+    pytest.importorskip("cv2", reason="the resize of quality='fast'")
+    options = {"quality": quality, "decoder": "turbo-region", "image_size": 12}
+    theirs = fitted(made(photos, "torch", **options), max_epochs=1)
+    assert_same_run(fitted(made(photos, "nvjpeg", **options), max_epochs=1), theirs)
+
+
+@pytest.mark.parametrize(("cache", "workers"), [(None, "thread"), ("bytes", "process")])
+@pytest.mark.usefixtures("on_cpu")
+def test_prefetched_batches_are_the_same(cache: Any, workers: str, photos: Path) -> None:
+    theirs = fitted(made(photos, "torch", loader={"workers": workers}))
+    prefetch = NullStreamPrefetch()
+    ours = fitted(made(photos, "nvjpeg", cache=cache, loader={"workers": workers}), [prefetch])
+    assert_same_run(ours, theirs)
+    assert prefetch.active
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_model_trains_on_what_was_decoded_ahead(photos: Path) -> None:
+    """With the callback, a batch is decoded while the one before it is trained."""
+    order: list[str] = []
+
+    class Watched(ImageFolderDataModule):
+        def device_transform(self, batch: Any, split: str) -> Any:
+            images, labels = batch  # decoded, as with backend="torch"
+            assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
+            order.append("decoded")
+            return super().device_transform(batch, split)
+
+    class Steps(Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            order.append("step")
+
+    loader = LoaderSettings(num_workers=1, workers="thread")
+    for callbacks, expected in (([], ["decoded", "step"] * 7), ([NullStreamPrefetch()], None)):
+        order.clear()
+        module = Watched(photos, batch_size=3, image_size=16, backend="nvjpeg", decoder="pillow", loader=loader)
+        fitted(module, [*callbacks, Steps()], max_epochs=1, limit_val_batches=0)
+        if expected is None:
+            expected = ["decoded", *(["step", "decoded"] * 6), "step"]
+        assert order == expected
+
+
+# --- resumed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "prefetching"), [("threads", True), ("threads, and one behind them", False)])
+@pytest.mark.usefixtures("on_cpu")
+def test_a_run_resumes_exactly_in_mid_epoch(kind: str, prefetching: bool, photos: Path, tmp_path: Path) -> None:
+    def run(*callbacks: Callback, resume: Path | None = None) -> list[Any]:
+        ahead = [NullStreamPrefetch()] if prefetching else []
+        return trained(fitted(made(photos, "nvjpeg", loader=KINDS[kind]), [*ahead, *callbacks], resume))
+
+    path = tmp_path / "run.ckpt"
+    whole = run()
+    for count in (2, 9):
+        before = run(SaveThenDie("on_train_batch_end", count, path))
+        assert len(before) == count + 1
+        assert before + run(resume=path) == whole
+
+
+def trained(model: Seeing) -> list[Any]:
+    return [event[2] for event in model.events if event[0] == "training_step"]
+
+
+# --- beside other callbacks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_the_starvation_callback_tells_of_it(photos: Path) -> None:
+    watching = GPUStarvationCallback(every_n_steps=2, nvml=False, report=False)
+    fitted(made(photos, "nvjpeg"), [NullStreamPrefetch(), watching])
+    facts = watching.report().measurements.facts
+    assert facts.batch_size == 3
+    assert facts.batch_bytes == 3 * 3 * 16 * 16 * 4 + 3 * 8  # what the model gets
+    assert facts.workers == "thread"
+    assert facts.ours
+    assert watching.summary() is not None
+
+
+# --- without the data module's hooks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", ["unpacked", "indexed", "in a dict"])
+@pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
+@pytest.mark.usefixtures("on_cpu")
+def test_a_loader_alone_gives_batches_that_say_what_is_missing(use: str, photos: Path) -> None:
+    class Model(Seeing):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", 1.0)  # Lightning looks for the size of the batch
+            if use == "unpacked":
+                images, labels = batch
+                return images[labels]
+            return batch[0] if use == "indexed" else batch["image"]
+
+    loader = made(photos, "nvjpeg").train_dataloader()
+    with pytest.raises(SettingsError, match=r"is not decoded: .*trainer\.fit\(model, datamodule=\.\.\.\)"):
+        quiet_trainer([]).fit(Model(), loader)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_batches_by_hand_are_decoded_as_the_error_says(photos: Path) -> None:
+    module = made(photos, "nvjpeg")
+    batch = next(iter(module.train_dataloader()))
+    with pytest.raises(SettingsError, match=r"call datamodule\.device_transform\(batch\.to\(device\), split\)"):
+        list(batch)
+    images, labels = module.device_transform(batch.to(torch.device("cpu")), "train")
+    assert (images.shape, labels.shape) == ((3, 3, 16, 16), (3,))
+
+
+# --- images that cannot be decoded ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("data", "prefetching"), [(b"no image", False), (None, True)], ids=["a text", "cut short"])
+@pytest.mark.usefixtures("on_cpu")
+def test_a_broken_image_ends_the_fit_with_its_name(data: bytes | None, prefetching: bool, photos: Path) -> None:
+    broken = photos / "train" / "b" / "3.jpg"
+    broken.write_bytes(broken.read_bytes()[:-200] if data is None else data)
+    callbacks: list[Callback] = [NullStreamPrefetch()] if prefetching else []
+    with pytest.raises(DatasetError, match=r"b/3\.jpg \(sample 13\): "):
+        fitted(made(photos, "nvjpeg"), callbacks)
+
+
+@pytest.mark.parametrize(("on_error", "workers"), [("skip", "thread"), ("substitute", "process")])
+@pytest.mark.usefixtures("on_cpu")
+def test_broken_images_are_replaced_and_counted(
+    on_error: Any, workers: str, photos: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for index, size in ((1, -200), (4, 2)):  # one that only decoding finds broken, and one without a header
+        path = photos / "train" / "a" / f"{index}.jpg"
+        path.write_bytes(path.read_bytes()[:size])
+    module = made(photos, "nvjpeg", on_error=on_error, batch_size=5, loader={"workers": workers})
+    with caplog.at_level(logging.WARNING):
+        model = fitted(module, max_epochs=1)
+    assert [len(labels) for _, labels in trained(model)] == [5] * 4
+    assert module.failures() >= 2
+    assert "a/1.jpg" in caplog.text
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"transform": lambda image: image}, "cannot call a transform of yours"),
+        ({"eval_transform": lambda image: image}, "cannot call a transform of yours"),
+        ({"drop_keys": ("label",)}, "nothing to drop"),
+        ({"cache": "decoded"}, 'Use cache="bytes"'),
+        ({"cache": "device"}, 'Use cache="bytes"'),
+    ],
+    ids=["transform", "eval_transform", "drop_keys", "decoded", "device"],
+)
+@pytest.mark.parametrize("backend", ["nvjpeg", "dali-cpu", "dali-gpu"])
+def test_what_it_cannot_be_combined_with_is_refused(
+    backend: Any, given: dict[str, Any], words: str, photos: Path
+) -> None:
+    with pytest.raises(SettingsError, match=words):
+        ImageFolderDataModule(photos, backend=backend, **given)
+
+
+@pytest.mark.parametrize("backend", ["nvjpeg", "dali-cpu", "dali-gpu"])
+def test_a_collate_of_the_users_is_refused(backend: Any, photos: Path) -> None:
+    class Own(ImageFolderDataModule):
+        def collate(self, samples: list[Any], split: str) -> Any:
+            return super().collate(samples, split)
+
+    with pytest.raises(SettingsError, match="cannot call a collate of yours"):
+        Own(photos, backend=backend)
+    assert Own(photos).backend == "torch"
+
+
+def test_no_backend_is_told_with_those_that_are(photos: Path) -> None:
+    with pytest.raises(SettingsError, match=r"backend='cuda'.*'torch', 'nvjpeg', 'dali-cpu', 'dali-gpu'\."):
+        ImageFolderDataModule(photos, backend="cuda")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["nvjpeg", "dali-gpu"])
+def test_a_gpu_backend_without_a_gpu_is_refused_before_training(backend: Any, photos: Path) -> None:
+    with pytest.raises(SettingsError, match=rf'backend=.{backend}. decodes on a CUDA device.*backend="torch"'):
+        fitted(made(photos, backend))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_pack_of_pixels_is_refused(photos: Path, tmp_path: Path) -> None:
+    pack = importlib.import_module("lightning_feed.storage.packing").pack
+    pack(photos / "train", tmp_path / "pack", decoded=True, workers=1)
+    for on_error in ("raise", "skip"):
+        with pytest.raises(SettingsError, match="holds pixels"):
+            fitted(made(tmp_path / "pack", "nvjpeg", val_fraction=0.0, on_error=on_error))

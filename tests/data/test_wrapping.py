@@ -1,0 +1,317 @@
+"""``FastDataModule.wrap``: any data module of either package, with other workers and nothing else changed."""
+
+import copy
+import importlib
+import pickle
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, seed_everything
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities import CombinedLoader
+from measure.test_ranks_gloo import in_ranks
+from recording import quiet_trainer
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_feed import FastDataModule, LoaderSettings
+from lightning_feed.data import wrapping
+from lightning_feed.errors import SettingsError
+
+PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+TWO = LoaderSettings(num_workers=2, prefetch_factor=3, persistent_workers=False)
+
+pytestmark = [
+    # What a user's own loaders and the small module bring about.
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata, with torch 2.15
+]
+
+
+class Rows(Dataset[torch.Tensor]):
+    def __init__(self, size: int = 24) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((32,), float(index)) + torch.rand(32) / 100
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from (torch.ones(32) for _ in range(8))
+
+
+def stack(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples)
+
+
+def begin(worker: int) -> None:
+    pass
+
+
+class Plain(LightningDataModule):
+    """Writes down which of its hooks were called."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.called: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.called.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.called.append(f"setup {getattr(stage, 'value', stage)!s}")
+        self.rows = Rows()
+
+    def teardown(self, stage: str) -> None:
+        self.called.append(f"teardown {getattr(stage, 'value', stage)!s}")
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, batch_size=4, shuffle=True, collate_fn=stack, worker_init_fn=begin)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if "transfer" not in self.called:
+            self.called.append("transfer")
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.called.append(f"load {state_dict}")
+
+
+class Gives(LightningDataModule):
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def train_dataloader(self) -> Any:
+        return self.given
+
+
+def changed(given: Any, settings: LoaderSettings = TWO) -> Any:
+    return FastDataModule.wrap(Gives(given), loader=settings).train_dataloader()
+
+
+def test_the_whole_fit_is_the_users_with_other_workers(tmp_path: Any) -> None:
+    data = Plain()
+    wrapped = FastDataModule.wrap(data, loader=TWO)
+    trainer = quiet_trainer([], max_epochs=1)
+    trainer.fit(BoringModel(), datamodule=wrapped)
+    loader = trainer.train_dataloader
+    assert (loader.num_workers, loader.prefetch_factor, loader.batch_size) == (2, 3, 4)
+    assert (loader.collate_fn, loader.dataset) == (stack, data.rows)
+    assert data.called == ["prepare_data", "setup fit", "transfer", "teardown fit"]
+    assert wrapped.called is data.called
+    assert wrapped.hparams == {"width": 32}
+    assert isinstance(wrapped, Plain)
+    assert wrapped.recommendations["train"].num_workers == 2
+    assert "train: num_workers=2: as given" in wrapped.loader_report()
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert saved["Plain"] == {"seen": 3}
+    assert saved["datamodule_hyper_parameters"] == {"width": 32}
+    quiet_trainer([], max_epochs=2).fit(BoringModel(), datamodule=wrapped, ckpt_path=tmp_path / "a.ckpt")
+    assert "load {'seen': 3}" in data.called
+
+
+@pytest.mark.parametrize("settings", [TWO, LoaderSettings(num_workers=0)])
+def test_training_is_that_of_the_same_workers_without_wrapping(settings: LoaderSettings) -> None:
+    class Hand(Plain):
+        def train_dataloader(self) -> Any:
+            workers = {"num_workers": 2, "prefetch_factor": 3} if settings.num_workers else {}
+            return DataLoader(self.rows, batch_size=4, shuffle=True, collate_fn=stack, worker_init_fn=begin, **workers)
+
+    def weights(data: Any) -> dict[str, torch.Tensor]:
+        seed_everything(3, verbose=False)
+        model = BoringModel()
+        quiet_trainer([], max_epochs=2).fit(model, datamodule=data)
+        return {**model.state_dict(), "next": torch.rand(3)}
+
+    torch.testing.assert_close(weights(FastDataModule.wrap(Plain(), loader=settings)), weights(Hand()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_both_packages(package: str) -> None:
+    root = importlib.import_module(package)
+
+    class Data(root.LightningDataModule):  # type: ignore[misc, name-defined]
+        def train_dataloader(self) -> Any:
+            return DataLoader(Rows(), batch_size=4)
+
+    feed = importlib.import_module("lightning_feed" if package == "lightning.pytorch" else "lightning_feed.pl")
+    boring = importlib.import_module(f"{package}.demos.boring_classes").BoringModel
+    wrapped = feed.FastDataModule.wrap(Data(), loader=TWO)
+    trainer = root.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, max_epochs=1,
+    )  # fmt: skip
+    trainer.fit(boring(), datamodule=wrapped)
+    assert trainer.train_dataloader.num_workers == 2
+
+
+def test_what_decides_the_batches_stays() -> None:
+    generator, rows = torch.Generator(), Rows()
+    sampler = WeightedRandomSampler([1.0] * 24, 12)
+    batches = BatchSampler(SequentialSampler(rows), 5, drop_last=True)
+    one = changed(DataLoader(rows, batch_size=4, sampler=sampler, drop_last=True, generator=generator))
+    assert (one.sampler, one.batch_size, one.drop_last, one.generator, one.dataset) == (
+        sampler,
+        4,
+        True,
+        generator,
+        rows,
+    )
+    two = changed(DataLoader(rows, batch_sampler=batches, worker_init_fn=begin))
+    assert (two.batch_sampler, two.batch_size, two.worker_init_fn) == (batches, None, begin)
+    three = changed(DataLoader(rows, batch_size=None))
+    assert (three.batch_size, three.batch_sampler) == (None, None)
+    four = changed(DataLoader(Stream(), batch_size=3, drop_last=True))
+    assert (four.batch_size, four.drop_last) == (3, True)
+    assert [loader.num_workers for loader in (one, two, three, four)] == [2] * 4
+
+
+def test_streams_keep_their_number_of_workers() -> None:
+    auto = LoaderSettings()
+    assert changed(DataLoader(Stream(), batch_size=2), auto).num_workers == 0
+    assert changed(DataLoader(Stream(), batch_size=2, num_workers=2), auto).num_workers == 2
+    assert changed(DataLoader(Rows(), batch_size=2), auto).num_workers >= 1
+
+
+def test_dicts_lists_and_combined_loaders() -> None:
+    made = changed({"a": DataLoader(Rows()), "b": [DataLoader(Rows()), DataLoader(Rows())]})
+    assert [made["a"].num_workers, made["b"][0].num_workers, made["b"][1].num_workers] == [2, 2, 2]
+    original = CombinedLoader({"a": DataLoader(Rows(4)), "b": DataLoader(Rows(8))}, "max_size_cycle")
+    combined = changed(original)
+    assert [loader.num_workers for loader in combined.flattened] == [2, 2]
+    assert [loader.num_workers for loader in original.flattened] == [0, 0]
+    assert sum(1 for _ in combined) == 8
+
+
+def test_loaders_of_other_classes(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(DataLoader[Any]):
+        def __init__(self, rows: Any, extra: str, **options: Any) -> None:
+            super().__init__(rows, **options)
+            self.extra = extra
+
+    own = changed(Own(Rows(), "kept", batch_size=6))
+    assert (type(own), own.extra, own.batch_size, own.num_workers) == (Own, "kept", 6, 2)
+    assert sum(len(batch) for batch in own) == 24
+    stateful = changed(StatefulDataLoader(Rows(), batch_size=6, snapshot_every_n_steps=7))
+    assert (type(stateful), stateful.snapshot_every_n_steps, stateful.num_workers) == (StatefulDataLoader, 7, 2)
+    data = FastDataModule.wrap(Gives([torch.ones(2, 32)]))
+    first = data.train_dataloader()
+    assert first[0] is data.given[0]
+    data.train_dataloader()
+    assert caplog.text.count("train[0] is a Tensor, not a torch DataLoader, so it is left as it is") == 1
+
+
+def test_data_that_cannot_be_sent_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Local(Rows):
+        pass
+
+    machine = replace(wrapping.read_machine(), start_method="spawn")
+    monkeypatch.setattr(wrapping, "read_machine", lambda: machine)
+    data = FastDataModule.wrap(Gives(DataLoader(Local())))
+    assert data.train_dataloader().num_workers == 0
+    assert "cannot be sent to worker processes" in data.loader_report()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: FastDataModule.wrap(Rows()), r"A Rows cannot be wrapped.*LightningDataModule\.from_datasets"),
+        (lambda: FastDataModule.wrap(FastDataModule()), "chooses its loaders itself already"),
+        (lambda: FastDataModule.wrap(FastDataModule.wrap(Plain())), "chooses its loaders itself already"),
+        (lambda: FastDataModule.wrap(Plain(), loader=LoaderSettings(drop_last=True)), "drop_last=True would have no"),
+    ],
+)
+def test_refused(given: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        given()
+
+
+def test_an_iterator_of_dali_is_left_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    kind = type("DALIGenericIterator", (), {"__module__": "nvidia.dali.plugin.pytorch"})
+    derived = type("Ours", (kind,), {"__module__": __name__})
+    given = {"a": kind(), "b": derived(), "c": torch.zeros(1)}
+    assert FastDataModule.wrap(Gives(given)).train_dataloader() == given
+    said = [record.getMessage() for record in caplog.records if "left as it is" in record.getMessage()]
+    assert ["DALI loads in threads of its own" in line for line in said] == [True, True, False]
+
+
+# --- two real ranks ---------------------------------------------------------------------------------------------------
+
+
+class Sharded(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return WithOptions(Rows(), batch_size=4, shuffle=True)
+
+
+class WithOptions(DataLoader[Any]):
+    """Lightning makes it anew from the arguments that it saw."""
+
+    def __init__(self, rows: Any, **options: Any) -> None:
+        super().__init__(rows, **options)
+
+
+class Seen(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rows += batch[:, 0].int().tolist()
+        return super().training_step(batch, batch_idx)
+
+
+def fit_on_a_rank(rank: int) -> Any:
+    warnings.filterwarnings("ignore", message="You defined a `validation_step`")
+    model, trainer = Seen(), quiet_trainer([], max_epochs=1, devices=2, strategy="ddp")
+    trainer.fit(model, datamodule=FastDataModule.wrap(Sharded(), loader=LoaderSettings(num_workers=1)))
+    loader = trainer.train_dataloader
+    return loader.num_workers, [type(loader).__name__, type(loader.sampler).__name__], model.rows
+
+
+def test_two_ranks_divide_the_samples(tmp_path: Path) -> None:
+    told = in_ranks(2, fit_on_a_rank, tmp_path)
+    assert [one[:2] for one in told] == [[1, ["WithOptions", "DistributedSampler"]]] * 2
+    assert sorted(told[0][2] + told[1][2]) == list(range(24))
+
+
+def test_it_can_be_pickled_and_copied() -> None:
+    data = FastDataModule.wrap(Plain(), loader=TWO)
+    data.setup("fit")
+    for other in (pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
+        assert type(other) is type(data)
+        assert other.train_dataloader().num_workers == 2
+        assert other.rows is not data.rows
+    assert type(data).__qualname__ == "Plain"
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_lightning_makes_it_anew_for_several_ranks(kind: Any) -> None:
+    from lightning.pytorch.utilities.data import _update_dataloader
+
+    mine = kind(Rows(), batch_size=4, shuffle=True)
+    sampler = DistributedSampler(mine.dataset, 2, 0)
+    again, unwrapped = _update_dataloader(changed(mine), sampler), _update_dataloader(mine, sampler)
+    assert (again.num_workers, again.prefetch_factor) == (2, 3)
+    assert (again.batch_size, len(again)) == (unwrapped.batch_size, len(unwrapped))

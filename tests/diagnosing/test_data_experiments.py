@@ -1,0 +1,216 @@
+"""The experiments on a loader, one after the other: what they give, what they leave out, and that nothing stays."""
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diagnosing.made_data import Broken, Files, Images, Slow
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
+
+from lightning_feed.diagnosing import data_experiments, rates
+from lightning_feed.diagnosing.data_experiments import EXPERIMENTS, run_data_experiments
+from lightning_feed.diagnosing.session import Session
+from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.load.machine import Machine
+from lightning_feed.measure.experiment_results import ExperimentResults
+
+
+def _last(loader: Any, **options: Any) -> ExperimentResults:
+    results = None
+    for results in run_data_experiments(loader, **{"budget_s": 1.0, "clock": lambda: 0.0, **options}):  # noqa: B007
+        pass
+    assert results is not None
+    return results
+
+
+def test_all_of_them_on_a_slow_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_TIMES", 2)
+    slow = Slow(0.004)
+    dataset = Images(slow)
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=1)
+    before = torch.get_rng_state(), str(np.random.get_state()), random.getstate(), dict(vars(dataset))
+    told: list[tuple[str, float]] = []
+    results = _last(loader, budget_s=2.0, on_progress=lambda name, share: told.append((name, share)))
+    assert results.batch_size == 4
+    assert results.loader_per_s is not None
+    assert results.ceiling_per_s is not None
+    assert results.no_transform_per_s is not None
+    assert results.loader_start_s is not None
+    assert results.loader_per_s <= 1 / (4 * 0.004)
+    assert results.ceiling_per_s > 1.5 * results.loader_per_s
+    assert results.no_transform_per_s > 1.5 * results.loader_per_s
+    assert max(results.costs, key=lambda cost: cost.cpu_ms).name == "Slow"
+    assert [(key.name, key.bytes_per_batch, key.used) for key in results.keys] == [
+        ("0", 4 * 3 * 16 * 16 * 4, None),
+        ("1", 4 * 8, None),
+    ]
+    spread = {number: (low, high) for number, low, high in results.worker_spread}
+    assert spread[1][0] <= results.loader_per_s <= spread[1][1]
+    assert {0, 1} <= dict(results.worker_scaling).keys() == spread.keys()
+    assert all(low <= dict(results.worker_scaling)[number] <= high for number, (low, high) in spread.items())
+    assert results.noise_pct is not None
+    assert None not in (results.samples_ms, results.collate_ms, results.hand_over_ms, results.sharing_strategy)
+    assert (results.functions[0].name, results.functions[0].stage) == ("burn", "samples")
+    assert {name for name, _ in results.left_out} == {"disk", "cold-files", "copies"}
+    assert results.cached_bytes_per_s is not None
+    assert [name for name, _ in told] == [*EXPERIMENTS, ""]
+    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert told[-1][1] == 1.0
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (str(np.random.get_state()), random.getstate(), vars(dataset)) == before[1:]
+    assert slow.calls == 0
+    assert loader._iterator is None
+
+
+def test_files(tmp_path: Path) -> None:
+    loader = DataLoader(Files(tmp_path / "data"), batch_size=2, num_workers=1)
+    results = _last(loader, only=frozenset({"disk", "cached-files", "cold-files"}))
+    assert results.disk is not None
+    assert results.disk.mean_file_bytes == 3000
+    assert results.disk.file_system is not None
+    assert results.disk.files_per_s == pytest.approx(2 * (results.loader_per_s or 0))
+    assert results.cached_bytes_per_s is not None
+    assert results.cold_per_s is not None or dict(results.left_out)["cold-files"].startswith("the files lie in memory")
+    assert (results.ceiling_per_s, results.costs, results.keys) == (None, (), ())
+
+
+def test_several_loaders_are_drained_side_by_side() -> None:
+    fast, slow = Images(), Images(Slow(0.005))
+    loaders = {"a": DataLoader(fast, batch_size=2), "b": [DataLoader(slow, batch_size=4)]}
+    results = _last(loaders, only=frozenset({"loader", "transforms", "keys"}))
+    assert results.loader_per_s is not None
+    assert results.loader_per_s <= 1 / (4 * 0.005)
+    assert results.batch_size == 6
+    assert [key.name for key in results.keys] == ["a.0", "a.1", "b.0.0", "b.0.1"]
+    assert [cost.name for cost in results.costs] == ["a: load", "b.0: load", "b.0: Slow"]
+
+    combined = CombinedLoader(loaders, "max_size_cycle")
+    assert _last(combined, only=frozenset({"loader"})).batch_size == 6
+
+
+class Batches:
+    """No DataLoader, but it can be gone through again."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"x": torch.ones(2, 3)}] * 5)
+
+
+def test_other_iterables() -> None:
+    results = _last(Batches())
+    assert results.loader_per_s is not None
+    assert [(key.name, key.bytes_per_batch) for key in results.keys] == [("x", 24)]
+    left_out = dict(results.left_out)
+    assert set(left_out) == set(EXPERIMENTS) - {"loader", "keys"}
+    assert left_out["transforms"] == "a Batches is no torch DataLoader, so it cannot be built again with changes"
+    used_up = iter(Batches())
+    results = _last(used_up)
+    assert "gone through only once" in dict(results.left_out)["loader"]
+    assert len(list(used_up)) == 5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_loaded_is_named(workers: int) -> None:
+    torch.manual_seed(3)
+    loader = DataLoader(Broken(), batch_size=4, shuffle=True, num_workers=workers)
+    before = torch.get_rng_state()
+    where = "sample 13" if not workers else "worker 0, sample 13"
+    with pytest.raises(
+        DatasetError, match=rf"\(Broken\) failed in {where}: ValueError: the picture is cut short. Mend it"
+    ):
+        _last(loader, only=frozenset({"loader"}))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Hanging(Images):
+    """As one that was waited for in vain."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise LoaderError("planted")
+
+
+def test_a_sample_that_never_comes_is_an_error_and_the_loader_is_not_iterated() -> None:
+    loader = DataLoader(Hanging())
+    with pytest.raises(LoaderError, match="planted"):
+        _last(loader)
+    assert loader._iterator is None
+
+
+def test_an_interrupt_leaves_what_was_measured_and_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = Images(Slow(0.0))
+    state = torch.get_rng_state(), dict(vars(dataset))
+    given: list[ExperimentResults] = []
+
+    def collect() -> None:
+        only = frozenset({"loader", "constant-samples", "transforms"})
+        for results in run_data_experiments(DataLoader(dataset, batch_size=2), budget_s=1.0, only=only):
+            given.append(results)
+            if results.ceiling_per_s is not None:
+                monkeypatch.setattr(Slow, "__call__", _interrupting_from(5, Slow.__call__))
+
+    with pytest.raises(KeyboardInterrupt):
+        collect()
+    assert [one.ceiling_per_s is not None for one in given] == [False, True]  # one by one
+    assert given[0].loader_per_s == given[1].loader_per_s is not None
+    assert given[-1].costs == ()
+    assert vars(dataset) == state[1]
+    assert torch.equal(torch.get_rng_state(), state[0])
+
+
+def _interrupting_from(call: int, original: Any) -> Any:
+    calls = 0
+
+    def interrupt(self: Any, image: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > call:
+            raise KeyboardInterrupt
+        return original(self, image)
+
+    return interrupt
+
+
+def test_what_would_take_too_much_memory_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Machine(
+        usable_cpus=2,
+        cpu_reason="",
+        available_memory_bytes=10**12,
+        free_shm_bytes=100_000,
+        start_method="fork",
+    )
+    monkeypatch.setattr(data_experiments, "Session", partial(Session, machine=small))
+    iterated: list[int] = []
+
+    class Counting(Images):
+        def __getitem__(self, index: int) -> Any:
+            iterated.append(index)
+            return super().__getitem__(index)
+
+    loader = DataLoader(Counting(), batch_size=16, num_workers=2, prefetch_factor=8)
+    results = _last(loader)
+    reasons = dict(results.left_out)
+    assert "17 batches need 1 MiB, more than 80% of the 0 MiB free in /dev/shm" in reasons["loader"]
+    assert {"cached-files", "cold-files", "workers"} <= set(reasons)
+    assert results.loader_per_s is None
+    assert results.ceiling_per_s is None
+    assert results.no_transform_per_s is None
+
+
+def test_the_budget_is_kept() -> None:
+    class Clock:
+        now = 0.0
+
+        def __call__(self) -> float:
+            self.now += 0.4
+            return self.now
+
+    clock = Clock()
+    results = _last(DataLoader(Images(), batch_size=2), budget_s=1.0, clock=clock)
+    late = [name for name, reason in results.left_out if reason == "no time was left for it"]
+    assert "transforms" in late
+    assert results.loader_per_s is not None

@@ -1,0 +1,104 @@
+"""DALI missing, broken, too old or of another CUDA than torch: each is told with the line that mends it."""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_feed.errors import MissingExtraError, SettingsError
+from lightning_feed.images.dali_binding import pip_line, require_dali
+
+FOR_13 = "pip install 'lightning-feed[dali]'"
+FOR_12 = "pip install nvidia-dali-cuda120"
+
+
+def install(monkeypatch: pytest.MonkeyPatch, version: str | None = "2.4.0", cuda: int | None = 13048) -> ModuleType:
+    module: Any = ModuleType("nvidia.dali")
+    if version is not None:
+        module.__version__ = version
+    if cuda is not None:
+        module.__cuda_version__ = cuda
+    monkeypatch.setitem(sys.modules, "nvidia", ModuleType("nvidia"))
+    monkeypatch.setitem(sys.modules, "nvidia.dali", module)
+    return module
+
+
+def failing_import(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(name: str) -> None:
+        assert name == "nvidia.dali"
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_one_that_fits_is_given(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+    module = install(monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert require_dali(gpu=gpu) is module
+
+
+@pytest.mark.parametrize(
+    ("cuda", "line"), [("13.0", FOR_13), ("14.1", FOR_13), (None, FOR_13), ("12.4", FOR_12), ("11.8", FOR_12)]
+)
+def test_missing_is_told_with_the_line_for_the_cuda_of_torch(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, line: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    with pytest.raises(MissingExtraError) as raised:
+        require_dali(gpu=False, why="backend='dali-cpu'")
+    assert str(raised.value) == f"backend='dali-cpu' needs NVIDIA DALI. Install it:  {line}"
+    assert pip_line() == line
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("libdali.so: cannot open shared object file"), ModuleNotFoundError("no gast", name="gast")]
+)
+def test_one_that_cannot_be_loaded_is_not_called_missing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    failing_import(monkeypatch, error)
+    with pytest.raises(
+        MissingExtraError, match=r"installed and cannot be loaded: .*pip install --force-reinstall "
+    ) as it:
+        require_dali(gpu=False)
+    assert it.value.__cause__ is error
+
+
+@pytest.mark.parametrize("version", ["1.53.0", "0.9", None])
+def test_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    install(monkeypatch, version)
+    with pytest.raises(
+        SettingsError, match=r"needs NVIDIA DALI 2.0 or newer, and DALI .* Upgrade it:  pip install --up"
+    ):
+        require_dali(gpu=False)
+
+
+@pytest.mark.parametrize("version", ["2.0.0", "2.4.0.dev1", "3.1"])
+def test_newer_ones_are_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    module = install(monkeypatch, version)
+    assert require_dali(gpu=False) is module
+
+
+def test_another_cuda_than_torchs_is_refused_for_the_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = install(monkeypatch, cuda=12986)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert require_dali(gpu=False) is module
+    with pytest.raises(SettingsError) as raised:
+        require_dali(gpu=True)
+    assert "is of CUDA 13.0, and the installed DALI 2.4.0 of CUDA 12." in str(raised.value)
+    assert str(raised.value).endswith(f"pip uninstall --yes nvidia-dali-cuda120  &&  {FOR_13}")
+
+
+def test_with_a_torch_without_cuda_either_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = install(monkeypatch, cuda=12986)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert require_dali(gpu=True) is module
+
+
+def test_an_unknown_cuda_is_given_the_benefit_of_the_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = install(monkeypatch, cuda=None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert require_dali(gpu=True) is module

@@ -1,0 +1,230 @@
+"""Encoded batches: nothing is lost on the way, and decoded they are those of backend="torch"."""
+
+import logging
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decode.made_images import BROKEN, encoded
+from made_samples import batch_of, dataset, jpegs, photo
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_feed.decode.decoders import Region
+from lightning_feed.errors import DecodeError, SettingsError
+from lightning_feed.images.crop import CropSpec, EvalRecipe, TrainRecipe
+from lightning_feed.images.image_dataset import (
+    EncodedBatch,
+    EncodedSample,
+    ImageDataset,
+    collate_encoded,
+    collate_images,
+    decode_on_cpu,
+)
+from lightning_feed.load.cacheable import open_caches
+
+RECIPES = [TrainRecipe(size=32), EvalRecipe(size=32, short_side=37)]
+CUT_SHORT = BROKEN["JPEG cut in the middle"]
+"""Its header is whole: only decoding finds out."""
+
+
+def torch_batch(made: ImageDataset, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return list(collate_images([made[index] for index in range(len(made))]))
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert len(found) == len(expected) == 2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+
+
+# --- there and back ---------------------------------------------------------------------------------------------------
+
+
+def made_image(index: int, data: Any) -> EncodedSample:
+    cut = CropSpec(
+        region=Region(index, 2, 3 + index, 4), resized=(5 + index, 6), window=Region(7, 8, 9, index), flipped=index == 1
+    )
+    return EncodedSample(data=data, size=(100 + index, 200), crop=cut, label=50 - index, index=2**40 + index)
+
+
+def test_what_was_put_in_comes_out() -> None:
+    kinds = [b"first", bytearray(b"2"), memoryview(b"third one"), np.frombuffer(b"4th", np.uint8)]
+    images = [made_image(index, data) for index, data in enumerate(kinds)]
+    batch = collate_encoded(images)
+    assert len(batch) == 4
+    assert batch.labels.tolist() == [50, 49, 48, 47]
+    assert batch.labels.dtype == torch.int64
+    for found, given in zip(batch.images(), images, strict=True):
+        assert bytes(found.data) == bytes(given.data)
+        assert found[1:] == given[1:]
+
+
+def test_to_moves_the_labels_alone_and_says_where() -> None:
+    batch = batch_of(dataset(jpegs(2)))
+    moved = batch.to("meta")
+    assert moved.labels.device == moved.device == torch.device("meta")
+    assert moved.files is batch.files
+    assert moved.plan is batch.plan
+    assert batch.device == batch.to("cpu").device == torch.device("cpu")
+
+
+class Pinned:
+    """A tensor's part in ``to``, which notes whether it would wait."""
+
+    def __init__(self, pinned: bool) -> None:
+        self.pinned, self.asked = pinned, []  # type: ignore[var-annotated]
+        self.device = torch.device("meta")
+
+    def is_pinned(self) -> bool:
+        return self.pinned
+
+    def to(self, device: Any, non_blocking: bool) -> "Pinned":
+        self.asked.append((device, non_blocking))
+        return self
+
+
+@pytest.mark.parametrize(
+    ("pinned", "given", "asked"), [(True, False, True), (False, False, False), (False, True, True)]
+)
+def test_pinned_labels_are_copied_without_waiting(pinned: bool, given: bool, asked: bool) -> None:
+    labels: Any = Pinned(pinned)
+    replace(batch_of(dataset(jpegs(1))), labels=labels).to("meta", non_blocking=given)
+    assert labels.asked == [("meta", asked)]
+
+
+def test_torch_pins_the_labels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvJPEG reads pageable memory, and pinning the files would be a copy of them."""
+    pinned: list[Tensor] = []
+
+    def pin(tensor: Tensor, *args: Any) -> Tensor:
+        pinned.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    batch = batch_of(dataset(jpegs(2)))
+    found = torch.utils.data._utils.pin_memory.pin_memory(batch)
+    assert isinstance(found, EncodedBatch)
+    assert [tensor is batch.labels for tensor in pinned] == [True]
+    assert found.labels is not batch.labels
+    assert found.files is batch.files
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=["train", "eval"])
+@pytest.mark.parametrize("decoder", ["pillow", "torchvision", "turbo-region"])
+def test_decoded_on_the_cpu_it_is_the_batch_of_torch(recipe: Any, decoder: str) -> None:
+    files = [*jpegs(4), encoded(photo(), "PNG")]
+    made = dataset(files, recipe, decoder=decoder)
+    expected = torch_batch(dataset(files, recipe, encoded=False, decoder=decoder))
+    assert_same(decode_on_cpu(batch_of(made), made), expected)
+
+
+# --- through the workers ----------------------------------------------------------------------------------------------
+
+
+def in_shared_memory(samples: list[Any]) -> Any:
+    batch = collate_encoded(samples)
+    assert torch.utils.data.get_worker_info() is not None
+    assert batch.files.is_shared()
+    return batch
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_worker_processes_hand_over_whole_batches_in_shared_memory(start_method: str) -> None:
+    made = dataset(jpegs(6), EvalRecipe(size=32, short_side=37))
+    loader = DataLoader(
+        made, batch_size=4, num_workers=1, collate_fn=in_shared_memory, multiprocessing_context=start_method
+    )
+    batches = list(loader)
+    assert [len(batch) for batch in batches] == [4, 2]
+    assert all(isinstance(batch, EncodedBatch) and batch.files.is_shared() for batch in batches)
+    expected = torch_batch(made=dataset(jpegs(6), EvalRecipe(size=32, short_side=37), encoded=False))
+    found = [torch.cat(parts) for parts in zip(*(decode_on_cpu(batch, made) for batch in batches), strict=True)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_the_dataset_is_pickled_with_its_recipe_and_decoder() -> None:
+    made = dataset(jpegs(3))
+    copy = pickle.loads(pickle.dumps(made))
+    assert copy.encoded
+    assert_same(decode_on_cpu(batch_of(copy), copy), decode_on_cpu(batch_of(made), made))
+
+
+# --- images that cannot be read or decoded ----------------------------------------------------------------------------
+
+
+def test_a_file_that_only_decoding_finds_broken_is_named() -> None:
+    made = dataset([*jpegs(2), CUT_SHORT])
+    batch = batch_of(made)
+    with pytest.raises(DecodeError, match=r"photos/2\.jpg \(sample 2\): "):
+        decode_on_cpu(batch, made)
+
+
+@pytest.mark.parametrize("broken", [b"this is no image", b""])
+def test_a_file_without_a_header_is_named_in_the_worker(broken: bytes) -> None:
+    with pytest.raises(DecodeError, match=r"photos/1\.jpg \(sample 1\): "):
+        dataset([jpegs(1)[0], broken])[1]
+
+
+def test_skipped_images_are_replaced_by_others_of_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    good = jpegs(2)
+    made = dataset([good[0], CUT_SHORT, None, good[1]], RECIPES[1], on_error="skip")
+    with caplog.at_level(logging.WARNING):
+        images, labels = decode_on_cpu(batch_of(made), made)
+    assert labels.tolist() == [0, 0, 0, 30]
+    assert torch.equal(images[1], images[0])
+    assert torch.equal(images[2], images[0])
+    assert not torch.equal(images[3], images[0])
+    assert made.bad_samples.failures == 2
+    assert "photos/1.jpg" in caplog.text
+    assert "photos/2.jpg" in caplog.text
+
+
+def test_a_substitute_comes_with_its_own_label() -> None:
+    files = [jpegs(1)[0], CUT_SHORT, jpegs(2)[1]]
+    made = dataset(files, RECIPES[1], on_error="substitute")
+    images, labels = decode_on_cpu(batch_of(made), made)
+    assert labels.tolist()[::2] == [0, 20]
+    assert labels[1] in (0, 20)
+    assert torch.equal(images[1], images[int(labels[1]) // 10])
+    assert made.bad_samples.failures == 1
+
+
+def test_a_substitute_draws_no_random_number_of_the_training() -> None:
+    made = dataset([*jpegs(3), CUT_SHORT], on_error="substitute")
+    batch = batch_of(made)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = decode_on_cpu(batch, made)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert_same(decode_on_cpu(batch, made), first)  # and the same ones in a run that is repeated
+    other = decode_on_cpu(batch_of(made, seed=1), made)
+    assert not torch.equal(other[0][3], first[0][3])  # other boxes in another epoch
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip", "substitute"])
+def test_pixels_are_refused_whatever_on_error_says(on_error: Any) -> None:
+    made = dataset([np.zeros((8, 8, 3), np.uint8)], on_error=on_error)
+    with pytest.raises(SettingsError, match=r'photos/0\.jpg \(sample 0\) holds pixels.*backend="torch"'):
+        made[0]
+
+
+# --- a cache of bytes -------------------------------------------------------------------------------------------------
+
+
+def test_bytes_come_from_the_cache() -> None:
+    made = dataset(jpegs(3))
+    expected = decode_on_cpu(batch_of(made), made)
+    (cache,) = open_caches([("train", made)], kind="bytes", limit="1 MB", run="test")
+    try:
+        batch_of(made)
+        made.source.files = [None] * 3  # from here on there is the cache alone
+        assert_same(decode_on_cpu(batch_of(made), made), expected)
+    finally:
+        cache.close()

@@ -1,0 +1,72 @@
+"""The interval holds the truth as often as it says, though waits come in bursts; bounded memory; its own dice."""
+
+import math
+import random
+
+import pytest
+
+from lightning_feed.measure.step_meter import StepTimes
+from lightning_feed.measure.windows import MOST_CHUNKS, WARM_UP_STEPS, Ledger, PairSums, ratio_interval_pct
+
+WORKERS, STEPS, SEEDS, SEEDS_ALONE = 8, 800, 200, 40
+TRUE_PCT = 100 * math.exp(0.125) * 10 / (math.exp(0.125) * 10 + 10)
+
+
+def _round_by_round(seed: int) -> PairSums:
+    """All waits of a round are long, or all are short: the workers decode images of the same folder."""
+    dice, sums, factor = random.Random(seed), PairSums(), 1.0
+    for number in range(STEPS):
+        if number % WORKERS == 0:
+            factor = dice.lognormvariate(0, 0.5)
+        sums.add(10 * factor, 10 * factor + 10)
+    return sums
+
+
+def test_the_truth_is_inside_and_would_not_be_if_steps_were_drawn_one_by_one() -> None:
+    inside = alone = 0
+    for seed in range(SEEDS):
+        sums = _round_by_round(seed)
+        found = sums.interval_pct(WORKERS)
+        assert found is not None
+        inside += found[0] <= TRUE_PCT <= found[1]
+        if seed < SEEDS_ALONE:
+            low, high = ratio_interval_pct(sums.data, sums.step, 1)
+            alone += low <= TRUE_PCT <= high
+    assert inside >= 0.9 * SEEDS
+    assert alone < 0.8 * SEEDS_ALONE
+
+
+def test_waits_that_repeat_exactly_leave_no_doubt() -> None:
+    """One long wait in each round of eight: blocks of whole rounds are all alike, single steps are not."""
+    sums = PairSums()
+    for number in range(800):
+        wait = 0.0 if number % 8 else 40.0
+        sums.add(wait, wait + 10)
+    assert sums.interval_pct(8) == pytest.approx((100 * 40 / 120, 100 * 40 / 120))
+    low, high = ratio_interval_pct(sums.data, sums.step, 1)
+    assert high - low > 5
+
+
+def test_million_steps_in_bounded_memory() -> None:
+    sums = PairSums()
+    for _ in range(100_000):
+        sums.add(1.0, 4.0)
+        assert len(sums.data) < MOST_CHUNKS
+    assert sums.chunk == 128
+    assert sum(sums.step) + sums._open[2] == pytest.approx(400_000)
+    assert len(sums.data) == len(sums.step) >= MOST_CHUNKS // 2
+    assert sums.interval_pct(6) == pytest.approx((25, 25))
+
+
+def test_the_total_of_a_run_has_an_interval_its_windows_have_none() -> None:
+    ledger = Ledger(period=2)
+    ledger.fresh += [StepTimes(0, 900, 0, 100, 900, True)] * WARM_UP_STEPS  # would show: 90 %
+    ledger.fresh += [StepTimes(10, 40 * (number % 2), 20, 50, 0, True) for number in range(60)]
+    stats = ledger.close_window(lost=0, prefetch_active=None)
+    assert (stats.starved_low_pct, stats.starved_high_pct) == (None, None)
+    total = ledger.total(prefetch_active=None)
+    assert total.starved_pct == pytest.approx(20)
+    assert (total.starved_low_pct, total.starved_high_pct) == pytest.approx((20, 20))
+    short = Ledger()
+    short.fresh += [StepTimes(0, 5, 0, 5, 5, True)] * (WARM_UP_STEPS + 19)
+    assert short.total(prefetch_active=None).starved_low_pct is None

@@ -1,0 +1,167 @@
+"""Diagnoses and reports to try the writers on: every figure known, none known, and what a user could name badly."""
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_feed.measure.experiment_results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
+from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
+from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
+from lightning_feed.report.document import make_report
+from lightning_feed.report.report import Environment, Report
+from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
+
+WHEN = "2026-03-01T12:30:00+00:00"
+HOSTILE = "</title><script>alert('x')</script>&\"|`*_[a](javascript:x)\n# no heading"
+
+
+def sample_stats(**changes: Any) -> StarvationStats:
+    stats = StarvationStats(
+        steps=412,
+        confidence="high",
+        starved_pct=33.9,
+        starved_low_pct=32.1,
+        starved_high_pct=35.8,
+        input_pct=35.2,
+        speedup_if_free=1.51,
+        prefetch_active=None,
+        step_ms=87.2,
+        compute_ms=52.9,
+        h2d_ms=1.1,
+        data_idle_ms=29.6,
+        other_ms=3.6,
+        next_wait_ms=31.6,
+        hidden_wait_ms=2.0,
+        epoch_start_s=0.8,
+    )
+    return replace(stats, **changes)
+
+
+def sample_facts(**changes: Any) -> LoopFacts:
+    facts = LoopFacts(
+        device_type="cuda",
+        num_workers=6,
+        prefetch_factor=2,
+        pin_memory=True,
+        persistent_workers=True,
+        in_order=True,
+        workers="process",
+        map_style=True,
+        ours=False,
+        batch_size=32,
+        batch_bytes=4_816_896,
+        batch_tensors=2,
+        batches_per_epoch=500,
+        usable_cpus=20,
+        lightning="2.6.6",
+    )
+    return replace(facts, **changes)
+
+
+def sample_experiments() -> ExperimentResults:
+    return ExperimentResults(
+        batch_size=32,
+        model_per_s=18.4,
+        host_batch_per_s=18.1,
+        loader_per_s=11.6,
+        loader_start_s=0.4,
+        cached_bytes_per_s=12.9,
+        no_transform_per_s=16.0,
+        costs=(
+            NamedCost(name="read", cpu_ms=0.4, wall_ms=1.9),
+            NamedCost(name="decode", cpu_ms=9.6, wall_ms=9.8),
+            NamedCost(name="RandomResizedCrop", cpu_ms=3.1, wall_ms=3.2),
+            NamedCost(name="ColorJitter", cpu_ms=1.4, wall_ms=1.4),
+        ),
+        cold_per_s=7.3,
+        ceiling_per_s=95.0,
+        pinned_gb_per_s=24.1,
+        pageable_gb_per_s=9.8,
+        copy_ms=0.9,
+        samples_ms=390.0,
+        collate_ms=41.0,
+        functions=(
+            FunctionCost(
+                name="Birds.__getitem__",
+                file="project/birds.py",
+                line=41,
+                calls="ColorJitter",
+                stage="samples",
+                ms_per_batch=120.0,
+            ),
+        ),
+        hand_over_ms=6.1,
+        hand_over_file_system_ms=2.8,
+        sharing_strategy="file_descriptor",
+        worker_scaling=((6, 11.6), (12, 22.4)),
+        worker_spread=((6, 10.6, 12.9),),
+        keys=(KeyUse(name="0", bytes_per_batch=4_816_896, used=True), KeyUse(name="1", bytes_per_batch=256, used=None)),
+        disk=DiskFacts(file_system="ext4", kind="local", files_per_s=371.0, mean_file_bytes=118_000.0),
+        left_out=(("cold-files", "the files belong to another user"),),
+    )
+
+
+def sample(*, stats: StarvationStats | None = None, facts: LoopFacts | None = None, **changes: Any) -> Diagnosis:
+    """A GPU that waits for six workers that decode."""
+    measured = Measurements(
+        stats=stats or sample_stats(),
+        facts=facts or sample_facts(),
+        loaders=LoaderStats(workers_on_cpu_pct=91.0, workers_run_queue_pct=4.0, workers_blocked_pct=5.0),
+        ranks=RankStats(world_size=2, steps=412, starved_pct=35.0, slow_rank=1, data_idle_ms_by_rank=(11.0, 29.6)),
+        hooks=(HookTime(name="[Callback]ModelCheckpoint.on_train_batch_end", ms_per_step=2.4),),
+        experiments=sample_experiments(),
+    )
+    diagnosis = Diagnosis(
+        bottleneck="data",
+        cause="cpu",
+        grade="highly data-bound",
+        confidence="high",
+        evidence=("29.6 of 87.2 ms (34 %) waiting for data", "the loader has 6 workers on 20 CPUs"),
+        remedies=(
+            Remedy(
+                code="FastDataModule(loader=LoaderSettings(num_workers=14))",
+                why="num_workers 6 -> 14; 20 CPUs may be used",
+                predicted_step_ms=57.6,
+                changes="num_workers=14",
+            ),
+            Remedy(
+                code='ImageFolderDataModule(root, decoder="turbo")',
+                why="decodes in less CPU time",
+                predicted_step_ms=61.0,
+                changes="decoder=turbo",
+            ),
+            Remedy(code="def device_transform(self, batch, split): ...", why="uint8 batches are smaller"),
+        ),
+        measurements=measured,
+    )
+    return replace(diagnosis, **changes)
+
+
+def nothing_measured() -> Diagnosis:
+    return Diagnosis(
+        bottleneck="unknown",
+        grade="not measured",
+        confidence="low",
+        evidence=("3 steps were measured, and a verdict needs 10",),
+        remedies=(),
+        measurements=Measurements(stats=StarvationStats(steps=3, confidence="low")),
+    )
+
+
+def sample_environment(**changes: Any) -> Environment:
+    environment = Environment(
+        lightning_feed="0.1.0",
+        python="3.11.9",
+        torch="2.15.0",
+        lightning="2.6.6",
+        platform="Linux-6.8-x86_64",
+        cpu="Example CPU 9000",
+        device="Example GPU",
+        usable_cpus=20,
+        cpu_reason="CPUs that this process may run on (affinity)",
+    )
+    return replace(environment, **changes)
+
+
+def sample_report(diagnosis: Diagnosis | None = None, *, previous: Report | None = None) -> Report:
+    report = make_report(diagnosis or sample(), previous=previous)
+    return replace(report, environment=sample_environment(), written_at=WHEN)

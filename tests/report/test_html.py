@@ -1,0 +1,135 @@
+"""The page is well-formed, needs nothing from outside, and takes any name for text."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from report.any_reports import any_report
+from report.sample_reports import (
+    HOSTILE,
+    nothing_measured,
+    sample,
+    sample_experiments,
+    sample_report,
+)
+
+from lightning_feed.measure.experiment_results import KeyUse, NamedCost
+from lightning_feed.measure.measurements import HookTime
+from lightning_feed.report.files import as_html
+from lightning_feed.report.report import Report
+from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
+
+
+class _Page(HTMLParser):
+    """Checks that tags are closed in order, and keeps what is on the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self._note(tag, attrs)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    def _note(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def _words(found: Diagnosis) -> str:
+    return " ".join(_Page(as_html(sample_report(found))).words)
+
+
+def test_the_page_tells_what_the_report_tells() -> None:
+    words = _words(sample())
+    for said in (
+        "Highly data-bound",
+        "GPU idle 34 % of each step waiting for data",
+        "95 % CI 32-36",
+        "Where a step of 87.2 ms goes",
+        "29.6 ms",
+        "FastDataModule(loader=LoaderSettings(num_workers=14))",
+        "556 samples/s",
+        "bottleneck",
+        "slowest part",
+        "35 556",
+        "rank 1 (the slow one)",
+        "[Callback]ModelCheckpoint.on_train_batch_end",
+        "Example GPU",
+        "lightning_feed 0.1.0",
+    ):
+        assert said in words, said
+
+
+def test_the_page_of_nothing() -> None:
+    page = _Page(as_html(sample_report(nothing_measured())))
+    assert "No verdict" in page.words
+    assert "svg" not in page.tags
+
+
+def test_nothing_comes_from_outside() -> None:
+    text = as_html(sample_report())
+    page = _Page(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"src", "href", "srcset"} & {name for name, _ in page.attributes}
+    assert not re.search(r"https?:|url\(|@import", text)
+
+
+def test_the_bar_of_a_step_adds_up() -> None:
+    text = as_html(sample_report())
+    (drawn,) = re.findall(r'<svg class="stack".*?</svg>', text, re.DOTALL)
+    bars = ElementTree.fromstring(drawn).findall("rect")
+    assert [one.get("class") for one in bars] == ["compute", "data", "copy", "other"]
+    starts = [float(one.get("x") or 0) for one in bars]
+    assert starts == pytest.approx([0, 60.7, 94.6, 95.9])
+    ends = [start + float(one.get("width") or 0) for start, one in zip(starts, bars, strict=True)]
+    assert ends[-1] == pytest.approx(100, abs=0.25)
+    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+
+
+def test_every_name_is_text() -> None:
+    found = sample(
+        evidence=(HOSTILE,),
+        remedies=(Remedy(code=HOSTILE, why=HOSTILE, predicted_step_ms=60.0),),
+    )
+    experiments = replace(
+        sample_experiments(),
+        costs=(NamedCost(name=HOSTILE, cpu_ms=1.0, wall_ms=1.0),),
+        keys=(KeyUse(name=HOSTILE, bytes_per_batch=1, used=False),),
+        left_out=((HOSTILE, HOSTILE),),
+    )
+    hooks = (HookTime(name=HOSTILE, ms_per_step=1.0),)
+    found = replace(found, measurements=replace(found.measurements, experiments=experiments, hooks=hooks))
+    report = sample_report(found)
+    hostile = replace(
+        report, written_at=HOSTILE, environment=replace(report.environment, cpu=HOSTILE, lightning_feed=HOSTILE)
+    )
+    page = _Page(as_html(hostile))
+    assert "script" not in page.tags
+    assert "".join(page.words).count(HOSTILE) == 14  # every place that was given it
+    assert page.tags.count("title") == 5  # of the page, and of the four parts of a step
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(any_report(finite=False))
+def test_any_report_makes_a_page(report: Report) -> None:
+    _Page(as_html(report))

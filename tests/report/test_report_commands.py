@@ -1,0 +1,195 @@
+"""``lightning-feed report`` and ``compare``: output, exit codes, and a gate that does not pass on nothing."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.json_checker import problems
+from report.sample_reports import nothing_measured, sample, sample_facts, sample_report, sample_stats
+
+from lightning_feed.cli import main
+from lightning_feed.errors import ReportError
+from lightning_feed.measure.experiment_results import ExperimentResults
+from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.report.compare import check_starved
+from lightning_feed.report.document import json_schema
+from lightning_feed.report.files import as_html, as_text, write_report
+from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.diagnosis import Diagnosis
+
+
+def _alone(**stats: Any) -> Diagnosis:
+    """Of a single rank."""
+    found = sample(stats=sample_stats(**stats))
+    return replace(found, measurements=replace(found.measurements, ranks=None))
+
+
+def _run(folder: Path, found: Diagnosis) -> str:
+    write_report(sample_report(found), folder)
+    return str(folder)
+
+
+def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run(tmp_path, sample())
+    assert main(["report", run]) == 0
+    assert capsys.readouterr().out == as_text(sample()) + "\n"
+    assert main(["report", f"{run}/feed_report.json"]) == 0
+    assert capsys.readouterr() == (as_text(sample()) + "\n", "")
+
+
+def test_the_report_of_a_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, age in (("old", 2), ("new", 1), ("older", 3)):
+        below = tmp_path / name / "version_0"
+        _run(below, sample())
+        os.utime(below / "feed_report.json", (1e9 - age, 1e9 - age))
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)
+    shown = tmp_path / "new" / "version_0" / "feed_report.json"
+    assert printed.err == f"lightning-feed: {shown}, written {sample_report().written_at}\n"
+
+
+def test_the_report_in_other_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run(tmp_path, sample())
+    assert main(["report", run, "--json"]) == 0
+    assert problems(json.loads(capsys.readouterr().out), json_schema()) == []
+    page = tmp_path / "new" / "page.html"
+    assert main(["report", run, "--html", str(page)]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    assert page.read_text() == as_html(sample_report())
+
+
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [("0", 1), ("33.89", 1), ("33.9", 0), ("100", 0)],
+)
+def test_the_gate(limit: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run(tmp_path, _alone())
+    assert main(["report", run, "--fail-above", limit]) == code
+    out, err = capsys.readouterr()
+    assert out.startswith("FEED  ")  # the report is shown either way
+    assert f"\nlightning-feed: starved_pct is 33.90, limit {limit} (confidence high): " in err
+    assert ("too long" in err) == bool(code)
+    assert ("fine" in err) == (not code)
+
+
+def test_the_gate_counts_what_all_ranks_lose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fed = sample(stats=sample_stats(starved_pct=1.0))  # this rank waits for the other
+    assert main(["report", _run(tmp_path, fed), "--fail-above", "20"]) == 1
+    assert "ranks.starved_pct is 35.00" in capsys.readouterr().err
+
+
+def _slow_start(**changes: Any) -> Diagnosis:
+    """67 % of an epoch of 20 steps goes by before its first batch, and 6 % of each step waiting."""
+    stats = sample_stats(
+        step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, starved_pct=6.0, input_pct=6.0, epoch_start_s=2.0
+    )
+    facts = LoopFacts(device_type="cuda", num_workers=2, usable_cpus=2, batches_per_epoch=20)
+    return diagnose(replace(Measurements(stats=stats, facts=facts), **changes))
+
+
+def test_the_gate_counts_what_an_epoch_loses_before_its_first_batch() -> None:
+    report = sample_report(_slow_start())
+    with pytest.raises(ReportError, match=r"the share of each epoch before its first batch is 66\.57, limit 20"):
+        check_starved(report, above_pct=20)
+    assert check_starved(report, above_pct=66.6).endswith("fine")
+    without = replace(_slow_start().measurements.facts, batches_per_epoch=None)
+    assert "starved_pct is 6.00" in check_starved(sample_report(_slow_start(facts=without)), above_pct=20)
+
+
+def test_the_gate_lets_a_model_pass_that_takes_all_of_a_step() -> None:
+    stats = replace(_slow_start().stats, epoch_start_s=0.0)
+    compute_bound_confirmed = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=20.0))
+    assert compute_bound_confirmed.grade == "fed"
+    assert "fine, the model alone takes as long as a step" in check_starved(
+        sample_report(compute_bound_confirmed), above_pct=5
+    )
+    for per_s in (40.0, 5.0):  # faster than its steps, and impossibly slow
+        waiting = _slow_start(stats=stats, experiments=ExperimentResults(model_per_s=per_s))
+        with pytest.raises(ReportError, match=r"starved_pct is 6\.00, limit 5"):
+            check_starved(sample_report(waiting), above_pct=5)
+
+
+@pytest.mark.parametrize(
+    "found", [nothing_measured(), _alone(starved_pct=None), replace(_alone(), grade="not measured")]
+)
+def test_the_gate_does_not_pass_on_nothing(
+    found: Diagnosis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", _run(tmp_path, found), "--fail-above", "100"]) == 1
+    assert "nothing to compare with the limit of 100 %" in capsys.readouterr().err
+
+
+def test_the_option_for_markdown_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["report", str(tmp_path), "--markdown"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(
+        "--markdown is gone: the report as Markdown is the file feed_report.md beside feed_report.json"
+    )
+
+
+@pytest.mark.parametrize("command", [["report", "nowhere"], ["compare", "nowhere", "nowhere"]])
+def test_no_report_is_1(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 1
+    assert capsys.readouterr() == (
+        "",
+        "lightning-feed: nowhere does not exist. Give a feed_report.json, or the folder of a run.\n",
+    )
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = _run(tmp_path / "a", sample())
+    after = _run(tmp_path / "b", sample(stats=sample_stats(step_ms=60.0), facts=sample_facts(num_workers=14)))
+    assert main(["compare", before, after]) == 0
+    out = capsys.readouterr().out
+    assert f"before   {before}/feed_report.json\nafter    {after}/feed_report.json\n" in out
+    assert "check    num_workers=14: predicted step 57.6 ms, achieved 60.0 ms, error -4.0 %" in out
+    assert main(["compare", before, after, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"] == [{"name": "num_workers", "before": 6, "after": 14}]
+    assert found["predictions"][0]["error_pct"] == pytest.approx(-4.0)
+
+
+@pytest.mark.parametrize(("command", "unbuffered"), [("report", ""), ("compare", "1")])
+def test_nobody_reads_the_output(command: str, unbuffered: str, tmp_path: Path) -> None:
+    run = _run(tmp_path, sample())
+    argv = [sys.executable, "-m", "lightning_feed", command, run, *([run] if command == "compare" else [])]
+    reads, writes = os.pipe()
+    os.close(reads)  # as head does when it has its lines
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writes, "wb") as gone:
+        done = subprocess.run(
+            argv, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=environment
+        )
+    assert done.returncode == 141
+    assert [line for line in done.stderr.splitlines() if not line.startswith(f"lightning-feed: {run}")] == []
+
+
+def test_reports_are_read_without_torch(tmp_path: Path) -> None:
+    run = _run(tmp_path, sample())
+    code = (
+        "import sys; from lightning_feed.cli import main; main(['report', sys.argv[1]]); "
+        "sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, run], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("form", ["--json", None])
+def test_names_that_the_output_cannot_encode(form: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_report(sample_report(), tmp_path)
+    file = tmp_path / "feed_report.json"
+    document = json.loads(file.read_text())
+    document["remedies"][0]["code"] = document["verdict"]["evidence"][0] = "W\u00e4chter \ud800"
+    file.write_text(json.dumps(document))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["report", str(tmp_path), *([form] if form else [])]) == 0
+    assert b"chter" in out.buffer.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,320 @@
+"""The report in words: on the console, as Markdown, and the pipeline."""
+
+import io
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from report.any_reports import any_report
+from report.sample_reports import (
+    HOSTILE,
+    nothing_measured,
+    sample,
+    sample_experiments,
+    sample_facts,
+    sample_report,
+    sample_stats,
+)
+
+from lightning_feed.measure.experiment_results import ExperimentResults, KeyUse
+from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements
+from lightning_feed.report.files import (
+    as_html,
+    as_markdown,
+    as_text,
+    diagnosis_markdown,
+    print_text,
+    show_report,
+)
+from lightning_feed.report.report import Report, headline
+from lightning_feed.report.sections import Pipeline, pipeline_text, read_pipeline
+from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.diagnosis import Diagnosis, Remedy
+
+ANY = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def _bare(**changes: Any) -> Diagnosis:
+    """Without experiments, ranks and hooks: what a fit finds."""
+    found = sample(**changes)
+    return replace(found, measurements=replace(found.measurements, experiments=None, ranks=None, hooks=()))
+
+
+# --- console ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_starved_gpu() -> None:
+    assert as_text(_bare()).splitlines() == [
+        "FEED  highly data-bound: GPU idle 34 % of each step waiting for data "
+        "(95 % CI 32-36, confidence high, 412 steps)",
+        "step 87.2 ms = compute 52.9 | data 29.6 | copy to device 1.1 | other 3.6"
+        "        if data were free: 1.51 x as fast",
+        "cause cpu",
+        "why   29.6 of 87.2 ms (34 %) waiting for data; the loader has 6 workers on 20 CPUs",
+        "fix   FastDataModule(loader=LoaderSettings(num_workers=14))    # num_workers 6 -> 14; 20 CPUs may be used "
+        "(predicted step 57.6 ms)",
+        '      ImageFolderDataModule(root, decoder="turbo")    # decodes in less CPU time (predicted step 61.0 ms)',
+        "      def device_transform(self, batch, split): ...    # uint8 batches are smaller",
+    ]
+
+
+def test_without_a_verdict_the_experiments_are_shown_all_the_same() -> None:
+    alone = nothing_measured()
+    measured = replace(alone.measurements, experiments=sample_experiments(), facts=sample_facts())
+    text = as_text(replace(alone, measurements=measured))
+    assert text.startswith("FEED  no verdict: ")
+    assert "Pipeline (samples/s)" in text
+    assert "costs decode: 9.80 ms; RandomResizedCrop: 3.20 ms; read: 1.90 ms; ColorJitter: 1.40 ms" in text
+    assert "tried 6 workers: 371 samples/s; 12 workers: 717 samples/s" in text
+    assert "batch its samples, in one process: 390.0 ms; collating them: 41.0 ms; taking it from" in text
+    assert "code  Birds.__getitem__ (birds.py:41), calling ColorJitter: 120.0 ms a batch" in text
+    assert "skip  cold-files: the files belong to another user" in text
+
+
+def test_toy_steps_are_one_sentence() -> None:
+    found = _bare(stats=sample_stats(step_ms=0.71))
+    assert as_text(found) == "FEED  Steps of 0.7 ms: Python overhead dominates; use larger batches."
+    for page in (as_markdown(sample_report(found)), as_html(sample_report(found))):
+        assert "Steps of 0.7 ms: Python overhead dominates; use larger batches" in page
+        assert "num_workers=14" not in page
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    found = _bare(facts=sample_facts(device_type="cpu", num_workers=0))
+    assert "step 87.2 ms = compute 52.9 | data 29.6 | other 4.7" in as_text(found)
+
+
+def test_parts_of_lists_are_named_together() -> None:
+    keys = tuple(KeyUse(name=f"1.{at}.image_id", bytes_per_batch=500, used=None) for at in range(9))
+    keys += (KeyUse(name="0", bytes_per_batch=9_000, used=True), KeyUse(name="mask", bytes_per_batch=2, used=False))
+    assert _keys_line(keys) == (
+        "keys  mask: 0.0 kB a batch, never used by the model; batch[1][*].image_id: 4.5 kB a batch, use by the model "
+        "unknown; batch[0]: 9.0 kB a batch, used by the model"
+    )
+
+
+def _keys_line(keys: tuple[KeyUse, ...], *, steps: int = 412) -> str | None:
+    found = sample(stats=sample_stats(steps=steps))
+    results = replace(sample_experiments(), keys=keys)
+    text = as_text(replace(found, measurements=replace(found.measurements, experiments=results)))
+    return next((line for line in text.splitlines() if line.startswith("keys")), None)
+
+
+def test_no_verdict() -> None:
+    assert as_text(nothing_measured()) == "FEED  no verdict: 3 steps were measured, and a verdict needs 10."
+    assert as_text(replace(nothing_measured(), evidence=())) == "FEED  no verdict: nothing was measured."
+
+
+@pytest.mark.parametrize(
+    ("changes", "headline"),
+    [
+        (
+            {"bottleneck": "compute", "cause": "compute", "grade": "fed"},
+            "FEED  OK: limited by the model. 34 % of time waiting for data. (95",
+        ),
+        (
+            {"bottleneck": "compute", "cause": "oversubscribed", "grade": "fed"},
+            "FEED  limited by the step itself, not by data: 34 % of time waiting for data (95",
+        ),
+        (
+            {"bottleneck": "framework", "grade": "fed"},
+            "FEED  framework-bound: 4 % of each step between the steps; GPU idle 34 % of each step waiting for data",
+        ),
+        (
+            {"bottleneck": "copy", "facts": sample_facts(device_type="cpu")},
+            "FEED  limited by transfer hooks: 1 % of each step in them; training waits for data 34 % of each step",
+        ),
+        (
+            {
+                "bottleneck": "compute",
+                "cause": "compute",
+                "grade": "fed",
+                "facts": sample_facts(device_type="cpu", others_cpu_pct=78.0),
+            },
+            "FEED  OK: limited by the model, beside other programs that take 78 % of the CPUs. ",
+        ),
+    ],
+)
+def test_headlines(changes: dict[str, Any], headline: str) -> None:
+    assert as_text(_bare(**changes)).startswith(headline)
+
+
+def _cause(found: Diagnosis) -> str | None:
+    return next((line for line in as_text(found).splitlines() if line.startswith("cause")), None)
+
+
+def test_what_experiments_found_beside_the_pipeline() -> None:
+    found = sample()
+    results = replace(sample_experiments(), keys=(KeyUse(name="meta.path", bytes_per_batch=2500, used=False),))
+    lines = as_text(replace(found, measurements=replace(found.measurements, experiments=results))).splitlines()
+    assert lines[-3:] == [
+        "disk  file system: ext4 on local; files: 371 a second; mean size of a file: 118 kB",
+        "keys  meta.path: 2.5 kB a batch, never used by the model",
+        "skip  cold-files: the files belong to another user",
+    ]
+
+
+def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
+    show_report(sample_report())
+    assert capsys.readouterr().out == as_text(sample()) + "\n"
+    lines: list[str] = []
+    show_report(sample_report(), lines.append, [Path("run/feed_report.json"), Path("run/feed_report.html")])
+    assert lines == [f"{as_text(sample())}\nfiles run/feed_report.html, .json"]
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_are_written_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for stdout under a bar of rich keeps an unfinished line back, and draws the bar before it."""
+    written: list[str] = []
+
+    class Proxy(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Proxy())
+    print_text("a\nb")
+    assert written == ["a\nb\n"]
+
+
+def test_a_slow_rank_is_named_where_this_one_waits_little() -> None:
+    first = as_text(sample(cause="one rank")).splitlines()[0]
+    assert "all ranks wait 35 % of each step for the data of rank 1" in first
+    assert "GPU idle" not in first
+
+
+def _slow_start(*, device: str = "cpu", start_s: float = 2.0) -> Diagnosis:
+    """Epochs of 20 steps of 50 ms, 3 ms of each waiting, and two seconds to the first batch."""
+    stats = sample_stats(
+        step_ms=50.0, compute_ms=47.0, data_idle_ms=3.0, h2d_ms=0.0, other_ms=0.0, starved_pct=6.0, input_pct=6.0,
+        starved_low_pct=5.0, starved_high_pct=7.0, speedup_if_free=1.06, epoch_start_s=start_s,
+    )  # fmt: skip
+    facts = LoopFacts(device_type=device, num_workers=2, usable_cpus=2, batches_per_epoch=20)
+    return diagnose(Measurements(stats=stats, facts=facts))
+
+
+def test_the_headline_of_a_slow_start_is_of_epochs_as_the_verdict_is() -> None:
+    first, second, *_ = as_text(_slow_start()).splitlines()
+    assert first == (
+        "FEED  highly data-bound: training waits for data 67 % of each epoch, for its first batch "
+        "(confidence high, 412 steps)"
+    )
+    assert second.endswith(
+        "if data were free: 3.19 x as fast, starts of epochs included"
+    )  # 2 s + 20 x 50 ms, to 20 x 47 ms
+    assert headline(_slow_start(device="cuda")) == (
+        "highly data-bound: GPU idle 67 % of each epoch waiting for its first batch"
+    )
+    assert "CI" not in diagnosis_markdown(_slow_start())
+    assert headline(_slow_start(start_s=0.05)) == "moderately data-bound: training waits for data 6 % of each step"
+
+
+def test_the_headline_says_why_waiting_does_not_count() -> None:
+    found = _slow_start(start_s=0.0, device="cuda")
+    alone = replace(found.measurements, experiments=ExperimentResults(model_per_s=20.0))
+    assert headline(diagnose(alone)) == (
+        "OK: limited by the model. 6 % of time waiting for data, which faster loading would not change: "
+        "the model alone takes as long as a step."
+    )
+
+
+@ANY
+@given(any_report(finite=False))
+def test_any_report_can_be_told(report: Report) -> None:
+    assert as_text(report.diagnosis).startswith("FEED  ")
+    assert as_markdown(report).startswith("# ")
+
+
+# --- the pipeline -------------------------------------------------------------------------------------------------
+
+
+def _pipeline(facts: Any = None, remedies: tuple[Remedy, ...] = (), **changes: Any) -> Any:
+    found = sample(facts=facts, remedies=remedies)
+    measured = replace(found.measurements, experiments=ExperimentResults(**changes))
+    return read_pipeline(replace(found, measurements=measured))
+
+
+def _rates(pipeline: Pipeline | None, *kinds: str) -> dict[str, float]:
+    assert pipeline is not None
+    return {one.name: one.per_s for one in pipeline.bars if one.kind in (kinds or ("stage", "part"))}
+
+
+def _narrowest(pipeline: Pipeline | None) -> list[str]:
+    assert pipeline is not None
+    return [one.name for one in pipeline.bars if one.narrowest]
+
+
+def test_the_rates_of_the_stages() -> None:
+    pipeline = read_pipeline(sample())
+    assert pipeline is not None
+    assert pipeline.unit == "samples/s"
+    assert {name: round(per_s) for name, per_s in _rates(pipeline).items()} == {
+        "read": 3158,  # 6 workers, 1.9 ms each
+        "decode": 612,
+        "transforms": 1304,  # 3.2 + 1.4 ms
+        "collate, IPC": 3040,
+        "loader": 371,
+        "copy": 35556,
+        "model": 589,
+    }
+    assert _narrowest(pipeline) == ["decode", "loader"]
+    assert _rates(pipeline, "fit") == {"fit as it ran": pytest.approx(32_000 / 87.2)}
+    assert _rates(pipeline, "if")["files in memory"] == pytest.approx(412.8)
+    assert [round(per_s) for per_s in _rates(pipeline, "remedy").values()] == [556, 525]
+    assert pipeline.full_per_s == pytest.approx(3 * 371.2)
+
+
+def test_a_model_alone_that_was_disturbed_is_no_stage() -> None:
+    stages = {ms: [*_rates(_pipeline(loader_per_s=20.0, model_per_s=1000 / ms))] for ms in (95, 96)}
+    assert stages == {95: ["loader", "model"], 96: ["loader"]}  # steps of 87.2 ms
+
+
+def test_without_workers_one_process_decodes() -> None:
+    facts = sample_facts(num_workers=0, usable_cpus=None)
+    pipeline = _pipeline(facts, batch_size=32, costs=sample_experiments().costs)
+    assert _rates(pipeline)["decode"] == pytest.approx(1 / 9.8e-3)
+
+
+def test_the_pipeline_as_text() -> None:
+    remedies = (Remedy(code="x" * 60, why="", predicted_step_ms=64.0),)
+    pipeline = _pipeline(remedies=remedies, batch_size=32, loader_per_s=10.0, model_per_s=20.0, copy_ms=0.1)
+    lines = pipeline_text(pipeline)
+    assert lines[0] == "Pipeline (samples/s)"
+    assert lines[1].split() == ["loader", "320", "#" * 11, "<-", "bottleneck"]  # a third of 32, as 3 times it is full
+    assert lines[2].split() == ["copy", "320", "000", "#" * 31 + ">"]
+    assert lines[3].split() == ["model", "640", "#" * 21]
+    assert lines[4].split() == ["fit", "as", "it", "ran", "367", "#" * 12]
+    assert lines[5].split() == ["with:", "x" * 41 + "...", "500", "#" * 17, "predicted"]
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------------
+
+
+def test_the_markdown_of_a_report() -> None:
+    text = as_markdown(sample_report())
+    assert text.startswith("# highly data-bound: GPU idle 34 % of each step waiting for data\n")
+    assert "95 % CI 32-36, confidence high, 412 steps; if data were free: 1.51 x as fast." in text
+    assert "| `data` | 29.6 | 33.9 | the device waited for data |" in text
+    assert "| `FastDataModule(loader=LoaderSettings(num_workers=14))` | num\\_workers 6 -> 14; 20 CPUs" in text
+    assert "| 57.6 ms | 556 samples/s |" in text
+    assert "\n".join(pipeline_text(read_pipeline(sample()))) in text  # type: ignore[arg-type]
+    assert "| `rank 1 (the slow one)` | 29.60 |" in text
+    assert "| `decode` | 9.80 ms | 9.60 ms |" in text
+    assert "| `[Callback]ModelCheckpoint.on_train_batch_end` | 2.40 |" in text
+    assert "| `cold-files` | the files belong to another user |" in text
+
+
+def test_names_cannot_break_the_tables() -> None:
+    found = sample(evidence=(HOSTILE,), remedies=(Remedy(code=HOSTILE, why=HOSTILE),))
+    hooks = (HookTime(name=HOSTILE, ms_per_step=1.0),)
+    text = as_markdown(sample_report(replace(found, measurements=replace(found.measurements, hooks=hooks))))
+    rows = [line for line in text.splitlines() if "alert" in line]
+    assert len(rows) == 3  # nothing starts a new line
+    assert "\n# no heading" not in text
+    assert "<script>" not in rows[0]
+    for row in rows[1:]:
+        bars = row.replace("\\|", "").count("|")
+        assert bars in (3, 5)  # the cells of its table and no more

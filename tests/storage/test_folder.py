@@ -1,0 +1,241 @@
+"""A folder of class folders: the order of ImageFolder, compact, remembered, and clear about what is wrong with it."""
+
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torchvision.datasets import ImageFolder
+
+from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.storage import folder
+from lightning_feed.storage.folder import FolderSource, SampleSource, index_of, scan_classes
+from lightning_feed.storage.splits import Splits
+
+FAR_FUTURE_NS = 10**19
+
+
+def put(root: Path, *names: str) -> Path:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode("utf-8", "surrogateescape"))
+    return root
+
+
+AWKWARD = (
+    "b/2.jpg",
+    "b/10.JPEG",
+    "a/x/1.png",
+    "a/x-1/1.png",
+    "a/x/y/1.webp",
+    "a/name with spaces.jpg",
+    "c/ünïcödé 日本.jpg",
+    "c/notes.txt",
+    "c/no_suffix",
+    "a/.hidden.jpg",
+)
+
+
+def test_files_labels_and_order_are_those_of_image_folder(tmp_path: Path) -> None:
+    root = put(tmp_path, *AWKWARD)
+    source = FolderSource(root, scan_classes(root))
+    theirs = ImageFolder(str(root), allow_empty=False)
+    assert [source.name(i) for i in range(len(source))] == [path for path, _ in theirs.samples]
+    assert source.labels.tolist() == [label for _, label in theirs.samples]
+    assert list(source.classes) == theirs.classes
+    assert isinstance(source, SampleSource)
+
+
+def test_names_that_are_not_unicode_are_read(tmp_path: Path) -> None:
+    folder = put(tmp_path, "a/1.jpg") / "a"
+    odd = os.fsencode(folder) + b"/\xff\xfe.jpg"
+    Path(os.fsdecode(odd)).write_bytes(b"odd")
+    source = FolderSource(tmp_path, scan_classes(tmp_path))
+    assert [source.read(i) for i in range(len(source))] == [b"a/1.jpg", b"odd"]
+
+
+def test_a_folder_without_leave_to_hidden_classes(tmp_path: Path) -> None:
+    root = put(tmp_path, "a/1.jpg", ".ipynb_checkpoints/1.jpg")
+    assert scan_classes(root).classes == ("a",)
+
+
+def test_links_to_folders_are_followed_and_circles_are_named(tmp_path: Path) -> None:
+    root = put(tmp_path / "root", "a/1.jpg")
+    put(tmp_path / "elsewhere", "2.jpg")
+    (root / "a" / "linked").symlink_to(tmp_path / "elsewhere")
+    assert [scan_classes(root).path(i) for i in range(2)] == ["a/1.jpg", "a/linked/2.jpg"]
+    (root / "a" / "round").symlink_to(root / "a")
+    with pytest.raises(DatasetError, match=r"round is a symbolic link to a folder above it"):
+        scan_classes(root)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ((), "has no folders in it"),
+        (("1.jpg",), "has no folders in it"),
+        (("a/1.txt",), r"No images in the class folder 'a'"),
+        (("a/1.jpg", "b/1.txt", "c/2.txt"), r"No images in the class folders 'b', 'c'"),
+    ],
+)
+def test_folders_without_images_are_refused(tmp_path: Path, names: tuple[str, ...], words: str) -> None:
+    with pytest.raises(DatasetError, match=words):
+        scan_classes(put(tmp_path, *names))
+
+
+def test_a_missing_folder_and_a_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="No such file"):
+        scan_classes(tmp_path / "absent")
+    with pytest.raises(DatasetError, match="Not a directory"):
+        scan_classes(put(tmp_path, "file") / "file")
+
+
+def test_a_deleted_file_is_named_with_its_index(tmp_path: Path) -> None:
+    root = put(tmp_path, "a/1.jpg", "a/2.jpg")
+    source = FolderSource(root, scan_classes(root))
+    (root / "a" / "2.jpg").unlink()
+    with pytest.raises(DatasetError, match=r"a/2\.jpg \(sample 1\) cannot be read: No such file"):
+        source.read(1)
+
+
+def test_the_index_pickles_and_holds_no_list_of_files(tmp_path: Path) -> None:
+    index = scan_classes(put(tmp_path, *AWKWARD))
+    copy = pickle.loads(pickle.dumps(index))
+    assert [copy.path(i) for i in range(len(copy))] == [index.path(i) for i in range(len(index))]
+    per_file = [value for value in vars(index).values() if len(value) >= len(index)]
+    assert all(isinstance(value, np.ndarray) for value in per_file)
+
+
+# --- remembered -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that were listed, in turn."""
+    listed = []
+
+    def scan(root: Path, classes: object) -> object:
+        listed.append(root)
+        return scan_classes(root, classes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(folder, "scan_classes", scan)
+    return listed
+
+
+def later() -> int:
+    return FAR_FUTURE_NS
+
+
+def test_an_unchanged_folder_is_listed_once(tmp_path: Path, scans: list[Path]) -> None:
+    root = put(tmp_path, *AWKWARD)
+    first, second = index_of(root, now_ns=later), index_of(root, now_ns=later)
+    assert len(scans) == 1
+    assert first.classes == second.classes
+    assert first.folders == second.folders
+    assert all((getattr(first, name) == getattr(second, name)).all() for name in ("labels", "names", "ends"))
+
+
+@pytest.mark.parametrize("change", ["add", "remove", "rename", "add class", "add below"])
+def test_a_changed_folder_is_listed_again(tmp_path: Path, scans: list[Path], change: str) -> None:
+    root = put(tmp_path, *AWKWARD)
+    index_of(root, now_ns=later)
+    if change == "remove":
+        (root / "b" / "2.jpg").unlink()
+    elif change == "rename":
+        (root / "b" / "2.jpg").rename(root / "b" / "3.jpg")
+    else:
+        put(root, {"add": "b/4.jpg", "add class": "d/1.jpg", "add below": "a/x/y/2.jpg"}[change])
+    index = index_of(root, now_ns=later)
+    assert len(scans) == 2
+    assert [index.path(i) for i in range(len(index))] == [scan_classes(root).path(i) for i in range(len(index))]
+
+
+def test_a_folder_that_changed_just_now_is_not_remembered(tmp_path: Path, scans: list[Path]) -> None:
+    root = put(tmp_path, *AWKWARD)
+    changed = max(stamp.ctime_ns for _, stamp in scan_classes(root).folders)
+    for _ in range(2):
+        index_of(root, now_ns=lambda: changed + 1_000_000_000)
+    assert len(scans) == 2
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"text"])
+def test_a_damaged_memory_is_not_trusted(tmp_path: Path, scans: list[Path], damage: object) -> None:
+    root = put(tmp_path / "root", *AWKWARD)
+    index_of(root, now_ns=later)
+    (kept,) = (folder.cache_folder() / "index").iterdir()
+    kept.write_bytes(damage(kept.read_bytes()))  # type: ignore[operator]
+    index_of(root, now_ns=later)
+    index_of(root, now_ns=later)
+    assert len(scans) == 2
+
+
+def test_a_cache_folder_that_cannot_be_written_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scans: list[Path]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(put(tmp_path, "file") / "file"))
+    root = put(tmp_path / "root", "a/1.jpg")
+    assert len(index_of(root, now_ns=later)) == 1
+
+
+# --- splits -----------------------------------------------------------------------------------------------------------
+
+
+def names_of(source: SampleSource | None) -> list[str]:
+    return [] if source is None else [source.read(i).decode() for i in range(len(source))]  # type: ignore[union-attr]
+
+
+def test_split_folders_are_used_and_share_the_labels_of_training(tmp_path: Path) -> None:
+    root = put(tmp_path, "train/a/1.jpg", "train/b/2.jpg", "valid/b/3.jpg", "test/a/4.jpg")
+    splits = Splits()
+    found = {split: splits.source(root, split) for split in ("train", "val", "test", "predict")}
+    assert {split: names_of(source) for split, source in found.items()} == {
+        "train": ["train/a/1.jpg", "train/b/2.jpg"],
+        "val": ["valid/b/3.jpg"],
+        "test": ["test/a/4.jpg"],
+        "predict": [],
+    }
+    assert found["val"] is not None
+    assert found["val"].labels.tolist() == [1]  # ImageFolder would say 0, which is class a to the model
+    assert splits.classes(root) == ("a", "b")
+
+
+def test_a_class_that_training_does_not_have_is_refused(tmp_path: Path) -> None:
+    root = put(tmp_path, "train/a/1.jpg", "val/z/3.jpg")
+    with pytest.raises(DatasetError, match="that training does not have: 'z'"):
+        Splits().source(root, "val")
+
+
+def test_a_share_is_set_aside_by_the_seed_alone(tmp_path: Path) -> None:
+    root = put(tmp_path, *(f"{label}/{i}.jpg" for label in "ab" for i in range(20)))
+    train, val = (Splits(0.25, seed=1).source(root, split) for split in ("train", "val"))
+    assert train is not None
+    assert val is not None
+    assert (len(train), len(val)) == (30, 10)
+    assert not set(names_of(train)) & set(names_of(val))
+    assert names_of(val) == names_of(Splits(0.25, seed=1).source(root, "val"))
+    assert names_of(val) != names_of(Splits(0.25, seed=2).source(root, "val"))
+    for source in (train, val):
+        assert [source.classes[label] for label in source.labels] == [name[0] for name in names_of(source)]
+        assert source.name(0).startswith(str(root))
+        assert isinstance(source, SampleSource)
+
+
+def test_the_share_of_a_seed_is_the_same_for_ever(tmp_path: Path) -> None:
+    root = put(tmp_path, *(f"a/{i}.jpg" for i in range(10)))
+    val = Splits(0.3, seed=0).source(root, "val")
+    # Recorded: another set means that samples wander from val to train between versions.
+    assert names_of(val) == ["a/2.jpg", "a/4.jpg", "a/8.jpg"]
+
+
+def test_no_share_gives_no_validation(tmp_path: Path) -> None:
+    root = put(tmp_path, "a/1.jpg")
+    assert Splits(0.0).source(root, "val") is None
+    assert Splits(0.0).source(root, "test") is None
+
+
+@pytest.mark.parametrize("fraction", [1, -0.1, True, "half"])
+def test_shares_that_are_none_are_refused(fraction: object) -> None:
+    with pytest.raises(SettingsError, match="val_fraction"):
+        Splits(fraction)  # type: ignore[arg-type]

@@ -1,0 +1,339 @@
+"""Loaders built anew with changes: the same batches, and the user's own as before, bit for bit."""
+
+import random
+import warnings
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_feed.errors import LoaderError
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import EpochOrder
+from lightning_feed.load.random_state import preserve_state
+from lightning_feed.trials.cloning import Changes, clone_loader
+
+
+class Numbers(Dataset[int]):
+    """Changes everything that a data set can change about itself."""
+
+    def __init__(self, size: int = 20) -> None:
+        self.size = size
+        self.reads = 0
+        self.seen: list[int] = []
+        self.by_index: dict[int, int] = {}
+        self.rng = np.random.default_rng(3)
+        self.legacy = np.random.RandomState(4)
+        self.python = random.Random(5)
+        self.generator = torch.Generator().manual_seed(6)
+        self.file: Any = None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        self.seen.append(index)
+        self.by_index[index] = self.reads
+        self.file = object()
+        self.rng.random()
+        self.legacy.rand()
+        self.python.random()
+        torch.rand(1, generator=self.generator)
+        return index + int(torch.rand(()) + np.random.rand() + random.random()) * 0
+
+
+class Shuffling(Sampler[int]):
+    """Shuffles its own list in place, as samplers of users do."""
+
+    def __init__(self, size: int) -> None:
+        self.order = list(range(size))
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        random.shuffle(self.order)
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.rng = random.Random(1)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(30):
+            yield self.rng.randrange(100)
+
+
+def _loaders() -> dict[str, DataLoader[Any]]:
+    seeded = torch.Generator().manual_seed(11)
+    data = Numbers()
+    return {
+        "plain": DataLoader(Numbers(), batch_size=3),
+        "shuffled": DataLoader(Numbers(), batch_size=3, shuffle=True, drop_last=True),
+        "generator": DataLoader(Numbers(), batch_size=3, shuffle=True, generator=seeded),
+        "user's sampler": DataLoader(data, batch_size=4, sampler=Shuffling(20)),
+        "weighted": DataLoader(Numbers(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 20, 20)),
+        "batch sampler": DataLoader(Numbers(), batch_sampler=BatchSampler(RandomSampler(range(20)), 6, False)),
+        "no batches": DataLoader(Numbers(), batch_size=None, sampler=SequentialSampler(range(20))),
+        "stream": DataLoader(Stream(), batch_size=4),
+        "nested": DataLoader(ConcatDataset([Subset(Numbers(), range(5)), Numbers()]), batch_size=4, shuffle=True),
+        "ours": FeedLoader(
+            Numbers(), batch_size=4, sampler=RandomSampler(range(20)), order=EpochOrder(seed=7, epoch=lambda: 2)
+        ),
+        "ours ahead": FeedLoader(Numbers(), batch_size=4, background=2),
+        "ours, stream": FeedLoader(Stream(), batch_size=4),
+        "threads": FeedLoader(Numbers(), batch_size=4, num_workers=2, workers="thread"),
+        "stateful": _stateful(),
+    }
+
+
+def _stateful() -> DataLoader[Any]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 under torch 2.15
+        torch.manual_seed(0)  # its sampler draws a seed when it is made
+        return StatefulDataLoader(Numbers(), batch_size=4, shuffle=True)
+
+
+def _state(value: Any, depth: int = 0) -> Any:
+    """All that can be told of an object's state, to be compared."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return str(value.get_state())
+    if isinstance(value, dict):
+        return {key: _state(held, depth + 1) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_state(held, depth + 1) for held in value]
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value) and depth < 8:
+        return {key: _state(held, depth + 1) for key, held in vars(value).items() if not key.startswith("_live")}
+    return id(value)
+
+
+def _global() -> Any:
+    return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
+
+
+KINDS = list(_loaders())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_variant_gives_the_same_batches_and_the_users_own_stays_as_it_is(name: str) -> None:
+    loader, twin = _loaders()[name], _loaders()[name]
+    random.seed(0)
+    before, around = _state(loader), _global()
+    with preserve_state(loader):
+        found = list(clone_loader(loader))
+        assert _state(loader) != before or _global() != around or name in ("plain",)
+    assert _state(loader) == before
+    assert _global() == around
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    with preserve_state(loader):
+        found = list(clone_loader(loader))
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    if isinstance(twin, FeedLoader) and twin.order is not None:
+        assert sorted(torch.cat(found).tolist()) == sorted(torch.cat(list(twin)).tolist())  # it has no order of its own
+    else:
+        expected = list(twin)
+        assert len(found) == len(expected)
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, expected, strict=True))
+    assert type(clone_loader(loader)) in (DataLoader, FeedLoader, StatefulDataLoader)
+    assert isinstance(clone_loader(loader), FeedLoader) == isinstance(loader, FeedLoader)
+
+
+class Negating:
+    """In the place of a decoder of whole batches."""
+
+    def run(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        for batch in batches:
+            yield -batch
+
+
+def test_what_decodes_behind_the_workers_decodes_in_a_variant_too() -> None:
+    loader = FeedLoader(Numbers(), batch_size=4, decode=Negating())
+    expected = list(loader)
+    assert min(float(batch.min()) for batch in expected) < 0
+    for changes in (Changes(), Changes(num_workers=2, workers="thread")):
+        with preserve_state(loader):
+            found = list(clone_loader(loader, changes))
+        assert all(bool((batch <= 0).all()) for batch in found)
+        assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "threads"])
+def test_a_variant_with_workers(name: str) -> None:
+    loader = _loaders()[name]
+    before, around = _state(loader), _global()
+    with preserve_state(loader):
+        variant = clone_loader(loader, Changes(num_workers=1, prefetch_factor=3, in_order=False))
+        batches = [torch.as_tensor(batch) for batch in variant]
+    assert (variant.num_workers, variant.prefetch_factor, variant.in_order) == (1, 3, False)
+    assert len(batches) == len(list(loader))
+    del batches
+    loader = _loaders()[name]
+    assert (_state(loader).keys(), around[2]) == (before.keys(), around[2])
+
+
+def test_the_users_live_pass_with_persistent_workers_goes_on() -> None:
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=1, persistent_workers=True)
+    mine = iter(loader)
+    first = next(mine)
+    with preserve_state(loader):
+        assert len(list(clone_loader(loader))) == 10
+    assert loader._iterator is mine
+    rest = list(mine)
+    assert torch.cat([first, *rest]).tolist() == list(range(20))
+
+
+def test_a_place_that_is_kept_is_neither_used_nor_moved() -> None:
+    loader = FeedLoader(Numbers(), batch_size=2)
+    mine = iter(loader)
+    next(mine)
+    place = loader.state_dict()
+    with preserve_state(loader):
+        assert len(list(clone_loader(loader))) == 10
+    assert loader.state_dict() == place
+    assert next(mine).tolist() == [2, 3]
+
+
+def test_settings_are_carried_over() -> None:
+    def init(worker: int) -> None:
+        pass
+
+    loader = DataLoader(
+        Numbers(),
+        batch_size=2,
+        num_workers=2,
+        prefetch_factor=5,
+        persistent_workers=True,
+        timeout=9,
+        worker_init_fn=init,
+        multiprocessing_context="spawn",
+        in_order=False,
+        drop_last=True,
+    )
+    same = clone_loader(loader)
+    for name in ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "worker_init_fn", "in_order"):
+        assert getattr(same, name) == getattr(loader, name), name
+    assert same.multiprocessing_context.get_start_method() == "spawn"
+    assert same.collate_fn is loader.collate_fn
+    alone = clone_loader(loader, Changes(num_workers=0))
+    assert (alone.num_workers, alone.prefetch_factor, alone.timeout) == (0, None, 0)
+    assert not alone.persistent_workers
+
+
+def test_what_cannot_be_tried_is_said() -> None:
+    used_up = DataLoader(Numbers(), batch_sampler=iter([[1], [2]]))  # type: ignore[arg-type]
+    with pytest.raises(LoaderError, match="iterator, which can be gone through only once"):
+        clone_loader(used_up)
+
+
+class Infinite(DataLoader[int]):
+    """Keeps one iterator for ever, as some training codes do."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        object.__setattr__(self, "kept", super().__iter__())
+
+    def __iter__(self) -> Any:
+        return self.kept
+
+
+class Doubled(DataLoader[int]):
+    """Iterates in a way of its own, with an argument of its own."""
+
+    def __init__(self, factor: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.factor = factor
+
+    def __iter__(self) -> Any:
+        return (batch * self.factor for batch in super().__iter__())
+
+
+def test_classes_that_iterate_in_their_own_way() -> None:
+    infinite = Infinite(Numbers(), batch_size=2)
+    with pytest.raises(LoaderError, match="'kept'"):
+        clone_loader(infinite)
+    assert next(infinite.kept).tolist() == [0, 1]
+    doubled = Doubled(2, Numbers(), batch_size=2)
+    with preserve_state(doubled):
+        variant = clone_loader(doubled, Changes(num_workers=1, batches=[[3], [4, 5]]))
+        assert [batch.tolist() for batch in variant] == [[6], [8, 10]]
+    assert (doubled.num_workers, doubled.batch_size) == (0, 2)
+
+
+def test_untouched_puts_back_after_an_error_and_nested() -> None:
+    data = Numbers()
+    before, around = _state(data), _global()
+
+    def interrupted() -> None:
+        with preserve_state(data):
+            data[3]
+            with preserve_state(data):
+                data[4]
+            assert data.seen == [3]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert _state(data) == before
+    assert _global() == around
+
+
+def test_untouched_reaches_closures_partials_and_bound_methods() -> None:
+    generator = random.Random(1)
+    data = Numbers()
+
+    def collate(samples: list[int]) -> list[float]:
+        return [generator.random() for _ in samples]
+
+    loader = DataLoader(Numbers(), collate_fn=collate, worker_init_fn=data.__getitem__)  # type: ignore[arg-type]
+    before = generator.getstate(), _state(data)
+    with preserve_state(loader):
+        collate([1, 2])
+        data[1]
+    assert (generator.getstate(), _state(data)) == before
+
+
+def test_untouched_is_not_lost_in_a_long_list_of_samples() -> None:
+    """A folder of a million images is a list of a million tuples; what draws is looked for beside it."""
+
+    class Folder(Dataset[int]):
+        def __init__(self) -> None:
+            self.generator = random.Random(1)
+            self.samples = [(f"{number}.jpg", [number]) for number in range(90_000)]
+            self.more = {number: [number] for number in range(90_000)}
+            self.also = [[number] for number in range(90_000)]
+
+    data = Folder()
+    before = data.generator.getstate()
+    with preserve_state(data):
+        data.generator.random()
+        data.samples.append(("x", [1]))
+        data.more.pop(5)
+    assert data.generator.getstate() == before
+    assert (len(data.samples), len(data.more)) == (90_000, 90_000)

@@ -1,0 +1,228 @@
+"""All of it together: on simulated trials, with a clock of our own, and once on a real loader."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated_loaders import SimulatedLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.machine import Machine
+from lightning_feed.trials import trial as trial_module
+from lightning_feed.trials import tune_loader as door
+from lightning_feed.trials.search import Goal
+from lightning_feed.trials.trial import Setting, Trial
+from lightning_feed.trials.tune_loader import Store, tune_loader
+
+MACHINE = Machine(
+    usable_cpus=4, cpu_reason="CPUs by decree", available_memory_bytes=2**36, free_shm_bytes=2**34, start_method="fork"
+)
+LOADER = DataLoader(TensorDataset(torch.zeros(64, 3)), batch_size=4)
+IO = SimulatedLoader(cpu_s=0.002, blocked_s=0.05, noise=0)
+
+
+class Trials:
+    """Stands in for trials: simulated, and paid for on the clock."""
+
+    def __init__(self, loader: SimulatedLoader = IO, seconds: float = 3.0) -> None:
+        self.loader, self.seconds, self.now = loader, seconds, 0.0
+        self.ran: list[Setting] = []
+        self.limits: list[Any] = []
+        self.copies: list[int] = []
+        self.slower = 1.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def run(self, loader: Any, setting: Setting, limits: Any, *, copies: int) -> Trial:
+        self.ran.append(setting)
+        self.limits.append(limits)
+        self.copies.append(copies)
+        self.now += self.seconds
+        trial = self.loader.trial(setting, len(self.ran))
+        return replace(trial, batches_per_s=(trial.batches_per_s or 0) / self.slower)
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
+    found = Trials()
+    monkeypatch.setattr(door, "run_trial", found.run)
+    return found
+
+
+def tune(trials: Trials, loader: Any = LOADER, goal: Goal | None = None, **options: Any) -> Any:
+    return tune_loader(loader, goal, machine=options.pop("machine", MACHINE), clock=trials.clock, **options)
+
+
+def test_trials_are_told_and_kept(trials: Trials) -> None:
+    told: list[Trial] = []
+    found = tune(trials, goal=Goal(demand_per_s=50), on_trial=told.append)
+    assert tuple(told) == found.trials
+    assert found.setting.num_workers == 3
+    assert found.starved_pct == 0
+    assert found.batch_size == 4
+    assert found.demand_per_s == 50
+    assert found.seconds == pytest.approx(3 * len(told))
+    assert found.settings.num_workers == 3
+
+
+def test_the_budget_ends_the_search(trials: Trials) -> None:
+    trials.seconds = 12.5
+    found = tune(trials, goal=Goal(budget_s=13))
+    assert len(found.trials) == 1
+    assert "the budget of 13 s ended the search" in found.reason
+    assert all(limits.max_s <= 13 for limits in trials.limits)
+
+
+def test_a_result_is_remembered_and_checked(trials: Trials, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = tune(trials, store=store)
+    assert not first.remembered
+    ran = len(trials.ran)
+    again = tune(trials, store=store)
+    assert again.remembered
+    assert again.setting == first.setting
+    assert len(trials.ran) == ran + 1
+    assert len(again.trials) == 1
+    assert trials.ran[-1] == first.setting
+    tune(trials, store=store, fresh=True)
+    assert trials.ran[ran + 1] == Setting(num_workers=0, prefetch_factor=None)
+
+
+@pytest.mark.parametrize(("slower", "trusted"), [(1.05, True), (1.3, False), (0.7, False)])
+def test_a_remembered_result_that_does_not_hold_is_found_anew(
+    slower: float, trusted: bool, trials: Trials, tmp_path: Path
+) -> None:
+    store = Store(tmp_path)
+    trials.loader = replace(IO, spread=0.001)
+    tune(trials, store=store)
+    trials.slower = slower
+    assert tune(trials, store=store).remembered is trusted
+
+
+def test_a_remembered_result_that_no_longer_fits_is_not_run(
+    trials: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    found = tune(trials, store=store)
+    assert found.setting.num_workers > 1
+    ran = len(trials.ran)
+    monkeypatch.setattr(trial_module, "open_files_limit", lambda: trial_module.OTHER_FILES + 6.0)
+    tight = tune(trials, store=store)
+    assert trials.ran[ran].num_workers == 0
+    assert tight.setting.num_workers <= 1
+    assert "ulimit -n" in tight.rejected[0][1]
+
+
+def test_shared_memory_of_a_container(trials: Trials) -> None:
+    trials.loader = replace(IO, batch_bytes=10 * 2**20)
+    found = tune(trials, machine=replace(MACHINE, free_shm_bytes=64 * 2**20))
+    assert all((s.num_workers * (s.prefetch_factor or 0) + 1) * 10 <= 0.8 * 64 for s in trials.ran if s.num_workers)
+    assert found.setting.num_workers == 4
+    assert "/dev/shm" in found.rejected[0][1]
+
+
+def test_threads_are_offered_for_our_loader_only(trials: Trials) -> None:
+    trials.loader = replace(IO, gil_share=0.01)
+    tune(trials, FeedLoader(TensorDataset(torch.zeros(64)), batch_size=4))
+    assert "thread" in {setting.workers for setting in trials.ran}
+    trials.ran.clear()
+    tune(trials)
+    assert {setting.workers for setting in trials.ran} == {"process"}
+
+
+def test_local_ranks_share_the_machine(trials: Trials) -> None:
+    trials.loader = SimulatedLoader(cpu_s=0.05, cpus=1, noise=0)
+    tune(trials, goal=Goal(local_ranks=4))
+    assert set(trials.copies) == {4}
+    assert max(setting.num_workers for setting in trials.ran) <= 4
+
+
+class Whole(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(40)
+
+
+class Divided(Whole):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        yield from range(40) if info is None else range(info.id, 40, info.num_workers)
+
+
+def test_a_stream_that_would_be_doubled_gets_one_worker_at_most(trials: Trials) -> None:
+    found = tune(trials, DataLoader(Whole(), batch_size=4))
+    assert max(setting.num_workers for setting in trials.ran) == 1
+    assert "get_worker_info()" in found.reason
+    tune(trials, DataLoader(Divided(), batch_size=4))
+    assert max(setting.num_workers for setting in trials.ran) > 1
+
+
+class Unpicklable(Dataset[Any]):
+    def __init__(self) -> None:
+        self.read = lambda index: index
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index)
+
+
+def test_what_cannot_be_sent_to_workers_gets_none(trials: Trials) -> None:
+    spawned = replace(MACHINE, start_method="spawn")
+    found = tune(trials, DataLoader(Unpicklable(), batch_size=4), machine=spawned)
+    assert found.setting.num_workers == 0
+    assert (
+        "no worker processes: its dataset cannot be sent to worker processes that are started by 'spawn'"
+        in found.reason
+    )
+    assert len(trials.ran) == 1
+    tune(trials, DataLoader(Unpicklable(), batch_size=4))
+    assert max(setting.num_workers for setting in trials.ran) > 0
+    trials.ran.clear()
+    trials.loader = replace(IO, gil_share=0.01)
+    tune(trials, FeedLoader(Unpicklable(), batch_size=4), machine=spawned)
+    assert {setting.workers for setting in trials.ran if setting.num_workers} == {"thread"}
+
+
+def test_a_worker_that_died_is_told(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dying(loader: Any, setting: Setting, limits: Any, **options: Any) -> Trial:
+        if setting.num_workers:
+            return Trial(setting=setting, infeasible="a worker process (pid 7) died")
+        return trials.run(loader, setting, limits, **options)
+
+    monkeypatch.setattr(door, "run_trial", dying)
+    found = tune(trials)
+    assert found.setting.num_workers == 0
+    assert "a worker process (pid 7) died" in found.reason
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"demand_per_s": 0.0},
+        {"demand_per_s": float("inf")},
+        {"budget_s": 0.0},
+        {"max_trials": 0},
+    ],
+)
+def test_impossible_goals(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="is not possible"):
+        Goal(**wrong)
+
+
+def test_a_real_loader(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    loader = DataLoader(TensorDataset(torch.zeros(64, 3)), batch_size=4, shuffle=True)
+    before = torch.get_rng_state()
+    found = tune_loader(loader, Goal(budget_s=2.0, max_trials=2, most_workers=2), store=Store(tmp_path))
+    assert found.setting.num_workers == 0  # nothing to load: processes only cost
+    assert (found.batches_per_s or 0) > 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.multiprocessing.active_children() == []
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,143 @@
+"""One rank of a node tunes for all of them: the result and errors, with two real ranks."""
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from measure.test_ranks_gloo import in_ranks
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_feed import FastDataModule, LoaderSettings
+from lightning_feed.errors import DatasetError, LoaderError
+from lightning_feed.load import rank_store
+from lightning_feed.trials import in_fit as tuning_fit
+from lightning_feed.trials.search import Tuned
+from lightning_feed.trials.trial import Setting, Trial
+
+FOUND = Tuned(
+    setting=Setting(num_workers=1, prefetch_factor=3),
+    reason="the fastest",
+    trials=(Trial(setting=Setting(num_workers=1, prefetch_factor=3)),),
+    batches_per_s=12.5,
+)
+
+
+class Rows(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((32,), float(index))
+
+
+class Data(FastDataModule):
+    def make_dataset(self, split: str) -> Any:
+        return Rows() if split == "train" else None
+
+
+class Seen(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rows += batch[:, 0].tolist()
+        return super().training_step(batch, batch_idx)
+
+
+def fit(rank: int, world_size: int, how: str) -> Any:
+    calls: list[int] = []
+
+    def tune_loader(loader: Any, goal: Any, **_: Any) -> Tuned:
+        calls.append(goal.local_ranks)
+        if how == "raises":
+            raise DatasetError("sample 3 is broken.")
+        return FOUND
+
+    tuning_fit.tune_loader = tune_loader
+    settings = (
+        LoaderSettings(num_workers=1, prefetch_factor=3) if how == "by hand" else LoaderSettings(num_workers="tune")
+    )
+    torch.manual_seed(3)
+    data, model = Data(4, loader=settings), Seen()
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(model, datamodule=data)
+    except (DatasetError, LoaderError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    found = data.recommendations["train"]
+    weights = [value.tolist() for value in model.state_dict().values()]
+    return {
+        "calls": calls, "workers": found.num_workers, "why": found.reasons["num_workers"], "rows": model.rows,
+        "weights": weights,
+    }  # fmt: skip
+
+
+def on_a_rank(rank: int) -> Any:
+    told = {how: fit(rank, 2, how) for how in ("fine", "by hand", "raises")}
+    torch.distributed.new_group = None  # one that ends can hang with torch 2.6 and 2.7
+    told["gathered"] = [
+        rank_store.gather(SimpleNamespace(world_size=2), f"{number} of rank {rank}") for number in range(3)
+    ]
+    if rank:  # rank 0, which has the store, could end before this one has read
+        read_all = rank_store.read_all
+        rank_store.read_all = lambda *arguments: (time.sleep(0.5), read_all(*arguments))[1]
+    told["last"] = rank_store.gather(SimpleNamespace(world_size=2), rank)
+    if not rank:
+        store = rank_store.default_store()
+        told["kept"] = any(store.check([f"lightning_feed/gather/{number}/1"]) for number in range(9))
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What ``fit`` returns in each rank of a run as torchrun starts it."""
+    return in_ranks(2, on_a_rank, tmp_path_factory.mktemp("ranks"))
+
+
+def test_one_of_two_ranks_tunes_for_both_and_training_is_the_same(told: list[Any]) -> None:
+    tuned, by_hand = ([one[how] for one in told] for how in ("fine", "by hand"))
+    assert [one["calls"] for one in tuned] == [[2], []]
+    assert [one["workers"] for one in tuned] == [1, 1]
+    assert all("the fastest" in one["why"] for one in tuned)
+    assert [one["weights"] for one in tuned] == [one["weights"] for one in by_hand]
+    assert [one["rows"] for one in tuned] == [one["rows"] for one in by_hand]
+    assert sorted(tuned[0]["rows"] + tuned[1]["rows"]) == [float(row) for row in range(32)]
+
+
+def test_ranks_ask_each_other_without_a_group_and_leave_nothing_in_the_store(told: list[Any]) -> None:
+    assert [one["gathered"] for one in told] == [
+        [[f"{number} of rank {r}" for r in range(2)] for number in range(3)]
+    ] * 2
+    assert [one["last"] for one in told] == [[0, 1]] * 2
+    assert not told[0]["kept"]
+
+
+def test_two_ranks_get_the_error_of_the_one_that_tunes(told: list[Any]) -> None:
+    first, second = (one["raises"] for one in told)
+    assert first["error"] == "DatasetError: sample 3 is broken."
+    assert "LoaderError: The rank that tunes" in second["error"]
+    assert "sample 3 is broken." in second["error"]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_each_node_has_its_own_result(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(FOUND, reason="the other node's")
+    monkeypatch.setattr(tuning_fit, "gather", lambda _, mine: [(0, FOUND), (0, None), (1, other), (1, None)])
+    trainer = SimpleNamespace(local_rank=1, node_rank=node, world_size=4)
+    assert tuning_fit._once_per_node(pytest.fail, trainer) is (FOUND, other)[node]
+
+
+def test_ranks_that_cannot_tell_each_other_do_not_tune(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(world_size=2, num_devices=2, strategy=strategy, reload_dataloaders_every_n_epochs=0)
+    assert tuning_fit.tune_for_fit(DataLoader(Rows()), trainer, "train") is None
+    assert "not connected by torch.distributed" in caplog.text

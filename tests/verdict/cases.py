@@ -1,0 +1,52 @@
+"""Measurements of runs that were not made: steps of 100 ms, unless told otherwise."""
+
+from typing import Any
+
+from lightning_feed.measure.experiment_results import ExperimentResults
+from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.measure.stats import LoaderStats, StarvationStats
+
+ROOM = {"num_workers": 2, "usable_cpus": 8, "prefetch_factor": 2, "map_style": True, "batch_tensors": 2}
+BUSY = {"workers_on_cpu_pct": 90.0, "workers_run_queue_pct": 5.0, "workers_blocked_pct": 5.0}
+ASLEEP = {"workers_on_cpu_pct": 2.0, "workers_run_queue_pct": 1.0, "workers_blocked_pct": 97.0, "disk_mb_per_s": 0.0}
+READY = {"handover_pct": 95.0, "queue_ready": 3.9, "queue_capacity": 4.0, **ASLEEP}
+"""Batches lie ready, and taking them takes the time."""
+
+
+def measured(
+    *,
+    data: float = 40.0,
+    h2d: float = 0.0,
+    other: float = 0.0,
+    step: float = 100.0,
+    stats: dict[str, Any] | None = None,
+    loaders: dict[str, Any] | None = None,
+    found: dict[str, Any] | None = None,
+    hooks: Any = (),
+    ranks: Any = None,
+    wall: Any = None,
+    **facts: Any,
+) -> Measurements:
+    """What a fit with such steps would have measured; ``facts`` are those of ``LoopFacts``."""
+    figures: dict[str, Any] = {
+        "steps": 412,
+        "confidence": "high",
+        "step_ms": step,
+        "other_ms": other,
+        "data_idle_ms": data,
+        "h2d_ms": h2d,
+        "compute_ms": step - data - h2d - other,
+        "starved_pct": 100 * data / step,
+        "input_pct": 100 * (data + h2d) / step,
+        "next_wait_ms": data,
+        "hidden_wait_ms": 0.0,
+    }
+    return Measurements(
+        stats=StarvationStats(**(figures | (stats or {}))),
+        facts=LoopFacts(**(ROOM | facts)),
+        loaders=LoaderStats(**(loaders or {})),
+        experiments=None if found is None else ExperimentResults(**found),
+        hooks=tuple(hooks),
+        ranks=ranks,
+        wall=wall,
+    )

@@ -1,0 +1,547 @@
+"""Every leaf of the verdict, and each of its limits from both sides."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_feed.measure.experiment_results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
+from lightning_feed.measure.measurements import SYNCS, HookTime, LoopFacts, Measurements
+from lightning_feed.measure.stats import LoaderStats, RankStats, StarvationStats
+from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.diagnosis import Diagnosis
+from lightning_feed.verdict.remedies import LEAST_PCT
+
+DATA: dict[str, Any] = {"data": 40, "compute": 60}
+COPY: dict[str, Any] = {"h2d": 40, "compute": 60}
+OTHER: dict[str, Any] = {"other": 40, "compute": 60}
+FED: dict[str, Any] = {}
+TWO = {"num_workers": 2, "usable_cpus": 2}
+CUDA = {"device_type": "cuda"}
+NVJPEG = {"backend": "nvjpeg", "decoder": "turbo", "pin_memory": False}
+
+
+def _measured(
+    parts: dict[str, Any],
+    facts: dict[str, Any] | None = None,
+    loaders: dict[str, Any] | None = None,
+    experiments: dict[str, Any] | None = None,
+    **more: Any,
+) -> Measurements:
+    given: dict[str, float] = {"other": 0.0, "data": 0.0, "h2d": 0.0, "compute": 100.0} | {
+        name: value for name, value in parts.items() if name in ("other", "data", "h2d", "compute")
+    }
+    step = sum(given.values())
+    stats = StarvationStats(
+        steps=412,
+        confidence="high",
+        step_ms=step,
+        other_ms=given["other"],
+        data_idle_ms=given["data"],
+        h2d_ms=given["h2d"],
+        compute_ms=given["compute"],
+        starved_pct=100 * given["data"] / step,
+        input_pct=100 * (given["data"] + given["h2d"]) / step,
+        next_wait_ms=given["data"],
+        hidden_wait_ms=0.0,
+    )
+    return Measurements(
+        stats=replace(stats, **{name: value for name, value in parts.items() if name not in given}),
+        facts=LoopFacts(**(facts or {})),
+        loaders=LoaderStats(**(loaders or {})),
+        experiments=None if experiments is None else ExperimentResults(**experiments),
+        **more,
+    )
+
+
+def _of(on_cpu: float, run_queue: float, **more: Any) -> dict[str, Any]:
+    """What workers do."""
+    shares = {"workers_on_cpu_pct": on_cpu, "workers_run_queue_pct": run_queue}
+    return shares | {"workers_blocked_pct": 100 - on_cpu - run_queue} | more
+
+
+def _cause(*args: Any, **more: Any) -> tuple[str, str]:
+    found = diagnose(_measured(*args, **more))
+    return found.bottleneck, found.cause
+
+
+RANKS = RankStats(
+    world_size=3, steps=400, starved_pct=30.0, max_data_idle_ms=30.0, slow_rank=2, data_idle_ms_by_rank=(1.0, 2.0, 30.0)
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "loaders", "cause"),
+    [
+        (TWO, {}, "unknown"),
+        ({"num_workers": None}, {}, "unknown"),
+        ({"num_workers": 0}, {}, "no workers"),
+        ({"num_workers": 0}, _of(90, 5), "no workers"),
+        # --- oversubscribed
+        (TWO, _of(12, 86), "oversubscribed"),
+        (TWO, _of(60, 30), "oversubscribed"),
+        (TWO, _of(60, 29.9), "cpu"),
+        (TWO, _of(12, 86, head_of_line_pct=90.0, queue_ready=4.0, queue_capacity=4.0), "oversubscribed"),
+        (TWO, _of(90, 5, throttled_pct=20.0), "oversubscribed"),
+        (TWO, _of(90, 5, throttled_pct=19.9), "cpu"),
+        ({"num_workers": 3, "usable_cpus": 2}, {"cpu_pressure_pct": 30.0}, "oversubscribed"),
+        ({"num_workers": 3, "usable_cpus": 2}, {"cpu_pressure_pct": 29.9}, "unknown"),
+        (TWO, {"cpu_pressure_pct": 90.0}, "unknown"),  # no more workers than CPUs: somebody else's
+        ({"num_workers": 3, "usable_cpus": 2}, _of(90, 5, cpu_pressure_pct=90.0), "cpu"),
+        # batches are ready, and training has no CPU to take them with
+        ({"num_workers": 8, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=90.0, handover_pct=95.0), "oversubscribed"),
+        ({"num_workers": 8, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=20.0, handover_pct=95.0), "hand-over"),
+        ({"num_workers": 2, "usable_cpus": 2}, _of(20, 20, cpu_pressure_pct=90.0, handover_pct=95.0), "hand-over"),
+        # --- pin thread
+        (TWO, _of(90, 5, pin_lag_ms=20.0), "pin thread"),
+        (TWO, _of(90, 5, pin_lag_ms=19.9), "cpu"),
+        (TWO | {"pin_memory": False}, _of(90, 5, pin_lag_ms=40.0), "cpu"),
+        # --- head of line
+        (TWO, _of(2, 2, head_of_line_pct=25.0), "head of line"),
+        (TWO, _of(2, 2, head_of_line_pct=24.9, disk_mb_per_s=0.0), "waiting"),
+        (TWO, {"head_of_line_pct": 25.0}, "head of line"),
+        (TWO, _of(69, 0.9, head_of_line_pct=25.0), "head of line"),
+        (TWO, _of(69, 1, head_of_line_pct=90.0), "cpu"),  # never idle: nothing is lost to the order
+        # --- handed over
+        (TWO, _of(2, 2, handover_pct=80.0, queue_ready=3.9, queue_capacity=4.0), "hand-over"),
+        (TWO, _of(2, 2, handover_pct=79.9, queue_ready=3.9, queue_capacity=4.0), "jitter"),
+        (TWO, _of(87, 2, handover_pct=90.0, queue_ready=3.9, queue_capacity=4.0), "cpu"),
+        (TWO, _of(2, 2, handover_pct=90.0, head_of_line_pct=30.0), "head of line"),
+        # --- jitter
+        (TWO, _of(2, 2, queue_ready=2.0, queue_capacity=4.0), "jitter"),
+        (TWO, _of(2, 2, queue_ready=1.9, queue_capacity=4.0, disk_mb_per_s=0.0), "waiting"),
+        (TWO, {"queue_ready": 3.0, "queue_capacity": 4.0}, "jitter"),
+        (TWO, _of(60, 10, queue_ready=3.0, queue_capacity=4.0), "cpu"),  # never idle
+        (TWO, _of(60, 9.9, queue_ready=3.0, queue_capacity=4.0), "jitter"),
+        (TWO, {"queue_ready": 0.0, "queue_capacity": 0.0}, "unknown"),
+        # --- work
+        (TWO, _of(87, 12), "cpu"),
+        (TWO, _of(50.1, 0), "cpu"),
+        (TWO, _of(50, 0, disk_mb_per_s=0.0), "waiting"),
+        # --- waiting, for storage or else
+        (TWO, _of(3, 1), "unknown"),  # for storage or not
+        (TWO, _of(3, 1, disk_mb_per_s=0.0), "waiting"),
+        (TWO, _of(3, 1, page_cache_pct=79.9), "cold reads"),
+        (TWO, _of(3, 1, page_cache_pct=80.0), "waiting"),
+        (TWO, _of(3, 1, page_cache_pct=10.0, disk_mb_per_s=0.05), "cold reads"),
+        (TWO, _of(3, 1, page_cache_pct=10.0, disk_mb_per_s=0.04), "waiting"),
+        (TWO, _of(3, 1, disk_mb_per_s=30.0, io_pressure_pct=20.0), "cold reads"),  # mapped into memory
+        (TWO, _of(3, 1, disk_mb_per_s=30.0, io_pressure_pct=19.9), "waiting"),
+        (TWO, _of(3, 1, disk_mb_per_s=0.0, io_pressure_pct=90.0), "waiting"),  # another process reads
+        (TWO, _of(3, 1, io_pressure_pct=20.0), "cold reads"),
+        (TWO, _of(3, 1, io_pressure_pct=19.9), "waiting"),
+    ],
+)
+def test_why_training_waits_for_data(facts: dict[str, Any], loaders: dict[str, Any], cause: str) -> None:
+    assert _cause(DATA, facts, loaders) == ("data", cause)
+
+
+@pytest.mark.parametrize(
+    ("facts", "parts", "expected"),
+    [
+        # (0.4 s - 0) of (0.4 + 5 x 0.1) s
+        ({"batches_per_epoch": 5}, {"epoch_start_s": 0.4}, ("data", "epoch start")),
+        ({"batches_per_epoch": 100}, {"epoch_start_s": 0.54}, ("data", "epoch start")),
+        ({"batches_per_epoch": 100}, {"epoch_start_s": 0.52}, ("compute", "compute")),
+        ({}, {"epoch_start_s": 0.4}, ("compute", "compute")),  # nobody knows how long an epoch is
+        ({"batches_per_epoch": 5}, {"epoch_start_s": 0.4, "data": 50, "compute": 50}, ("data", "unknown")),
+        ({"batches_per_epoch": 5}, {"epoch_start_s": 0.02, "data": 20, "compute": 80}, ("data", "unknown")),
+    ],
+)
+def test_epoch_starts(facts: dict[str, Any], parts: dict[str, Any], expected: tuple[str, str]) -> None:
+    assert _cause(parts, facts) == expected
+
+
+def test_one_rank_makes_all_wait() -> None:
+    """This rank waits for no data, but for the gradients of the one that does."""
+    found = diagnose(_measured(FED, TWO, ranks=RANKS))
+    assert (found.bottleneck, found.cause, found.grade) == ("data", "one rank", "highly data-bound")
+    assert "rank 2 of 3 waits longest" in " ".join(found.evidence)
+    assert "30.0 of 100.0 ms (30 %) waiting for data, the slowest rank of each step" in found.evidence
+    assert (found.remedies, found.notes) == ((), ("rank 2 alone is slow: compare the nodes' disks and CPUs",))
+    balanced = replace(RANKS, slow_rank=None)
+    assert _cause(DATA, TWO, _of(90, 5), ranks=balanced) == ("data", "cpu")
+    assert _cause(FED, TWO, ranks=replace(RANKS, starved_pct=4.9)) == ("compute", "compute")
+    assert _cause(FED, TWO, ranks=replace(RANKS, starved_pct=None)) == ("compute", "compute")
+
+
+@pytest.mark.parametrize(
+    ("loaders", "experiments", "cause"),
+    [
+        (_of(3, 1), {"loader_per_s": 10.0, "cached_bytes_per_s": 12.5}, "cold reads"),
+        (_of(3, 1), {"loader_per_s": 10.0, "cached_bytes_per_s": 10.9}, "waiting"),
+        (_of(3, 1), {"loader_per_s": 10.0, "cached_bytes_per_s": 12.4}, "unknown"),
+        (_of(3, 1, page_cache_pct=0.0), {"loader_per_s": 10.0, "cached_bytes_per_s": 10.0}, "waiting"),
+        (_of(90, 1), {"loader_per_s": 10.0, "cached_bytes_per_s": 20.0}, "cpu"),
+        ({}, {"loader_per_s": 10.0, "cached_bytes_per_s": 12.5}, "cold reads"),
+        ({}, {"loader_per_s": 10.0, "cached_bytes_per_s": 12.4}, "unknown"),
+        ({}, {"costs": (NamedCost(name="decode", cpu_ms=7.0, wall_ms=10.0),)}, "cpu"),
+        ({}, {"costs": (NamedCost(name="decode", cpu_ms=6.9, wall_ms=10.0),)}, "unknown"),
+        (
+            {},
+            {
+                "costs": (NamedCost(name="ask", cpu_ms=5.0, wall_ms=10.0),),
+                "loader_per_s": 10.0,
+                "cached_bytes_per_s": 10.0,
+            },
+            "waiting",
+        ),
+        ({}, {"costs": (NamedCost(name="ask", cpu_ms=5.0, wall_ms=10.0),)}, "unknown"),
+        ({}, {"loader_per_s": 10.0, "ceiling_per_s": 10.9}, "cpu"),
+        ({}, {"loader_per_s": 10.0, "ceiling_per_s": 11.0}, "unknown"),
+        ({}, {"loader_per_s": 0.0, "ceiling_per_s": 11.0}, "unknown"),
+    ],
+)
+def test_experiments_tell_what_the_running_figures_cannot(
+    loaders: dict[str, Any], experiments: dict[str, Any], cause: str
+) -> None:
+    assert _cause(DATA, TWO, loaders, experiments) == ("data", cause)
+
+
+def test_a_model_that_takes_all_of_the_step_acquits_the_data() -> None:
+    gpu = TWO | CUDA
+    found = diagnose(_measured(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / 95}))
+    assert (found.bottleneck, found.cause, found.grade) == ("compute", "compute", "fed")
+    assert "faster loading would not help here" in " ".join(found.evidence)
+    assert _cause(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / 94.9}) == ("data", "cpu")
+    assert _cause(DATA, gpu, _of(90, 5), {"model_per_s": 0.0}) == ("data", "cpu")
+    several = diagnose(_measured({"data": 40, "other": 20, "compute": 40}, gpu, {}, {"model_per_s": 10.0}))
+    assert (several.bottleneck, several.grade) == ("framework", "fed")
+    assert "faster loading would not help here" in " ".join(several.evidence)
+
+
+def test_on_a_cpu_waiting_is_no_part_of_what_the_model_takes() -> None:
+    """Batches sorted by length: one of them, again and again, took as long as a step with 16 % of waiting in it."""
+    sixteen = {"data": 16, "compute": 84}
+    assert _cause(sixteen, {"num_workers": 0}, {}, {"model_per_s": 1000 / 96}) == ("data", "no workers")
+
+
+@pytest.mark.parametrize(("alone_ms", "acquits"), [(110.0, True), (110.1, False), (400.0, False)])
+def test_a_model_alone_that_is_slower_than_its_steps_acquits_nothing(alone_ms: float, acquits: bool) -> None:
+    gpu = TWO | CUDA
+    measured = _measured(DATA, gpu, _of(90, 5), {"model_per_s": 1000 / alone_ms, "loader_per_s": 10.0})
+    found = diagnose(measured)
+    assert found.bottleneck == ("compute" if acquits else "data")
+    assert found.measurements == measured
+    if acquits:
+        return
+    assert (found.cause, found.grade, found.confidence) == ("cpu", "highly data-bound", "medium")
+    assert f"the model alone took {alone_ms:.1f} ms, more than the 100.0 ms of a step" in found.evidence[-1]
+    without = diagnose(_measured(DATA, gpu, _of(90, 5), {"loader_per_s": 10.0}))
+    assert found.remedies == without.remedies
+
+
+@pytest.mark.parametrize(
+    ("compute", "loaders", "cause", "confidence"),
+    [
+        (100.0, {}, "compute", "high"),
+        (149.9, {"cpu_pressure_pct": 98.0}, "compute", "high"),
+        (150.0, {"cpu_pressure_pct": 98.0}, "oversubscribed", "low"),
+        (150.0, {"cpu_pressure_pct": 30.0}, "oversubscribed", "low"),
+        (150.0, {"cpu_pressure_pct": 29.9}, "unknown", "low"),
+        (150.0, {}, "unknown", "low"),
+    ],
+)
+def test_a_step_that_takes_much_longer_than_its_model_is_not_compute_for_sure(
+    compute: float, loaders: dict[str, Any], cause: str, confidence: str
+) -> None:
+    found = diagnose(_measured({"compute": compute}, TWO, loaders, {"model_per_s": 10.0}))
+    assert (found.bottleneck, found.cause, found.confidence) == ("compute", cause, confidence)
+    said = " ".join(found.evidence)
+    assert ("the model alone takes 100.0 of the 150.0 ms of the step itself" in said) == (confidence == "low")
+    assert ("some task waits for a CPU" in said) == (cause == "oversubscribed")
+
+
+@pytest.mark.parametrize(
+    ("facts", "stats", "experiments", "cause"),
+    [
+        ({}, {}, None, "transfer hooks"),  # on the CPU
+        (CUDA, {}, None, "unknown"),
+        (CUDA | {"pin_memory": False}, {}, None, "unpinned"),
+        (CUDA | {"pin_memory": True}, {}, None, "not overlapped"),
+        (CUDA | {"pin_memory": True}, {"prefetch_active": False}, None, "not overlapped"),
+        (CUDA | {"pin_memory": True}, {"prefetch_active": True}, None, "unknown"),
+        (CUDA | {"pin_memory": True, "batch_tensors": 8, "batch_bytes": 8 << 16}, {}, None, "small tensors"),
+        (CUDA | {"pin_memory": True, "batch_tensors": 7, "batch_bytes": 7 << 16}, {}, None, "not overlapped"),
+        (CUDA | {"pin_memory": True, "batch_tensors": 8, "batch_bytes": (8 << 16) + 1}, {}, None, "not overlapped"),
+        (CUDA | {"pin_memory": False}, {}, {"copy_ms": 19.9}, "transfer hooks"),
+        (CUDA | {"pin_memory": False}, {}, {"copy_ms": 20.0}, "unpinned"),
+        (CUDA | {"pin_memory": True}, {"prefetch_active": True}, {"copy_ms": 20.0}, "link"),
+        (CUDA | NVJPEG, {}, None, "decoding on the GPU"),
+        (CUDA | NVJPEG | {"pin_memory": True}, {"prefetch_active": True}, None, "decoding on the GPU"),
+        (CUDA | NVJPEG, {}, {"copy_ms": 19.9}, "decoding on the GPU"),
+        (CUDA | NVJPEG | {"pin_memory": True}, {"prefetch_active": True}, {"copy_ms": 20.0}, "link"),
+        (CUDA | {"backend": "dali-gpu", "pin_memory": False}, {}, None, "unpinned"),
+        # 400 MB in 40 ms are 10 GB/s
+        (
+            CUDA | {"pin_memory": True, "batch_bytes": 400_000_000},
+            {"prefetch_active": True},
+            {"pinned_gb_per_s": 20.0},
+            "link",
+        ),
+        (
+            CUDA | {"pin_memory": True, "batch_bytes": 400_000_000},
+            {"prefetch_active": True},
+            {"pinned_gb_per_s": 20.1},
+            "unknown",
+        ),
+    ],
+)
+def test_why_the_copy_is_exposed(
+    facts: dict[str, Any], stats: dict[str, Any], experiments: dict[str, Any] | None, cause: str
+) -> None:
+    assert _cause(COPY | stats, facts, {}, experiments) == ("copy", cause)
+
+
+def _hooks(*ms: float, name: str = "[Callback]Slow.on_train_batch_end") -> tuple[HookTime, ...]:
+    return tuple(HookTime(name=f"{name}{number or ''}", ms_per_step=each) for number, each in enumerate(ms))
+
+
+@pytest.mark.parametrize(
+    ("facts", "hooks", "cause"),
+    [
+        ({}, (), "hooks"),
+        ({"syncs": ("prog_bar",)}, (), "hooks"),  # on the CPU nothing waits for a device
+        (CUDA | {"syncs": ("prog_bar",)}, (), "synchronisation"),
+        (CUDA, (), "hooks"),
+        (CUDA | {"syncs": ("prog_bar",)}, _hooks(20.0), "hooks"),
+        (CUDA | {"syncs": ("prog_bar",)}, _hooks(19.9), "synchronisation"),
+        (CUDA | {"syncs": ("prog_bar",)}, _hooks(10.0, 10.0), "hooks"),
+        (CUDA | {"syncs": ("prog_bar",)}, _hooks(30.0, name="[Callback]TQDMProgressBar.x"), "synchronisation"),
+    ],
+)
+def test_why_time_goes_by_between_the_steps(facts: dict[str, Any], hooks: Any, cause: str) -> None:
+    assert _cause(OTHER, facts, hooks=hooks) == ("framework", cause)
+
+
+def test_what_waits_for_the_device_is_named_with_its_way_out() -> None:
+    found = diagnose(_measured(OTHER, CUDA | {"syncs": tuple(SYNCS)}))
+    assert all(any(what in line for line in found.evidence) for what in SYNCS.values())
+    assert found.remedies == ()
+    assert "precision" in " ".join(found.notes)
+    fed = diagnose(_measured(FED, CUDA | {"syncs": tuple(SYNCS)}))
+    assert not any(what in line for line in fed.evidence for what in SYNCS.values())
+
+
+def test_the_dearest_hooks_are_named() -> None:
+    hooks = _hooks(20.0, 8.0, 4.0, 1.0)
+    found = diagnose(_measured(OTHER, hooks=hooks))
+    assert "[Callback]Slow.on_train_batch_end takes 20.0 ms a step" in found.evidence
+    assert not any("takes 1.0 ms" in line for line in found.evidence)
+    assert "done rarely, a step takes 80.0 ms" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        (CUDA | {"host_cpu_ms": 90.0}, "launch"),
+        (CUDA | {"host_cpu_ms": 89.9}, "compute"),
+        ({"host_cpu_ms": 100.0}, "compute"),  # the CPU is the device
+        (CUDA | {"host_cpu_ms": 100.0, "syncs": ("grad_scaler",)}, "compute"),  # it may be spinning
+        (CUDA, "compute"),
+    ],
+)
+def test_a_fed_device(facts: dict[str, Any], cause: str) -> None:
+    assert _cause(FED, facts) == ("compute", cause)
+
+
+# --- confidence ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "confidence"),
+    [
+        (36, 44, "high"),
+        (19.9, 44, "medium"),
+        (20, 44, "high"),
+        (4.9, 5, "medium"),
+        (5, 19.9, "high"),
+        (None, 44, "high"),
+    ],
+)
+def test_an_interval_over_a_limit_lowers_confidence(low: float | None, high: float, confidence: str) -> None:
+    parts = DATA | {"starved_low_pct": low, "starved_high_pct": high}
+    assert diagnose(_measured(parts, TWO, _of(90, 5))).confidence == confidence
+
+
+@pytest.mark.parametrize(
+    ("loaders", "confidence"),
+    [(_of(65, 5), "high"), (_of(64, 5), "medium"), ({}, "medium"), (_of(3, 1), "medium")],
+)
+def test_a_cause_that_lacks_figures_lowers_confidence(loaders: dict[str, Any], confidence: str) -> None:
+    assert diagnose(_measured(DATA, TWO, loaders)).confidence == confidence
+
+
+# --- anything at all ----------------------------------------------------------------------------------------------
+
+_PCT = st.none() | st.floats(0, 100)
+_RATE = st.none() | st.floats(0, 1e4)
+_MS = st.floats(0, 1e3)
+_COUNT = st.none() | st.integers(0, 64)
+
+
+def _frozen(kind: Any, **known: Any) -> Any:
+    """Instances of a dataclass of percentages, each of which may be None."""
+    return st.builds(kind, **({one.name: _PCT for one in fields(kind)} | known))
+
+
+_FACTS = st.builds(
+    LoopFacts,
+    device_type=st.sampled_from(["cpu", "cuda"]),
+    num_workers=_COUNT,
+    prefetch_factor=st.none() | st.integers(1, 8),
+    pin_memory=st.none() | st.booleans(),
+    persistent_workers=st.none() | st.booleans(),
+    in_order=st.none() | st.booleans(),
+    workers=st.sampled_from([None, "process", "thread"]),
+    ours=st.none() | st.booleans(),
+    batch_bytes=st.none() | st.integers(0, 1 << 30),
+    batch_tensors=_COUNT,
+    batches_per_epoch=_COUNT,
+    decoder=st.sampled_from([None, "turbo"]),
+    usable_cpus=st.none() | st.integers(1, 64),
+    map_style=st.none() | st.booleans(),
+    may_persist=st.none() | st.booleans(),
+    bar_refresh_rate=_COUNT,
+    log_every_n_steps=_COUNT,
+    free_shm_bytes=st.none() | st.integers(0, 1 << 34),
+    load_cpu_ms=st.none() | _MS,
+    process_cpu_ms=st.none() | _MS,
+    syncs=st.sets(st.sampled_from([*SYNCS, "unheard of"])).map(tuple),
+    host_cpu_ms=st.none() | _MS,
+)
+_EXPERIMENTS = st.none() | _frozen(
+    ExperimentResults,
+    batch_size=_COUNT,
+    **dict.fromkeys(
+        ["model_per_s", "loader_per_s", "cached_bytes_per_s", "no_transform_per_s", "ceiling_per_s", "copy_ms"], _RATE
+    ),
+    **dict.fromkeys(
+        ["samples_ms", "collate_ms", "hand_over_ms", "hand_over_file_system_ms", "taking_ms"], st.none() | _MS
+    ),
+    costs=st.lists(st.builds(NamedCost, name=st.just("x"), cpu_ms=_MS, wall_ms=_MS), max_size=2).map(tuple),
+    worker_scaling=st.lists(st.tuples(st.integers(0, 64), st.floats(0, 1e4)), max_size=4).map(tuple),
+    keys=st.lists(st.builds(KeyUse, name=st.just("k"), bytes_per_batch=st.just(1), used=st.none() | st.booleans())).map(
+        tuple
+    ),
+    worker_spread=st.just(()),
+    functions=st.just(()),
+    sharing_strategy=st.sampled_from([None, "file_descriptor", "file_system"]),
+    disk=st.none() | st.builds(DiskFacts, mean_file_bytes=_RATE),
+    left_out=st.just(()),
+)
+_RANKS = st.none() | st.builds(
+    RankStats,
+    world_size=st.integers(1, 4),
+    steps=st.integers(0, 100),
+    max_data_idle_ms=st.none() | _MS,
+    slow_rank=st.none() | st.integers(0, 3),
+    starved_pct=_PCT,
+    data_idle_ms_by_rank=st.lists(_MS, max_size=4).map(tuple),
+)
+_STATS = st.fixed_dictionaries(
+    {"other": _MS, "data": _MS, "h2d": _MS, "compute": st.floats(1e-3, 1e3)},
+    optional={
+        "epoch_start_s": st.none() | st.floats(0, 100),
+        "starved_low_pct": _PCT,
+        "starved_high_pct": _PCT,
+        "steps": st.integers(0, 500),
+        "prefetch_active": st.none() | st.booleans(),
+        "next_wait_ms": st.none() | _MS,
+        "other_ms": st.none(),
+        "h2d_ms": st.none(),
+        "data_idle_ms": st.none(),
+        "compute_ms": st.none(),
+        "starved_pct": st.none(),
+        "step_ms": st.none() | st.just(0.0),
+    },
+)
+_HOOKS = st.lists(
+    st.builds(
+        HookTime, name=st.sampled_from(["a", "[Callback]TQDMProgressBar.b", "logger A.log_metrics"]), ms_per_step=_MS
+    ),
+    max_size=3,
+)
+
+
+@st.composite
+def _anything(draw: Any) -> Measurements:
+    return replace(
+        _measured(draw(_STATS)),
+        facts=draw(_FACTS),
+        loaders=draw(_frozen(LoaderStats)),
+        experiments=draw(_EXPERIMENTS),
+        ranks=draw(_RANKS),
+        hooks=draw(_HOOKS.map(tuple)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(_anything())
+def test_whatever_is_known_or_not_there_is_a_verdict(measured: Measurements) -> None:
+    found = diagnose(measured)
+    assert found.evidence
+    assert diagnose(measured) == found
+    if found.bottleneck == "unknown":
+        assert (found.remedies, found.confidence) == ((), "low")
+        return
+    _is_sound(found)
+
+
+@pytest.mark.parametrize(
+    ("samples", "collate", "said"),
+    [
+        (4.0, 12.0, "a batch takes 16.0 ms in one process, collating them 75 %, most of it in pad (text.py:7)"),
+        (12.0, 4.0, "a batch takes 16.0 ms in one process, making its samples 75 %, most of it in A.get (a.py:3)"),
+    ],
+)
+def test_what_takes_most_of_a_batch_is_named(samples: float, collate: float, said: str) -> None:
+    functions = (
+        FunctionCost(name="A.get", file="/x/a.py", line=3, calls=None, stage="samples", ms_per_batch=3.0),
+        FunctionCost(name="pad", file="/x/text.py", line=7, calls=None, stage="collate", ms_per_batch=2.0),
+    )
+    found = {"samples_ms": samples, "collate_ms": collate}
+    assert said in diagnose(_measured(DATA, TWO, _of(90, 5), found | {"functions": functions})).evidence
+    unnamed = diagnose(_measured(DATA, TWO, _of(90, 5), found)).evidence
+    assert said.partition(", most")[0] in unnamed
+    assert not any("one process" in line for line in diagnose(_measured(FED, TWO, {}, found)).evidence)
+
+
+@pytest.mark.parametrize(
+    ("facts", "loaders", "said"),
+    [
+        ({"num_workers": 0}, {}, "num_workers=0, so loading and training take turns"),
+        ({"num_workers": 1}, {"workers_blocked_pct": 95.0}, "the loader has 1 worker"),
+        (TWO, {}, "the loader has 2 workers on 2 CPUs"),
+        (
+            TWO,
+            _of(91, 4),
+            "the loader has 2 workers on 2 CPUs, 91 % of their time on a CPU, 4 % ready for one, 5 % blocked",
+        ),
+    ],
+)
+def test_who_makes_the_batches_is_told(facts: dict[str, Any], loaders: dict[str, Any], said: str) -> None:
+    assert diagnose(_measured(DATA, facts, loaders)).evidence[-1].endswith(said)
+
+
+def _is_sound(found: Diagnosis) -> None:
+    step = found.stats.step_ms
+    assert step is not None
+    order = ["low", "medium", "high"]
+    assert order.index(found.confidence) <= order.index(found.stats.confidence)
+    assert len({remedy.code for remedy in found.remedies}) == len(found.remedies)
+    gains = [remedy.predicted_gain_pct for remedy in found.remedies]
+    assert len(gains) <= 3
+    assert gains == sorted(gains, key=lambda gain: -(gain or 0.0))
+    for remedy in found.remedies:
+        assert remedy.form is not None
+        assert remedy.changes
+        assert remedy.where
+        assert "\n" not in remedy.code + remedy.why
+        assert remedy.predicted_gain_pct is not None
+        assert LEAST_PCT <= remedy.predicted_gain_pct <= 100 * (1 + 1e-9)
+        assert remedy.predicted_step_ms is None or 0 <= remedy.predicted_step_ms <= step * (1 + 1e-9), remedy
+    assert len(found.notes) <= 3
+    assert not any("\n" in line for line in (*found.notes, *found.why_not))

@@ -1,0 +1,572 @@
+"""Every remedy that can be printed: a run in which it is, runs in which it must not be, what it predicts, what is
+pasted."""
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import lightning.pytorch.callbacks
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+from verdict.cases import ASLEEP, BUSY, READY, measured
+
+import lightning_feed
+from lightning_feed.measure.experiment_results import NamedCost
+from lightning_feed.measure.measurements import HookPlace, HookTime, Place
+from lightning_feed.measure.wall import WallPart, WallStats
+from lightning_feed.verdict.decide import RUN_RULES, diagnose
+from lightning_feed.verdict.diagnosis import Form, Remedy
+from lightning_feed.verdict.remedies import LEAST_PCT, RULES
+
+CUDA: dict[str, Any] = {"device_type": "cuda", "pin_memory": True}
+IMAGES: dict[str, Any] = {"decoder": "turbo", "cache": "off", "own_transforms": False, "backend": "torch", "ours": True}
+COLD = ASLEEP | {"page_cache_pct": 10.0, "disk_mb_per_s": 30.0}
+STARTS: dict[str, Any] = {"batches_per_epoch": 5, "persistent_workers": False, "may_persist": True}
+SLOW_START: dict[str, Any] = {"data": 0.0, "stats": {"epoch_start_s": 0.7}}
+HANDED: dict[str, Any] = {"hand_over_ms": 30.0, "hand_over_file_system_ms": 12.0, "sharing_strategy": "file_descriptor"}
+COSTS = (NamedCost(name="read", cpu_ms=0.5, wall_ms=1.0), NamedCost(name="decode", cpu_ms=9.0, wall_ms=9.0))
+BAR = (HookTime(name="[Callback]TQDMProgressBar.on_train_batch_end", ms_per_step=20.0),)
+SLOW = "[Callback]Slow.on_train_batch_end"
+THEIRS: dict[str, Any] = {
+    "hooks": (HookTime(name="[Callback]Slow{'a': 1}.on_train_batch_end", ms_per_step=20.0),),
+    "hook_places": (HookPlace(name=SLOW, at="train.py:12", interval="every_n_steps"),),
+}
+LOG = (HookTime(name="logger CSVLogger.log_metrics", ms_per_step=20.0),)
+
+
+class Slow(lightning.pytorch.callbacks.Callback):
+    """A user's."""
+
+    def __init__(self, every_n_steps: int = 1) -> None:
+        self.every_n_steps = every_n_steps
+
+
+def _wall(**seconds: Any) -> WallStats:
+    """Seconds, or seconds and times, of each part."""
+    parts = {name: given if isinstance(given, tuple) else (given, 1) for name, given in seconds.items()}
+    return WallStats(
+        wall_s=sum(spent for spent, _ in parts.values()),
+        parts=tuple(WallPart(name=name, seconds=spent, times=times) for name, (spent, times) in parts.items()),  # type: ignore[arg-type]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """One rule: the run in which its remedy is the first, what that is, and what else takes it away."""
+
+    run: dict[str, Any]
+    changes: str
+    code: str
+    step_ms: float | None
+    without: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """A name of what is different -> what is given to ``measured`` besides, or in its place."""
+
+
+CONTRACTS = {
+    "more workers": Contract(
+        run={"loaders": BUSY},
+        changes="num_workers=4",
+        code="num_workers=4",
+        step_ms=60.0,
+        without={
+            "nothing is known of the workers": {"loaders": {}},
+            "training is fed": {"data": 1.0},
+            "all CPUs are taken": {"usable_cpus": 2},
+            "a stream that was not seen to divide itself": {"map_style": False},
+            "no room for the batches": {"free_shm_bytes": 1 << 20, "batch_bytes": 1 << 20},
+            "threads": {"workers": "thread"},
+            "they were tried": {"found": {"worker_scaling": ((2, 20.0), (4, 20.3))}},
+            "batches are ready": {"loaders": READY},
+            "steps of a first try": {"step": 1.0, "data": 0.4},
+        },
+    ),
+    "fewer workers": Contract(
+        run={"loaders": READY, "found": {"worker_scaling": ((0, 100.0), (2, 20.0))}},
+        changes="num_workers=0",
+        code="num_workers=0, prefetch_factor=None",
+        step_ms=70.0,
+        without={
+            "it was not tried": {"found": {}},
+            "loading takes longer": {"found": {"worker_scaling": ((0, 22.0), (2, 30.0))}},
+            "batches are not ready": {"loaders": ASLEEP},
+        },
+    ),
+    "persistent workers": Contract(
+        run={**SLOW_START, **STARTS},
+        changes="persistent_workers=True",
+        code="persistent_workers=True",
+        step_ms=None,
+        without={
+            "they live on already": {"persistent_workers": True},
+            "the data set is told the epoch": {"may_persist": False},
+            "nobody saw whether it is": {"may_persist": None},
+            "there is one epoch": {"max_epochs": 1},
+            "epochs are long": {"batches_per_epoch": 5000},
+            "the start is that of a batch": {"stats": {"epoch_start_s": 0.21}},
+            "no workers": {"num_workers": 0},
+        },
+    ),
+    "any order": Contract(
+        run={"loaders": ASLEEP | {"head_of_line_pct": 50.0}},
+        changes="in_order=False",
+        code="in_order=False",
+        step_ms=80.0,
+        without={
+            "any order already": {"in_order": False},
+            "results are told apart by it": {"stage": "predict"},
+            "one worker": {"num_workers": 1},
+            "workers are never idle": {"loaders": BUSY | {"head_of_line_pct": 50.0}},
+            "little is lost to the order": {"loaders": ASLEEP | {"head_of_line_pct": 24.0}},
+        },
+    ),
+    "shared files": Contract(
+        run={"loaders": READY, "batch_tensors": 24, "found": HANDED},
+        changes="sharing_strategy='file_system'",
+        code='torch.multiprocessing.set_sharing_strategy("file_system")',
+        step_ms=82.0,
+        without={
+            "few tensors": {"batch_tensors": 7},
+            "it was not timed": {"found": {"sharing_strategy": "file_descriptor"}},
+            "it is in force": {"found": HANDED | {"sharing_strategy": "file_system"}},
+            "it is no faster": {"found": HANDED | {"hand_over_file_system_ms": 29.0}},
+            "batches are not ready": {"loaders": ASLEEP},
+        },
+    ),
+    "files in memory": Contract(
+        run={"loaders": COLD, "usable_cpus": 2, "prefetch_factor": None, **IMAGES},
+        changes="cache='bytes'",
+        code='cache="bytes"',
+        step_ms=60.0,
+        without={
+            "another data module": {"decoder": None},
+            "it has a cache": {"cache": "decoded"},
+            "files are in memory": {"loaders": ASLEEP | {"page_cache_pct": 99.0}},
+            "it was tried": {"found": {"loader_per_s": 20.0, "cached_bytes_per_s": 20.5}},
+        },
+    ),
+    "nvjpeg": Contract(
+        run={
+            "loaders": BUSY,
+            "usable_cpus": 2,
+            "found": {"batch_size": 64, "device_decode_per_s": 20.0, "costs": COSTS},
+            **CUDA,
+            **IMAGES,
+        },
+        changes="backend='nvjpeg'",
+        code='backend="nvjpeg"',
+        step_ms=60.0,
+        without={
+            "no GPU": {"device_type": "cpu"},
+            "transforms of the user's": {"own_transforms": True},
+            "it was not timed": {"found": {"batch_size": 64, "costs": COSTS}},
+            "the GPU is no faster": {"found": {"batch_size": 64, "device_decode_per_s": 10.0, "costs": COSTS}},
+            "another backend": {"backend": "dali-gpu"},
+        },
+    ),
+    "pinned memory": Contract(
+        run={
+            "data": 0.0,
+            "h2d": 40.0,
+            "found": {"pinned_gb_per_s": 20.0, "pageable_gb_per_s": 5.0},
+            **CUDA,
+            "pin_memory": False,
+        },
+        changes="pin_memory=True",
+        code="pin_memory=True",
+        step_ms=70.0,
+        without={
+            "pinned already": {"pin_memory": True},
+            "not timed": {"found": {}},
+            "no GPU": {"device_type": "cpu"},
+            "hidden": {"h2d": 2.0},
+        },
+    ),
+    "prefetch callback": Contract(
+        run={"data": 0.0, "h2d": 40.0, **CUDA},
+        changes="prefetch_callback=True",
+        code="PrefetchCallback()",
+        step_ms=60.0,
+        without={
+            "at work": {"stats": {"prefetch_active": True}},
+            "pageable memory": {"pin_memory": False},
+            "no GPU": {"device_type": "cpu"},
+        },
+    ),
+    "rare progress bar": Contract(
+        run={"data": 0.0, "other": 25.0, "hooks": BAR, "bar_refresh_rate": 1},
+        changes="bar_refresh_rate=50",
+        code="TQDMProgressBar(refresh_rate=50)",
+        step_ms=80.4,
+        without={
+            "rare already": {"bar_refresh_rate": 50},
+            "nobody knows how often": {"bar_refresh_rate": None},
+            "another callback": {"hooks": (HookTime(name="[Callback]Mine.on_train_batch_end", ms_per_step=20.0),)},
+            "it takes no time": {"hooks": (HookTime(name=BAR[0].name, ms_per_step=1.0),)},
+        },
+    ),
+    "log rarely": Contract(
+        run={"data": 0.0, "other": 25.0, "hooks": LOG, "log_every_n_steps": 1},
+        changes="log_every_n_steps=50",
+        code="log_every_n_steps=50",
+        step_ms=80.4,
+        without={
+            "rare already": {"log_every_n_steps": 50},
+            "no logger takes the time": {"hooks": BAR},
+        },
+    ),
+    "rarer validation": Contract(
+        run={"data": 0.0, "wall": _wall(train=10.0, validation=(30.0, 20)), "check_val_every_n_epoch": 1},
+        changes="check_val_every_n_epoch=10",
+        code="check_val_every_n_epoch=10",
+        step_ms=None,
+        without={
+            "training takes more": {"wall": _wall(train=31.0, validation=(30.0, 20))},
+            "there was one": {"wall": _wall(train=10.0, validation=(30.0, 1))},
+            "it goes by time": {"check_val_every_n_epoch": None},
+            "checkpoints take more": {"wall": _wall(train=10.0, validation=(30.0, 20), checkpoints=(40.0, 20))},
+            "it is no fit": {"stage": "validate"},
+        },
+    ),
+    "rarer checkpoints": Contract(
+        run={"data": 0.0, "wall": _wall(train=10.0, checkpoints=(20.0, 40)), "checkpoint_steps": 5},
+        changes="every_n_train_steps=40",
+        code="ModelCheckpoint(every_n_train_steps=40)",
+        step_ms=None,
+        without={
+            "training takes more": {"wall": _wall(train=21.0, checkpoints=(20.0, 40))},
+            "they do not go by steps": {"checkpoint_steps": None},
+            "validation takes more": {"wall": _wall(train=10.0, checkpoints=(20.0, 40), validation=(30.0, 20))},
+        },
+    ),
+}
+
+
+def test_every_rule_has_a_contract() -> None:
+    rules = [*RULES, *RUN_RULES]
+    assert list(CONTRACTS) == [rule.__name__.replace("_", " ") for rule in rules]
+
+
+def _changes(run: dict[str, Any]) -> list[str]:
+    return [remedy.changes for remedy in diagnose(measured(**run)).remedies]
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_it_is_printed_where_its_condition_holds(name: str) -> None:
+    contract = CONTRACTS[name]
+    found = diagnose(measured(**contract.run))
+    remedy = next(one for one in found.remedies if one.changes == contract.changes)
+    assert remedy.code == contract.code
+    assert remedy.predicted_step_ms == (
+        contract.step_ms if contract.step_ms is None else pytest.approx(contract.step_ms)
+    )
+    assert remedy.predicted_gain_pct is not None
+    assert LEAST_PCT <= remedy.predicted_gain_pct <= 100
+    assert remedy.form in get_args(Form)
+    assert remedy.why
+    assert remedy.where
+    assert "\n" not in remedy.code + remedy.where + remedy.why
+    assert not any(f"={value}" in remedy.where for value in ("None", "..."))
+
+
+@pytest.mark.parametrize(
+    ("name", "different"), [(name, one) for name, each in CONTRACTS.items() for one in each.without]
+)
+def test_it_is_not_printed_where_it_does_not(name: str, different: str) -> None:
+    contract = CONTRACTS[name]
+    then = _changes(contract.run | contract.without[different])
+    if name == "more workers":
+        assert not [one for one in then if one.startswith("num_workers=") and int(one.partition("=")[2]) > 2]
+    assert contract.changes not in then
+
+
+@pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create", "ignore:'pin_memory' argument is set"
+)  # few CPUs here
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_it_can_be_pasted(name: str) -> None:
+    (remedy,) = [
+        one for one in diagnose(measured(**CONTRACTS[name].run)).remedies if one.changes == CONTRACTS[name].changes
+    ]
+    _paste(remedy)
+
+
+def _paste(remedy: Remedy) -> None:
+    if remedy.form == "arguments":
+        DataLoader([1, 2, 3], **_keywords(remedy.code), **_needed(remedy))
+    elif remedy.form == "datamodule":
+        lightning_feed.ImageFolderDataModule("data", **_keywords(remedy.code))
+    elif remedy.form == "settings":
+        lightning_feed.LoaderSettings(**_keywords(remedy.code))
+    elif remedy.form == "trainer":
+        Trainer(**_keywords(remedy.code), accelerator="cpu", logger=False, enable_checkpointing=False)
+    elif remedy.form == "callback":
+        name = remedy.code.partition("(")[0]
+        known = globals().get(name) or getattr(lightning_feed, name, None) or getattr(lightning.pytorch.callbacks, name)
+        assert isinstance(eval(remedy.code, {name: known}), lightning.pytorch.callbacks.Callback)
+    else:
+        assert remedy.form == "line"
+        before = torch.multiprocessing.get_sharing_strategy()
+        try:
+            exec(remedy.code, {"torch": torch})
+        finally:
+            torch.multiprocessing.set_sharing_strategy(before)
+
+
+def _keywords(code: str) -> dict[str, Any]:
+
+    tree = ast.parse(f"f({code})", mode="eval").body
+    assert isinstance(tree, ast.Call)
+
+    return {word.arg: ast.literal_eval(word.value) for word in tree.keywords if word.arg}
+
+
+def _needed(remedy: Remedy) -> dict[str, Any]:
+    """What the run has that torch wants beside it."""
+    return {} if "num_workers" in remedy.code or "pin_memory" in remedy.code else {"num_workers": 2}
+
+
+# --- the one place where it is decided ----------------------------------------------------------------------------
+
+
+def test_the_largest_gain_comes_first_and_three_are_enough() -> None:
+    run = {
+        "loaders": ASLEEP | {"head_of_line_pct": 30.0},
+        "hooks": BAR,
+        "bar_refresh_rate": 1,
+        "other": 15.0,
+        "h2d": 10.0,
+        **CUDA,
+    }
+    found = diagnose(measured(**run))
+    gains = [one.predicted_gain_pct or 0.0 for one in found.remedies]
+    assert [one.changes for one in found.remedies] == [
+        "bar_refresh_rate=50",
+        "in_order=False",
+        "prefetch_callback=True",
+    ]
+    assert gains == sorted(gains, reverse=True)
+    more = diagnose(measured(**run, log_every_n_steps=1))
+    assert len(more.remedies) == 3
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "confidence", "printed"),
+    [(36.0, 44.0, "high", True), (20.0, 60.0, "high", False), (None, None, "low", False), (None, None, "high", True)],
+)
+def test_a_gain_within_noise_is_none(low: Any, high: Any, confidence: str, printed: bool) -> None:
+    stats = {"starved_low_pct": low, "starved_high_pct": high, "confidence": confidence}
+    late = measured(loaders=ASLEEP | {"head_of_line_pct": 25.0}, step=100, data=36.0, stats=stats)  # it saves 9 %
+    assert bool(diagnose(late).remedies) is printed
+
+
+def test_other_programs_make_the_figures_unsure() -> None:
+    late = {"loaders": ASLEEP | {"head_of_line_pct": 25.0}, "data": 36.0}
+    assert diagnose(measured(**late, others_cpu_pct=19.0)).remedies
+    assert diagnose(measured(**late, others_cpu_pct=21.0)).remedies == ()
+
+
+def test_rates_that_lie_apart_are_noise() -> None:
+    tried = {"worker_scaling": ((2, 10.0), (4, 11.0)), "worker_spread": ((2, 8.0, 12.0),)}
+    assert diagnose(measured(found=tried)).remedies == ()
+    calm = tried | {"worker_spread": ((2, 9.9, 10.1),)}
+    assert [one.changes for one in diagnose(measured(found=calm)).remedies] == ["num_workers=4"]
+
+
+def test_32_milliseconds_instead_of_32_are_no_remedy_but_a_note() -> None:
+    full = {"queue_ready": 15.8, "queue_capacity": 16.0}
+    fed = diagnose(measured(step=32.0, data=0.1, num_workers=8, loaders=full))
+    assert fed.remedies == ()
+    assert fed.notes == ("num_workers=4 would do: with 8, 15.8 of 16 batches are ready on average",)
+    # Beside other programs steps may be long for want of CPUs, and a worker less made one 43 % longer.
+    crowded = diagnose(measured(step=32.0, data=0.1, num_workers=8, loaders=full, others_cpu_pct=36.0))
+    assert not any("would do" in note for note in crowded.notes)
+
+
+# --- where it is pasted -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "form", "code", "where"),
+    [
+        (None, "arguments", "num_workers=4", "num_workers: 2 -> 4 in your training DataLoader"),
+        (
+            Place(words='your training DataLoader (Data.train_dataloader, data.py:41, loader "cls")'),
+            "arguments",
+            "num_workers=4",
+            'num_workers: 2 -> 4 in your training DataLoader (Data.train_dataloader, data.py:41, loader "cls")',
+        ),
+        (
+            Place(words="loader=LoaderSettings(...) of Birds", form="settings"),
+            "settings",
+            "num_workers=4",
+            "num_workers: 2 -> 4 in loader=LoaderSettings(...) of Birds",
+        ),
+        (
+            Place(words="your call of create_loader (train.py:9)", names=(("num_workers", "workers"),)),
+            "arguments",
+            "workers=4",
+            "num_workers: 2 -> 4 in your call of create_loader (train.py:9)",
+        ),
+        (
+            Place(words="x", overrides=(("num_workers", "--data.num_workers"),)),
+            "override",
+            "--data.num_workers=4",
+            "num_workers: 2 -> 4 on the command line",
+        ),
+        (
+            Place(words="x", overrides=(("num_workers", "data.num_workers"),)),
+            "override",
+            "data.num_workers=4",
+            "num_workers: 2 -> 4 on the command line",
+        ),
+    ],
+)
+def test_the_text_is_that_of_the_place(place: Place | None, form: str, code: str, where: str) -> None:
+    (remedy,) = diagnose(measured(loaders=BUSY, place=place)).remedies
+    assert (remedy.form, remedy.code, remedy.where) == (form, code, where)
+
+
+def test_what_wrap_leaves_alone_is_set_inside() -> None:
+    place = Place(words="wrap(data, LoaderSettings(...))", form="settings", inner="your DataLoader (data.py:3)")
+    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies
+    assert (remedy.form, remedy.code, remedy.where) == (
+        "arguments",
+        "in_order=False",
+        "in_order: not set -> False in your DataLoader (data.py:3)",
+    )
+
+
+def test_what_the_command_line_cannot_set_is_set_in_the_program() -> None:
+    place = Place(words="your DataLoader (data.py:3)", overrides=(("num_workers", "data.num_workers"),))
+    (remedy,) = diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies
+    assert (remedy.form, remedy.code) == ("arguments", "in_order=False")
+
+
+def test_what_a_function_does_not_take_is_no_remedy() -> None:
+    place = Place(words="your call of create_loader (train.py:9)", names=(("num_workers", "workers"),))
+    assert diagnose(measured(loaders=ASLEEP | {"head_of_line_pct": 50.0}, place=place)).remedies == ()
+
+
+def test_new_workers_live_on_where_they_may() -> None:
+    def code(**facts: Any) -> str:
+        return diagnose(measured(num_workers=0, load_cpu_ms=40.0, prefetch_factor=None, **facts)).remedies[0].code
+
+    assert code(may_persist=True) == "num_workers=1, persistent_workers=True"
+    assert code(may_persist=False) == "num_workers=1"
+    assert code(ours=True, may_persist=True) == "num_workers=1"  # a FastDataModule chooses that itself
+    one_key = Place(words="", overrides=(("num_workers", "--data.num_workers"),))
+    assert code(place=one_key, may_persist=True) == "--data.num_workers=1"
+
+
+@pytest.mark.parametrize(
+    ("facts", "code"),
+    [
+        ({}, "--data.num_workers=0"),
+        ({"persistent_workers": True}, None),
+        ({"prefetch_factor": 4}, None),
+    ],
+)
+def test_what_torch_refuses_without_workers_is_set_too_or_they_stay(facts: dict[str, Any], code: str | None) -> None:
+    place = Place(words="", overrides=(("num_workers", "--data.num_workers"),))
+    found = diagnose(measured(**CONTRACTS["fewer workers"].run, place=place, **facts))
+    assert [one.code for one in found.remedies] == ([code] if code else [])
+
+
+def test_new_workers_that_may_not_live_on_are_predicted_so() -> None:
+    def step_ms(**keys: str) -> float | None:
+        place = Place(words="", overrides=tuple(keys.items()))
+        run = {"num_workers": 0, "load_cpu_ms": 40.0, "may_persist": True, "batches_per_epoch": 30, "place": place}
+        return diagnose(measured(**run)).remedies[0].predicted_step_ms
+
+    both = step_ms(num_workers="--n", persistent_workers="--p")
+    one = step_ms(num_workers="--n")
+    assert both is not None
+    assert one is not None
+    assert both < one
+
+
+# --- notes, and what would not help -------------------------------------------------------------------------------
+
+
+def test_more_workers_that_were_tried_in_vain_are_told() -> None:
+    tried = {"worker_scaling": ((2, 90.0), (3, 78.0), (4, 92.0)), "loader_per_s": 90.0}
+    found = diagnose(measured(found=tried, loaders=BUSY))
+    assert found.remedies == ()
+    assert found.why_not == ("more workers: 90.0 -> 78.0 to 92.0 batches/s from the loader alone, no gain",)
+
+
+def test_more_workers_that_would_not_help_are_told() -> None:
+    found = diagnose(measured(num_workers=0, usable_cpus=1, load_cpu_ms=40.0, process_cpu_ms=99.0))
+    assert found.remedies == ()
+    (said,) = found.why_not
+    assert said.startswith("more workers: no gain predicted: ")
+    assert said.endswith("training and loading share 1 CPU")
+
+
+def test_a_stream_is_told_to_divide_itself_first() -> None:
+    stream = measured(num_workers=0, load_cpu_ms=40.0, map_style=False)
+    found = diagnose(stream)
+    assert found.remedies == ()
+    assert "every sample would come twice" in found.notes[0]
+    assert "thread" not in str(found.notes)
+    (remedy,) = diagnose(
+        measured(num_workers=0, data=60.0, load_cpu_ms=60.0, map_style=False, may_leave_process=True)
+    ).remedies  # of which two workers, where it divides itself, would be the better number
+    assert (remedy.changes, remedy.predicted_step_ms) == ("num_workers=1", pytest.approx(72.8))
+    assert "gives its stream whole" in remedy.why
+    kept = measured(num_workers=0, data=80.0, load_cpu_ms=80.0, map_style=False, may_leave_process=False)
+    assert diagnose(kept).remedies == ()
+    one = measured(num_workers=1, data=80.0, loaders=BUSY, map_style=False, may_leave_process=True)
+    assert diagnose(one).remedies == ()
+    seen = diagnose(measured(num_workers=0, load_cpu_ms=40.0, map_style=False, shards_by_worker=True))
+    assert [one.changes for one in seen.remedies] == ["num_workers=1"]
+
+
+def test_a_slow_callback_of_the_users_is_a_note() -> None:
+    """Nobody can know whether it may be left out: a moving average of the weights may not."""
+    places = (HookPlace(name=SLOW, at="train.py:12"),)
+    for known, said in [(places, f"{SLOW} (train.py:12)"), ((), SLOW)]:
+        found = diagnose(measured(data=0.0, other=25.0, **THEIRS | {"hook_places": known}))
+        assert (found.cause, found.remedies) == ("hooks", ())
+        assert found.notes[0].startswith(f"{said} takes 20.0 of 100.0 ms a step")
+    found = diagnose(measured(data=0.0, other=25.0, **THEIRS))
+    assert found.remedies == ()
+    assert found.notes[0].endswith("(every_n_steps=50)")
+
+
+def test_what_a_command_line_gives_the_trainer_is_changed_there() -> None:
+    place = Place(words="", trainer_key="--trainer.")
+    for run, code in [
+        ({"hooks": LOG, "log_every_n_steps": 1}, "--trainer.log_every_n_steps=50"),
+        (
+            {"hooks": BAR, "bar_refresh_rate": 1},
+            "--trainer.callbacks+=lightning.pytorch.callbacks.TQDMProgressBar --trainer.callbacks.refresh_rate=50",
+        ),
+    ]:
+        (remedy,) = diagnose(measured(data=0.0, other=25.0, place=place, **run)).remedies
+        assert (remedy.form, remedy.code) == ("override", code)
+        assert remedy.where.endswith("50 on the command line")
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("name", ["prefetch callback", "rare progress bar", "rarer checkpoints"])
+def test_callbacks_are_imported_from_what_trains(name: str, package: str) -> None:
+    (remedy,) = diagnose(measured(**(CONTRACTS[name].run | {"package": package}))).remedies
+    ours = "lightning_feed" if package == "lightning.pytorch" else "lightning_feed.pl"
+    source = ours if name == "prefetch callback" else f"{package}.callbacks"
+    assert f"with `from {source} import " in remedy.where
+
+
+def test_steps_of_a_first_try_are_told_one_thing() -> None:
+    found = diagnose(measured(step=1.0, data=0.4, num_workers=0, load_cpu_ms=0.4, map_style=False))
+    assert (found.remedies, found.why_not) == ((), ())
+    assert found.notes == ("Steps of 1.0 ms: Python overhead dominates; use larger batches.",)
+
+
+def test_a_progress_bar_that_is_drawn_rarely_already_is_a_note() -> None:
+    found = diagnose(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=100))
+    assert found.remedies == ()
+    assert found.notes[0].endswith("takes 20.0 of 100.0 ms a step; without a progress bar a step takes 80.0 ms")
+    assert "ProgressBar" not in str(diagnose(measured(data=0.0, other=25.0, hooks=BAR, bar_refresh_rate=1)).notes)

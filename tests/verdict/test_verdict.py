@@ -1,0 +1,121 @@
+"""The verdict is a pure function of the figures; the report is that verdict in words."""
+
+from typing import Any
+
+import pytest
+
+from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.measure.stats import StarvationStats
+from lightning_feed.verdict.decide import diagnose
+from lightning_feed.verdict.diagnosis import Diagnosis
+
+
+def _stats(other: float = 0, data: float = 0, h2d: float = 0, compute: float = 100, **changes: Any) -> StarvationStats:
+    step = other + data + h2d + compute
+    figures: dict[str, Any] = {
+        "steps": 412,
+        "confidence": "high",
+        "step_ms": step,
+        "other_ms": other,
+        "data_idle_ms": data,
+        "h2d_ms": h2d,
+        "compute_ms": compute,
+        "starved_pct": 100 * data / step,
+        "input_pct": 100 * (data + h2d) / step,
+        "speedup_if_free": step / (step - data),
+        "next_wait_ms": data,
+        "hidden_wait_ms": 0.0,
+    }
+    return StarvationStats(**(figures | changes))
+
+
+def _diagnose(facts: LoopFacts | None = None, **parts: Any) -> Diagnosis:
+    return diagnose(Measurements(stats=_stats(**parts), facts=facts or LoopFacts()))
+
+
+@pytest.mark.parametrize(
+    ("other", "data", "h2d", "bottleneck"),
+    [
+        (10, 0, 0, "framework"),
+        (9.9, 0, 0, "compute"),
+        (0, 0, 5, "copy"),
+        (0, 0, 4.9, "compute"),
+        (0, 5, 0, "data"),
+        (0, 4.9, 0, "compute"),
+        (0, 0, 0, "compute"),
+        (10, 10, 10, "framework"),  # the first of equals
+        (0, 10, 10, "copy"),
+        (12, 60, 6, "data"),  # the dearest of those over their limit
+        (9, 6, 40, "copy"),
+    ],
+)
+def test_bottleneck(other: float, data: float, h2d: float, bottleneck: str) -> None:
+    found = _diagnose(other=other, data=data, h2d=h2d, compute=100 - other - data - h2d)
+    assert found.bottleneck == bottleneck
+
+
+@pytest.mark.parametrize(
+    ("data", "grade"),
+    [
+        (0, "fed"),
+        (1.9, "fed"),
+        (2, "fed, some jitter"),
+        (4.9, "fed, some jitter"),
+        (5, "moderately data-bound"),
+        (19.9, "moderately data-bound"),
+        (20, "highly data-bound"),
+        (100, "highly data-bound"),
+    ],
+)
+def test_grade(data: float, grade: str) -> None:
+    stats = _stats(data=data, compute=100 - data) if data < 100 else _stats(data=100, compute=1e-9)
+    assert diagnose(Measurements(stats=stats)).grade == grade
+
+
+def test_no_verdict_from_a_few_steps() -> None:
+    found = _diagnose(data=90, steps=9)
+    assert (found.bottleneck, found.grade, found.confidence, found.remedies) == ("unknown", "not measured", "low", ())
+    assert "9 steps were measured" in found.evidence[0]
+
+
+def test_no_verdict_from_nothing() -> None:
+    assert diagnose(Measurements(stats=StarvationStats(steps=0, confidence="low"))).bottleneck == "unknown"
+
+
+def test_every_cause_over_its_limit_is_named_and_treated() -> None:
+    found = _diagnose(LoopFacts(num_workers=0, usable_cpus=4), other=12, data=60, h2d=6, compute=22)
+    assert [line.split(")")[0] for line in found.evidence[:3]] == [
+        "60.0 of 100.0 ms (60 %",
+        "12.0 of 100.0 ms (12 %",
+        "6.0 of 100.0 ms (6 %",
+    ]
+    assert [remedy.changes for remedy in found.remedies] == ["num_workers=2"]
+    assert any("profiler" in note for note in found.notes)
+    assert any("transfer hooks" in note for note in found.notes)
+
+
+def test_workers_that_are_started_each_epoch() -> None:
+    assert any("after 2.0 s" in line for line in _diagnose(epoch_start_s=2.0).evidence)
+
+
+def test_what_waits_for_the_device_between_steps_is_noted() -> None:
+    several = LoopFacts(device_type="cuda", world_size=2, syncs=("prog_bar", "sigterm_broadcast"))
+    found = _diagnose(several, other=20, compute=80)
+    assert found.remedies == ()
+    assert [
+        word in note for word, note in zip(("prog_bar=False", "no switch", "profiler"), found.notes, strict=True)
+    ] == [
+        True,
+        True,
+        True,
+    ]
+
+
+def test_the_verdict_is_as_sure_as_its_figures() -> None:
+    assert _diagnose(data=50, confidence="low").confidence == "low"
+
+
+def test_slack_and_lost_steps_are_told() -> None:
+    found = _diagnose(next_wait_ms=30.0, hidden_wait_ms=30.0, lost_steps=7)
+    assert "30.0 of 30.0 ms in next(loader) cost nothing: the device computes meanwhile" in found.evidence
+    assert "7 steps could not be measured on the device" in found.evidence
