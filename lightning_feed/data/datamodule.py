@@ -21,7 +21,7 @@ from lightning_feed.data.wrapping import wrap
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.collate import DroppingCollate, check_drop_keys
-from lightning_feed.load.loader import BatchDecoder
+from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.settings import SEEDS, LoaderSettings, Recommendation
 from lightning_feed.load.trace import traced

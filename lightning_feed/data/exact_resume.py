@@ -32,7 +32,7 @@ from lightning_feed._host.fetcher import (
     write_progress_of_ranks,
 )
 from lightning_feed.errors import LoaderError, ResumeError
-from lightning_feed.load.carry_over import WAY_OUT, begin_next_epoch, is_feed_state, state_of_rank
+from lightning_feed.load.elastic_resume import WAY_OUT, begin_next_epoch, is_feed_state, state_of_rank
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.state_schema import check_state
 

@@ -22,7 +22,7 @@ from lightning_feed.images.dali_binding import DaliOptions, decode_threads
 from lightning_feed.images.dali_decoder import DaliImageDecoder, PipelineSpec
 from lightning_feed.images.image_dataset import EncodedBatch, ImageDataset, collate_encoded, collate_images
 from lightning_feed.load.collate import BadSamples, OnError
-from lightning_feed.load.loader import BatchDecoder
+from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.settings import LoaderSettings

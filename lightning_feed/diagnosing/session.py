@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_feed.errors import DatasetError, FeedError, LoaderError, plural
 from lightning_feed.load.collate import named_parts
 from lightning_feed.load.machine import Footprint, Machine, exceeded_limit, read_machine
+from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH
-from lightning_feed.load.worker import end_pass
 from lightning_feed.measure.experiment_results import ExperimentResults
 from lightning_feed.transfer.batch_tree import tensors
 from lightning_feed.trials.cloning import (

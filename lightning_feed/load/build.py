@@ -9,11 +9,12 @@ import torch
 from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed.errors import DatasetError, SettingsError
-from lightning_feed.load.background import Watch
-from lightning_feed.load.loader import BatchDecoder, FeedLoader
+from lightning_feed.load.decoding import BatchDecoder
+from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend, workers_of
+from lightning_feed.load.watchdog import Watch
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
 
 _SAMPLES = (tuple, list, dict, str, bytes, torch.Tensor)

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_feed.load.order import EpochOrder, Pass
+from lightning_feed.load.processes import TorchBatches
 
 
 class Stamped(NamedTuple):
@@ -237,6 +238,16 @@ class IterablePass(Pass):
             "base_state": self.base_state,
             **self.facts,
         }
+
+
+class StreamBatches(TorchBatches):
+    """Batches of an iterable dataset, without those that only hold a worker's turn."""
+
+    def __next__(self) -> Any:
+        item = super().__next__()
+        while isinstance(item, Stamped) and item.skip:
+            item = super().__next__()
+        return item
 
 
 # --- what the code of a stream tells ----------------------------------------------------------------------------------

@@ -1,74 +1,55 @@
-"""FeedLoader, a DataLoader whose passes can be resumed in their middle and run ahead in a thread, and its passes.
+"""FeedLoader, a DataLoader whose passes can be resumed in their middle, and LoaderPass, one pass over it.
 
-What torch iterates is not the loader itself but a plain DataLoader built for each pass, around the same dataset and
-samplers, with our counting in between. So ``dataset``, ``sampler``, ``batch_sampler`` and ``collate_fn`` stay what the
-user gave, which is what Lightning inspects and copies, and no private part of torch is overridden. The one private
-name is ``_iterator``, where torch keeps persistent workers and where Lightning looks for them (torch 2.6 to 2.15).
+Torch iterates a plain DataLoader that is built for each pass around the same dataset and samplers, with our counting
+in between. So ``dataset``, ``sampler``, ``batch_sampler`` and ``collate_fn`` stay those of the user, which Lightning
+inspects and copies, and no private part of torch is overridden. The one private name is ``_iterator``, where torch
+keeps persistent workers and where Lightning looks for them (torch 2.6 to 2.15).
 """
 
 import copy
 import inspect
 import logging
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pickle import PicklingError
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from lightning_feed.errors import FeedError, LoaderError, SettingsError
-from lightning_feed.load.background import SOON_S, BackgroundIterator, LateBatch, Watch
-from lightning_feed.load.carry_over import (
-    STATE_VERSION,
-    check_kind,
-    facts_of,
-    fitted,
-    rest_of,
-    state_of_rank,
-)
-from lightning_feed.load.iterable import IterablePass, Stamped, StampingCollate
+from lightning_feed.errors import SettingsError
+from lightning_feed.load.decoding import BatchDecoder, Decoding
+from lightning_feed.load.loader_pass import LoaderPass
 from lightning_feed.load.order import (
+    STATE_VERSION,
     DrawsOf,
     EpochOrder,
     IndexSource,
     MapPass,
+    Pass,
     PassGenerator,
     drawing_device,
+    facts_of,
     find_read_ahead,
     find_samplers,
     mix_seed,
     ranks_of_run,
     state_of_sampler,
 )
-from lightning_feed.load.ray_workers import RayPass, RemotePlan
+from lightning_feed.load.processes import TorchBatches
 from lightning_feed.load.settings import RayCluster
-from lightning_feed.load.state_schema import check_state
-from lightning_feed.load.threads import OwnPass, ThreadPass
-from lightning_feed.load.trace import traced
-from lightning_feed.load.worker import ended_worker, refuse_unsendable, resend_ctrl_c, shut_down_workers, stop_workers
+from lightning_feed.load.stage import Maker, OwnPass, Stage
+from lightning_feed.load.worker import refuse_unsendable
+
+if TYPE_CHECKING:  # stages and streams are imported by the loaders that have them
+    from lightning_feed.load.watchdog import Watch
 
 logger = logging.getLogger(__name__)
 
 _OURS = {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"}
 # Everything else that a DataLoader of the installed torch takes is handed on to the inner loader as it is.
-_HANDED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OURS]
-
-
-class BatchDecoder(Protocol):
-    """Decodes the batches of one loader, behind it. Pickled with it for ``ddp_spawn``, without what it holds of a
-    device."""
-
-    def run(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
-        """Decode one pass: as many batches as come, in their order.
-
-        A few may be taken ahead. The generator is closed when the pass ends, also in its middle; whatever was taken
-        ahead is dropped then, and when ``batches`` raises an error.
-
-        Raises:
-            DecodeError: from ``next()``, when an image cannot be decoded, with its name.
-        """
+_PASSED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OURS]
 
 
 class FeedLoader(DataLoader[Any]):
@@ -118,7 +99,7 @@ class FeedLoader(DataLoader[Any]):
         order: EpochOrder | None = None,
         workers: Literal["process", "thread"] | RayCluster = "process",
         decode: BatchDecoder | None = None,
-        watch: Watch | None = None,
+        watch: "Watch | None" = None,
         **options: Any,
     ) -> None:
         self.workers, self.decode, self.watch = workers, decode, watch
@@ -130,18 +111,33 @@ class FeedLoader(DataLoader[Any]):
 
     def forget(self) -> None:
         """Begin as a new loader of these attributes, without a place and without workers."""
-        self._kind = "iterable" if isinstance(self.dataset, IterableDataset) else "map"
+        self._stream = isinstance(self.dataset, IterableDataset)
         self._ours = self.workers != "process" and self.num_workers > 0
+        if self._ours:
+            self._check_own_workers()
+        inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        samplers = {} if self._stream else find_samplers(self.sampler, self.batch_sampler)
+        self._index = IndexSource(inner, samplers, find_read_ahead(self.dataset), self.draws)
+        self._sample_seed: int | None = None
+        self._probed = False
+        self._iterator = None
+        self._live: weakref.ref[LoaderPass] | None = None
+        self._position: Pass | None = None
+        self._pending: dict[str, Any] | None = None
+        self.shift = 0
+        """Batches by which a loaded state's count of them changed, because this loader's batches are others."""
+
+    def _check_own_workers(self) -> None:
         name = "ray" if isinstance(self.workers, RayCluster) else self.workers
-        if self._ours and self._kind == "iterable":
+        if self._stream:
             raise SettingsError(
                 f"workers={name!r} cannot serve {type(self.dataset).__name__}, an IterableDataset: a stream is drawn "
                 "from in one place, and these workers have no get_worker_info() to divide it by. Use "
                 "workers='process', or LoaderSettings(num_workers=0, background=2), which draws from it in one thread."
             )
         function = getattr(self.worker_init_fn, "func", self.worker_init_fn)
-        # Lightning sets its own after seed_everything(workers=True); the streams of the samples serve for it.
-        if self._ours and function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
+        # Lightning sets its own after seed_everything(workers=True); each sample has a generator of its own for that.
+        if function is not None and getattr(function, "__name__", "") != "pl_worker_init_function":
             logger.warning(
                 "worker_init_fn=%r is not called with workers=%r: what prepares a worker process would be done "
                 "to the training process, or to a process that serves other loaders, too. Keep what each worker needs "
@@ -149,32 +145,28 @@ class FeedLoader(DataLoader[Any]):
                 function,
                 name,
             )
-        inner = self.batch_sampler if self.batch_sampler is not None else self.sampler
-        samplers = {} if self._kind == "iterable" else find_samplers(self.sampler, self.batch_sampler)
-        self._index = IndexSource(inner, samplers, find_read_ahead(self.dataset), self.draws)
-        self._sample_seed: int | None = None
-        self._probed = False
-        self._iterator = None
-        self._live: weakref.ref[LoaderPass] | None = None
-        self._position: MapPass | IterablePass | None = None
-        self._pending: dict[str, Any] | None = None
-        self.shift = 0
-        """Batches by which a loaded state's count of them changed, because this loader's batches are others."""
 
     def follow(self, other: "FeedLoader") -> None:
         """Take the place of another loader of the same samples: the next pass is the one after its newest."""
         self._position = other._position
 
-    def __iter__(self) -> "LoaderPass":  # type: ignore[override]
+    def __iter__(self) -> LoaderPass:  # type: ignore[override]
         if self.persistent_workers or self.background or self.decode is not None:
             self.close()  # workers and decoders serve one pass at a time, and two threads would share one dataset
-        resume = self._take_pending()
-        position = self._begin(resume)
-        source = self._start(position)
-        if isinstance(position, MapPass):
-            position.begin(self._index.samplers)  # if torch has not asked for an index yet
+        position = self._begin(self._take_pending())
+        maker = self._maker(position)
+        position.begin(self._index.samplers)  # if torch has not asked for an index yet
         self._position = position
-        batches = LoaderPass(source, self.background, position, self.decode, self.watch)
+        later: list[Stage] = []
+        ahead = None
+        if self.background:
+            from lightning_feed.load.ahead import BackgroundIterator
+
+            ahead = BackgroundIterator(maker, self.background)
+            later.append(ahead)
+        if self.decode is not None:
+            later.append(Decoding(self.decode, maker if ahead is None else ahead))
+        batches = LoaderPass(maker, later, position, ahead, self.watch)
         self._live = weakref.ref(batches)
         return batches
 
@@ -182,7 +174,7 @@ class FeedLoader(DataLoader[Any]):
     def state_differs_by_rank(self) -> bool:
         """Whether a checkpoint needs the state of every rank. A sampler stands at the same place on all of them; an
         iterable dataset divides itself, so each rank has a state of its own."""
-        return self._kind == "iterable"
+        return self._stream
 
     def close(self) -> None:
         """End the live pass, if there is one, and its thread."""
@@ -199,7 +191,7 @@ class FeedLoader(DataLoader[Any]):
         state: dict[str, Any] = {
             **({} if self._sample_seed is None else {"sample_seed": self._sample_seed}),
             "version": STATE_VERSION,
-            "kind": self._kind,
+            "kind": self._kind(),
             "seed": self.order.seed if self.order is not None else None,
             "begun": now is not None,
             "exact": (self.in_order or self.num_workers < 2) and (now is None or now.exact),
@@ -224,13 +216,16 @@ class FeedLoader(DataLoader[Any]):
                 of a configuration from which it cannot be carried over: see carry_over.py. An iterable dataset needs
                 the workers and the ranks that it had.
         """
+        from lightning_feed.load.elastic_resume import check_kind, converted, state_of_rank
+        from lightning_feed.load.state_schema import check_state
+
         # Here, not in iter(): an error there is hidden by one that Lightning's teardown raises on top of it.
         check_state(state)
         state = copy.deepcopy(state_of_rank(state))
         before = state.get("batches", 0)
-        check_kind(state, self._kind, self.dataset)
+        check_kind(state, self._kind(), self.dataset)
         if state["begun"] and not self._is_stale(state):
-            state = fitted(state, self, self._index.samplers)
+            state = converted(state, self, self._index.samplers)
         self.shift = state.get("batches", 0) - before
         if not state["exact"]:
             logger.warning(
@@ -268,7 +263,11 @@ class FeedLoader(DataLoader[Any]):
             state = dict(last.origin) if last.batches == last.origin["batches"] else None
         return None if state is None or self._is_stale(state) else state
 
-    def _begin(self, resume: dict[str, Any] | None) -> MapPass | IterablePass:
+    def _kind(self) -> str:
+        return "iterable" if self._stream else "map"
+
+    def _begin(self, resume: dict[str, Any] | None) -> Pass:
+        """The position of a new pass, which may go on from a state."""
         if resume is not None:
             epoch, cycle = resume["epoch"], resume["cycle"]
         else:
@@ -276,77 +275,96 @@ class FeedLoader(DataLoader[Any]):
             if epoch is not None and last is not None and last.epoch == epoch:
                 cycle = last.cycle + (1 if last.batches else 0)
         begun: dict[str, Any] = {"epoch": epoch, "cycle": cycle, "resume": resume}
-        if self._kind == "iterable":
+        if self._stream:
+            from lightning_feed.load.iterable import IterablePass
+
             stream = IterablePass(self.order, num_workers=self.num_workers, **begun)
             stream.facts = {"world": ranks_of_run(), "batch_size": self.batch_size}
             return stream
         position = MapPass(self.order, ahead=self.num_workers * (self.prefetch_factor or 1), **begun)
         position.facts = {**facts_of(self, self._index.samplers), "since": 0, "done": []}
         if resume is not None:
+            from lightning_feed.load.elastic_resume import rest_of
+
             position.facts |= {key: resume[key] for key in ("since", "done", "order", "rest") if key in resume}
             position.rest = rest_of(resume, self, position)
         if position.facts["order"] is None and (self.in_order or self.num_workers < 2):
             position.drawn = 0  # torch's own samplers draw the same again, others may not
+        self._index.now = position
         return position
 
-    def _start(self, position: MapPass | IterablePass) -> Iterator[Any]:
-        """Torch's iterator for the pass, or ours."""
-        if isinstance(position, MapPass):
-            self._index.now = position
-            if self.draws is not None:
-                with drawing_device(self.draws.generator):
-                    self.draws.draw_seed()
-            if self._ours:
-                return self._start_ours(position)
-        inner = self._inner(position)
-        if inner is None:
-            return super().__iter__()
-        # Workers that a failed pass has ended are started anew.
-        inner._iterator = None if getattr(self._iterator, "_shutdown", False) else self._iterator
-        device = drawing_device(inner.generator)
-        try:
-            # Entered only where it changes something: workers that are forked here inherit it, and it slows each call.
-            # Asked of a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
-            with nullcontext() if torch.empty(0).device == device else device:
-                source = iter(inner)
-        except (TypeError, AttributeError, PicklingError):
-            context: Any = inner.multiprocessing_context or torch.multiprocessing
-            refuse_unsendable(self, "This loader", context.get_start_method())
-            raise
-        # Kept here, where Lightning ends workers, and not a second time in the inner loader.
-        self._iterator, inner._iterator = inner._iterator, None
-        return source
+    def _maker(self, position: Pass) -> Maker:
+        """The first stage of a pass."""
+        if self._stream:
+            from lightning_feed.load.iterable import StreamBatches
 
-    def _start_ours(self, position: MapPass) -> OwnPass:
-        # Drawn where DataLoader draws the seed of its workers, from what it draws it from.
+            if isinstance(self.dataset, IterDataPipe):  # torch shards and seeds DataPipes by their class
+                return StreamBatches(super().__iter__(), position)
+            return StreamBatches(self._torch_iterator(self._stream_loader(position)), position)
+        if self.draws is not None:
+            with drawing_device(self.draws.generator):
+                self.draws.draw_seed()
+        if self._ours:
+            return self._own_workers(position)
+        return TorchBatches(self._torch_iterator(self._map_loader()), position)
+
+    def _own_workers(self, position: Pass) -> OwnPass:
+        # Drawn where DataLoader draws the seed of its workers, and from the same generator.
         with drawing_device(self.generator):
             base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
         self._sample_seed, seed = None, position.seed_for("samples")
         if seed is None:
             saved = (position.origin or {}).get("sample_seed")
             self._sample_seed = seed = mix_seed(base_seed, 1, 0, "samples") if saved is None else saved
+        indices = iter(self._index)
         if isinstance(self.workers, RayCluster):
+            from lightning_feed.load.ray_workers import RayPass, RemotePlan
+
             plan: Any = self._iterator if self._iterator is not None else RemotePlan(self, self.workers)
             self._iterator = plan if self.persistent_workers else None  # where Lightning ends workers
-            return RayPass(self, iter(self._index), first=position.batches, seed=seed, plan=plan)
-        probe, self._probed = not self._probed, True
-        return ThreadPass(self, iter(self._index), first=position.batches, seed=seed, probe=probe)
+            return RayPass(self, indices, first=position.batches, seed=seed, plan=plan)
+        from lightning_feed.load.threads import ThreadPass
 
-    def _inner(self, position: MapPass | IterablePass) -> DataLoader[Any] | None:
-        options = {name: getattr(self, name) for name in _HANDED_ON if hasattr(self, name)}
-        if isinstance(position, MapPass):
-            options |= {"collate_fn": self.collate_fn, "generator": self.generator}
-            if self.batch_sampler is not None:
-                return DataLoader(self.dataset, batch_sampler=self._index, **options)
-            return DataLoader(self.dataset, batch_size=None, sampler=self._index, **options)
-        if isinstance(self.dataset, IterDataPipe):
-            return None  # torch shards and seeds DataPipes by their class, which a wrapper would hide
+        probe, self._probed = not self._probed, True
+        return ThreadPass(self, indices, first=position.batches, seed=seed, probe=probe)
+
+    def _torch_iterator(self, inner: DataLoader[Any]) -> Iterator[Any]:
+        """The iterator of the inner loader, with this loader's persistent workers if they live."""
+        # The workers that a failed pass has ended are replaced.
+        inner._iterator = None if getattr(self._iterator, "_shutdown", False) else self._iterator
+        device = drawing_device(inner.generator)
+        try:
+            # Entered only where it changes something: workers that are forked here inherit it, and it slows each call.
+            # Asked of a tensor: torch 2.6's get_default_device() raises after set_default_device(None).
+            with nullcontext() if torch.empty(0).device == device else device:
+                iterator = iter(inner)
+        except (TypeError, AttributeError, PicklingError):
+            context: Any = inner.multiprocessing_context or torch.multiprocessing
+            refuse_unsendable(self, "This loader", context.get_start_method())
+            raise
+        # Kept here, where Lightning ends workers, and not a second time in the inner loader.
+        self._iterator, inner._iterator = inner._iterator, None
+        return iterator
+
+    def _map_loader(self) -> DataLoader[Any]:
+        options = {**self._passed_on(), "collate_fn": self.collate_fn, "generator": self.generator}
+        if self.batch_sampler is not None:
+            return DataLoader(self.dataset, batch_sampler=self._index, **options)
+        return DataLoader(self.dataset, batch_size=None, sampler=self._index, **options)
+
+    def _stream_loader(self, position: Any) -> DataLoader[Any]:
+        from lightning_feed.load.iterable import StampingCollate
+
         dataset = position.dataset(self.dataset, self.batch_size)
-        options |= {"collate_fn": StampingCollate(self.collate_fn, dataset), "generator": self._base_of(position)}
+        collate = StampingCollate(self.collate_fn, dataset)
+        options = {**self._passed_on(), "collate_fn": collate, "generator": self._base_of(position)}
         return DataLoader(dataset, batch_size=self.batch_size, drop_last=self.drop_last, **options)
 
-    def _base_of(self, position: IterablePass) -> torch.Generator | None:
-        """What the workers' base seed is drawn from: datasets that shuffle by their worker's seed are then iterated in
+    def _passed_on(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _PASSED_ON if hasattr(self, name)}
+
+    def _base_of(self, position: Any) -> torch.Generator | None:
+        """The generator of the workers' base seed: datasets that shuffle by their worker's seed are then iterated in
         the same order when they are drawn again."""
         if self.generator is not None:
             saved = position.origin["base_state"] if position.origin is not None else None
@@ -356,125 +374,3 @@ class FeedLoader(DataLoader[Any]):
             return self.generator  # type: ignore[no-any-return]
         seed = position.seed_for("workers")
         return None if seed is None else PassGenerator().manual_seed(seed)
-
-
-class LoaderPass(Iterator[Any]):
-    """One pass over a :class:`FeedLoader`. It ends when it is exhausted, closed, garbage, or has raised.
-
-    Attributes:
-        source: the iterator underneath, torch's or that of worker threads; None once the pass has ended.
-        background: the thread's side, None without ``background`` and once the pass has ended.
-        taken: batches that it has handed out.
-    """
-
-    background: BackgroundIterator | None = None
-    _decoding: Any = None
-    _late: LateBatch | None = None
-
-    def __init__(
-        self,
-        source: Iterator[Any],
-        depth: int,
-        position: MapPass | IterablePass,
-        decode: BatchDecoder | None = None,
-        watch: Watch | None = None,
-    ) -> None:
-        self._end = "was closed before its end: by close(), by a loaded state, or because a new pass began"
-        self.source: Iterator[Any] | None = source
-        self.position = position
-        self.taken = 0
-        self.background = BackgroundIterator(source, depth) if depth else None
-        batches: Iterator[Any] = self.background if self.background is not None else source
-        self._decoding = None if decode is None else decode.run(batches)
-        self._upstream: Iterator[Any] | None = batches if self._decoding is None else self._decoding
-        self._late = None if watch is None else LateBatch(self, watch)
-
-    def __next__(self) -> Any:
-        if self._upstream is None:
-            if self.position.ended:
-                raise StopIteration
-            raise LoaderError(f"This pass over the loader {self._end}. Begin a new pass with iter(loader).")
-        late = self._late
-        try:
-            if late is not None:
-                late.begin()
-            with traced("loader_next"):
-                item = next(self._upstream)
-                while isinstance(item, Stamped) and item.skip:
-                    item = next(self._upstream)
-        except BaseException as error:
-            plainer = self._ended(error) if isinstance(error, StopIteration) else self._failed(error)
-            if plainer is None:
-                raise
-            raise plainer from error
-        if late is not None:
-            late.came()
-        self.taken += 1
-        return self.position.hand_out(item)
-
-    def _ended(self, end: StopIteration) -> FeedError | None:
-        """End the pass; the error to raise where that was not the end of the data."""
-        source, position = self.source, self.position
-        self.close()
-        if position.refusal is not None:
-            return position.refusal
-        if not isinstance(position, MapPass) or self.taken >= position.given:
-            position.ended = True
-            return None
-        _end_workers(source, all_of_them=False)
-        told = str(end).strip()
-        # Else others were asked for since.
-        at = f", at {position.newest()!r:.200}" if self.taken + 1 == position.given else ""
-        self._end = "ended early, with StopIteration"
-        return LoaderError(
-            f"The dataset, or collate_fn, raised StopIteration for batch {position.batches} of the epoch{at}. A loop "
-            "takes that for the end of the epoch, and the rest of it would never be trained. Mend the dataset, or "
-            f"raise another error there.{f' The worker said: {told}' if told else ''}"
-        )
-
-    def _failed(self, error: BaseException) -> LoaderError | None:
-        """End the pass and its workers; the error to raise in place of one that says less."""
-        source = self.source
-        ended = ended_worker(source, error)
-        if isinstance(error, KeyboardInterrupt):  # ends the workers, whatever they are at
-            if isinstance(source, OwnPass):
-                source.close(SOON_S)
-            elif source is not None:
-                stop_workers(source)
-            self.close()
-        else:
-            self.close()
-            _end_workers(source, all_of_them=ended is not None)
-        self._end = f"ended with {type(error).__name__}: {error}"
-        return None if ended is None or isinstance(error, RuntimeError) else LoaderError(ended)
-
-    def close(self) -> None:
-        """End the pass, and its threads. Persistent workers live on. Closing twice does nothing more."""
-        if self._late is not None:
-            self._late.close()
-        background, self.background = self.background, None
-        source, self.source, self._upstream = self.source, None, None
-        decoding, self._decoding = self._decoding, None
-        try:
-            if decoding is not None:
-                decoding.close()
-        finally:  # it cannot be closed while another thread waits in it
-            if isinstance(source, OwnPass):
-                source.close()  # first, so that the background thread does not wait for a batch any more
-            if background is not None:
-                background.close()
-
-    def __del__(self) -> None:
-        if self.background is not None or self._decoding is not None:
-            with resend_ctrl_c():
-                self.close()
-
-
-def _end_workers(source: Iterator[Any] | None, *, all_of_them: bool) -> None:
-    """End a failed pass's worker processes now, persistent ones if that is asked for: where one of them is dead, no
-    other pass can use the rest. Left to the traceback that holds them, torch waits 5 s for each.
-
-    Seen in torch 2.6 and 2.15: an iterator that dies with its traceback finds its queues gone and can only time out.
-    """
-    if all_of_them or not getattr(source, "_persistent_workers", True):
-        shut_down_workers(source)

@@ -9,17 +9,29 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
 
 from lightning_feed.errors import ResumeError
-from lightning_feed.storage.read_ahead import ReadAhead
-from lightning_feed.storage.remote_folder import RemoteSamples
+
+if TYPE_CHECKING:
+    from lightning_feed.storage.read_ahead import ReadAhead
 
 logger = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+"""Version of the states of loaders in checkpoints."""
 
 
 class PassGenerator(torch.Generator):
@@ -183,6 +195,19 @@ class Pass:
         """The error that ends a resumed pass. Raised by ``iter()``, Lightning's teardown would hide it."""
         self.facts: dict[str, Any] = {}
         """The configuration of the loader, as far as its state holds it."""
+        self.given = 0
+        """Indices that were requested in this pass. Each of them is to give a batch. 0 for a stream."""
+
+    def begin(self, samplers: Mapping[str, Any]) -> None:
+        """Seed, restore and record the samplers. Does nothing for a stream."""
+
+    def hand_out(self, batch: Any) -> Any:
+        """Count a batch that leaves the loader, and return it."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """The part of a loader's state that this pass knows."""
+        raise NotImplementedError
 
     def seed_for(self, stream: str) -> int | None:
         """A seed for one user of randomness in this pass; None without an order."""
@@ -212,8 +237,6 @@ class MapPass(Pass):
         self.pass_start: dict[str, dict[str, Any]] = {}
         self.rest: Callable[[], Iterator[Any]] | None = None
         """Gives the indices of a pass that goes on in another configuration than that of the state."""
-        self.given = 0
-        """Indices that were asked for in this pass. Each of them is to give a batch."""
         self.drawn: int | None = None
         """Checksum of the samples of this epoch that were handed out; None where they are not checked."""
         self._drawn_ahead: deque[int | None] = deque()
@@ -321,6 +344,49 @@ class MapPass(Pass):
         return start
 
 
+def facts_of(loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state of a map-style loader says of its configuration, to be compared when a run is resumed from it.
+
+    Returns:
+        ``world``, the ranks of the run; ``shares`` that the sampler deals out; ``batch_size``; ``samples`` of the
+        dataset, None where it has no length; and ``order``, how to draw it again, None where that is not known.
+    """
+    batches = loader.batch_sampler
+    sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", batches)
+    try:
+        samples = len(loader.dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        samples = None
+    size = 1 if batches is None else getattr(batches, "batch_size", None)
+    if type(batches) is not BatchSampler and hasattr(batches, "state_dict"):
+        size = None  # it may change from batch to batch, and its state knows
+    order: dict[str, Any] | None = None
+    if _can_be_drawn_again(sampler, loader, samples):
+        order = {"sampler": next((name for name, found in samplers.items() if found is sampler), "")}
+        if type(sampler) is DistributedSampler:
+            order = {**order, "shuffle": sampler.shuffle, "seed": sampler.seed}
+    return {
+        "world": ranks_of_run(),
+        "shares": sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1,
+        "batch_size": size if isinstance(size, int) else None,
+        "samples": samples,
+        "order": order,
+    }
+
+
+def _can_be_drawn_again(sampler: Any, loader: DataLoader[Any], samples: int | None) -> bool:
+    kind = type(sampler)
+    if kind not in (DistributedSampler, RandomSampler, SequentialSampler):
+        return False
+    drawn_from = sampler.dataset if kind is DistributedSampler else sampler.data_source
+    if getattr(loader.dataset, "shard", None) is not None or len(drawn_from) != samples:
+        return False
+    if kind is not RandomSampler:
+        return True
+    on_cpu = sampler.generator is None or sampler.generator.device.type == "cpu"
+    return not sampler.replacement and sampler.num_samples == samples and on_cpu
+
+
 def _order_after(now: MapPass, samplers: Mapping[str, Any]) -> Iterator[int]:
     """The samples of the next epoch in their order, where it is known already: with torch's own samplers."""
     for name, sampler in samplers.items():
@@ -336,14 +402,19 @@ def _order_after(now: MapPass, samplers: Mapping[str, Any]) -> Iterator[int]:
     return iter(())
 
 
-def find_read_ahead(dataset: Any) -> ReadAhead | None:
+def find_read_ahead(dataset: Any) -> "ReadAhead | None":
     """What fetches ahead for a dataset, where it reads a remote place through a cache; None for all others."""
     picked: list[Any] = []
     while type(dataset) is Subset:
         picked.append(dataset.indices)
         dataset = dataset.dataset
     find = getattr(dataset, "remote_reads", None)
-    found = find() if callable(find) else None
+    if not callable(find):
+        return None
+    from lightning_feed.storage.read_ahead import ReadAhead
+    from lightning_feed.storage.remote_folder import RemoteSamples
+
+    found = find()
     if not isinstance(found, RemoteSamples) or not found.reads.place.readahead_bytes:
         return None
     if found.reads.place.url.startswith("memory:"):  # of this process, and read ahead is in another
@@ -368,7 +439,7 @@ class IndexSource:
     """
 
     def __init__(
-        self, inner: Any, samplers: Mapping[str, Any], ahead: ReadAhead | None = None, draws: DrawsOf | None = None
+        self, inner: Any, samplers: Mapping[str, Any], ahead: "ReadAhead | None" = None, draws: DrawsOf | None = None
     ) -> None:
         self.inner = inner
         self.samplers = samplers

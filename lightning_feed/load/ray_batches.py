@@ -1,4 +1,4 @@
-"""What a worker process of Ray does: batches, taken apart for the object store, and word of what takes long."""
+"""Ray worker: makes batches, serializes them, and reports long ones."""
 
 import functools
 import io
@@ -20,24 +20,24 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.load.collate import relayed
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.random_state import begin_sample
-from lightning_feed.load.threads import COLLATING, at_index, collating, shortened, with_place
+from lightning_feed.load.stage import COLLATING, at_index, collating, shortened, with_place
 from lightning_feed.load.worker import disable_opencv_threads
 
 CHECK_S = 1.0
-"""How often a worker that is still at a batch looks whether its pass was closed."""
+"""Seconds between two checks of a busy worker that its pass is still open."""
 OPEN_S = 0.1
-"""How long a pass that was open is taken to be: looking asks the head node."""
+"""Seconds for which an open pass is taken to stay open: a check asks the head node."""
 
 
 class Job(NamedTuple):
-    """What a task is asked for."""
+    """The arguments of a task."""
 
     keys: tuple[str, ...]
-    """Of the loader, and of the others of its process that are in use: what workers hold for any other they let go."""
+    """Of this loader, and of all others of its process: workers drop the plans of any other."""
     report_s: float
-    """How often a worker that is still at it says so."""
+    """Seconds between two reports of a busy worker."""
     grace_s: float
-    """How long it may be at it after the pass was closed."""
+    """Seconds that it may take after the pass was closed."""
     of_pass: int
     """Number of the pass over the loader."""
     seed: int
@@ -48,15 +48,15 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How the batches of a loader are made. Sent to the object store once."""
+    """Dataset and collate function of a loader. Sent to the object store once."""
 
     dataset: Any
     collate: Callable[[Any], Any]
     batched: bool
-    """Whether an index stands for a batch of samples, rather than for one sample that is no batch."""
+    """An index stands for a batch of samples, and not for a single sample."""
 
     def make(self, index: Any, begin: Callable[[int, str], None]) -> Any:
-        """The batch; ``begin`` is told the place in it of each sample, COLLATING at last, and what it is in words."""
+        """The batch; ``begin`` is called with the place of each sample in it, COLLATING at last, and a description."""
         if not self.batched or getattr(self.dataset, "__getitems__", None):
             begin(0, at_index(index))
             samples = self.dataset.__getitems__(index) if self.batched else self.dataset[index]
@@ -70,23 +70,23 @@ class Plan:
         return self.dataset[index]
 
     def explain_pickling(self, error: Exception, index: Any, begin: Callable[[int, str], None]) -> LoaderError:
-        """The error for a batch that cannot be pickled; ``begin`` is told of the sample to blame, made again."""
+        """The error for a batch that cannot be pickled; ``begin`` is called with the sample to blame, made again."""
         for place, one in enumerate(index) if self.batched else ():
             try:
-                _take_apart(self._sample(place, one, begin))
+                _serialized(self._sample(place, one, begin))
             except Exception as found:  # noqa: BLE001  # of whatever the user's samples hold
                 error = found
                 break
         else:
             begin(COLLATING, f"sending the batch of index {shortened(index)}")
         return LoaderError(
-            f"What a Ray worker makes has to be pickled: {error}. Return tensors, arrays, numbers and text: no locks, "
+            f"Batches of a Ray worker have to be pickled: {error}. Return tensors, arrays, numbers and text: no locks, "
             "open files or generators."
         )
 
 
 class _Worker:
-    """What a worker process keeps from one task to the next: the plans that are in use, and what it is at."""
+    """State of a worker process between tasks: the plans in use, and its current batch."""
 
     def __init__(self) -> None:
         self.name = f"process {os.getpid()} of {socket.gethostname()}"
@@ -101,10 +101,7 @@ class _Worker:
         threading.Thread(target=self._watch, name="feed-watch", daemon=True).start()
 
     def make(self, plan: list[Any], job: Job) -> Any:
-        """A batch, taken apart for the object store, its bad samples, and this node; or what went wrong.
-
-        None: nobody waits for it any more.
-        """
+        """A serialized batch, its bad samples, and this node; or the error. None: nobody waits for it."""
         if not self._is_open(job):
             return None
         self._doing, self._at = "loading the dataset", (job, time.monotonic())
@@ -134,7 +131,7 @@ class _Worker:
                 begin = functools.partial(self._begin, job)
                 batch = plan.make(job.index, begin)
                 try:
-                    return *_take_apart(batch), bad, self._node
+                    return *_serialized(batch), bad, self._node
                 except Exception as error:
                     raise plan.explain_pickling(error, job.index, begin) from error
             except BaseException as error:  # noqa: BLE001  # SystemExit, too: raised in the training process
@@ -150,7 +147,7 @@ class _Worker:
         np.random.seed(own % 2**32)
 
     def _watch(self) -> None:
-        """Say what takes long. End this process where it takes a CPU for nothing: Ray replaces it."""
+        """Report long batches, and end this process when its pass was closed: Ray replaces it."""
         reported = closed = 0.0
         while True:
             time.sleep(CHECK_S)
@@ -159,7 +156,9 @@ class _Worker:
                 continue
             job, since = at
             if now - max(reported, since) >= job.report_s:
-                tell(job.keys[0], self.name, f"{self.name} is {self._doing}, and at this batch for {now - since:.0f} s")
+                report(
+                    job.keys[0], self.name, f"{self.name} is {self._doing}, and at this batch for {now - since:.0f} s"
+                )
                 reported = now
             if is_closed(job.keys[0], job.of_pass):
                 closed = now if closed < since else closed
@@ -171,13 +170,13 @@ _worker: _Worker | None = None
 
 
 def make_batch(_after: None, plan: list[Any], job: bytes) -> tuple[None, Any]:
-    """A task of Ray: that it has ended, and what came of it."""
+    """A task of Ray: a marker of its end, and its result."""
     global _worker
     _worker = _worker or _Worker()
     return None, _worker.make(plan, pickle.loads(job))
 
 
-def _take_apart(batch: Any) -> tuple[bytes, list[Any]]:
+def _serialized(batch: Any) -> tuple[bytes, list[Any]]:
     """A batch as a pickle and its buffers. Ray alone would copy each tensor several times."""
     buffers: list[Any] = []
     stream = io.BytesIO()
@@ -198,7 +197,7 @@ def _pickler() -> Any:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """A plain tensor of the CPU as its memory and how to see it; None for one that torch has to pickle."""
+    """A plain CPU tensor as its memory and layout; None for one that torch has to pickle."""
     plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
     if not plain or not tensor.numel() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
@@ -213,7 +212,7 @@ def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], order: list
     return torch.from_numpy(memory).view(dtype).view(shape).permute(order)
 
 
-# --- word between workers and those who wait for them -----------------------------------------------------------------
+# --- messages between workers and training processes -----------------------------------------------------------------
 
 # In the key-value store of the head node: a few bytes that any process of the cluster may write or read in less than a
 # millisecond. ray.cancel() is not used: racing with the end of a task it ends the calling process (seen in Ray 2.60).
@@ -226,13 +225,13 @@ def _store() -> Any:
     return internal_kv
 
 
-def tell(key: str, name: str, text: str) -> None:
-    """Say what a worker is at."""
+def report(key: str, name: str, text: str) -> None:
+    """Report the current work of a worker."""
     _store()._internal_kv_put(f"at/{key}/{name}", text, **_NAMESPACE)
 
 
-def told(key: str) -> list[str]:
-    """What workers have said since this was last asked."""
+def take_reports(key: str) -> list[str]:
+    """Reports of workers since the last call."""
     store, prefix = _store(), f"at/{key}/"
     found = [store._internal_kv_get(one, **_NAMESPACE) for one in store._internal_kv_list(prefix, **_NAMESPACE)]
     store._internal_kv_del(prefix, del_by_prefix=True, **_NAMESPACE)
@@ -240,11 +239,11 @@ def told(key: str) -> list[str]:
 
 
 def close_passes(key: str, last: int) -> None:
-    """Nobody waits for batches of this loader's passes any more, up to this one."""
+    """Mark the passes over a loader as closed, up to this one."""
     _store()._internal_kv_put(f"closed/{key}", str(last), **_NAMESPACE)
 
 
 def is_closed(key: str, of_pass: int) -> bool:
-    """Whether nobody waits for batches of this pass."""
+    """Whether a pass was closed."""
     last = _store()._internal_kv_get(f"closed/{key}", **_NAMESPACE)
     return last is not None and int(last) >= of_pass

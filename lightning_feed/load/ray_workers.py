@@ -1,4 +1,4 @@
-"""Ray workers: one pass over a map-style dataset, its batches made by Ray tasks on any node of a cluster.
+"""Ray workers: a stage that makes the batches of a map-style dataset as Ray tasks, on any node of a cluster.
 
 Each batch is one task, a pure function of its number, its indices and the seed of the pass: who makes it, and how often
 it was begun, cannot be seen in it. So the rest is left to Ray: it places tasks where a CPU is free, keeps their worker
@@ -33,9 +33,9 @@ from lightning_feed.errors import LoaderError
 from lightning_feed.extras import require
 from lightning_feed.load.collate import count_relayed
 from lightning_feed.load.order import ranks_of_run
-from lightning_feed.load.ray_batches import Job, Plan, close_passes, make_batch, told
+from lightning_feed.load.ray_batches import Job, Plan, close_passes, make_batch, take_reports
 from lightning_feed.load.settings import RayCluster
-from lightning_feed.load.threads import CLOSED, OwnPass, shortened
+from lightning_feed.load.stage import CLOSED, PATIENCE_S, OwnPass, shortened
 from lightning_feed.load.trace import traced
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ GRACE_S = 5.0
 _HEAD_CHECK_S, _HEAD_PATIENCE_S = 5.0, 20.0
 """How often to look for the head node, and how long it may be away. Ray itself ends a process, without an exception,
 that has not reached it for 60 s."""
-_LOOK_S = 0.2
-"""How often a waiting consumer looks whether its pass was closed, and whether anybody works for it."""
+_CHECK_S = 0.2
+"""Seconds between two checks of a waiting consumer that its pass is open and somebody works for it."""
 
 
 # --- the cluster ----------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def connect(address: str | None, num_workers: int) -> Any:
     if _connected.get(used, os.getpid()) != os.getpid():
         raise LoaderError(
             "This process was forked from one that uses Ray, which Ray does not survive. Begin to load after the fork "
-            "only, or start the ranks anew (strategy='ddp')."
+            "only, or start the ranks in new processes (strategy='ddp')."
         )
     if address not in (None, "auto", used):
         raise LoaderError(
@@ -120,7 +120,7 @@ def _task(tries: int) -> Any:
 
 _owner = uuid.uuid4().hex
 _in_use: "weakref.WeakValueDictionary[str, RemotePlan]" = weakref.WeakValueDictionary()
-"""What the workers are to keep, by its key."""
+"""Plans that the workers keep, by key."""
 
 
 class RemotePlan:
@@ -185,8 +185,8 @@ class RemotePlan:
 
 
 @dataclass(eq=False)
-class _Asked:
-    """A batch that Ray was asked for."""
+class PendingBatch:
+    """A batch that was requested from Ray."""
 
     number: int
     """In its epoch, from 0."""
@@ -200,7 +200,7 @@ class _Asked:
 
 
 class RayPass(OwnPass):
-    """Iterates over what a DataLoader of the same arguments would, with Ray tasks in place of worker processes.
+    """Yields the batches of a DataLoader of the same arguments, made by Ray tasks instead of processes.
 
     Fewer batches than ``capacity`` are made ahead where they would take more of the object store than
     :data:`STORE_SHARE`.
@@ -212,7 +212,7 @@ class RayPass(OwnPass):
         self._ends: deque[Any] = deque([None] * loader.num_workers, maxlen=loader.num_workers)
         # No more ranks share a node than it has devices.
         self._sharers = min(ranks_of_run(), torch.accelerator.device_count() or ranks_of_run())
-        self._asked: deque[_Asked] = deque()
+        self._asked: deque[PendingBatch] = deque()
         self._largest = 0
         self._far = False
         self._closed = False
@@ -251,42 +251,42 @@ class RayPass(OwnPass):
 
     @property
     def ready(self) -> int:
-        """Batches that are complete and not handed out. Any thread may ask. Those on other nodes begin to come here."""
+        """See :attr:`OwnPass.ready`. Batches on other nodes begin to come here."""
         made = [asked.made for asked in list(self._asked)]
         return len(self._ray.wait(made, num_returns=len(made), timeout=0)[0]) if made else 0
 
     def where(self) -> str:
-        """See :meth:`OwnPass.where`."""
-        reports = [f"{one}. `ray stack` on that machine shows where." for one in told(self._plan.key)]
+        """See :meth:`Maker.where`."""
+        reports = [f"{one}. `ray stack` on that machine shows where." for one in take_reports(self._plan.key)]
         return "\n".join(
             [f"{self._plan.cpus()}.", *(reports or [f"No worker has been at a batch for {REPORT_S:g} s."])]
         )
 
-    def close(self, patience_s: float | None = None) -> None:
-        """End the work of this pass. A second call does nothing."""
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """See :meth:`OwnPass.close`. Returns at once."""
         self._closed = True
         self._ending()
         self._asked.clear()
 
     def _ask(self) -> None:
-        """Ask for as many batches as may be ahead."""
+        """Request batches, up to as many as may be ahead."""
         room = STORE_SHARE * self._plan.store_bytes / max(1, self._largest * self._sharers)
         for index in islice(self._indices, max(0, min(self.capacity, max(1, int(room))) - len(self._asked))):
             refs = self._plan.make(self._ends[0], self._of_pass, self._seed, self._number, index)
             self._ends.append(refs[0])
-            self._asked.append(_Asked(self._number, index, *refs))
+            self._asked.append(PendingBatch(self._number, index, *refs))
             self._number += 1
 
-    def _wait(self) -> tuple[_Asked, Any]:
-        """The batch to hand out and what came of it, when it is complete."""
+    def _wait(self) -> tuple[PendingBatch, Any]:
+        """The next batch and its result, when it is complete."""
         began = self._worked = time.monotonic()
         while True:
-            self._look(began)
+            self._check(began)
             asked = self._next()
             if asked is None:
                 continue
             try:
-                made = self._ray.get(asked.made, timeout=_LOOK_S)
+                made = self._ray.get(asked.made, timeout=_CHECK_S)
             except self._ray.exceptions.GetTimeoutError:
                 continue
             except self._ray.exceptions.RayError as error:
@@ -295,17 +295,17 @@ class RayPass(OwnPass):
                 self._asked.remove(asked)
             return asked, made
 
-    def _next(self) -> _Asked | None:
-        """The batch to hand out; None where any will do, and none is complete within some time."""
+    def _next(self) -> PendingBatch | None:
+        """The batch to wait for; None where any will do and none is complete yet."""
         if self._far:
             _ = self.ready  # those on other nodes begin to come here
         asked = list(self._asked)
         if self._in_order or not asked:
             return asked[0] if asked else None
-        done = self._ray.wait([one.made for one in asked], num_returns=1, timeout=_LOOK_S)[0]
+        done = self._ray.wait([one.made for one in asked], num_returns=1, timeout=_CHECK_S)[0]
         return next((one for one in asked if one.made in done), None)
 
-    def _explained(self, asked: _Asked, error: Exception) -> LoaderError:
+    def _explained(self, asked: PendingBatch, error: Exception) -> LoaderError:
         if type(error) is self._ray.exceptions.WorkerCrashedError:
             explained = LoaderError(
                 f"{TRIES} Ray workers died one after the other with {asked.words()}: {error} A crash in the dataset's "
@@ -321,22 +321,22 @@ class RayPass(OwnPass):
         explained.__cause__ = error
         return explained
 
-    def _look(self, began: float) -> None:
-        """Raise if there is no more to wait for."""
+    def _check(self, began: float) -> None:
+        """Raise where waiting longer is of no use."""
         if self._closed:
             raise LoaderError(CLOSED)
         now = time.monotonic()
-        self._look_for_head(now)
+        self._check_head(now)
         if self._timeout_s and now - began >= self._timeout_s:
             raise LoaderError(
                 f"No batch came within timeout={self._timeout_s:g} s. {self.where()} Give what it waits for a timeout "
                 "of its own, or allow more time by LoaderSettings(timeout_s=...)."
             )
         if now - self._worked >= WAIT_FOR_WORKER_S:
-            self._look_for_workers(now, began)
+            self._check_workers(now, began)
 
-    def _look_for_workers(self, now: float, began: float) -> None:
-        if told(self._plan.key):  # who is still at it tells it again soon
+    def _check_workers(self, now: float, began: float) -> None:
+        if take_reports(self._plan.key):  # a worker that is still at it reports again soon
             self._worked = now - WAIT_FOR_WORKER_S + 6 * REPORT_S
             return
         raise LoaderError(
@@ -345,7 +345,7 @@ class RayPass(OwnPass):
             "Add machines, or end what takes their CPUs."
         )
 
-    def _look_for_head(self, now: float) -> None:
+    def _check_head(self, now: float) -> None:
         if now - self._head_checked < _HEAD_CHECK_S:
             return
         self._head_checked = now

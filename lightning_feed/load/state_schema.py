@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from lightning_feed.errors import ResumeError
-from lightning_feed.load.carry_over import STATE_VERSION, samples_of_all, trained_parts
-from lightning_feed.load.order import mix_seed
+from lightning_feed.load.elastic_resume import samples_of_all, trained_parts
+from lightning_feed.load.order import STATE_VERSION, mix_seed
 
 
 def _each(key: Any, item: Any) -> Callable[[Any], bool]:

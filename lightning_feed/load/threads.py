@@ -1,22 +1,17 @@
-"""Worker threads: one pass over a map-style dataset, with threads in place of worker processes.
+"""Worker threads: a stage that makes the batches of a map-style dataset in threads of the training process.
 
-Each sample of a batch is a task of its own. All threads work on the same batch, so that the first one of an epoch is
-ready as many times sooner as there are threads, and then go on to the next. Everything that is waited for is a
-``queue.SimpleQueue``, whose ``put`` may be called from a finalizer that garbage collection runs inside another ``put``.
+Each sample of a batch is a task. All threads work on the same batch, so that the first one of an epoch is ready as many
+times sooner as there are threads, and then go on to the next. All queues are ``queue.SimpleQueue``, whose ``put`` may
+be called from a finalizer that garbage collection runs inside another ``put``.
 
-Written on the standard library. torchdata's ParallelMapper (read in 0.11) has no threads that live on, polls its queues
-ten times a second, loses what is no Exception and cannot say which sample it waits for; and ThreadPoolExecutor is
-joined when Python exits, which a sample that hangs would prevent for ever. The threads end with the pass: they start in
-less than a millisecond.
+Written on the standard library. torchdata's ParallelMapper (read in 0.11) polls its queues ten times a second, loses
+what is no Exception and cannot say which sample it waits for; and Python joins a ThreadPoolExecutor at its exit, which
+a sample that hangs would prevent for ever. The threads end with the pass: they start in less than a millisecond.
 """
 
 import logging
-import os
-import sys
 import threading
 import time
-import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,109 +19,61 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import pin_memory as _pinning
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.order import mix_seed, rank_of_run
 from lightning_feed.load.random_state import DefaultGenerators, begin_sample
+from lightning_feed.load.stage import (
+    CLOSED,
+    COLLATING,
+    PATIENCE_S,
+    OwnPass,
+    ThreadShutdown,
+    at_index,
+    collating,
+    stack_here,
+    with_place,
+)
 from lightning_feed.load.trace import traced
-from lightning_feed.load.worker import disable_opencv_threads, on_this_device, resend_ctrl_c
+from lightning_feed.load.worker import disable_opencv_threads, on_this_device
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0
-"""How long ending threads waits for the samples that they are at. They can only be waited for, not stopped."""
 _SHORT_PATIENCE_S = 0.2
-"""The same where one of them is known to hang: enough for the others."""
-_LOOK_S = 1.0
-"""How often a waiting consumer looks at the clock, and lets Ctrl-C through on Windows."""
-CLOSED = "This pass over the loader was closed. Begin a new pass with iter(loader)."
-COLLATING = -1
-"""The place of collating among the places of a batch's samples."""
+"""Patience where one thread is known to hang: enough for the others."""
+_CHECK_S = 1.0
+"""Seconds between two checks of the clock by a waiting consumer, which let Ctrl-C through on Windows."""
 _END = object()
 
 _Task = Callable[[int], object]
 """Called with the number of the thread. Must not raise."""
 
 
-class Ending:
-    """The end of the threads that work for one object: told once, and waited for where they were started.
-
-    It does not know that object, so that one which is abandoned is collected, and its threads end.
-
-    Args:
-        owner: whose threads they are.
-        threads: all of them; more may be added later.
-        tell: makes them end after what they are at. Called in any thread, also from a finalizer.
-    """
-
-    def __init__(self, owner: object, threads: list[threading.Thread], tell: Callable[[], None]) -> None:
-        self._threads, self._tell = threads, tell
-        self._pid, self._starter = os.getpid(), threading.get_ident()
-        self._finalizer = weakref.finalize(owner, self._abandon)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the process of the threads, and not a forked copy of it."""
-        return os.getpid() == self._pid
-
-    def end(self, patience_s: float | None = None) -> None:
-        """End the threads, and wait so long for the samples that they are at, PATIENCE_S if not given. A second call
-        does nothing."""
-        if self._finalizer.detach() is not None:
-            self._end(PATIENCE_S if patience_s is None else patience_s)
-
-    def _abandon(self) -> None:
-        with resend_ctrl_c():
-            self._end(PATIENCE_S)
-
-    def _end(self, patience_s: float) -> None:
-        if not self.is_here:
-            return
-        self._tell()
-        if threading.get_ident() != self._starter:
-            return  # perhaps one of them, or a thread that a sample waits for: it must not be kept waiting
-        until = time.monotonic() + patience_s
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        left = sum(thread.is_alive() for thread in self._threads)
-        if left:
-            logger.warning(
-                "%d threads of the loader are still at a sample after %g s and were left behind. They end when the "
-                "sample does. A dataset that may never return needs a timeout of its own, or "
-                "LoaderSettings(timeout_s=...).",
-                left,
-                patience_s,
-            )
-
-
 @dataclass
 class _Plan:
-    """How the batches of one pass are made."""
+    """Functions and queues that the threads of a pass share."""
 
     dataset: Any
     collate: Callable[[Any], Any]
     pin: Callable[[Any], Any] | None
     batched: bool
-    """Whether an index stands for a batch of samples, rather than for one sample that is no batch."""
+    """An index stands for a batch of samples, and not for a single sample."""
     seed: int
-    """What the random numbers of the samples come from."""
+    """Seeds the random numbers of the samples."""
     done: "SimpleQueue[int | None]" = field(default_factory=SimpleQueue)
-    """Numbers of batches that are complete; None: the pass was closed."""
+    """Numbers of complete batches; None: the pass was closed."""
     tasks: "SimpleQueue[_Task | None]" = field(default_factory=SimpleQueue)
-    """What the threads do next; None: end."""
+    """Next tasks of the threads; None: end."""
     cancelled: bool = False
 
     def __post_init__(self) -> None:
-        # What expects the samples of a batch has them read at the same time, and they are still made one by one.
+        # A dataset that expects the samples of a batch reads them together, and still makes them one by one.
         whole_batches = bool(getattr(self.dataset, "__getitems__", None)) and not hasattr(self.dataset, "expect")
         self.at_once = self.batched and whole_batches
         self.whole = self.at_once or not self.batched
 
     def cancel(self, threads: list[threading.Thread]) -> None:
-        """End the threads after what they are at, and wake the consumer."""
+        """End the threads after their current task, and wake the consumer."""
         self.cancelled = True
         self.done.put(None)
         for _ in threads:
@@ -134,30 +81,30 @@ class _Plan:
 
 
 class _Job:
-    """One batch in the making. Threads call :meth:`work`; whoever does so last puts the batch together.
+    """One batch in the making. Threads call :meth:`work`; the last of them collates the batch.
 
     Args:
-        plan: how.
+        plan: of the pass.
         number: of the batch in its epoch, from 0.
-        index: what the sampler gave for it.
+        index: from the sampler.
     """
 
     def __init__(self, plan: _Plan, number: int, index: Any) -> None:
         self.plan, self.number, self.index = plan, number, index
         self.parts = [index] if plan.whole else list(index)
-        self.places = range(max(1, len(self.parts)))  # one that is empty has a task, too: to be collated
+        self.places = range(max(1, len(self.parts)))  # an empty batch is a task, too: it is collated
         self.left = len(self.places)
-        self.at: dict[int, int] = {}  # the place that each thread is at, by its number
+        self.at: dict[int, int] = {}  # thread -> place in the batch
         self._loaded: list[Any] = [None] * len(self.parts)
         self._lock = threading.Lock()
         self._failure: tuple[int, int, BaseException] | None = None  # place, thread, error
         self._held: object = None
         if not plan.whole and hasattr(plan.dataset, "expect"):
-            self._held = plan.dataset.expect(self.parts)  # what is read already, for as long as this job lives
+            self._held = plan.dataset.expect(self.parts)  # files that were read together, as long as this job lives
 
     def work(self, place: int, thread: int) -> None:
-        """Load what belongs at ``place``. Never raises."""
-        # Places are taken in their order, so those before a failed one are all done: the first failure is told.
+        """Load the sample at ``place``. Never raises."""
+        # Threads take places in their order, so all those before a failed one are done: the first failure is raised.
         if self.parts and self._failure is None:
             self._attempt(place, thread, self._load)
         with self._lock:
@@ -170,7 +117,7 @@ class _Job:
         self.at.pop(thread, None)
 
     def take(self) -> Any:
-        """The batch, once; or raise what went wrong, in the type that it had, with the thread and the index."""
+        """The batch, once; or raise the error of its first failed sample, in its own type, with thread and index."""
         if self._failure is None:
             batch, self._loaded = self._loaded[0], []
             return batch
@@ -183,7 +130,7 @@ class _Job:
             del error  # its traceback holds this frame
 
     def describe(self, place: int) -> str:
-        """What is done at ``place``, in words."""
+        """The work at ``place``, in words."""
         return at_index(self.parts[place]) if place != COLLATING else collating(self.index)
 
     def _attempt(self, place: int, thread: int, what: Callable[[int], None]) -> None:
@@ -210,90 +157,16 @@ class _Job:
             self._loaded = [batch if self.plan.pin is None else self.plan.pin(batch)]
 
 
-def shortened(index: Any, most: int = 200) -> str:
-    """An index for a message."""
-    text = repr(index)
-    return text if len(text) <= most else f"{text[:most]}..."
-
-
-def at_index(index: Any) -> str:
-    """The loading of one sample, or of those that are loaded at once, in words."""
-    return f"at index {shortened(index)} of the dataset"
-
-
-def collating(index: Any) -> str:
-    """Collating, in words."""
-    return f"putting together the samples of index {shortened(index)}"
-
-
-def with_place(error: BaseException, where: str) -> ExceptionWrapper:
-    """An error that is raised again, in its own type, with the place where it was raised first."""
-    if isinstance(error, StopIteration):  # raised as it is, it would look like the end of the epoch
-        error = LoaderError(f"StopIteration was raised {where}. The dataset must not raise it.")
-    return ExceptionWrapper((type(error), error, error.__traceback__), where=where)
-
-
-def stack_here(ident: int | None) -> str:
-    """The stack of a thread of this process."""
-    frame = sys._current_frames().get(ident or 0)
-    return "(the thread has ended)" if frame is None else "".join(traceback.format_stack(frame)).rstrip()
-
-
-class OwnPass(Iterator[Any]):
-    """A pass over a map-style dataset whose workers are ours, not torch's.
-
-    Indices are drawn, and errors raised, where DataLoader does so: by the consumer, ``capacity`` batches ahead.
-    ``worker_init_fn`` is not called.
-
-    Args:
-        loader: whose arguments count. Not kept.
-        indices: what its sampler or batch sampler gives.
-        first: the number of the first batch in its epoch.
-        seed: of the samples' random numbers, for :func:`~lightning_feed.load.random_state.sample_generator`.
-
-    Attributes:
-        capacity: batches asked for ahead.
-    """
-
-    head_of_line_ns = 0.0
-    """Nanoseconds that ``next()`` has waited while a later batch was ready, times the share of workers that had nothing
-    to do for that."""
-    thread_ids: tuple[int, ...] = ()
-    """The worker threads of this process, as the kernel numbers them."""
-
-    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], *, first: int, seed: int) -> None:
-        self.capacity = loader.num_workers * (loader.prefetch_factor or 1)
-        self._indices, self._number = indices, first
-        self._in_order, self._timeout_s = loader.in_order, loader.timeout
-        self._seed = mix_seed(seed, rank_of_run(), 0, "rank")
-        self._pin = _pin_function() if loader.pin_memory else None
-        self._ended = False
-
-    @property
-    def ready(self) -> int:
-        """Batches that are complete and not handed out. Any thread may ask."""
-        raise NotImplementedError
-
-    def where(self) -> str:
-        """What is waited for, in words. Any thread may ask."""
-        raise NotImplementedError
-
-    def close(self, patience_s: float | None = None) -> None:
-        """End the work of this pass. A second call does nothing."""
-        raise NotImplementedError
-
-
 class ThreadPass(OwnPass):
-    """Iterates over what a DataLoader of the same arguments would, with threads in place of worker processes.
+    """Yields the batches of a DataLoader of the same arguments, made by threads instead of processes.
 
     The threads are set up as torch sets up worker processes: one thread each for what torch computes, gradients on, the
-    CPU as default device. ``worker_init_fn`` would prepare the training process. Leaving this object to garbage
-    collection ends them.
+    CPU as default device. Garbage collection of this object ends them.
 
     Args:
         loader: see :class:`OwnPass`.
         indices: see :class:`OwnPass`.
-        probe: whether to look what the first sample draws from. It is then loaded before all others.
+        probe: find out which random generators the first sample draws from. It is then loaded before all others.
         **begun: see :class:`OwnPass`.
 
     Attributes:
@@ -316,7 +189,7 @@ class ThreadPass(OwnPass):
             seed=self._seed,
         )
         self.threads: list[threading.Thread] = []
-        self._ending = Ending(self, self.threads, partial(plan.cancel, self.threads))
+        self._shutdown = ThreadShutdown(self, self.threads, partial(plan.cancel, self.threads))
         try:
             _start(self.threads, loader.num_workers, plan)
             for number in range(self.capacity):
@@ -326,7 +199,7 @@ class ThreadPass(OwnPass):
             raise
 
     def __next__(self) -> Any:
-        if not self._ending.is_here:
+        if not self._shutdown.is_here:
             raise LoaderError(
                 "This pass over the loader belongs to another process, where its worker threads are: a forked copy "
                 "has none. Begin a new pass with iter(loader)."
@@ -343,11 +216,11 @@ class ThreadPass(OwnPass):
 
     @property
     def ready(self) -> int:
-        """Batches that are complete and not handed out. Any thread may ask."""
+        """See :attr:`OwnPass.ready`."""
         return len(self._ready) + self._plan.done.qsize()
 
     def where(self) -> str:
-        """See :meth:`OwnPass.where`."""
+        """See :meth:`Maker.where`."""
         stacks = (
             f"Thread worker {thread} is {doing}. Its stack:\n{stack_here(self.threads[thread].ident)}"
             for thread, doing in self._at_work()
@@ -355,7 +228,7 @@ class ThreadPass(OwnPass):
         return "\n".join(stacks) or "The worker threads have nothing to do."
 
     def _at_work(self) -> list[tuple[int, str]]:
-        """The threads that work on the first batch that is not complete, and what each is at, in words."""
+        """The threads that work on the first incomplete batch, each with its work in words."""
         job = next((job for job in list(self._jobs.values()) if job.at), None)
         return [] if job is None else [(thread, job.describe(place)) for thread, place in dict(job.at).items()]
 
@@ -364,13 +237,13 @@ class ThreadPass(OwnPass):
         """See :class:`OwnPass`."""
         return tuple(thread.native_id for thread in self.threads if thread.native_id is not None)
 
-    def close(self, patience_s: float | None = None) -> None:
-        """End the work of this pass, see :meth:`Ending.end`; a consumer that waits in another thread is woken."""
-        self._ending.end(patience_s)
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """See :meth:`OwnPass.close`. A consumer that waits in another thread is woken."""
+        self._shutdown.end(patience_s)
         self._jobs.clear()
 
     def _ask(self, *, probe: bool = False) -> None:
-        """Ask the threads for one batch more, if there is one."""
+        """Request one more batch from the threads, if there is one."""
         index = next(self._indices, _END)
         if index is _END:
             return
@@ -393,7 +266,7 @@ class ThreadPass(OwnPass):
         try:
             loaded.get(timeout=self._timeout_s or None)
         except Empty:
-            return  # next() will wait for it as long again, and then say what it waits for
+            return  # next() waits for it as long again, and then names it
         changed = before.restore()
         if changed:
             logger.warning(
@@ -405,7 +278,7 @@ class ThreadPass(OwnPass):
             )
 
     def _wait(self) -> int:
-        """The number of the batch to hand out, when it is complete."""
+        """The number of the next batch, when it is complete."""
         until = time.monotonic() + self._timeout_s if self._timeout_s else None
         while True:
             number = next(iter(self._jobs), None) if self._in_order else next(iter(self._ready), None)
@@ -415,7 +288,7 @@ class ThreadPass(OwnPass):
                 del self._ready[number]
                 return number
             idle, since = self._idle_share() if self._ready else 0.0, time.perf_counter_ns()
-            patience_s = _LOOK_S if until is None else max(0.0, min(_LOOK_S, until - time.monotonic()))
+            patience_s = _CHECK_S if until is None else max(0.0, min(_CHECK_S, until - time.monotonic()))
             try:
                 done = self._plan.done.get(timeout=patience_s)
             except Empty:
@@ -427,7 +300,7 @@ class ThreadPass(OwnPass):
                 self._ready[done] = None
 
     def _idle_share(self) -> float:
-        """Of the threads, those that have done all that was asked for, 0 to 1; 0 at the end of the data."""
+        """Share of the threads that have nothing left to do, 0 to 1; 0 at the end of the data."""
         if len(self._jobs) < self.capacity:
             return 0.0
         left = sum(max(1, job.left) for number, job in self._jobs.items() if number not in self._ready)
@@ -479,7 +352,7 @@ def _serve(
         torch.get_num_threads()  # a thread's first call of it sets the default: before the next line, not after it
         torch.set_num_threads(1)
         set_device()
-    except BaseException as error:  # noqa: BLE001  # raised where the threads are started: nobody would do their tasks
+    except BaseException as error:  # noqa: BLE001  # raised where the threads are started
         started.put(error)
         return
     started.put(None)
@@ -493,9 +366,3 @@ def _do_one(tasks: "SimpleQueue[_Task | None]", number: int) -> bool:
     if task is not None:
         task(number)
     return task is not None
-
-
-def _pin_function() -> Any:
-    """What DataLoader pins batches with; None where nothing can be pinned."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if device is None or device.type == "mps" else _pinning.pin_memory

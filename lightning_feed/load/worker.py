@@ -1,4 +1,4 @@
-"""Worker processes: their set-up, what can be sent to them, the stack of one that hangs, and their end."""
+"""Worker processes: their set-up, what can be sent to them, and the stack of one that hangs."""
 
 import contextlib
 import faulthandler
@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils import signal_handling
 
 from lightning_feed.errors import LoaderError
 
@@ -29,8 +28,6 @@ ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPE
 _STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 _STACK_FILE = "lightning_feed_stack"
 _POLL_S, _POLLS = 0.02, 50
-_LAST_MOMENT_S = 0.5
-"""Between the end of a process's connections and its own."""
 _RESEND_S = 0.05
 
 
@@ -170,102 +167,7 @@ def stack_of(pid: int) -> str:
         return f"(not available: {type(error).__name__})"
 
 
-# --- their end ------------------------------------------------------------------------------------------------------
-
-
-def torch_iterators(batches: Any) -> list[Any]:
-    """The iterators of torch inside an iterator: itself, under a pass of a FeedLoader, or several side by side."""
-    side_by_side = getattr(batches, "iterators", None)
-    if isinstance(side_by_side, list):
-        return [inner for one in side_by_side for inner in torch_iterators(one)]
-    inner = getattr(batches, "source", None)
-    return [inner if inner is not None else batches]
-
-
-def worker_processes(batches: Any) -> list[Any]:
-    """The processes that prepare the batches of an iterator of torch or ours; empty where it has none.
-
-    Read in torch 2.6 and 2.15 (``_workers``).
-    """
-    found = [process for one in torch_iterators(batches) for process in getattr(one, "_workers", None) or ()]
-    return [process for process in found if hasattr(process, "pid")]
-
-
-def ended_worker(batches: Any, error: BaseException) -> str | None:
-    """Which worker process of a failed pass ended early, and how; None where that is not why it failed.
-
-    Torch says it (RuntimeError), unless a batch was on its way: then the connection to the worker breaks first.
-
-    Args:
-        batches: the iterator that failed.
-        error: what it raised.
-    """
-    broken = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and "Caught" not in str(error)
-    if not broken and not str(error).startswith("DataLoader worker (pid"):
-        return None
-    workers = {one.sentinel: one for one in worker_processes(batches)}
-    ended: list[Any] = []
-    with contextlib.suppress(RuntimeError):  # torch's signal handler may say at this moment what is found below
-        ended = wait(list(workers), timeout=_LAST_MOMENT_S)
-    for one in [workers[sentinel] for sentinel in ended] or workers.values():
-        one.join(_LAST_MOMENT_S if ended else 0)
-        if one.exitcode:
-            names = {number.value: number.name for number in signal.Signals}
-            killed = f"was killed by {names.get(-one.exitcode, f'signal {-one.exitcode}')}"
-            return (
-                f"A worker process of the loader (pid {one.pid}) "
-                f"{killed if one.exitcode < 0 else f'ended with {one.exitcode}'}, so its batches are lost. SIGKILL "
-                "mostly means that memory ran out: see dmesg, and use fewer workers or smaller batches."
-            )
-    return None
-
-
-def end_pass(batches: Iterator[Any]) -> None:
-    """End a pass with its threads and worker processes, persistent ones too."""
-    iterators = torch_iterators(batches)
-    close = getattr(batches, "close", None)
-    if close is not None:
-        with contextlib.suppress(ValueError):  # a generator that runs in a thread that was left behind
-            close()
-    for iterator in iterators:
-        shut_down_workers(iterator)
-
-
-def shut_down_workers(iterator: Any) -> None:
-    """End the worker processes of an iterator of torch as torch does, if it has any."""
-    shut_down = getattr(iterator, "_shutdown_workers", None)
-    if shut_down is not None:
-        shut_down()
-
-
-def stop_workers(batches: Iterator[Any]) -> bool:
-    """End the worker processes of a pass now, persistent ones too, whatever they are at.
-
-    Those that got Ctrl-C themselves are about to end; torch would wait 5 s for each of the others. Whoever waits for
-    their batches gets torch's error about it, within 5 s.
-
-    Returns:
-        Whether there were any.
-    """
-    processes = worker_processes(batches)
-    _expect_their_end(batches)
-    for end in ("terminate", "kill"):
-        until = time.monotonic() + _LAST_MOMENT_S
-        for process in processes:
-            process.join(max(0.0, until - time.monotonic()))
-        for process in processes:
-            if process.is_alive():
-                getattr(process, end)()
-    return bool(processes)
-
-
-def _expect_their_end(batches: Any) -> None:
-    """Keep torch from taking the end of the workers for an accident, which it raises anywhere in the main thread."""
-    forget = getattr(signal_handling, "_remove_worker_pids", None)
-    for iterator in torch_iterators(batches):
-        if forget is not None and getattr(iterator, "_worker_pids_set", False):
-            forget(id(iterator))
-            iterator._worker_pids_set = False
+# --- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

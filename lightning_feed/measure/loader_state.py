@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader
 
-from lightning_feed.load.loader import LoaderPass
-from lightning_feed.load.threads import OwnPass
+from lightning_feed.load.loader_pass import LoaderPass
+from lightning_feed.load.stage import OwnPass
 from lightning_feed.measure.kernel import Workers
 from lightning_feed.measure.step_meter import Clock, host_clock
 

@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_feed.errors import DatasetError, LoaderError
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import drawing_device
+from lightning_feed.load.processes import end_pass, stop_workers
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH
-from lightning_feed.load.worker import end_pass, on_this_device, stop_workers
+from lightning_feed.load.worker import on_this_device
 
 _SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
 _KNOWN = ("_iterator", "dataset", "sampler", "batch_sampler")

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import DatasetError, FeedError, plural
 from lightning_feed.load.machine import THREAD_BYTES, WORKER_BYTES, Footprint, Machine, exceeded_limit
+from lightning_feed.load.processes import ended_worker, worker_processes
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import TORCH_PREFETCH
-from lightning_feed.load.worker import ended_worker, worker_processes
 from lightning_feed.trials.cloning import (
     Changes,
     LoaderRate,

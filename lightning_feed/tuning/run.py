@@ -16,9 +16,9 @@ from lightning_feed.diagnosing.session import parts_of
 from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits, open_session, quiet
 from lightning_feed.errors import LoaderError, SettingsError
 from lightning_feed.load.machine import read_machine
+from lightning_feed.load.processes import end_pass
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import MOST, TORCH_PREFETCH
-from lightning_feed.load.worker import end_pass
 from lightning_feed.measure.measurements import Place
 from lightning_feed.trials.cloning import Changes, RoundLimits, clone_loader
 from lightning_feed.trials.search import Goal, Tuned

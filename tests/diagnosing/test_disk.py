@@ -19,7 +19,6 @@ from lightning_feed.diagnosing.disk import (
     ROUNDS,
     FirstBatches,
     choose,
-    file_system,
     files_of_samples,
     forget_files,
     innermost,
@@ -32,6 +31,7 @@ from lightning_feed.diagnosing.session import LeftOut, Session
 from lightning_feed.errors import DatasetError
 from lightning_feed.images.crop import TrainRecipe
 from lightning_feed.images.image_dataset import ImageDataset
+from lightning_feed.storage.file_system import file_system
 from lightning_feed.storage.folder import FolderSource, scan_classes
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_feed.load import worker
-from lightning_feed.load.background import BackgroundIterator
+from lightning_feed.load.ahead import BackgroundIterator
 from lightning_feed.load.loader import FeedLoader
 
 

@@ -15,11 +15,11 @@ import pytest
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.background import LateBatch, Watch
 from lightning_feed.load.build import Part, build_loader
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.settings import Job, LoaderSettings
+from lightning_feed.load.watchdog import LateBatch, Watch
 from lightning_feed.load.worker import WorkerInit, stack_of
 
 
@@ -114,12 +114,12 @@ def loader_of(mode: str) -> tuple[FeedLoader, Hangs]:
 def test_it_is_said_once_where_it_hangs(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     loader, data = loader_of(mode)
     with Loop(loader, data) as loop:
-        loop.late.look()
+        loop.late.check()
         assert not caplog.records
         loop.clock.now += 61
-        loop.late.look()
-        loop.late.look()
-        (record,) = [one for one in caplog.records if one.name.endswith("load.background")]
+        loop.late.check()
+        loop.late.check()
+        (record,) = [one for one in caplog.records if one.name.endswith("load.watchdog")]
         said = record.getMessage()
         assert record.levelno == logging.WARNING
         assert "No batch of train has come for 61 s" in said
@@ -130,10 +130,10 @@ def test_it_is_said_once_where_it_hangs(mode: str, caplog: pytest.LogCaptureFixt
         elif mode == "threads":
             assert "Thread worker" in said
         loop.clock.now += 500
-        loop.late.look()
+        loop.late.check()
         assert len(caplog.records) == 1
         loop.clock.now += 200
-        loop.late.look()
+        loop.late.check()
         assert len(caplog.records) == 2
 
 
@@ -159,7 +159,7 @@ def test_a_worker_that_was_stopped_may_be_at_any_batch_that_it_has_not_sent(capl
             time.sleep(0.01)
         late._since = 0.0  # as when the loop begins to wait, for the first batch here
         clock.now += 61
-        late.look()
+        late.check()
     finally:
         os.kill(worker.pid, signal.SIGCONT)
     assert f"Worker 0 (process {worker.pid}) has not sent the samples [0, 1], nor 5 batches after that." in caplog.text
@@ -172,7 +172,7 @@ def test_a_stream_has_a_task_in_place_of_samples(caplog: pytest.LogCaptureFixtur
     stream = HangingStream()
     with Loop(FeedLoader(stream, batch_size=2, num_workers=1, worker_init_fn=WorkerInit()), stream.inner) as loop:
         loop.clock.now += 61
-        loop.late.look()
+        loop.late.check()
     assert "Worker 0" in caplog.text
     assert "task 3 of this pass" in caplog.text
     assert "waits_for_a_server" in caplog.text

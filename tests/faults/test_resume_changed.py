@@ -13,9 +13,8 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import ResumeError
-from lightning_feed.load.carry_over import facts_of
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.order import EpochOrder
+from lightning_feed.load.order import EpochOrder, facts_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*using the device under current context"),

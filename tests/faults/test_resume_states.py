@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler, Sampler, WeightedRandomSampler
 
 from lightning_feed import FastDataModule, LoaderSettings
 from lightning_feed.errors import LoaderError, ResumeError
-from lightning_feed.load.carry_over import begin_next_epoch
+from lightning_feed.load.elastic_resume import begin_next_epoch
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.order import EpochOrder
 from lightning_feed.load.state_schema import check_state

@@ -16,7 +16,7 @@ from prefetch_generator import BackgroundGenerator
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load import threads as threads_of_loaders
-from lightning_feed.load.background import BackgroundIterator
+from lightning_feed.load.ahead import BackgroundIterator
 
 
 class Source:

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from lightning_feed import FastDataModule
 from lightning_feed.errors import DatasetError, LoaderError, MissingExtraError, SettingsError
 from lightning_feed.load import ray_batches, ray_workers
-from lightning_feed.load.background import Watch
 from lightning_feed.load.collate import BadSamples, fill_skipped
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.settings import LoaderSettings, RayCluster
+from lightning_feed.load.watchdog import Watch
 
 import ray  # isort: skip
 
@@ -223,7 +223,7 @@ def test_a_batch_that_does_not_come_is_warned_of_and_at_last_an_error(caplog, mo
     batches.source._timeout_s = 6
     with pytest.raises(LoaderError, match=r"(?s)within timeout=6 s. The Ray cluster has 2 CPUs, \d of them free"):
         next(batches)
-    assert "is at index 5 of the dataset, and at this batch for" in caplog.text
+    assert "is at index 5 of the dataset, in this batch for" in caplog.text
 
 
 # --- every wait ends ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load import threads as worker_threads
-from lightning_feed.load.carry_over import begin_next_epoch
+from lightning_feed.load.elastic_resume import begin_next_epoch
 from lightning_feed.load.loader import FeedLoader
 
 
@@ -159,7 +159,7 @@ def test_batches_are_pinned_in_the_threads(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(worker_threads._pinning, "pin_memory", pin)
+    monkeypatch.setattr("torch.utils.data._utils.pin_memory.pin_memory", pin)
     loader = threaded(Rows(4), batch_size=2, pin_memory=True)
     assert [batch.tolist() for batch in loader] == [[100, 101], [102, 103]]
     assert {name[:5] for name in pinned} == {"feed-"}
@@ -283,13 +283,13 @@ def _join_feeds():
         thread.join(10)
 
 
-def test_threads_that_do_not_end_are_left_behind_with_words(monkeypatch, caplog):
-    monkeypatch.setattr(worker_threads, "PATIENCE_S", 0.01)
+def test_threads_that_do_not_end_are_left_behind_with_words(caplog):
     dataset = Hanging()
     loader = threaded(dataset, num_workers=1, batch_size=5)
-    next(iter(loader))
-    loader.close()
-    assert "1 threads of the loader are still at a sample after 0.01 s and were left behind" in caplog.text
+    batches = iter(loader)
+    next(batches)
+    batches.source.close(0.01)
+    assert "1 threads of the loader are still loading a sample after 0.01 s and were left behind" in caplog.text
     dataset.free.set()
     _join_feeds()
 

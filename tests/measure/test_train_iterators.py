@@ -11,7 +11,8 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader as OtherC
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_feed import PrefetchCallback, _host, pl
-from lightning_feed.load.loader import FeedLoader, LoaderPass
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.loader_pass import LoaderPass
 from lightning_feed.measure.hook_times import tap_profiler
 from lightning_feed.measure.loader_watch import LoaderWatch
 from lightning_feed.transfer.prefetcher import SideStream

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load.worker import worker_processes
+from lightning_feed.load.processes import worker_processes
 from lightning_feed.trials import cloning
 from lightning_feed.trials.cloning import RoundLimits, time_loader
 

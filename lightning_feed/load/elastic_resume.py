@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_feed.errors import ResumeError
-from lightning_feed.load.order import MapPass, rank_of_run, ranks_of_run
+from lightning_feed.load.order import MapPass, facts_of, rank_of_run, ranks_of_run
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 1
 WAY_OUT = (
     "Resume with what the checkpoint was trained with until the end of this epoch, or from a checkpoint that was saved "
     "at the end of an epoch (ModelCheckpoint(save_on_train_epoch_end=True)): there it may change."
@@ -73,7 +72,7 @@ def check_kind(state: Mapping[str, Any], kind: str, dataset: Any) -> None:
         )
 
 
-def fitted(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
+def converted(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` as it is for ``loader``, whose configuration may differ from that of the loader that wrote it.
 
     For a map-style dataset, ``rest`` in it says how the rest of the epoch is to be had: "own", from the loader's own
@@ -84,8 +83,8 @@ def fitted(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str
         ResumeError: what changed cannot be carried over.
     """
     if state["kind"] == "iterable":
-        return _fitted_stream(state, loader)
-    state = _fitted_map(state, loader, samplers)
+        return _converted_stream(state, loader)
+    state = _converted_map(state, loader, samplers)
     batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if hasattr(batches, "__len__") and state["batches"] > len(loader):
         raise ResumeError(
@@ -95,7 +94,7 @@ def fitted(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str
     return state
 
 
-def _fitted_stream(state: dict[str, Any], loader: DataLoader[Any]) -> dict[str, Any]:
+def _converted_stream(state: dict[str, Any], loader: DataLoader[Any]) -> dict[str, Any]:
     # One worker process and none at all see the same share of the dataset.
     if max(1, state["num_workers"]) != max(1, loader.num_workers):
         raise ResumeError(
@@ -126,50 +125,7 @@ def _fitted_stream(state: dict[str, Any], loader: DataLoader[Any]) -> dict[str, 
     return {**state, "batch_size": size, "batches": base}
 
 
-def facts_of(loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state of a map-style loader says of its configuration, to be compared when a run is resumed from it.
-
-    Returns:
-        ``world``, the ranks of the run; ``shares`` that the sampler deals out; ``batch_size``; ``samples`` of the
-        dataset, None where it has no length; and ``order``, how to draw it again, None where that is not known.
-    """
-    batches = loader.batch_sampler
-    sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", batches)
-    try:
-        samples = len(loader.dataset)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        samples = None
-    size = 1 if batches is None else getattr(batches, "batch_size", None)
-    if type(batches) is not BatchSampler and hasattr(batches, "state_dict"):
-        size = None  # it may change from batch to batch, and its state knows
-    order: dict[str, Any] | None = None
-    if _can_be_drawn_again(sampler, loader, samples):
-        order = {"sampler": next((name for name, found in samplers.items() if found is sampler), "")}
-        if type(sampler) is DistributedSampler:
-            order = {**order, "shuffle": sampler.shuffle, "seed": sampler.seed}
-    return {
-        "world": ranks_of_run(),
-        "shares": sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1,
-        "batch_size": size if isinstance(size, int) else None,
-        "samples": samples,
-        "order": order,
-    }
-
-
-def _can_be_drawn_again(sampler: Any, loader: DataLoader[Any], samples: int | None) -> bool:
-    kind = type(sampler)
-    if kind not in (DistributedSampler, RandomSampler, SequentialSampler):
-        return False
-    drawn_from = sampler.dataset if kind is DistributedSampler else sampler.data_source
-    if getattr(loader.dataset, "shard", None) is not None or len(drawn_from) != samples:
-        return False
-    if kind is not RandomSampler:
-        return True
-    on_cpu = sampler.generator is None or sampler.generator.device.type == "cpu"
-    return not sampler.replacement and sampler.num_samples == samples and on_cpu
-
-
-def _fitted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
+def _converted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
     if "shares" not in state:
         return state  # written before states held these facts
     new = facts_of(loader, samplers)
@@ -207,7 +163,7 @@ def _fitted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Mappin
 def _way_of_rest(
     old: Mapping[str, Any], new: Mapping[str, Any], parts: list[list[int]], *, same_samplers: bool
 ) -> str | None:
-    """The way in which the rest of the epoch can be had, see :func:`fitted`; None: in none."""
+    """The way in which the rest of the epoch can be had, see :func:`converted`; None: in none."""
     if all(one["order"] is not None and one["world"] in (1, one["shares"]) for one in (old, new)):
         return "dealt"
     same_shares = old["world"] == new["world"] and all(shares == new["shares"] for shares, _ in parts)

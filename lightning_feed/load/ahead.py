@@ -1,0 +1,148 @@
+"""A stage that draws ahead of its consumer, in a thread.
+
+It is ``prefetch_generator`` and what that lacks: ``BackgroundGenerator`` alone ends an epoch silently on
+KeyboardInterrupt and SystemExit, and its thread blocks for ever on a full queue once the consumer has gone, which keeps
+the source and its worker processes alive. So its queue has no bound, and the thread asks for a permit to draw.
+"""
+
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prefetch_generator import BackgroundGenerator
+
+from lightning_feed.errors import LoaderError
+from lightning_feed.load.stage import PATIENCE_S, SOON_S, Stage, ThreadShutdown
+from lightning_feed.load.trace import traced
+from lightning_feed.load.worker import on_this_device
+
+_ALIVE_CHECK_S = 1.0
+"""Seconds between two checks of a waiting consumer that the thread is alive."""
+
+
+@dataclass
+class Outcome:
+    """An item of the source, or the error that ended it; StopIteration is one of these."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+class BackgroundIterator(Stage):
+    """Iterates over ``source`` in a thread of its own, ``depth`` items ahead.
+
+    Items come in the order of the source, each once. What the source raises, KeyboardInterrupt included, is raised to
+    the consumer after the items before it, with its traceback. The thread ends with the source, on :meth:`close`, on an
+    exception, and when this object is garbage; it then drops the source.
+
+    Args:
+        source: drawn from in the thread only.
+        depth: items kept ready, 1 or more. One more is drawn beside them.
+
+    Attributes:
+        thread: the thread that draws.
+    """
+
+    def __init__(self, source: Iterator[Any], depth: int) -> None:
+        self._closed = self._ended = False
+        self.depth = depth
+        self._permits = permits = _Permits(depth + 1)
+        # The thread holds no reference to this object, so an abandoned one is collected, and the thread ends.
+        self.thread = BackgroundGenerator(_outcomes(source, permits, on_this_device()), max_prefetch=0)
+        self._shutdown = ThreadShutdown(self, [self.thread], permits.refuse)
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._closed:
+            raise LoaderError(
+                "This BackgroundIterator was closed before its end. Make a new one to go through the data."
+            )
+        try:
+            with traced("background_wait"):
+                outcome = self._take()
+        except BaseException as error:
+            self.close(SOON_S if isinstance(error, KeyboardInterrupt) else PATIENCE_S)
+            raise
+        if outcome.error is None:
+            self._permits.give()
+            value, outcome.value = outcome.value, None  # the thread holds the outcome while it waits for the next one
+            return value
+        self.close()
+        self._ended = isinstance(outcome.error, StopIteration)
+        try:
+            raise outcome.error
+        finally:
+            del outcome  # the error's traceback holds this frame: without it they would keep each other alive
+
+    @property
+    def ready(self) -> int:
+        """Items that wait to be taken."""
+        return min(self.depth, int(self.thread.queue.qsize()))
+
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """End the thread and drop the source, see :meth:`ThreadShutdown.end`."""
+        self._closed = True
+        self._shutdown.end(patience_s)
+
+    def _take(self) -> Outcome:
+        while True:
+            alive = self.thread.is_alive()  # asked first: then all that a dead thread has put is there
+            try:
+                outcome: Outcome
+                _, outcome = self.thread.queue.get(timeout=_ALIVE_CHECK_S if alive else 0)
+                return outcome
+            except queue.Empty:
+                if not alive:
+                    raise LoaderError(
+                        "The background thread is gone, as in a forked copy of its process. Batches are missing: this "
+                        "is not the end of the epoch. Begin a new pass."
+                    ) from None
+
+
+class _Permits:
+    """Permits to draw an item, given by the consumer. Any method may be called from a finalizer, in any thread."""
+
+    def __init__(self, items: int) -> None:
+        self.refused = False
+        self._given: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(items):
+            self.give()
+
+    def give(self) -> None:
+        self._given.put(None)
+
+    def refuse(self) -> None:
+        self.refused = True
+        self.give()
+
+    def take(self) -> bool:
+        """Wait for a permit. Returns False where there will be none."""
+        self._given.get()
+        return not self.refused
+
+
+def _outcomes(source: Iterator[Any], permits: _Permits, set_device: Callable[[], None]) -> Iterator[Outcome]:
+    """The items of the source, up to its end or its error, one for each permit. Never raises."""
+    try:
+        outcome = Outcome()
+        while outcome.error is None and permits.take():
+            outcome = _draw(source, set_device)
+            yield outcome
+    finally:
+        del source  # here, so that the source's own `finally` blocks run in this thread
+
+
+def _draw(source: Iterator[Any], set_device: Callable[[], None]) -> Outcome:
+    try:
+        set_device()
+        with traced("background_load"):
+            return Outcome(next(source))
+    except StopIteration as end:
+        # A new one: the traceback holds torch's iterator, which garbage collection would then take apart in any order.
+        return Outcome(error=StopIteration(*end.args))
+    except BaseException as error:  # noqa: BLE001  # KeyboardInterrupt and SystemExit too: raised by the consumer
+        return Outcome(error=error)
+    finally:
+        del source  # the error's traceback holds this frame

@@ -1,0 +1,191 @@
+"""Torch's iterator as a stage: worker processes, or the training process itself."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from typing import Any
+
+from torch.utils.data._utils import signal_handling
+
+from lightning_feed.errors import LoaderError, plural
+from lightning_feed.load.order import Pass
+from lightning_feed.load.stage import Maker, shortened, stack_here
+from lightning_feed.load.worker import stack_of
+
+_LAST_MOMENT_S = 0.5
+"""Between the end of a process's connections and the end of the process."""
+
+
+class TorchBatches(Maker):
+    """Batches of an iterator of torch.
+
+    Args:
+        iterator: made by a DataLoader.
+        position: the pass that it belongs to.
+    """
+
+    def __init__(self, iterator: Iterator[Any], position: Pass) -> None:
+        self._iterator: Any = iterator
+        self._position = position
+        self._thread = 0
+        self._shut_down = False
+
+    def __next__(self) -> Any:
+        self._thread = threading.get_ident()
+        return next(self._iterator)
+
+    @property
+    def source(self) -> Any:
+        """See :attr:`Maker.source`."""
+        return self._iterator
+
+    def fail(self, error: BaseException) -> LoaderError | None:
+        """See :meth:`Stage.fail`.
+
+        A failed pass ends its worker processes at once, persistent ones too where one of them is dead: no other pass
+        can use the rest. Left to the traceback that holds them, torch waits 5 s for each, since it finds its queues
+        gone and can only time out (torch 2.6 and 2.15).
+        """
+        if isinstance(error, KeyboardInterrupt):
+            stop_workers(self._iterator)
+            return None
+        ended = ended_worker(self._iterator, error)
+        self._shut_down = ended is not None or not getattr(self._iterator, "_persistent_workers", True)
+        return None if ended is None or isinstance(error, RuntimeError) else LoaderError(ended)
+
+    def close(self) -> None:
+        """See :meth:`Stage.close`. Persistent workers live on; others end with torch's iterator."""
+        iterator, self._iterator = self._iterator, None
+        if self._shut_down:
+            shut_down_workers(iterator)
+
+    def where(self) -> str:
+        """See :meth:`Maker.where`."""
+        iterator = self._iterator
+        if getattr(iterator, "_workers", None):
+            return _open_tasks(iterator, self._position)
+        newest = self._position.newest()
+        at = "" if newest is None else f", at {shortened(newest)}"
+        return f"The training process loads it itself{at}. Its stack:\n{stack_here(self._thread)}"
+
+
+def _open_tasks(iterator: Any, position: Pass) -> str:
+    """Torch's list of open tasks: a worker does its own in their order. Read in torch 2.6 and 2.15 (``_task_info``).
+
+    A thread of the worker sends what is ready, so the worker may be at a later task than the first that did not come.
+    """
+    unsent: dict[int, list[int]] = {}
+    for number, info in sorted(dict(iterator._task_info).items()):
+        if len(info) == 1:  # no data yet
+            unsent.setdefault(info[0], []).append(number)
+    if not unsent:
+        return "The worker processes have nothing to do: what comes after them hangs, as decoding or pinning memory."
+    worker = min(unsent, key=lambda one: unsent[one])
+    pid = iterator._workers[worker].pid
+    first, *more = unsent[worker]
+    index = position.index_of(first)
+    what = f"task {first} of this pass" if index is None else f"the samples {shortened(index)}"
+    later = f", nor {plural(len(more), 'batch', 'batches')} after that. It may be at any of these" if more else ""
+    others = f" {len(unsent) - 1} other workers have work, too." if len(unsent) > 1 else ""
+    return f"Worker {worker} (process {pid}) has not sent {what}{later}.{others} Its stack:\n{stack_of(pid)}"
+
+
+# --- their end --------------------------------------------------------------------------------------------------------
+
+
+def torch_iterators(batches: Any) -> list[Any]:
+    """The iterators of torch inside an iterator: itself, under a pass of a FeedLoader, or several side by side."""
+    side_by_side = getattr(batches, "iterators", None)
+    if isinstance(side_by_side, list):
+        return [inner for one in side_by_side for inner in torch_iterators(one)]
+    inner = getattr(batches, "source", None)
+    return [inner if inner is not None else batches]
+
+
+def worker_processes(batches: Any) -> list[Any]:
+    """The processes that prepare the batches of an iterator of torch or ours; empty where it has none.
+
+    Read in torch 2.6 and 2.15 (``_workers``).
+    """
+    found = [process for one in torch_iterators(batches) for process in getattr(one, "_workers", None) or ()]
+    return [process for process in found if hasattr(process, "pid")]
+
+
+def ended_worker(batches: Any, error: BaseException) -> str | None:
+    """Which worker process of a failed pass ended early, and how; None where that is not why it failed.
+
+    Torch says it (RuntimeError), unless a batch was on its way: then the connection to the worker breaks first.
+
+    Args:
+        batches: the iterator that failed.
+        error: what it raised.
+    """
+    broken = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and "Caught" not in str(error)
+    if not broken and not str(error).startswith("DataLoader worker (pid"):
+        return None
+    workers = {one.sentinel: one for one in worker_processes(batches)}
+    ended: list[Any] = []
+    with contextlib.suppress(RuntimeError):  # torch's signal handler may say at this moment what is found below
+        ended = wait(list(workers), timeout=_LAST_MOMENT_S)
+    for one in [workers[sentinel] for sentinel in ended] or workers.values():
+        one.join(_LAST_MOMENT_S if ended else 0)
+        if one.exitcode:
+            names = {number.value: number.name for number in signal.Signals}
+            killed = f"was killed by {names.get(-one.exitcode, f'signal {-one.exitcode}')}"
+            return (
+                f"A worker process of the loader (pid {one.pid}) "
+                f"{killed if one.exitcode < 0 else f'ended with {one.exitcode}'}, so its batches are lost. SIGKILL "
+                "mostly means that memory ran out: see dmesg, and use fewer workers or smaller batches."
+            )
+    return None
+
+
+def end_pass(batches: Iterator[Any]) -> None:
+    """End a pass with its threads and worker processes, persistent ones too."""
+    iterators = torch_iterators(batches)
+    close = getattr(batches, "close", None)
+    if close is not None:
+        with contextlib.suppress(ValueError):  # a generator that runs in a thread that was left behind
+            close()
+    for iterator in iterators:
+        shut_down_workers(iterator)
+
+
+def shut_down_workers(iterator: Any) -> None:
+    """End the worker processes of an iterator of torch as torch does, if it has any."""
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()
+
+
+def stop_workers(batches: Iterator[Any]) -> bool:
+    """End the worker processes of a pass now, persistent ones too, whatever they are at.
+
+    Those that got Ctrl-C themselves are about to end; torch would wait 5 s for each of the others. Whoever waits for
+    their batches gets torch's error about it, within 5 s.
+
+    Returns:
+        Whether there were any.
+    """
+    processes = worker_processes(batches)
+    _expect_their_end(batches)
+    for end in ("terminate", "kill"):
+        until = time.monotonic() + _LAST_MOMENT_S
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+        for process in processes:
+            if process.is_alive():
+                getattr(process, end)()
+    return bool(processes)
+
+
+def _expect_their_end(batches: Any) -> None:
+    """Keep torch from taking the end of the workers for an accident, which it raises anywhere in the main thread."""
+    forget = getattr(signal_handling, "_remove_worker_pids", None)
+    for iterator in torch_iterators(batches):
+        if forget is not None and getattr(iterator, "_worker_pids_set", False):
+            forget(id(iterator))
+            iterator._worker_pids_set = False
