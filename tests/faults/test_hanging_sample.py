@@ -230,7 +230,7 @@ def test_ctrl_c_does_not_wait_for_it(mode: str, monkeypatch: pytest.MonkeyPatch)
     workers = list(getattr(batches.source, "_workers", ()))
     # Whoever waits for the sample would do so for longer than the test may take.
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 1000)
-    monkeypatch.setattr("lightning_feed.load.threads.PATIENCE_S", 1000)
+    monkeypatch.setattr("lightning_feed.load.threads.ThreadPass.close.__defaults__", (1000,))
 
     def press() -> None:
         data.reached.wait(60)

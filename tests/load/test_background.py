@@ -15,7 +15,6 @@ import torch
 from prefetch_generator import BackgroundGenerator
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load import threads as threads_of_loaders
 from lightning_feed.load.ahead import BackgroundIterator
 
 
@@ -198,15 +197,12 @@ def test_a_thread_that_dies_is_not_the_end_of_the_epoch(monkeypatch: pytest.Monk
         next(ahead)
 
 
-def test_a_source_that_is_stuck_is_left_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(threads_of_loaders, "PATIENCE_S", 0.01)
+def test_a_source_that_is_stuck_is_left_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     ahead = BackgroundIterator(gate, 1)
     assert gate.asked.wait(5)
     with caplog.at_level(logging.WARNING, "lightning_feed"):
-        ahead.close()
+        ahead.close(0.01)
     assert ["timeout" in record.message for record in caplog.records] == [True]
     gate.open.release()  # the batch comes at last, and the thread ends
 

@@ -15,7 +15,6 @@ from load.numbered import LOADERS, SIZE, Failing, Noisy, Rows, as_list, epochs
 from torch.utils.data import get_worker_info
 
 from lightning_feed.errors import LoaderError
-from lightning_feed.load import threads as worker_threads
 from lightning_feed.load.elastic_resume import begin_next_epoch
 from lightning_feed.load.loader import FeedLoader
 
