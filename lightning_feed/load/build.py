@@ -1,4 +1,4 @@
-"""The loader of one dataset: the dataset checked and named, its loader built with the recommended settings."""
+"""Loaders built from datasets: names, checks, and the recommended settings."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from lightning_feed.load.watchdog import Watch
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
 
 _SAMPLES = (tuple, list, dict, str, bytes, torch.Tensor)
-"""Types that have ``__getitem__`` and ``__len__`` and are no dataset, but what a dataset may give."""
+"""Types of samples that have ``__getitem__`` and ``__len__`` and are no dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,25 +26,25 @@ class Part:
     """One loader among those of a split."""
 
     name: str
-    """What reports and errors call it."""
+    """Its name in reports and errors."""
     split: str
     batch_size: int
     together: int
     """Loaders that run at the same time, this one included."""
     sampler: Callable[[Any], Any]
-    """Gives the user's sampler for a map-style dataset, or None."""
+    """Makes the user's sampler for a map-style dataset, or returns None."""
     collate_fn: Callable[[list[Any]], Any] | None
     order: EpochOrder
     decode: BatchDecoder | None = None
-    """What decodes its batches after the workers; None: nothing does."""
+    """Decodes its batches after the workers; None: they stay as they are."""
 
 
 def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -> tuple[FeedLoader, Recommendation]:
-    """Build the loader of one dataset, and tell what was chosen for it.
+    """Build the loader of one dataset. Returns it, and the settings that were chosen with their reasons.
 
     Raises:
-        SettingsError: when no batch would be left, workers were to outlive their loader, or threads were to serve an
-            iterable dataset.
+        SettingsError: for settings that leave no batch, keep workers of loaders that are thrown away, or give threads
+            to an iterable dataset.
         LoaderError: when the dataset or the collate function cannot be sent to the workers.
     """
     training, stream = part.split == "train", isinstance(dataset, IterableDataset)
@@ -113,7 +113,7 @@ def _batches(dataset: Any, part: Part, job: Job, *, drop_last: bool) -> int | No
 
 
 def name_datasets(made: Any, split: str) -> list[tuple[str, Any]]:
-    """The datasets in ``made``, each with the name that reports and errors call it by.
+    """The datasets in ``made``, each with its name in reports and errors.
 
     Args:
         made: a dataset, or a dict or list of datasets.
@@ -143,14 +143,14 @@ def name_datasets(made: Any, split: str) -> list[tuple[str, Any]]:
 
 
 def like(made: Any, values: list[Any]) -> Any:
-    """One value for each dataset, in the form that the datasets were given in."""
+    """One value for each dataset, in the structure of ``made``: a value, a list or a dict."""
     if isinstance(made, dict):
         return dict(zip(made, values, strict=True))
     return values if isinstance(made, list) else values[0]
 
 
 def size_of(dataset: Any) -> int | None:
-    """Samples in the dataset; None for one that does not say."""
+    """Number of samples in the dataset; None where it has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):  # torch's own wrappers have __len__ and raise TypeError in it
@@ -158,9 +158,9 @@ def size_of(dataset: Any) -> int | None:
 
 
 def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int, str]:
-    """The batch size of at most ``wished``, and at least half of it, that leaves the fewest samples for a last batch.
+    """The batch size from half of ``wished`` to ``wished`` that leaves the fewest samples for a last batch.
 
-    The larger of two that leave as many. All samples are seen with any of them. Each rank has
+    Of two that leave as many, the larger. All samples are seen with any of them. Each rank has
     ``ceil(samples / world_size)`` of them: a DistributedSampler repeats some to make the ranks equal.
 
     Returns:

@@ -1,4 +1,4 @@
-"""CacheableDataset, a dataset in steps that a cache can stand between; and the caches of a run, within one limit."""
+"""CacheableDataset, a dataset in steps between which a cache fits, and the caches of a run within one limit."""
 
 import hashlib
 import logging
@@ -17,18 +17,18 @@ from lightning_feed.storage.shared_cache import Kind, SampleCache, parse_limit
 logger = logging.getLogger(__name__)
 
 _MOST = 0.8
-"""The share of memory and of /dev/shm that caches get at most: workers hand over their batches in the rest."""
+"""Largest share of memory and of /dev/shm for caches: the rest is for the batches of the workers."""
 
 
 class CacheableDataset(Dataset[Any]):
-    """A map-style dataset that tells what is the same in each epoch (read, decode) and what is not (augment).
+    """A map-style dataset in steps: some give the same in each epoch (read, decode), one may not (augment).
 
     Write ``__len__``, :meth:`read`, :meth:`decode` and, in most cases, :meth:`augment`. A sample is
     ``augment(decode(read(index), index), index)``. A class with a faster way for the whole may override
     ``__getitem__`` and call :meth:`cached_bytes` and :meth:`cached_decoded` itself.
 
     Attributes:
-        cache: what stands after ``read`` (kind ``"bytes"``) or after ``decode`` (kind ``"decoded"``); None for none.
+        cache: keeps the results of ``read`` (kind ``"bytes"``) or of ``decode`` (kind ``"decoded"``); None for none.
 
     Example:
         >>> class Squares(CacheableDataset):
@@ -48,14 +48,14 @@ class CacheableDataset(Dataset[Any]):
         raise NotImplementedError(f"{type(self).__name__} has no __len__. Write one that gives the number of samples.")
 
     def read(self, index: int) -> Encoded:
-        """Give the bytes of a sample as they lie in storage."""
+        """Read the encoded bytes of a sample from storage."""
         raise NotImplementedError(f"{type(self).__name__} has no read. Write read(self, index), which gives bytes.")
 
     def decode(self, data: Encoded, index: int) -> npt.NDArray[Any]:
-        """Make an array of the bytes, the same one in each epoch.
+        """Decode the bytes into an array, the same one in each epoch.
 
         Args:
-            data: what :meth:`read` gave; a memoryview of the same bytes where a cache of bytes stands in between.
+            data: the result of :meth:`read`; a memoryview of the same bytes where they come from a cache.
             index: of the sample.
         """
         raise NotImplementedError(
@@ -63,11 +63,11 @@ class CacheableDataset(Dataset[Any]):
         )
 
     def augment(self, decoded: npt.NDArray[Any], index: int) -> Any:
-        """Make the sample of the array, at random if you like. The array is this call's own and may be written to."""
+        """Make the sample from the array, at random if you like. The array belongs to this call and may be changed."""
         return decoded
 
     def plain(self, decoded: npt.NDArray[Any], index: int) -> Any:
-        """Make the sample without anything random, all of one shape: what ``cache="device"`` keeps on the device."""
+        """Make the sample without randomness, always of one shape, for ``cache="device"``."""
         if type(self).augment is not CacheableDataset.augment:
             raise DatasetError(
                 f"{type(self).__name__} has an augment, which may be random, and no plain: kept on the device, its "
@@ -77,7 +77,7 @@ class CacheableDataset(Dataset[Any]):
         return decoded
 
     def cached_bytes(self, index: int) -> Encoded:
-        """What :meth:`read` gives, from the cache where it is held. To be read only."""
+        """The result of :meth:`read`, from the cache where it is there. Do not write to it."""
         cache = self.cache
         if cache is None or cache.kind != "bytes":
             return self.read(index)
@@ -90,7 +90,7 @@ class CacheableDataset(Dataset[Any]):
         return held.data.toreadonly() if held.ndim == 1 and held.dtype == np.uint8 else held
 
     def cached_decoded(self, index: int) -> npt.NDArray[Any]:
-        """What :meth:`decode` gives, from the cache where it is held. To be read only."""
+        """The result of :meth:`decode`, from the cache where it is there. Do not write to it."""
         cache = self.cache
         if cache is None or cache.kind != "decoded":
             return self.decode(self.cached_bytes(index), index)
@@ -116,21 +116,21 @@ class CacheableDataset(Dataset[Any]):
 def open_caches(
     named: Sequence[tuple[str, Any]], *, kind: Kind, limit: int | str, run: str, machine: Machine | None = None
 ) -> list[SampleCache]:
-    """Put a cache into each dataset, all of them together within one limit, shared out by their number of samples.
+    """Put a cache into each dataset. They share one limit in proportion to their numbers of samples.
 
-    A ``Subset`` or ``ConcatDataset`` is looked into; subsets of one dataset share its cache. A dataset that has a cache
-    keeps it. The caches live as long as their datasets.
+    The datasets inside a ``Subset`` or ``ConcatDataset`` are found; subsets of one dataset share its cache. A dataset
+    that has a cache keeps it. The caches live as long as their datasets.
 
     Args:
         named: names and datasets, as ``name_datasets`` gives them, the same on all ranks.
-        kind: where the caches stand.
+        kind: the results that the caches keep.
         limit: bytes, a size such as ``"8GiB"``, or a share such as ``"50%"`` of the memory that can be taken, in
             /dev/shm too.
-        run: tells this run, and this making of its datasets, from every other one; the same on all ranks of the node.
+        run: a name for this run and its datasets that no other run has; the same on all ranks of the node.
         machine: its limits, read now if not given.
 
     Raises:
-        DatasetError: for a dataset in which nothing says where decoding ends.
+        DatasetError: for a dataset that is not divided into steps.
         SettingsError: for a limit that cannot be understood.
         ArchiveError: when a cache cannot be opened.
     """

@@ -1,4 +1,4 @@
-"""What a batch does without: samples that cannot be read, and parts that nobody reads."""
+"""Skipped samples and dropped keys."""
 
 import contextlib
 import copy
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 OnError: TypeAlias = Literal["raise", "skip", "substitute"]
 _STEP = 7919
-"""How far away a substitute is looked for: files beside a broken one are often broken too. A prime, so that the steps
-go through all samples, unless there are a multiple of it."""
+"""Distance to a substitute: files beside a broken one are often broken too. A prime, so that the steps go through all
+samples, unless their number is a multiple of it."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """Stands for a sample that was left out, until its batch is put together."""
+    """Placeholder of a skipped sample until its batch is collated."""
 
     index: int
 
 
 class BadSamples:
-    """What to do about a sample that cannot be read, and how many there have been.
+    """The policy for samples that cannot be read, and their count.
 
     Args:
         on_error: ``"raise"`` ends the run at the first. ``"skip"`` gives the place in the batch to another sample of
@@ -55,11 +55,11 @@ class BadSamples:
 
     @property
     def failures(self) -> int:
-        """Samples that could not be read so far; one that fails in two epochs counts twice."""
+        """Number of unreadable samples so far; one that fails in two epochs counts twice."""
         return self._counts.as_dict().get("failed", 0)
 
     def instead(self, index: int, error: DatasetError, size: int, read: Callable[[int], Any]) -> Any:
-        """What takes the place of sample ``index``, or the error.
+        """A replacement for sample ``index``, or the error.
 
         Args:
             index: of the sample that failed.
@@ -95,18 +95,18 @@ class BadSamples:
         if failures > self.max_failures:
             raise DatasetError(
                 f"{failures} samples could not be read, and max_failures={self.max_failures}. The last one: {error} "
-                "Mend the data, or raise max_failures."
+                "Fix the data, or raise max_failures."
             )
 
 
-# Counted in another process than where they are met, with which it shares no memory:
+# For workers that share no memory with the training process:
 _known: weakref.WeakValueDictionary[str, BadSamples] = weakref.WeakValueDictionary()
 _relay: list[tuple[str, str]] | None = None
 
 
 @contextlib.contextmanager
 def relayed() -> Iterator[list[tuple[str, str]]]:
-    """Collect what is wrong with samples, for :func:`count_relayed` in the training process, rather than count it."""
+    """Collect unreadable samples for :func:`count_relayed` in the training process, instead of counting them here."""
     global _relay
     found: list[tuple[str, str]] = []
     _relay = found
@@ -117,7 +117,7 @@ def relayed() -> Iterator[list[tuple[str, str]]]:
 
 
 def count_relayed(found: list[tuple[str, str]]) -> None:
-    """Count what was found in a worker that shares no memory with this process.
+    """Count unreadable samples that a worker without shared memory found.
 
     Raises:
         DatasetError: there have been too many.
@@ -128,7 +128,7 @@ def count_relayed(found: list[tuple[str, str]]) -> None:
 
 
 def fill_skipped(samples: list[Any]) -> list[Any]:
-    """The samples of a batch, with those that were skipped replaced by others of the same batch, in turn.
+    """The samples of a batch, with skipped ones replaced by others of the batch, in turn.
 
     Raises:
         DatasetError: when all of them were skipped.
@@ -140,7 +140,7 @@ def fill_skipped(samples: list[Any]) -> list[Any]:
         skipped = ", ".join(str(sample.index) for sample in samples[:10]) + (", ..." if len(samples) > 10 else "")
         raise DatasetError(
             f"No sample of a batch of {len(samples)} could be read (samples {skipped}), so "
-            "nothing is left to fill it with. Mend the data, use larger batches, or on_error='substitute'."
+            "nothing is left to fill it with. Fix the data, use larger batches, or on_error='substitute'."
         )
     places = iter(range(len(samples)))
     return [good[next(places) % len(good)] if isinstance(sample, Skipped) else sample for sample in samples]
@@ -150,7 +150,7 @@ def check_drop_keys(given: Any, owner: str) -> tuple[str, ...]:
     """``given`` as a tuple of keys.
 
     Raises:
-        SettingsError: for a plain string, which would be taken letter by letter.
+        SettingsError: for a plain string, whose letters would be the keys.
     """
     if isinstance(given, str):
         raise SettingsError(f"{owner}(drop_keys={given!r}) would be taken letter by letter. Write ({given!r},).")
@@ -158,7 +158,7 @@ def check_drop_keys(given: Any, owner: str) -> tuple[str, ...]:
 
 
 def drop(batch: Any, keys: frozenset[str]) -> Any:
-    """``batch`` without the values under ``keys``, at any depth of nesting. The user's objects are not written to.
+    """``batch`` without the values under ``keys``, at any depth. The user's objects are not changed.
 
     Mappings lose the key. Named tuples and dataclasses keep the field, with None in it, so that positions and types
     stay; objects with a ``.to`` of their own are entered only where they are mappings or dataclasses.
@@ -180,7 +180,7 @@ def drop(batch: Any, keys: frozenset[str]) -> Any:
 
 
 def missing_keys(batch: Any, keys: frozenset[str]) -> str | None:
-    """What to warn of after the first batch: keys that it does not have, and those that it has. None: it has all."""
+    """A warning about keys that the first batch does not have; None where it has all."""
     there = dict.fromkeys(_keys(batch))
     absent = [key for key in sorted(keys) if key not in there]
     if not absent:
@@ -192,11 +192,11 @@ def missing_keys(batch: Any, keys: frozenset[str]) -> str | None:
 
 
 class DroppingCollate:
-    """A collate function whose batches leave the worker without ``keys``: they cross neither processes nor the bus.
+    """A collate function that drops ``keys`` in the worker, before a batch is sent to the training process.
 
-    Mapping keys of single samples are left out before torch's own collate function, which then need not know how to
-    collate them; a function of the user's sees whole samples. Of keys that the first batch does not have, the first
-    worker warns, once in its life.
+    Mapping keys of single samples are dropped before torch's own collate function, which then need not know how to
+    collate them; a function of the user's gets whole samples. The first worker warns once of keys that the first batch
+    does not have.
 
     Args:
         collate: makes a batch of a list of samples; None for torch's own.
@@ -222,7 +222,7 @@ class DroppingCollate:
 
 
 GONE = object()
-"""In the place of a part that a mapping loses."""
+"""Replaces a part that a mapping loses."""
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -230,12 +230,12 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _moves_itself(value: Any) -> bool:
-    """Whether it is a sequence with a ``.to``, as a ``PackedSequence``, of which no part can be missing."""
+    """Check for a sequence with a ``.to``, such as a ``PackedSequence``, which must stay complete."""
     return isinstance(value, (list, tuple)) and hasattr(value, "to")
 
 
 def named_parts(value: Any) -> dict[Any, Any] | None:
-    """The parts of a container by key, field or place; None of anything else."""
+    """The parts of a container by key, field or position; None for anything else."""
     if isinstance(value, Mapping):
         return dict(value)
     if _is_dataclass(value):
@@ -246,9 +246,9 @@ def named_parts(value: Any) -> dict[Any, Any] | None:
 
 
 def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A container with ``change(name, part)`` in the place of each part, or without it where that gives ``GONE``.
+    """A container with each part replaced by ``change(name, part)``, or dropped where that returns ``GONE``.
 
-    It is the container itself where nothing changes. The user's objects are not written to.
+    Returns the container itself where nothing changes. The user's objects are not changed.
     """
     parts = named_parts(container) or {}
     made = {name: change(name, part) for name, part in parts.items()}
@@ -272,7 +272,7 @@ def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:
-    """The value itself where nothing is dropped. ``fields``: whether those of named tuples and dataclasses are, too."""
+    """A value without ``keys``. ``fields``: those of named tuples and dataclasses are emptied, too."""
     mapping = isinstance(value, Mapping)
     if _moves_itself(value) or (not fields and _is_dataclass(value)):
         return value

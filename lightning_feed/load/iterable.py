@@ -1,9 +1,10 @@
-"""The place of every worker in an iterable dataset, carried beside the batches, so that a pass can be resumed.
+"""The place of every worker in an iterable dataset, sent with each batch, so that a pass can be resumed.
 
 The path of a sample in a worker: the dataset's iterator -> ``ResumableDataset`` counts it -> torch gathers a batch ->
-``StampingCollate`` collates it and stamps it with the count and the dataset's state -> the main process takes the stamp
-off (``IterablePass.hand_out``). A stamp says where its worker stood when the batch was drawn, however far the workers
-have read ahead since. The contract for datasets with state is that of torchdata's StatefulDataLoader (read in 0.11).
+``StampingCollate`` collates it and adds a stamp, the count and the dataset's state -> the main process removes the
+stamp (``IterablePass.hand_out``). A stamp holds the place of its worker when the batch was drawn, however far the
+workers have read ahead since. The contract for datasets with state is that of torchdata's StatefulDataLoader (read in
+0.11).
 """
 
 import copy
@@ -23,9 +24,9 @@ from lightning_feed.load.processes import TorchBatches
 
 
 class Stamped(NamedTuple):
-    """A batch and where its worker stood after it.
+    """A batch and the place of its worker after it.
 
-    A named tuple because torch pins those member by member: the batch is pinned as it would be without the stamp.
+    A named tuple, because torch pins those member by member: the batch is pinned as it would be without the stamp.
     """
 
     batch: Any
@@ -39,31 +40,31 @@ class Stamped(NamedTuple):
     lost: bool
     """There is a state, but it cannot be pickled."""
     skip: bool
-    """Holds the worker's turn in the first round of a resumed pass, and is dropped."""
+    """Keeps the worker's turn in the first round of a resumed pass, and is dropped."""
 
 
 _beginnings: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 """State at the beginning, of datasets of Hugging Face that were loaded with another: they go there in every pass, until
 ``set_epoch`` (datasets 5.2.0, iterable_dataset.py)."""
 _MARKER = object()
-"""A sample that is no sample: makes a worker pass its turn."""
+"""Not a sample: a worker that yields it skips its turn."""
 
 
 def _has_state(thing: Any) -> bool:
-    """Whether a dataset, or an iterator over one, knows its own place."""
+    """Check that a dataset, or an iterator over one, has a state that can be saved."""
     tell = getattr(thing, "state_dict", None)
     if not callable(tell) or not callable(getattr(thing, "load_state_dict", None)):
         return False
     try:
-        with suppress(ValueError):  # compiled: nothing is known of its arguments
+        with suppress(ValueError):  # compiled: its arguments are not known
             inspect.signature(tell).bind()
-    except TypeError:  # LitData's and MosaicML's have to be told how far their own loader is
+    except TypeError:  # LitData's and MosaicML's take the progress of their own loader
         return False
     return True
 
 
 class ResumableDataset(IterableDataset[Any]):
-    """A user's iterable dataset that counts what is drawn, and goes to a saved place when first iterated.
+    """A user's iterable dataset that counts its samples, and goes to a saved place when first iterated.
 
     Reading and setting attributes reaches the user's dataset, because a ``worker_init_fn`` works on
     ``get_worker_info().dataset``.
@@ -72,7 +73,7 @@ class ResumableDataset(IterableDataset[Any]):
         dataset: the user's.
         batch_size: samples to a batch; None where torch does not batch.
         workers: saved place by worker number, as in :meth:`IterablePass.state`; empty to begin at the beginning.
-        next_worker: the worker whose turn it is; those before it pass their first turn.
+        next_worker: the worker whose turn it is; those before it skip their first turn.
     """
 
     def __init__(
@@ -128,20 +129,20 @@ class _Draws:
         return sample
 
     def stamp(self) -> Stamped:
-        """The place that the worker is at now, without a batch."""
+        """The current place of the worker, without a batch."""
         place, lost = None, False
         if self._stateful:
             states = {name: thing.state_dict() for name, thing in self._stateful.items()}
             try:
                 place = pickle.dumps(states)
             except (pickle.PicklingError, TypeError, AttributeError):
-                lost = True  # the run goes on; the checkpoint says that it cannot be resumed exactly
+                lost = True  # the run goes on; its checkpoint cannot be resumed exactly
         return Stamped(None, self.worker, self.drawn, self.ended, place, lost, skip=False)
 
 
 def _open(dataset: Any, saved: Mapping[str, Any] | None) -> Iterator[Any]:
-    """The dataset's iterator, at the saved place. The order is torchdata's: dataset, ``iter``, iterator; without any
-    state, draw and discard."""
+    """The dataset's iterator, at the saved place. States are loaded in torchdata's order: dataset, ``iter``, iterator.
+    Without any state, samples are drawn and discarded."""
     saved = saved or {"dataset": None, "iterator": None, "ended": False, "drawn": 0}
     of_dataset = saved["dataset"] is not None and _has_state(dataset)
     of_hugging_face = type(dataset).__module__.partition(".")[0] == "datasets"
@@ -162,7 +163,7 @@ def _open(dataset: Any, saved: Mapping[str, Any] | None) -> Iterator[Any]:
 
 
 class StampingCollate:
-    """Collates as the user's function does, and stamps the result. Runs where the samples were drawn.
+    """Collates by the user's function and adds a stamp. Runs in the process that draws the samples.
 
     Args:
         collate: the loader's collate function.
@@ -185,7 +186,7 @@ class StampingCollate:
 
 
 class IterablePass(Pass):
-    """One pass over an iterable dataset: batches handed out, and the place of each worker after its last one.
+    """One pass over an iterable dataset: the number of its batches, and the place of each worker after its last one.
 
     Args:
         order: see :class:`Pass`.
@@ -210,7 +211,7 @@ class IterablePass(Pass):
         )
 
     def hand_out(self, item: Any) -> Any:
-        """Count a batch that leaves the loader, and take off its stamp."""
+        """Count a batch that leaves the loader, and remove its stamp."""
         self.batches += 1
         if not isinstance(item, Stamped):  # a DataPipe: torch must see it unwrapped
             self.exact = False
@@ -221,7 +222,7 @@ class IterablePass(Pass):
         return item.batch
 
     def state(self) -> dict[str, Any]:
-        """The places of the workers that have handed out something; the others begin at their beginning."""
+        """The places of the workers whose batches were trained; the others start at their beginning."""
         workers = copy.deepcopy(self._saved)
         for worker, stamp in self._stamps.items():
             states = {} if stamp.place is None else pickle.loads(stamp.place)
@@ -250,16 +251,16 @@ class StreamBatches(TorchBatches):
         return item
 
 
-# --- what the code of a stream tells ----------------------------------------------------------------------------------
+# --- streams that divide themselves among workers ---------------------------------------------------------------------
 
 _SHARDING_PACKAGES = ("litdata", "streaming")
-"""Whose streams divide themselves among workers."""
+"""Packages whose streams divide themselves among workers."""
 
 
 def divides_among_workers(loader: Any) -> bool | None:
-    """Whether the stream of a loader was seen to divide itself among workers; None for a data set that is no stream.
+    """Check that the stream of a loader divides itself among workers; None for a dataset that is no stream.
 
-    Seen is: several workers serve it already, its code asks ``get_worker_info``, or its package is known for it.
+    It does where several workers serve it already, its code calls ``get_worker_info``, or its package is known for it.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, IterableDataset):
@@ -281,7 +282,7 @@ def _divides_itself(dataset: Any) -> bool:
 
 
 def methods_of(dataset: Any) -> Iterator[tuple[str, CodeType]]:
-    """Every method by its name, without torch's own."""
+    """All methods by name, without those of torch."""
     for kind in type(dataset).__mro__:
         if kind.__module__.partition(".")[0] not in ("torch", "typing", "builtins"):
             yield from ((name, value.__code__) for name, value in vars(kind).items() if hasattr(value, "__code__"))

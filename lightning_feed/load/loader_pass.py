@@ -78,7 +78,7 @@ class LoaderPass(Iterator[Any]):
         return self._maker.source if self._stages else None
 
     def where(self) -> str:
-        """What this pass is waiting for, in words. Any thread may ask."""
+        """The work that this pass is waiting for, in words. Any thread may ask."""
         return self._maker.where()
 
     def _ended(self, end: StopIteration) -> FeedError | None:

@@ -1,4 +1,4 @@
-"""The limits of this process: CPUs, memory, shared memory, start method, and what workers may take of them."""
+"""The limits of this process: CPUs, memory, shared memory and start method, and the share of workers."""
 
 import math
 import multiprocessing
@@ -15,7 +15,7 @@ WORKER_BYTES = {"fork": 256 * MIB, "forkserver": 512 * MIB, "spawn": 512 * MIB}
 """Memory reckoned for one worker, its batches apart. Measured: a spawned worker with torch, torchvision and Lightning
 imported has 382 MiB to itself; a forked one begins with 2 MiB, and makes its own copy of what it touches."""
 THREAD_BYTES = 8 * MIB
-"""The same for a worker thread: its stack. It copies nothing."""
+"""Memory reckoned for one worker thread: its stack. It copies nothing."""
 MEMORY_SHARE = 0.5
 """Workers and the batches in flight take at most this share of the free memory: the model needs some too."""
 SHM_SHARE = 0.8
@@ -35,9 +35,9 @@ class Machine:
     free_shm_bytes: int | None
     """Free space of /dev/shm, through which worker processes hand over their batches. None: not known."""
     start_method: str
-    """How ``multiprocessing`` starts a process here: ``"fork"``, ``"forkserver"`` or ``"spawn"``."""
+    """Start method of ``multiprocessing``: ``"fork"``, ``"forkserver"`` or ``"spawn"``."""
     cpu_time: float | None = field(default=None, compare=False)
-    """``usable_cpus``, not rounded: a quota of half a CPU is 0.5. None: the same."""
+    """``usable_cpus`` before rounding: a quota of half a CPU is 0.5. None: as ``usable_cpus``."""
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
@@ -62,22 +62,22 @@ def read_machine(root: Path = Path("/")) -> Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What one loader takes while it runs."""
+    """Memory and workers of one running loader."""
 
     workers: int
     batches: int
-    """That are in memory at once."""
+    """Largest number of batches in memory at once."""
     batch_bytes: int
     size: str
     """The batches, in words."""
     worker_bytes: int
-    """Of one worker, its batches apart."""
+    """Memory of one worker, without its batches."""
     threads: bool = False
-    """Whether the workers are threads, which hand over what they have made as it is."""
+    """The workers are threads, which need no /dev/shm."""
     sharers: int = 1
     """Loaders like this one on the machine, itself included."""
     reserved_bytes: int = 0
-    """What others have still to take, of memory and /dev/shm each."""
+    """Bytes of memory, and of /dev/shm, that others are still to take."""
 
 
 def exceeded_limit(machine: Machine, taken: Footprint) -> str:

@@ -93,11 +93,11 @@ def _open_tasks(iterator: Any, position: Pass) -> str:
     return f"Worker {worker} (process {pid}) has not sent {what}{later}.{others} Its stack:\n{stack_of(pid)}"
 
 
-# --- their end --------------------------------------------------------------------------------------------------------
+# --- ending worker processes ------------------------------------------------------------------------------------------
 
 
 def torch_iterators(batches: Any) -> list[Any]:
-    """The iterators of torch inside an iterator: itself, under a pass of a FeedLoader, or several side by side."""
+    """The iterators of torch inside an iterator: itself, the one of a LoaderPass, or several that run together."""
     side_by_side = getattr(batches, "iterators", None)
     if isinstance(side_by_side, list):
         return [inner for one in side_by_side for inner in torch_iterators(one)]
@@ -106,7 +106,7 @@ def torch_iterators(batches: Any) -> list[Any]:
 
 
 def worker_processes(batches: Any) -> list[Any]:
-    """The processes that prepare the batches of an iterator of torch or ours; empty where it has none.
+    """The worker processes of an iterator of torch or of a LoaderPass.
 
     Read in torch 2.6 and 2.15 (``_workers``).
     """
@@ -115,9 +115,9 @@ def worker_processes(batches: Any) -> list[Any]:
 
 
 def ended_worker(batches: Any, error: BaseException) -> str | None:
-    """Which worker process of a failed pass ended early, and how; None where that is not why it failed.
+    """The worker process that ended early and so made a pass fail, as a sentence; None where none did.
 
-    Torch says it (RuntimeError), unless a batch was on its way: then the connection to the worker breaks first.
+    Torch reports it (RuntimeError), unless a batch was being sent: then the connection to the worker breaks first.
 
     Args:
         batches: the iterator that failed.
@@ -128,7 +128,7 @@ def ended_worker(batches: Any, error: BaseException) -> str | None:
         return None
     workers = {one.sentinel: one for one in worker_processes(batches)}
     ended: list[Any] = []
-    with contextlib.suppress(RuntimeError):  # torch's signal handler may say at this moment what is found below
+    with contextlib.suppress(RuntimeError):  # torch's signal handler may report at this moment what is found below
         ended = wait(list(workers), timeout=_LAST_MOMENT_S)
     for one in [workers[sentinel] for sentinel in ended] or workers.values():
         one.join(_LAST_MOMENT_S if ended else 0)
@@ -144,7 +144,7 @@ def ended_worker(batches: Any, error: BaseException) -> str | None:
 
 
 def end_pass(batches: Iterator[Any]) -> None:
-    """End a pass with its threads and worker processes, persistent ones too."""
+    """End a pass, its threads and its worker processes, persistent ones too."""
     iterators = torch_iterators(batches)
     close = getattr(batches, "close", None)
     if close is not None:
@@ -155,20 +155,17 @@ def end_pass(batches: Iterator[Any]) -> None:
 
 
 def shut_down_workers(iterator: Any) -> None:
-    """End the worker processes of an iterator of torch as torch does, if it has any."""
+    """End the worker processes of an iterator of torch, if it has any, as torch does."""
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
 
 
 def stop_workers(batches: Iterator[Any]) -> bool:
-    """End the worker processes of a pass now, persistent ones too, whatever they are at.
+    """Kill the worker processes of a pass, persistent ones too. Returns False where it has none.
 
-    Those that got Ctrl-C themselves are about to end; torch would wait 5 s for each of the others. Whoever waits for
-    their batches gets torch's error about it, within 5 s.
-
-    Returns:
-        Whether there were any.
+    Workers that got Ctrl-C themselves are about to end; torch would wait 5 s for each of the others. A consumer that
+    waits for their batches gets torch's error about it, within 5 s.
     """
     processes = worker_processes(batches)
     _expect_their_end(batches)
@@ -183,7 +180,7 @@ def stop_workers(batches: Iterator[Any]) -> bool:
 
 
 def _expect_their_end(batches: Any) -> None:
-    """Keep torch from taking the end of the workers for an accident, which it raises anywhere in the main thread."""
+    """Keep torch from reporting the end of the workers, which it would raise anywhere in the main thread."""
     forget = getattr(signal_handling, "_remove_worker_pids", None)
     for iterator in torch_iterators(batches):
         if forget is not None and getattr(iterator, "_worker_pids_set", False):

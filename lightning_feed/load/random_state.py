@@ -1,8 +1,8 @@
-"""Random numbers: a generator for each sample in worker threads; states told apart and put back.
+"""Random numbers: one generator for each sample in worker threads, and random states that are compared and restored.
 
-Python, NumPy and torch have one default generator for the whole process. Worker threads that shared it would take its
-numbers from each other, in an order left to chance, and from the training. Our recipes draw from
-:func:`sample_generator` instead. What else draws is found out with the first sample, and warned of.
+Python, NumPy and torch have one default generator for the whole process. Worker threads that share it take its numbers
+from each other and from the training, in a random order. Our recipes draw from :func:`sample_generator` instead. Other
+uses of the default generators are found with the first sample, which leads to a warning.
 """
 
 import gc
@@ -27,7 +27,7 @@ from lightning_feed.load.order import mix_seed
 
 
 class DefaultGenerators:
-    """The states of torch's, Python's and NumPy's default generators, to tell which were drawn from, and to put back.
+    """The states of torch's, Python's and NumPy's default generators, to find which were used, and to restore them.
 
     Example:
         >>> before = DefaultGenerators()
@@ -49,7 +49,7 @@ class DefaultGenerators:
         self._before = {name: get() for name, (get, _) in self._known.items()}
 
     def restore(self) -> list[str]:
-        """Put back what has changed since, and name it."""
+        """Restore the generators that were used since. Returns their names."""
         changed = []
         for name, (get, put) in self._known.items():
             if pickle.dumps(get()) != pickle.dumps(self._before[name]):
@@ -62,7 +62,7 @@ class DefaultGenerators:
 
 
 class _Local(threading.local):
-    """What a worker thread knows of the sample that it is at."""
+    """The current sample of a worker thread."""
 
     place: tuple[int, int, int] | None = None
     generator: torch.Generator | None = None
@@ -72,7 +72,7 @@ _thread = _Local()
 
 
 def begin_sample(seed: int, batch: int, place: int) -> None:
-    """Say which sample this thread makes now. Costs nothing until something is drawn.
+    """Set the current sample of this thread. Costs nothing until something is drawn.
 
     Args:
         seed: of the pass.
@@ -93,22 +93,23 @@ def sample_generator() -> torch.Generator | None:
     return _thread.generator
 
 
-# --- what is put back -----------------------------------------------------------------------------------------------
+# --- restoring state -----------------------------------------------------------------------------------------------
 
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), Tensor, np.ndarray, np.generic)
 _CODE = (type, BuiltinFunctionType, ModuleType)
 _LONG = 100_000
-"""A longer container is kept by its owner's attribute only, not its elements: datasets hold lists of all samples."""
+"""Of a longer container only the reference is restored, not its elements: datasets hold lists of all samples."""
 _ENTERED = 1_000
-"""Elements of a longer one are samples, not objects that draw or count."""
+"""Elements of a longer container are samples, not objects with a state."""
 _MOST = 200_000
-"""Objects that are looked at."""
+"""Objects that are visited."""
 _APART = re.compile(
     r"(threading|multiprocessing|logging|torch\.multiprocessing|lightning_feed\.storage)\b"
     r"|(lightning|pytorch_lightning)\b(?!(\.pytorch|\.fabric)?\.(core|utilities)\b)"
 )
-"""Packages whose objects belong to a running program; and our archive's, whose state lies outside Python. Not
-what of Lightning's holds a user's data: data modules made by ``from_datasets``, ``hparams``, ``CombinedLoader``."""
+"""Packages whose objects belong to a running program, and our storage, whose state lies outside Python. Not those
+objects of Lightning that hold a user's data: data modules made by ``from_datasets``, ``hparams``,
+``CombinedLoader``."""
 _GENERATORS = ((torch.Generator, "get_state"), (random.Random, "getstate"), (np.random.RandomState, "get_state"))
 
 Undo = Callable[[], object]
@@ -116,15 +117,15 @@ Undo = Callable[[], object]
 
 @contextmanager
 def preserve_state(*owners: Any) -> Iterator[None]:
-    """Within it, ``owners`` may be worked with; after it they are as before, and so are the global generators.
+    """Restore ``owners`` and the global generators at the end of a ``with`` block.
 
-    Put back: torch's, numpy's and random's global states; and in everything that can be reached from the owners,
-    datasets, samplers and transforms among it: attributes, contents of containers, generators. Not put back: contents
-    of arrays and tensors, of containers above 100,000 elements (and what is in those above 1,000), and what lies
-    outside Python, such as a file's position.
+    Restored are torch's, NumPy's and Python's global generators, and in all objects that the owners refer to, such as
+    datasets, samplers and transforms: attributes, contents of containers, generators. Not restored are the contents of
+    arrays and tensors, of containers above 100,000 elements (and of elements of those above 1,000), and state outside
+    Python, such as a file's position.
 
     Args:
-        owners: loaders, datasets, or containers of them. Iterators of loaders are not looked into.
+        owners: loaders, datasets, or containers of them. Iterators of loaders are not visited.
     """
     undo: list[Undo] = [DefaultGenerators().restore, *_reached(owners)]
     if torch.cuda.is_initialized():
@@ -153,7 +154,7 @@ def _reached(owners: Any) -> Iterator[Undo]:
 
 
 def _generator(value: Any) -> Undo | None:
-    """Puts a random generator's state back; None for what is none."""
+    """A function that restores a random generator; None for any other object."""
     if isinstance(value, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     for kind, get in _GENERATORS:
@@ -171,7 +172,7 @@ def _kept(value: Any) -> Iterator[Undo]:
 
 
 def _refill(container: Any, before: Any) -> None:
-    """The same container with the elements that it had. One that is as it was is not written to."""
+    """Restore the elements of a container. An unchanged one is not written to."""
     here, there = (chain(one, one.values()) if isinstance(one, dict) else one for one in (container, before))
     if len(container) == len(before) and all(now is then for now, then in zip(here, there, strict=True)):
         return

@@ -1,4 +1,4 @@
-"""What ranks tell each other, through the store at which they met."""
+"""All-gather over torch's default store."""
 
 import itertools
 import pickle
@@ -11,13 +11,13 @@ import torch
 _gathered = itertools.count()
 """Numbers :func:`gather`'s calls, as many on each rank."""
 _PATIENCE = timedelta(minutes=30)
-"""How long :func:`gather` waits for the slowest rank: as long as torch's groups do by default."""
+"""Longest wait of :func:`gather` for the slowest rank: torch's default for groups."""
 _GRACE = timedelta(seconds=5)
-"""How long rank 0 waits for the others to read what all have said."""
+"""Longest wait of rank 0 until the others have read all values."""
 
 
 def default_store() -> Any:
-    """The store at which the ranks met; None where they did not, or with the MPI backend."""
+    """The default store of the ranks; None without process groups, or with the MPI backend."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     from torch.distributed import distributed_c10d
@@ -27,27 +27,27 @@ def default_store() -> Any:
 
 
 def connected() -> bool:
-    """Whether the ranks of this run can tell each other anything."""
+    """Check that the ranks of this run can exchange values."""
     return default_store() is not None
 
 
 def read_all(store: Any, keys: list[str]) -> list[bytes]:
-    """The values of ``keys``, which are there, in one request where the store knows such."""
+    """The values of existing ``keys``, in one request where the store can do that."""
     return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
 
 
 def gather(trainer: Any, mine: Any) -> list[Any]:
-    """The same kind of thing from each rank, by rank. All take part, and wait for each other.
+    """A value from each rank, by rank. All ranks take part, and wait for each other.
 
-    Not through NCCL: a rank that waits in it keeps a CPU busy, which the trials of another would lack. Nor through a
-    gloo group of our own: up to torch 2.7 it can hang as it ends (https://github.com/pytorch/pytorch/pull/154976).
+    Not over NCCL: a rank that waits in it keeps a CPU busy, which the trials of another would lack. Nor over a new gloo
+    group: up to torch 2.7 it can hang as it ends (https://github.com/pytorch/pytorch/pull/154976).
 
     Args:
         trainer: of the run.
-        mine: can be pickled.
+        mine: the value of this rank; it is pickled.
 
     Raises:
-        RuntimeError: torch's; a rank said nothing for 30 minutes, or the process with the store is gone.
+        RuntimeError: from torch, when a rank does not answer for 30 minutes, or the process with the store is gone.
     """
     store = default_store()
     if trainer.world_size == 1 or store is None:
@@ -62,7 +62,7 @@ def gather(trainer: Any, mine: Any) -> list[Any]:
     if store.add(readers, 1) == world_size:
         store.set(read_by_all, b"yes")
     if rank == 0:
-        # The store is often in this process. If it ended now, ranks that still read would get a network error.
+        # The store is often in this process: if it ended now, ranks that are still reading would get a network error.
         with suppress(RuntimeError):  # one of them is gone
             store.wait([read_by_all], _GRACE)
         for key in (*keys, readers, read_by_all):

@@ -1,13 +1,13 @@
 """Ray workers: a stage that makes the batches of a map-style dataset as Ray tasks, on any node of a cluster.
 
-Each batch is one task, a pure function of its number, its indices and the seed of the pass: who makes it, and how often
-it was begun, cannot be seen in it. So the rest is left to Ray: it places tasks where a CPU is free, keeps their worker
-processes for the next ones, and makes a batch again whose process or node died. Actors would each hold a CPU for as
-long as they live, and what is given to one waits for it, whatever it hangs in.
+Each batch is one task, a pure function of its number, its indices and the seed of the pass, whichever worker makes it.
+Ray does the rest: it places tasks where a CPU is free, keeps their worker processes for the next ones, and makes a
+batch again whose process or node died. Actors would each hold a CPU for as long as they live, and a batch that was
+assigned to one would wait for it.
 
-A task begins after the end of the one ``num_workers`` before it, so no more CPUs are taken than that, and a cluster
-that adds machines by itself adds none for more. It costs 1 ms of CPU for each batch: tasks that wait for nothing are
-handed to a worker one after the other, without asking for a CPU each time.
+A task starts after the end of the one ``num_workers`` before it, so no more CPUs are used than that, and an autoscaling
+cluster adds no machines for more. This costs 1 ms of CPU for each batch: tasks that wait for nothing go to a worker one
+after the other, without a new request for a CPU.
 """
 
 import contextlib
@@ -45,14 +45,14 @@ STORE_SHARE = 0.5
 TRIES = 5
 """Worker processes that may die with one batch before it is an error: the batch is what kills them."""
 WAIT_FOR_WORKER_S = 300.0
-"""How long to wait while no worker is at any batch of a pass: a cluster may have to start machines first."""
+"""Longest wait while no worker makes any batch of a pass: a cluster may have to start machines first."""
 REPORT_S = 10.0
-"""How often a worker that is still at a batch says so."""
+"""Seconds between two reports of a busy worker."""
 GRACE_S = 5.0
-"""How long a batch of a pass that was closed may go on. Its worker is ended then, as torch ends worker processes."""
+"""Seconds that a batch of a closed pass may take. Then its worker is ended, as torch ends worker processes."""
 _HEAD_CHECK_S, _HEAD_PATIENCE_S = 5.0, 20.0
-"""How often to look for the head node, and how long it may be away. Ray itself ends a process, without an exception,
-that has not reached it for 60 s."""
+"""Seconds between two checks of the head node, and the longest time without an answer. Ray itself ends a process,
+without an exception, that has not reached it for 60 s."""
 _CHECK_S = 0.2
 """Seconds between two checks of a waiting consumer that its pass is open and somebody works for it."""
 
@@ -68,13 +68,13 @@ def _ray() -> Any:
 
 
 def connect(address: str | None, num_workers: int) -> Any:
-    """Ray, connected to the cluster that was asked for."""
+    """Ray, connected to the requested cluster."""
     ray = _ray()
     if not ray.is_initialized():
         own = {} if address else {"num_cpus": num_workers, "include_dashboard": False}
         try:
             if address not in (None, "auto", "local"):
-                _knock(address)  # where nobody answers, Ray tries for ever
+                _knock(address)  # without an answer, Ray tries for ever
             ray.init(address=address or "local", logging_level=logging.WARNING, **own)
         except Exception as error:  # Ray raises bare ones where its own processes are late
             raise LoaderError(
@@ -124,8 +124,8 @@ _in_use: "weakref.WeakValueDictionary[str, RemotePlan]" = weakref.WeakValueDicti
 
 
 class RemotePlan:
-    """The dataset of one loader in the object store. Kept by the loader where its workers are persistent: a worker
-    reads it once, and lets go of it when this object is gone."""
+    """The dataset of one loader in the object store. A loader with persistent workers keeps it: a worker reads it once,
+    and drops it when this object is gone."""
 
     def __init__(self, loader: DataLoader[Any], cluster: RayCluster) -> None:
         self.ray = ray = connect(cluster.address, loader.num_workers)
@@ -141,14 +141,14 @@ class RemotePlan:
         _in_use[self.key] = self
 
     def make(self, after: Any, *job: Any) -> Any:
-        """Begin a batch after the end of another: its end and itself, as references."""
+        """Request a batch that starts after the end of another. Returns references to its end and to itself."""
         keys = (self.key, *(key for key in _in_use if key != self.key))
         # One argument in place of seven: Ray would serialise each by itself.
         packed = self.ray.cloudpickle.dumps(Job(keys, REPORT_S, GRACE_S, *job))
         return _task(TRIES).remote(after, self._plan, packed)
 
     def close_passes(self, last: int) -> None:
-        """Let workers know that nobody waits for batches of these passes any more."""
+        """Tell workers that these passes are closed."""
         if self.ray.is_initialized() and self.ray.get_runtime_context().gcs_address == self.address:
             close_passes(self.key, last)
 

@@ -1,4 +1,4 @@
-"""LoaderSettings, how loaders are to be built, and what is chosen for what they leave open, with reasons."""
+"""LoaderSettings, and the choice for each setting that is left to ``"auto"``, with its reason."""
 
 import math
 import multiprocessing
@@ -29,15 +29,15 @@ _ALLOWED: dict[str, tuple[range, tuple[object, ...]]] = {
     "seed": (range(SEEDS), (None,)),
     "sample_bytes": (range(1, 2**50 + 1), (None,)),
 }
-"""Whole numbers, and other values, that may be given."""
+"""Setting -> whole numbers and other values that are possible."""
 
 
 @dataclass(frozen=True)
 class RayCluster:
-    """What a FeedLoader is given as ``workers`` to have its batches made on a Ray cluster."""
+    """A FeedLoader's ``workers`` that make its batches on a Ray cluster."""
 
     address: str | None = None
-    """Of the cluster, as ``ray.init`` takes it; None: the Ray that this process uses already, or one of its own."""
+    """Address of the cluster, as in ``ray.init``; None: the Ray that this process uses already, or a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class LoaderSettings:
     an iterable dataset. ``"tune"`` tries a few numbers, and other settings that are left to ``"auto"``, when a fit
     begins, and remembers the result."""
     workers: Literal["process", "thread", "ray"] = "process"
-    """What the workers are. Threads start at once and share memory with training, but only what releases the GIL runs
+    """Kind of the workers. Threads start at once and share memory with training, but only what releases the GIL runs
     at the same time: decoders in C, reading files, torch. See docs/how-to/threads.md. ``"ray"``: tasks on the
     machines of a Ray cluster. See docs/how-to/ray.md."""
     ray_address: str | None = None
@@ -66,24 +66,23 @@ class LoaderSettings:
     prefetch_factor: int | Literal["auto"] = "auto"
     """Batches that each worker loads ahead."""
     pin_memory: bool | Literal["auto"] = "auto"
-    """Whether batches lie in page-locked memory, from which a copy to the device can overlap with computing."""
+    """Put batches into page-locked memory, from which a copy to the device can overlap with computing."""
     persistent_workers: bool | Literal["auto"] = "auto"
-    """Whether workers live on from epoch to epoch."""
+    """Keep the workers from epoch to epoch."""
     background: int = 0
     """Batches that a thread of the training process keeps ready; 0 for no thread."""
     in_order: bool = True
-    """Whether batches come in the order of the sampler. False lets a slow batch be overtaken; the order is then left to
-    chance."""
+    """Yield batches in the order of the sampler. With False a slow batch can be overtaken, and the order is random."""
     drop_last: bool = False
-    """Whether a last training batch that is not full is left out. Evaluation always sees every sample."""
+    """Leave out a last training batch that is not full. Evaluation always sees every sample."""
     shuffle: bool = True
-    """Whether training samples are shuffled (map-style datasets). Evaluation never is."""
+    """Shuffle training samples (map-style datasets). Evaluation is never shuffled."""
     timeout_s: float = 0
     """Seconds to wait for a batch from the workers before giving up; 0 waits for ever."""
     warn_after_s: float = 60
     """Seconds without a batch after which a warning says which worker hangs, and where; 0: never. The run goes on."""
     start_method: Literal["fork", "spawn", "forkserver"] | None = None
-    """How worker processes start; None for Python's default."""
+    """Start method of worker processes; None for Python's default."""
     seed: int | None = None
     """Seed of the training order; None takes ``seed_everything``'s, or draws one."""
     sample_bytes: int | None = None
@@ -105,7 +104,7 @@ class LoaderSettings:
         self._refuse_without_effect()
 
     def asking_for_workers(self) -> dict[str, Any]:
-        """The settings given that mean something only where there are workers."""
+        """The given settings that need workers."""
         idle: dict[str, tuple[object, ...]] = {
             "workers": ("process",),
             "prefetch_factor": ("auto",),
@@ -156,7 +155,7 @@ class LoaderSettings:
 
 
 def workers_of(settings: LoaderSettings) -> Literal["process", "thread"] | RayCluster:
-    """What a FeedLoader is given as ``workers``."""
+    """The ``workers`` argument of a FeedLoader."""
     return RayCluster(settings.ray_address) if settings.workers == "ray" else settings.workers
 
 
@@ -169,10 +168,10 @@ PINNING_DEVICES = ("cuda", "xpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the loaders have to know of the run. The defaults are those of a loader that is used by itself."""
+    """Facts of the run that loaders depend on. The defaults are those of a loader outside a run."""
 
     device_type: str = "cpu"
-    """The type of the device that the batches go to, as in ``torch.device.type``."""
+    """Type of the device that trains, as in ``torch.device.type``."""
     local_ranks: int = 1
     """Training processes on this machine, this one included."""
     sharing_ranks: int = 1
@@ -182,14 +181,14 @@ class Job:
     reload_every_n_epochs: int = 0
     """The Trainer's ``reload_dataloaders_every_n_epochs``."""
     overfit: bool = False
-    """Whether a few batches are trained again and again, for which the order must stay."""
+    """The Trainer's ``overfit_batches``: the same few batches again and again, in one order."""
     worker_init: Callable[[int], None] | None = None
-    """What workers do first."""
+    """Function that sets up each worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(Job):
-    """What one loader has to serve."""
+    """The demand on one loader."""
 
     split: str
     """``"train"``, ``"val"``, ``"test"`` or ``"predict"``."""
@@ -199,7 +198,7 @@ class Workload(Job):
     loaders: int = 1
     """Loaders that run at the same time, this one included."""
     iterable: bool = False
-    """Whether the dataset is a stream, from which workers cannot pick samples."""
+    """The dataset is a stream, from which workers cannot pick samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +213,9 @@ class Recommendation:
     reasons: dict[str, str]
     """A reason for each of the values, by its name; for ``workers`` where it is not the default."""
     workers: Literal["process", "thread", "ray"] = "process"
-    """What the workers are."""
+    """Kind of the workers."""
     warnings: tuple[str, ...] = ()
-    """What may go wrong with values that were given, or that nothing could be done about."""
+    """Risks of given values, and limits that no choice could meet."""
 
     def describe(self) -> str:
         """One line for each value: what it is and why."""
@@ -224,10 +223,10 @@ class Recommendation:
 
 
 def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) -> Recommendation:
-    """Choose what ``settings`` leaves to ``"auto"``. Given values are kept, with a warning where they may hurt.
+    """Choose the settings that are left to ``"auto"``. Given values are kept, with a warning where they may hurt.
 
     Raises:
-        SettingsError: for persistent workers with loaders that are made anew every few epochs.
+        SettingsError: for persistent workers with loaders that the Trainer replaces every few epochs.
     """
     workers, why_workers = _workers(machine, settings, workload)
     prefetch, why_prefetch = TORCH_PREFETCH, "torch's default; more helps only where samples differ much in cost"
@@ -302,7 +301,7 @@ def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> 
 
 
 def _fewer(settings: LoaderSettings, workers: int, prefetch: int) -> tuple[int, int] | None:
-    """A batch less to look ahead, or a worker less; None where neither is left to us."""
+    """One prefetched batch fewer, or one worker fewer; None where neither may be lowered."""
     if settings.prefetch_factor == "auto" and prefetch > 1:
         return workers, prefetch - 1
     fewest = 1 if settings.asking_for_workers() else 0
@@ -311,8 +310,8 @@ def _fewer(settings: LoaderSettings, workers: int, prefetch: int) -> tuple[int, 
 
 
 def _exceeded_limit(machine: Machine, settings: LoaderSettings, workload: Workload, workers: int, prefetch: int) -> str:
-    """The limit that so many workers would exceed, as a sentence; empty when all hold."""
-    if workers == 0 or settings.workers == "ray":  # whose own limits are those of its machines
+    """The limit that this number of workers would exceed, as a sentence; empty when there is none."""
+    if workers == 0 or settings.workers == "ray":  # their limits are those of the cluster
         return ""
     # What the workers have loaded, what the background thread keeps, and the batch that is being trained.
     batches = workers * prefetch + settings.background + 1
@@ -362,7 +361,7 @@ def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> t
     if workers == 0:
         return False, "there are no workers"
     if reloaded:
-        return False, f"the Trainer makes the loaders anew every {workload.reload_every_n_epochs} epochs"
+        return False, f"the Trainer makes new loaders every {workload.reload_every_n_epochs} epochs"
     if not repeated:
         return False, f"'{workload.split}' is gone through once"
     return True, "workers that live on need not be started again each epoch"

@@ -22,9 +22,9 @@ from lightning_feed.load.worker import resend_ctrl_c
 logger = logging.getLogger(__name__)
 
 SOON_S = 0.5
-"""How long Ctrl-C waits for the batch that a stage is making."""
+"""Longest wait of Ctrl-C for the current batch."""
 PATIENCE_S = 10.0
-"""How long a shutdown waits for the samples that threads are loading. A thread cannot be stopped."""
+"""Longest wait of a shutdown for the samples that threads are loading. A thread cannot be stopped."""
 CLOSED = "This pass over the loader was closed. Begin a new pass with iter(loader)."
 COLLATING = -1
 """The place of collating among the places of a batch's samples."""
@@ -56,7 +56,7 @@ class Maker(Stage):
         return self
 
     def where(self) -> str:
-        """What a consumer is waiting for, in words. Any thread may ask."""
+        """The work that a consumer is waiting for, in words. Any thread may ask."""
         raise NotImplementedError
 
 
@@ -133,7 +133,7 @@ class ThreadShutdown:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process runs the threads, and is not a forked copy."""
+        """True in the process of the threads, False in a forked copy of it."""
         return os.getpid() == self._pid
 
     def end(self, patience_s: float = PATIENCE_S) -> None:

@@ -24,16 +24,16 @@ Traced = Literal[
 ]
 """Every stage, in the order of the input pipeline; docs/reference/profiler.md says what lies in each."""
 PREFIX = "lightning_feed."
-"""What their names in a trace begin with."""
+"""Prefix of their names in a trace."""
 
 _LABELS: dict[Traced, str] = {name: PREFIX + name for name in get_args(Traced)}
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def traced(name: Traced) -> AbstractContextManager[Any]:
-    """What is done inside appears as ``lightning_feed.<name>`` in the trace of a profiler that is active now.
+    """A context whose work appears as ``lightning_feed.<name>`` in the trace of an active profiler.
 
-    Whether one is, torch says itself in ``_is_profiler_enabled`` (torch 2.6 to 2.15; absent: nothing is named). Unlike
+    Torch says whether one is active in ``_is_profiler_enabled`` (torch 2.6 to 2.15; absent: nothing is named). Unlike
     ``torch.autograd._profiler_enabled()`` it holds for all threads of the process, and not only for the one that
     started the profiler, so that a profiler with ``profile_all_threads`` sees ours. Entered and left without a
     profiler, a stage costs about 0.3 us.

@@ -21,7 +21,7 @@ class Watched(Protocol):
     """A pass over a loader."""
 
     def where(self) -> str:
-        """What its consumer is waiting for, in words."""
+        """The work that its consumer is waiting for, in words."""
 
 
 @dataclass(frozen=True)

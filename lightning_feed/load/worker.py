@@ -35,7 +35,7 @@ _RESEND_S = 0.05
 class WorkerInit:
     """The ``worker_init_fn`` of our loaders. It can be pickled, so that it serves spawned workers too.
 
-    Workers are the parallelism: one that opened a pool of threads of its own would only take CPUs from the others.
+    The workers run in parallel: a pool of threads in one of them would only take CPUs from the others.
     """
 
     rank: int = 0
@@ -62,20 +62,20 @@ def disable_opencv_threads() -> None:
 
 
 def on_this_device() -> Callable[[], None]:
-    """What puts another thread on this thread's CUDA device: it would start on device 0, with which pinned memory would
-    then be registered."""
+    """A function that moves another thread to this thread's CUDA device. It would start on device 0, and register
+    pinned memory there."""
     if not torch.cuda.is_initialized():
         return lambda: None
     return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
-# --- what can be sent to them ---------------------------------------------------------------------------------------
+# --- pickling for worker processes ------------------------------------------------------------------------------------
 
 
 def why_not_picklable(thing: Any) -> str | None:
-    """What keeps ``thing`` from being pickled for a worker process, in Python's words; None where nothing does.
+    """The error of pickling ``thing`` for a worker process; None where it can be pickled.
 
-    Costs the time of pickling but no memory: nothing is written, and tensors and arrays are not looked into.
+    Costs the time of pickling but no memory: nothing is written, and tensors and arrays are skipped.
     """
     try:
         _DryPickler(_Nowhere(), pickle.HIGHEST_PROTOCOL).dump(thing)
@@ -87,7 +87,7 @@ def why_not_picklable(thing: Any) -> str | None:
 
 
 def why_not_sent(loader: Any, start_method: str) -> str:
-    """Why a DataLoader cannot have worker processes that are started by a method; empty where nothing is known to."""
+    """The reason why a DataLoader cannot have worker processes with a start method; empty where none is known."""
     for name in ("dataset", "collate_fn", "worker_init_fn") if start_method != "fork" else ():
         why = why_not_picklable(getattr(loader, name))
         if why is not None:
@@ -96,7 +96,7 @@ def why_not_sent(loader: Any, start_method: str) -> str:
 
 
 def refuse_unsendable(loader: Any, name: str, start_method: str) -> None:
-    """Raise a LoaderError for a loader that cannot have worker processes which are started by a method."""
+    """Raise a LoaderError for a loader that cannot have worker processes with a start method."""
     why = why_not_sent(loader, start_method)
     if why:
         raise LoaderError(
@@ -121,15 +121,15 @@ class _DryPickler(ForkingPickler):
         return (int, ()) if shared else NotImplemented
 
 
-# --- the stack of one that hangs ------------------------------------------------------------------------------------
+# --- stacks of a hanging worker ------------------------------------------------------------------------------------
 
 
 def _answer_for_stacks() -> None:
-    """Let this worker process write its stacks when a signal asks for them. Does nothing where it cannot.
+    """Let this worker process write its stacks on a signal, where the system allows it.
 
-    ``faulthandler`` writes them in C: also where the worker hangs in C and no Python runs in it. The signal is a
-    real-time one that nobody uses, and is sent only to a process that handles it. The worker keeps a file in memory,
-    which its parent finds under /proc, so nothing has to be handed to a worker, forked or spawned.
+    ``faulthandler`` writes them in C, also where the worker hangs in C and runs no Python. The signal is a real-time
+    one that nobody uses, and is sent only to a process that handles it. The worker keeps a file in memory, which its
+    parent finds under /proc, so that a worker needs no argument for it, forked or spawned.
     """
     create = getattr(os, "memfd_create", None)
     if create is None or get_worker_info() is None or signal.getsignal(_STACK_SIGNAL) is not signal.SIG_DFL:
@@ -146,7 +146,7 @@ def _target_of(descriptor: Path) -> Path:
 
 
 def stack_of(pid: int) -> str:
-    """The stacks of a worker's threads, innermost call first; or what the kernel says of it, where it does not answer.
+    """The stacks of a worker's threads, innermost call first, or its state in the kernel where it does not answer.
 
     Takes up to a second.
     """
