@@ -47,37 +47,31 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
             to an iterable dataset.
         LoaderError: when the dataset or the collate function cannot be sent to the workers.
     """
-    training, stream = part.split == "train", isinstance(dataset, IterableDataset)
-    drop_last = training and settings.drop_last
+    drop_last = part.split == "train" and settings.drop_last
     machine = read_machine()
-    found = recommend(
-        machine,
-        settings,
-        Workload(
-            split=part.split,
-            batch_size=part.batch_size,
-            batches=_batches(dataset, part, job, drop_last=drop_last),
-            loaders=part.together,
-            iterable=stream,
-            **vars(job),
-        ),
+    workload = Workload(
+        split=part.split,
+        batch_size=part.batch_size,
+        batches=_batches(dataset, part, job, drop_last=drop_last),
+        loaders=part.together,
+        iterable=isinstance(dataset, IterableDataset),
+        **vars(job),
     )
-    sampler = None if stream else part.sampler(dataset)
-    if sampler is None and training and settings.shuffle and not stream and not job.overfit:
-        sampler = RandomSampler(dataset)
-    workers = found.num_workers > 0
-    processes = workers and found.workers == "process"
+    found = recommend(machine, settings, workload)
+    processes = found.num_workers > 0 and found.workers == "process"
+    options = {
+        "worker_init_fn": job.worker_init or WorkerInit(),
+        "multiprocessing_context": settings.start_method,
+    }
     loader = FeedLoader(
         dataset,
         batch_size=part.batch_size,
-        sampler=sampler,
+        sampler=_sampler(dataset, part, settings, job),
         num_workers=found.num_workers,
         collate_fn=part.collate_fn,
         pin_memory=found.pin_memory,
         drop_last=drop_last,
-        timeout=settings.timeout_s if workers else 0,
-        worker_init_fn=(job.worker_init or WorkerInit()) if processes else None,
-        multiprocessing_context=settings.start_method if processes else None,
+        timeout=settings.timeout_s if found.num_workers else 0,
         prefetch_factor=found.prefetch_factor,
         persistent_workers=found.persistent_workers,
         in_order=settings.in_order,
@@ -86,11 +80,22 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
         workers=workers_of(settings),
         decode=part.decode,
         watch=Watch(part.name, settings.warn_after_s) if settings.warn_after_s else None,
+        **(options if processes else {}),
     )
     if processes:
         # Not left to torch: Lightning covers an error at the start of a loader with one of its own.
         refuse_unsendable(loader, part.name, settings.start_method or machine.start_method)
     return loader, found
+
+
+def _sampler(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -> Any:
+    """The user's sampler, or one that shuffles; None for a fixed order."""
+    if isinstance(dataset, IterableDataset):
+        return None
+    sampler = part.sampler(dataset)
+    if sampler is None and part.split == "train" and settings.shuffle and not job.overfit:
+        return RandomSampler(dataset)
+    return sampler
 
 
 def _batches(dataset: Any, part: Part, job: Job, *, drop_last: bool) -> int | None:

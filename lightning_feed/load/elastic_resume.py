@@ -1,10 +1,10 @@
-"""The states of loaders: those of this rank, checked, and carried over to a run with another configuration.
+"""Elastic resume: the state of a loader, converted for a run with other ranks or another batch size.
 
-What was trained is counted in samples. A DistributedSampler deals one common order out to its ranks, card by card, so
-``k`` samples on each of ``n`` ranks are the first ``n * k`` of that order, and what follows them is left. Torch's
-RandomSampler, SequentialSampler and DistributedSampler give an order that can be drawn again from what a state holds,
-so what is left of it can be dealt out to other ranks, in batches of another size. Any other sampler can only be
-iterated again by the ranks that had it, which is enough for another batch size. All else is a ResumeError.
+Trained samples are counted. A DistributedSampler assigns one common order to its ranks round-robin, so ``k`` samples on
+each of ``n`` ranks are the first ``n * k`` of that order, and the rest of it is left to train. Torch's RandomSampler,
+SequentialSampler and DistributedSampler have an order that can be drawn again from a state, so its rest can be assigned
+to other ranks, in batches of another size. Any other sampler can only be iterated again by the ranks that had it, which
+is enough for another batch size. All else is a ResumeError.
 """
 
 import logging
@@ -21,14 +21,14 @@ from lightning_feed.load.order import MapPass, facts_of, rank_of_run, ranks_of_r
 logger = logging.getLogger(__name__)
 
 WAY_OUT = (
-    "Resume with what the checkpoint was trained with until the end of this epoch, or from a checkpoint that was saved "
+    "Resume with the configuration of the checkpoint until the end of this epoch, or from a checkpoint that was saved "
     "at the end of an epoch (ModelCheckpoint(save_on_train_epoch_end=True)): there it may change."
 )
-_SIDE_BY_SIDE = "Several loaders are trained side by side, whose places cannot be carried over one by one"
+_SIDE_BY_SIDE = "Several loaders are trained side by side, whose places cannot be converted one by one"
 
 
 def is_feed_state(state: Any) -> bool:
-    """Whether ``state`` is one of a ``FeedLoader``, or such states gathered from all ranks."""
+    """Check for the state of a ``FeedLoader``, or such states gathered from all ranks."""
     return isinstance(state, Mapping) and not {"begun", "kind", "ranks"}.isdisjoint(state)
 
 
@@ -42,15 +42,13 @@ def begin_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
     if "next_start" not in state and any("generator" in start or "sampler" in start for start in starts):
         raise ResumeError(
             "The checkpoint was saved at the end of an epoch by an earlier version of lightning_feed, which did not "
-            "keep where the sampler's own generator, or its state, stood there: the samples of an earlier epoch would "
-            "be drawn again. Resume from a checkpoint that was saved in the middle of an epoch, or with that version."
+            "keep the state of the sampler or of its generator there: the samples of an earlier epoch would be drawn "
+            "again. Resume from a checkpoint that was saved in the middle of an epoch, or with that version."
         )
     epoch = None if state["epoch"] is None else state["epoch"] + 1
     start = state.get("next_start", {})
     state = {key: value for key, value in state.items() if key not in ("sample_seed", "rest", "next_start", "drawn")}
-    if "done" in state:
-        state |= {"done": [], "since": 0}
-    return {**state, "epoch": epoch, "cycle": 0, "batches": 0, "pass_start": start}
+    return {**state, "epoch": epoch, "cycle": 0, "batches": 0, "pass_start": start, "done": [], "since": 0}
 
 
 def state_of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +56,7 @@ def state_of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
     if "ranks" not in state:
         return dict(state)
     ranks: list[dict[str, Any]] = state["ranks"]
-    # A sampler stands at the same place on all ranks; for a stream, another number of them is refused below.
+    # A sampler is at the same place on all ranks; for a stream, another number of ranks is refused below.
     mine = ranks[rank_of_run()] if len(ranks) == ranks_of_run() else ranks[0]
     return {**mine, "beside": state.get("beside", 0), "world": len(ranks)}
 
@@ -73,14 +71,14 @@ def check_kind(state: Mapping[str, Any], kind: str, dataset: Any) -> None:
 
 
 def converted(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` as it is for ``loader``, whose configuration may differ from that of the loader that wrote it.
+    """``state`` converted for ``loader``, whose configuration may differ from that of the loader that wrote it.
 
-    For a map-style dataset, ``rest`` in it says how the rest of the epoch is to be had: "own", from the loader's own
-    samplers, or "dealt", from the order of the checkpoint; it is left out where whole batches are to be skipped.
-    ``batches`` is then the number that leaves as many batches of this loader's epoch as are left in truth.
+    For a map-style dataset, ``rest`` in it is the source of the rest of the epoch: "own", the loader's own samplers, or
+    "dealt", the order of the checkpoint; without it, whole batches are skipped. ``batches`` is then the number that
+    leaves the right number of batches in this loader's epoch.
 
     Raises:
-        ResumeError: what changed cannot be carried over.
+        ResumeError: the change cannot be converted.
     """
     if state["kind"] == "iterable":
         return _converted_stream(state, loader)
@@ -100,13 +98,13 @@ def _converted_stream(state: dict[str, Any], loader: DataLoader[Any]) -> dict[st
         raise ResumeError(
             f"The checkpoint was saved with num_workers={state['num_workers']} and this loader has "
             f"num_workers={loader.num_workers}. An iterable dataset is divided among its workers, so their places "
-            f"cannot be carried over. Set num_workers={state['num_workers']} to resume."
+            f"cannot be converted. Set num_workers={state['num_workers']} to resume."
         )
     ranks, now = state.get("world"), ranks_of_run()
     if ranks not in (None, now):
         raise ResumeError(
             f"The checkpoint was saved by {ranks} ranks and this run has {now}. An iterable dataset is divided among "
-            f"the ranks, so their places cannot be carried over. Resume with {ranks} ranks."
+            f"the ranks, so their places cannot be converted. Resume with {ranks} ranks."
         )
     before, size = state.get("batch_size", loader.batch_size), loader.batch_size
     if before == size:
@@ -115,19 +113,17 @@ def _converted_stream(state: dict[str, Any], loader: DataLoader[Any]) -> dict[st
     if state.get("beside"):
         raise ResumeError(f"{what} {_SIDE_BY_SIDE}. Resume with batch_size={before}.")
     logger.warning("%s The epoch goes on after the samples that were trained.", what)
-    # Places are counted in samples, so only the count of batches is another.
+    # Places are counted in samples, so only the number of batches changes.
     try:
         drawn = sum(worker["drawn"] for worker in state["workers"].values())
         left = max(0, len(loader.dataset) - drawn) / (size or 1)  # type: ignore[arg-type]
         base = len(loader) - (math.floor(left) if loader.drop_last else math.ceil(left))
-    except (TypeError, NotImplementedError):  # no length: nothing is compared with the count
+    except (TypeError, NotImplementedError):  # no length to compare the number with
         base = state["batches"]
     return {**state, "batch_size": size, "batches": base}
 
 
 def _converted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
-    if "shares" not in state:
-        return state  # written before states held these facts
     new = facts_of(loader, samplers)
     old = {name: state[name] for name in new}
     parts = trained_parts(state)
@@ -142,7 +138,7 @@ def _converted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Map
         return state
     rest = _way_of_rest(old, new, parts, same_samplers=same_samplers)
     what = " and ".join(changed) or "the changes that it was resumed with before"
-    why = _why_refused(state, loader, other_length=old["samples"] != new["samples"], carried=rest is not None)
+    why = _why_refused(state, loader, other_length=old["samples"] != new["samples"], convertible=rest is not None)
     if why:
         raise ResumeError(
             f"The checkpoint was saved in the middle of an epoch, and this run has {what}. {why}, so some samples "
@@ -163,7 +159,7 @@ def _converted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Map
 def _way_of_rest(
     old: Mapping[str, Any], new: Mapping[str, Any], parts: list[list[int]], *, same_samplers: bool
 ) -> str | None:
-    """The way in which the rest of the epoch can be had, see :func:`converted`; None: in none."""
+    """The source of the rest of the epoch, see :func:`converted`; None: there is none."""
     if all(one["order"] is not None and one["world"] in (1, one["shares"]) for one in (old, new)):
         return "dealt"
     same_shares = old["world"] == new["world"] and all(shares == new["shares"] for shares, _ in parts)
@@ -172,22 +168,22 @@ def _way_of_rest(
 
 def _other_sampler(saved: Iterable[str], samplers: Iterable[str]) -> str:
     were, are = (", ".join(name.removesuffix("#0") for name in names) for names in (saved, samplers))
-    return f"the sampler {are} in place of {were}" if were != are else f"other settings of the sampler {are}"
+    return f"the sampler {are} instead of {were}" if were != are else f"other settings of the sampler {are}"
 
 
-def _why_refused(state: Mapping[str, Any], loader: DataLoader[Any], *, other_length: bool, carried: bool) -> str:
-    """Why the rest of the epoch cannot be trained with this loader; empty where it can."""
+def _why_refused(state: Mapping[str, Any], loader: DataLoader[Any], *, other_length: bool, convertible: bool) -> str:
+    """The reason why this loader cannot train the rest of the epoch; empty where it can."""
     if other_length:
         return "The order of the epoch was drawn for the dataset as it was, and is another one for this length"
     if state.get("beside"):
         return _SIDE_BY_SIDE
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        return f"Which samples {type(loader.batch_sampler).__name__} would put into its batches now cannot be told"
+        return f"Which samples {type(loader.batch_sampler).__name__} would put into its batches now is not known"
     if getattr(loader.dataset, "shard", None) is not None:
         return (
             "Each rank keeps its share of the samples on its device (cache_shard=True), and has trained of that alone"
         )
-    if not carried:
+    if not convertible:
         return (
             "The order of the samples is then known for torch's own samplers only, and where a DistributedSampler "
             f"divides them among all ranks; this loader's is {type(_batching(loader)[0]).__name__}"
@@ -196,15 +192,15 @@ def _why_refused(state: Mapping[str, Any], loader: DataLoader[Any], *, other_len
 
 
 def rest_of(state: Mapping[str, Any], loader: DataLoader[Any], position: MapPass) -> Callable[[], Iterator[Any]] | None:
-    """What gives the indices of the rest of the epoch; None where whole batches of the loader's own are to be skipped.
-    To be called when the samplers have been seeded."""
+    """A function that returns the indices of the rest of the epoch, to be called when the samplers were seeded; None
+    where whole batches of the loader are skipped."""
     if "rest" not in state:
         return None
 
     def indices() -> Iterator[Any]:
         sampler, size, drop_last = _batching(loader)
         if state["rest"] == "dealt":
-            share: Any = _dealt(state, sampler)
+            share: Any = _share_of_rest(state, sampler)
         else:
             had = sum(samples for _, samples in state["done"])
             share = position.skip_trained(iter(sampler), had)
@@ -224,16 +220,16 @@ def trained_parts(state: Mapping[str, Any]) -> list[list[int]]:
 
 
 def samples_of_all(state: Mapping[str, Any]) -> int:
-    """Samples of the epoch that all ranks together had trained when a run last went on in another configuration."""
+    """Samples of the epoch that all ranks together had trained at the last change of configuration."""
     return sum(shares * samples for shares, samples in state["done"])
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What is not as it was, in words."""
+    """The changes, in words."""
     words = {
-        "samples": "a dataset of {} samples in place of {}",
-        "ranks": "{} ranks in place of {}",
-        "batch_size": "batch_size={} in place of {}",
+        "samples": "a dataset of {} samples instead of {}",
+        "ranks": "{} ranks instead of {}",
+        "batch_size": "batch_size={} instead of {}",
     }
     before, now = ({**one, "ranks": max(one["world"], one["shares"])} for one in (old, new))
     return [text.format(now[name], before[name]) for name, text in words.items() if now[name] != before[name]]
@@ -242,7 +238,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def _order(state: Mapping[str, Any], sampler: Any) -> list[int]:
     """The whole order of the epoch that ``state`` interrupted, before it was divided among ranks.
 
-    Drawn from the generator that the user gave to ``sampler`` where there is one, since later epochs go on from there.
+    Drawn from the user's generator in ``sampler`` where there is one, since later epochs continue from there.
     """
     order, everything = state["order"], range(state["samples"])
     start = state["pass_start"][order["sampler"]]
@@ -268,15 +264,15 @@ def _order(state: Mapping[str, Any], sampler: Any) -> list[int]:
     return list(RandomSampler(everything, generator=generator))
 
 
-def _dealt(state: Mapping[str, Any], sampler: Any) -> list[int]:
-    """This rank's share of what is left."""
+def _share_of_rest(state: Mapping[str, Any], sampler: Any) -> list[int]:
+    """This rank's share of the remaining samples."""
     left = _order(state, sampler)[samples_of_all(state) :]
     if not isinstance(sampler, DistributedSampler):
         return left
     lacking = -len(left) % sampler.num_replicas
     if sampler.drop_last:
         left = left[: len(left) - len(left) % sampler.num_replicas]
-    elif left and lacking:  # as DistributedSampler does, whose ranks all have as many
+    elif left and lacking:  # as DistributedSampler does, whose ranks all have the same number
         left += (left * lacking)[:lacking]
     return left[sampler.rank :: sampler.num_replicas]
 
@@ -287,7 +283,7 @@ def _batching(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
 
 
 def _left(state: Mapping[str, Any], loader: DataLoader[Any]) -> tuple[int, str]:
-    """The batches that come before what is left for this rank, in its count; and what is left, in words."""
+    """The batches before the rest of this rank, in its count; and the rest, in words."""
     sampler, size, drop_last = _batching(loader)
     twice = 0
     if state["rest"] == "own":

@@ -53,25 +53,25 @@ _PASSED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters
 
 
 class FeedLoader(DataLoader[Any]):
-    """A DataLoader that can read ahead in a thread, and whose state makes a resumed run train what is left.
+    """A DataLoader that can read ahead in a thread, and whose state lets a resumed run train the rest of an epoch.
 
-    Without ``background``, ``order`` and a loaded state it yields what a DataLoader of the same arguments yields. With
-    an ``order``, random samplers that the user did not seed are seeded for each pass from (seed, epoch, cycle), where
-    cycle counts the passes within one epoch (a shorter loader of a CombinedLoader is iterated again).
+    Without ``background``, ``order`` and a loaded state it yields the batches of a DataLoader of the same arguments.
+    With an ``order``, random samplers that the user did not seed are seeded for each pass from (seed, epoch, cycle),
+    where cycle counts the passes within one epoch (a shorter loader of a CombinedLoader is iterated again).
 
     Exactly resumable are map-style datasets under torch's samplers and under any sampler that depends on its
     ``generator``, ``set_epoch`` or ``state_dict`` alone, and iterable datasets that have a state (torchdata's contract)
-    or that give the same samples when iterated again. A sampler that draws from torch's global generator on its own is
-    not: its order is gone with the process. Batches handed out are counted, not batches read ahead.
+    or that give the same samples when iterated again. A sampler that draws from torch's global generator by itself is
+    not: its order is lost with the process. The state counts batches that were yielded, not batches read ahead.
 
     Args:
         dataset: map-style or iterable.
         background: batches that a thread prepares ahead of the consumer; 0: no thread.
-        order: what seeds the order of each epoch; None: torch's global generator, as in a DataLoader.
-        workers: what ``num_workers`` counts, ``"process"``, ``"thread"`` (in the training process) or a
+        order: seeds the order of each epoch; None: torch's global generator does, as in a DataLoader.
+        workers: kind of the ``num_workers``: ``"process"``, ``"thread"`` (in the training process) or a
             :class:`RayCluster`. Threads and Ray serve map-style datasets: ``get_worker_info()`` is None in them, and
             ``worker_init_fn`` is not called.
-        watch: when to warn of a batch that does not come; None: never.
+        watch: when to warn of a missing batch; None: never.
         decode: decodes whole batches after they have left the workers, some of them ahead; None: they stay as they are.
         **options: DataLoader's own. They are passed through by name, because Lightning makes a copy of the loader
             with another sampler by the names that DataLoader has.
@@ -106,11 +106,11 @@ class FeedLoader(DataLoader[Any]):
         super().__init__(dataset, **options)
         self.background, self.order = background, order
         self.draws: DrawsOf | None = None
-        """Those of another loader, made in its place; None: this one makes its own."""
+        """Draws of the loader that this one replaces; None: it replaces none."""
         self.forget()
 
     def forget(self) -> None:
-        """Begin as a new loader of these attributes, without a place and without workers."""
+        """Reset to a new loader with these attributes, without a place and without workers."""
         self._stream = isinstance(self.dataset, IterableDataset)
         self._ours = self.workers != "process" and self.num_workers > 0
         if self._ours:
@@ -125,7 +125,7 @@ class FeedLoader(DataLoader[Any]):
         self._position: Pass | None = None
         self._pending: dict[str, Any] | None = None
         self.shift = 0
-        """Batches by which a loaded state's count of them changed, because this loader's batches are others."""
+        """Change of a loaded state's number of batches, where this loader has another batch size or number of ranks."""
 
     def _check_own_workers(self) -> None:
         name = "ray" if isinstance(self.workers, RayCluster) else self.workers
@@ -147,7 +147,7 @@ class FeedLoader(DataLoader[Any]):
             )
 
     def follow(self, other: "FeedLoader") -> None:
-        """Take the place of another loader of the same samples: the next pass is the one after its newest."""
+        """Replace another loader of the same samples: the next pass is the one after its newest."""
         self._position = other._position
 
     def __iter__(self) -> LoaderPass:  # type: ignore[override]
@@ -172,19 +172,19 @@ class FeedLoader(DataLoader[Any]):
 
     @property
     def state_differs_by_rank(self) -> bool:
-        """Whether a checkpoint needs the state of every rank. A sampler stands at the same place on all of them; an
-        iterable dataset divides itself, so each rank has a state of its own."""
+        """True where a checkpoint needs the state of every rank. A sampler is at the same place on all of them; an
+        iterable dataset divides itself, so each rank has its own state."""
         return self._stream
 
     def close(self) -> None:
-        """End the live pass, if there is one, and its thread."""
+        """End the live pass and its threads, if there is one."""
         live = self._live() if self._live is not None else None
         if live is not None:
             live.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the newest pass stands, in batches handed out. Never raises; what cannot be resumed exactly says so
-        in ``"exact"``."""
+        """The place of the newest pass, in batches yielded. Never raises; ``"exact"`` is False where it cannot be
+        resumed exactly."""
         if self._pending is not None:
             return copy.deepcopy(self._pending)
         now = self._position
@@ -201,7 +201,7 @@ class FeedLoader(DataLoader[Any]):
         return {**state, "epoch": now.epoch, "cycle": now.cycle, "batches": now.batches, **now.state()}
 
     def state_at_end(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` of an epoch that has been trained to its end, from which a run goes on with the next one."""
+        """``state`` of an epoch that was trained to its end, after which a run begins the next one."""
         samplers = self._index.samplers.items()
         return {**state, "next_start": {name: state_of_sampler(sampler) for name, sampler in samplers}}
 
@@ -213,8 +213,8 @@ class FeedLoader(DataLoader[Any]):
 
         Raises:
             ResumeError: the state is of another kind of dataset, of an unknown version, or, in the middle of an epoch,
-                of a configuration from which it cannot be carried over: see carry_over.py. An iterable dataset needs
-                the workers and the ranks that it had.
+                of a configuration that cannot be converted: see elastic_resume.py. An iterable dataset needs the
+                workers and the ranks that it had.
         """
         from lightning_feed.load.elastic_resume import check_kind, converted, state_of_rank
         from lightning_feed.load.state_schema import check_state
@@ -251,11 +251,11 @@ class FeedLoader(DataLoader[Any]):
         return {**self.__dict__, "_live": None, "_position": None, "_iterator": None, "_pending": place}
 
     def _is_stale(self, state: dict[str, Any]) -> bool:
-        """Whether the epoch that ``state`` interrupts was complete: the run is in a later one already."""
+        """True where the run is in a later epoch than ``state``, whose epoch was complete."""
         return self.order is not None and state["epoch"] is not None and self.order.epoch() > state["epoch"]
 
     def _take_pending(self) -> dict[str, Any] | None:
-        """The state that the next pass goes on from; None for a pass from its beginning."""
+        """The state that the next pass continues; None for a pass from its beginning."""
         state, self._pending = self._pending, None
         last = self._position
         if state is None and last is not None and last.origin is not None and not last.ended:
@@ -267,13 +267,8 @@ class FeedLoader(DataLoader[Any]):
         return "iterable" if self._stream else "map"
 
     def _begin(self, resume: dict[str, Any] | None) -> Pass:
-        """The position of a new pass, which may go on from a state."""
-        if resume is not None:
-            epoch, cycle = resume["epoch"], resume["cycle"]
-        else:
-            epoch, cycle, last = self.order.epoch() if self.order is not None else None, 0, self._position
-            if epoch is not None and last is not None and last.epoch == epoch:
-                cycle = last.cycle + (1 if last.batches else 0)
+        """The position of a new pass, which may continue a state."""
+        epoch, cycle = self._next_epoch() if resume is None else (resume["epoch"], resume["cycle"])
         begun: dict[str, Any] = {"epoch": epoch, "cycle": cycle, "resume": resume}
         if self._stream:
             from lightning_feed.load.iterable import IterablePass
@@ -292,6 +287,13 @@ class FeedLoader(DataLoader[Any]):
             position.drawn = 0  # torch's own samplers draw the same again, others may not
         self._index.now = position
         return position
+
+    def _next_epoch(self) -> tuple[int | None, int]:
+        """Epoch and cycle of a pass from its beginning."""
+        epoch, last = self.order.epoch() if self.order is not None else None, self._position
+        if epoch is None or last is None or last.epoch != epoch:
+            return epoch, 0
+        return epoch, last.cycle + (1 if last.batches else 0)
 
     def _maker(self, position: Pass) -> Maker:
         """The first stage of a pass."""

@@ -1,4 +1,4 @@
-"""The order of one pass over a map-style loader: seeded by epoch, recorded at its start, resumed in its middle."""
+"""The order of one pass over a loader: seeded for each epoch, recorded at its start, resumed in its middle."""
 
 import copy
 import hashlib
@@ -35,7 +35,7 @@ STATE_VERSION = 1
 
 
 class PassGenerator(torch.Generator):
-    """A generator that we gave to a sampler. A sampler that holds one was never seeded by the user."""
+    """A generator that we gave to a sampler, which the user did not seed."""
 
     def __reduce__(self) -> tuple[type["PassGenerator"], tuple[()]]:  # type: ignore[override]
         # Torch's own would come back as a plain Generator. Each pass replaces it, so its state need not go along.
@@ -43,15 +43,15 @@ class PassGenerator(torch.Generator):
 
 
 class EpochOrder:
-    """What decides the order of a loader: one seed for the run, and the number of the epoch that it is in now.
+    """The source of a loader's order: one seed for the run, and the number of the current epoch.
 
-    One object serves a loader and every copy of it that Lightning makes, so all of them count the same epochs. All
-    ranks must give the same seed: a DistributedSampler divides one common order among them.
+    A loader shares this object with all copies that Lightning makes of it, so they count the same epochs. All ranks
+    must give the same seed: a DistributedSampler divides one common order among them.
 
     Args:
         seed: any integer. Loading a state replaces it by the seed that the interrupted run had.
-        epoch: gives the number of the current epoch, from 0. Asked once at the start of each pass, in the thread that
-            begins the pass. Never sent to a worker, so it need not be picklable.
+        epoch: returns the number of the current epoch, from 0. Called once at the start of each pass, in the thread
+            that begins the pass. Never sent to a worker, so it need not be picklable.
 
     Example:
         >>> order = EpochOrder(seed=7, epoch=lambda: 3)
@@ -79,17 +79,17 @@ def mix_seed(seed: int, epoch: int, cycle: int, stream: str) -> int:
 
 
 def drawing_device(generator: object) -> torch.device:
-    """The device that a loader draws on: that of the generator, else the CPU. Entered (``with``), it takes the place of
+    """The device of the generator that a loader draws from, else the CPU. As a context it replaces
     ``torch.set_default_device``, under which torch's loaders and samplers fail with a generator of the CPU."""
     return generator.device if isinstance(generator, torch.Generator) else torch.device("cpu")
 
 
 class DrawsOf:
-    """The draws that a loader and its samplers make with the loader's own workers, for a twin with others.
+    """The random draws of a loader and its samplers, to be repeated by a clone with other workers.
 
-    torch draws a seed for the workers when a pass begins, unless they live already. Workers make the sampler give
-    indices ahead, past its end, where torch's RandomSampler draws once more from a generator of the user's. A loop that
-    knows the length of a loader without workers never asks so far (torch 2.6 to 2.15).
+    torch draws a seed for the workers when a pass begins, unless they live already. With workers, indices are drawn
+    ahead, past the end of the sampler, where torch's RandomSampler draws once more from a generator of the user's. A
+    loop that knows the length of a loader without workers never draws so far (torch 2.6 to 2.15).
 
     Args:
         loader: a DataLoader.
@@ -103,7 +103,7 @@ class DrawsOf:
         self._drawn = False
 
     def draw_seed(self) -> bool:
-        """Draw the seed of the workers for a pass. Returns whether there was one to draw."""
+        """Draw the seed of the workers for a pass. Returns False where they live already."""
         if self._once and self._drawn:
             return False
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
@@ -111,7 +111,7 @@ class DrawsOf:
         return True
 
     def walk(self, indices: Iterator[Any], length: int | None) -> Iterator[Any]:
-        """``indices``, drawn as far ahead as for the loader; without workers no further than ``length``."""
+        """``indices``, drawn as far ahead as by the loader; without workers no further than ``length``."""
         if not self._ahead:
             yield from islice(indices, length)
             return
@@ -122,13 +122,13 @@ class DrawsOf:
 
 
 def ranks_of_run() -> int:
-    """Training processes of this run."""
+    """Number of training processes of this run."""
     started = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if started else 1
 
 
 def rank_of_run() -> int:
-    """The number of this training process."""
+    """Rank of this training process."""
     return torch.distributed.get_rank() if ranks_of_run() > 1 else 0
 
 
@@ -154,14 +154,18 @@ def find_samplers(*roots: object) -> dict[str, Any]:
 
 
 def state_of_sampler(sampler: Any) -> dict[str, Any]:
-    """What a sampler carries from one epoch to the next: its own state, and that of a generator which the user gave."""
+    """The state that a sampler carries from one epoch to the next: its own, and that of the user's generator."""
     state: dict[str, Any] = {}
-    if callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None)):
+    if _has_state(sampler):
         state["sampler"] = copy.deepcopy(sampler.state_dict())
     generator = getattr(sampler, "generator", None)
     if type(generator) is torch.Generator:
         state["generator"] = generator.get_state()
     return state
+
+
+def _has_state(sampler: Any) -> bool:
+    return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
 
 
 def checksum(index: Any, before: int | None) -> int | None:
@@ -175,12 +179,12 @@ def checksum(index: Any, before: int | None) -> int | None:
 
 
 class Pass:
-    """One pass over a loader: where it stands.
+    """The position of one pass over a loader.
 
     Args:
-        order: what decides the order; None leaves every decision to torch's global generator, as DataLoader does.
+        order: seeds the order; None: torch's global generator does, as in DataLoader.
         epoch: of this pass; None without an order.
-        cycle: how many passes of the same epoch came before this one.
+        cycle: number of passes of the same epoch before this one.
         resume: the state to go on from, None for a pass from its beginning.
     """
 
@@ -216,14 +220,14 @@ class Pass:
         return mix_seed(self.order.seed, self.epoch, self.cycle, stream)
 
     def index_of(self, number: int) -> Any:
-        """The index that was asked for as the ``number``-th of this pass, from 0; None where it is not known."""
+        """The ``number``-th index that this pass requested, from 0; None where it is not known."""
 
     def newest(self) -> Any:
-        """The index that was asked for last; None where it is not known."""
+        """The last index that this pass requested; None where it is not known."""
 
 
 class MapPass(Pass):
-    """One pass over a map-style dataset: where it stands, and what its order was made from.
+    """The position of one pass over a map-style dataset, and the seeds of its order.
 
     Args:
         order: see :class:`Pass`.
@@ -236,9 +240,9 @@ class MapPass(Pass):
         self.skip = self.batches
         self.pass_start: dict[str, dict[str, Any]] = {}
         self.rest: Callable[[], Iterator[Any]] | None = None
-        """Gives the indices of a pass that goes on in another configuration than that of the state."""
+        """Returns the indices of a pass that goes on in another configuration."""
         self.drawn: int | None = None
-        """Checksum of the samples of this epoch that were handed out; None where they are not checked."""
+        """Checksum of the samples of this epoch that were yielded; None where they are not checked."""
         self._drawn_ahead: deque[int | None] = deque()
         self._recent: deque[Any] = deque(maxlen=max(1, ahead))
         self._begun = False
@@ -251,7 +255,7 @@ class MapPass(Pass):
         return batch
 
     def note(self, index: Any) -> None:
-        """Count an index that was asked for."""
+        """Count a requested index."""
         self.given += 1
         self._recent.append(index)
         if self.drawn is not None:
@@ -259,7 +263,7 @@ class MapPass(Pass):
             self._drawn_ahead.append(checksum(index, before))
 
     def skip_trained(self, indices: Iterator[Any], count: int) -> Iterator[Any]:
-        """``indices`` without those that were trained before the checkpoint; none where they are others now."""
+        """``indices`` without the ``count`` that were trained before the checkpoint; none where they differ now."""
         if self.drawn is None:
             return islice(indices, count, None)
         for index in islice(indices, count):
@@ -286,7 +290,7 @@ class MapPass(Pass):
         return self.index_of(self.given - 1)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed pass needs besides its place: seeds, generator and sampler states at the start."""
+        """See :meth:`Pass.state`: seeds, generator and sampler states at the start of the pass."""
         drawn = {} if self.drawn is None else {"drawn": self.drawn}
         return {"pass_start": copy.deepcopy(self.pass_start), **self.facts, **drawn}
 
@@ -301,7 +305,7 @@ class MapPass(Pass):
         self._begun = True
         saved: Mapping[str, Mapping[str, Any]] = self.origin["pass_start"] if self.origin is not None else {}
         if self.origin is not None and self.origin.get("rest") == "dealt":
-            self.pass_start = copy.deepcopy(self.origin["pass_start"])  # what its order is drawn from
+            self.pass_start = copy.deepcopy(self.origin["pass_start"])  # its order is drawn from these
             return
         for name, sampler in samplers.items():
             self.pass_start[name] = self._begin_sampler(name, sampler, saved.get(name, {}))
@@ -315,41 +319,47 @@ class MapPass(Pass):
                 )
 
     def _begin_sampler(self, name: str, sampler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-        start: dict[str, Any] = {}
-        if callable(getattr(sampler, "set_epoch", None)):
-            # Lightning calls it too, but after the first iter(), when workers have already been given indices.
-            epoch = self.epoch if self.order is not None else saved.get("epoch")
-            if epoch is not None:
-                sampler.set_epoch(epoch)
-            start["epoch"] = epoch if epoch is not None else getattr(sampler, "epoch", None)
-        if "sampler" in saved and callable(getattr(sampler, "load_state_dict", None)):
+        start = self._set_epoch(sampler, saved)
+        if "sampler" in saved and _has_state(sampler):
             sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
         generator = getattr(sampler, "generator", None)
         if type(generator) is torch.Generator and "generator" in saved:  # the user's own: never reseeded
             generator.set_state(saved["generator"])
         start |= state_of_sampler(sampler)
-        if "generator" in start:
-            return start
-        if isinstance(sampler, Sampler) and hasattr(sampler, "generator"):
-            seed = saved["seed"] if "seed" in saved else self.seed_for(name)
-            if seed is None and isinstance(sampler, RandomSampler):
-                # What RandomSampler.__iter__ does itself without a generator, so the order is the one of a plain
-                # DataLoader; done here, the seed can be recorded.
-                seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        if "generator" not in start and isinstance(sampler, Sampler) and hasattr(sampler, "generator"):
+            seed = saved["seed"] if "seed" in saved else self._draw_seed(name, sampler)
             if seed is not None:
                 # A new object, not the old one reseeded: an older pass may still be drawing from its own.
-                sampler.generator = PassGenerator()
-                sampler.generator.manual_seed(seed)
+                sampler.generator = PassGenerator().manual_seed(seed)
                 start["seed"] = seed
         return start
 
+    def _set_epoch(self, sampler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Set the epoch of a sampler that has one. Lightning does so after the first ``iter()``, when workers have
+        already been given indices."""
+        if not callable(getattr(sampler, "set_epoch", None)):
+            return {}
+        epoch = self.epoch if self.order is not None else saved.get("epoch")
+        if epoch is None:
+            return {"epoch": getattr(sampler, "epoch", None)}
+        sampler.set_epoch(epoch)
+        return {"epoch": epoch}
+
+    def _draw_seed(self, name: str, sampler: Sampler[Any]) -> int | None:
+        seed = self.seed_for(name)
+        if seed is None and isinstance(sampler, RandomSampler):
+            # RandomSampler.__iter__ draws this itself without a generator, so the order is that of a plain
+            # DataLoader; drawn here, the seed can be recorded.
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        return seed
+
 
 def facts_of(loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state of a map-style loader says of its configuration, to be compared when a run is resumed from it.
+    """The configuration of a map-style loader in its state, to be compared when a run is resumed.
 
     Returns:
-        ``world``, the ranks of the run; ``shares`` that the sampler deals out; ``batch_size``; ``samples`` of the
-        dataset, None where it has no length; and ``order``, how to draw it again, None where that is not known.
+        ``world``, the ranks of the run; ``shares`` of the sampler, one for each rank; ``batch_size``; ``samples`` of
+        the dataset, None where it has no length; and ``order``, how to draw it again, None where that is not known.
     """
     batches = loader.batch_sampler
     sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", batches)
@@ -388,7 +398,7 @@ def _can_be_drawn_again(sampler: Any, loader: DataLoader[Any], samples: int | No
 
 
 def _order_after(now: MapPass, samplers: Mapping[str, Any]) -> Iterator[int]:
-    """The samples of the next epoch in their order, where it is known already: with torch's own samplers."""
+    """The order of the next epoch, where it is known already: with torch's own samplers."""
     for name, sampler in samplers.items():
         then = copy.copy(sampler)
         if type(sampler) is RandomSampler and isinstance(sampler.generator, PassGenerator) and now.order is not None:
@@ -403,7 +413,7 @@ def _order_after(now: MapPass, samplers: Mapping[str, Any]) -> Iterator[int]:
 
 
 def find_read_ahead(dataset: Any) -> "ReadAhead | None":
-    """What fetches ahead for a dataset, where it reads a remote place through a cache; None for all others."""
+    """The read-ahead of a dataset at a remote place with a cache; None for all others."""
     picked: list[Any] = []
     while type(dataset) is Subset:
         picked.append(dataset.indices)
@@ -425,17 +435,17 @@ def find_read_ahead(dataset: Any) -> "ReadAhead | None":
 
 
 class IndexSource:
-    """What torch's iterator draws indices from: the loader's own samplers, less what a resumed pass has had.
+    """Source of indices for torch's iterator: the loader's own samplers, without the part that a resumed pass has had.
 
-    One object for the life of a loader, because persistent workers' iterators keep it and ``iter()`` it again for
-    every pass. Torch also begins and drops one iteration for each start of workers; nothing happens until the first
-    index is asked for, so that this has no effect.
+    One object for the life of a loader, because the iterators of persistent workers keep it and call ``iter()`` on it
+    for every pass. Torch also begins and drops one iteration for each start of workers. This has no effect, since
+    nothing happens before the first index is drawn.
 
     Args:
         inner: ``loader.batch_sampler``, or ``loader.sampler`` where there is none.
         samplers: as :func:`find_samplers` gives them.
-        ahead: fetches what the indices need, from a remote place, before they are asked for; None where nothing does.
-        draws: of another loader, to be made in its place; None for none.
+        ahead: fetches remote files before their indices are drawn; None: nothing does.
+        draws: of the loader that this one replaces; None: it replaces none.
     """
 
     def __init__(
@@ -454,7 +464,7 @@ class IndexSource:
         return len(self.inner)
 
     def _walk(self, now: MapPass | None) -> Iterator[Any]:
-        assert now is not None, "indices were asked for outside of a pass"
+        assert now is not None, "indices were drawn outside of a pass"
         now.begin(self.samplers)
         generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())
         device = drawing_device(next(filter(None, generators), None))

@@ -244,6 +244,6 @@ def close_passes(key: str, last: int) -> None:
 
 
 def is_closed(key: str, of_pass: int) -> bool:
-    """Whether a pass was closed."""
+    """Check that a pass was closed."""
     last = _store()._internal_kv_get(f"closed/{key}", **_NAMESPACE)
     return last is not None and int(last) >= of_pass

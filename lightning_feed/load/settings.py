@@ -90,18 +90,23 @@ class LoaderSettings:
 
     def __post_init__(self) -> None:
         for name, (numbers, others) in _ALLOWED.items():
-            value = getattr(self, name)
-            # By type, too: 1 is not True.
-            known = any(type(value) is type(other) and value == other for other in others)
-            if not known and not (type(value) is int and value in numbers):
-                allowed = [f"a whole number from {numbers[0]} to {numbers[-1]}"] if numbers else []
-                allowed += [repr(other) for other in others]
-                raise SettingsError(f"{name}={value!r} is not possible. Give {' or '.join(allowed)}.")
+            self._check(name, numbers, others)
         for name, zero in (("timeout_s", "to wait for ever"), ("warn_after_s", "to say nothing")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise SettingsError(f"{name}={value!r} is not possible. Give seconds, or 0 {zero}.")
         self._refuse_without_effect()
+        self._check_ray()
+
+    def _check(self, name: str, numbers: range, others: tuple[object, ...]) -> None:
+        value = getattr(self, name)
+        # By type, too: 1 is not True.
+        known = any(type(value) is type(other) and value == other for other in others)
+        if known or (type(value) is int and value in numbers):
+            return
+        allowed = [f"a whole number from {numbers[0]} to {numbers[-1]}"] if numbers else []
+        allowed += map(repr, others)
+        raise SettingsError(f"{name}={value!r} is not possible. Give {' or '.join(allowed)}.")
 
     def asking_for_workers(self) -> dict[str, Any]:
         """The given settings that need workers."""
@@ -125,15 +130,13 @@ class LoaderSettings:
             )
         if self.num_workers == 1 and not self.in_order:
             raise SettingsError(
-                "num_workers=1 has nobody to overtake it, so in_order=False would have no effect. "
-                "Set num_workers to 2 or more, or leave in_order out."
+                "in_order=False needs at least two workers. Set num_workers to 2 or more, or leave in_order out."
             )
         if self.workers != "process" and self.start_method is not None:
             raise SettingsError(
                 f"workers={self.workers!r} starts no processes of torch, so start_method={self.start_method!r} would "
                 "have no effect. Leave it out."
             )
-        self._check_ray()
 
     def _check_ray(self) -> None:
         address = self.ray_address
@@ -244,27 +247,27 @@ def recommend(machine: Machine, settings: LoaderSettings, workload: Workload) ->
         why_prefetch += f"; WARNING: {still_exceeded}"
     if workers < wanted[0]:
         why_workers += f"; {wanted[0]} would be too many: {exceeded(wanted[0], prefetch)}"
-        if workers == 0:
-            warnings += (f"num_workers=0: {why_workers}",)
+    if prefetch < wanted[1]:
+        why_prefetch += f"; {wanted[1]} would be too many: {exceeded(*wanted)}"
     if workers == 0:
         why_prefetch = "there are no workers to load ahead"
-    elif prefetch < wanted[1]:
-        why_prefetch += f"; {wanted[1]} would be too many: {exceeded(*wanted)}"
+    if workers == 0 < wanted[0]:
+        warnings += (f"num_workers=0: {why_workers}",)
     pin, why_pin = _pin(settings, workload)
     persistent, why_persistent = _persistent(settings, workload, workers)
+    reasons = {
+        "num_workers": why_workers,
+        "prefetch_factor": why_prefetch,
+        "pin_memory": why_pin,
+        "persistent_workers": why_persistent,
+    }
     return Recommendation(
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         pin_memory=pin,
         persistent_workers=persistent,
         workers=settings.workers,
-        reasons={
-            **({"workers": "as given"} if settings.workers != "process" else {}),
-            "num_workers": why_workers,
-            "prefetch_factor": why_prefetch,
-            "pin_memory": why_pin,
-            "persistent_workers": why_persistent,
-        },
+        reasons=reasons if settings.workers == "process" else {"workers": "as given", **reasons},
         warnings=warnings,
     )
 
@@ -280,16 +283,7 @@ def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> 
             "each worker of an IterableDataset goes through the whole stream, unless the dataset divides it by "
             "torch.utils.data.get_worker_info(); if yours does, set num_workers"
         )
-    workers = machine.usable_cpus // workload.local_ranks
-    why = f"{machine.usable_cpus} {machine.cpu_reason}"
-    if workload.local_ranks > 1:
-        why += f" for {workload.local_ranks} ranks"
-    if workers >= 4:
-        workers -= 1
-        why += ", less one for the training process"
-    if workload.loaders > 1:
-        workers //= workload.loaders
-        why += f", shared by {workload.loaders} loaders"
+    workers, why = _share_of_cpus(machine, workload)
     if settings.workers == "thread":
         why += "; threads work on a batch together, side by side where the GIL is released, as by decoders in C"
     elif workload.batches is not None and workers > workload.batches:
@@ -298,6 +292,21 @@ def _workers(machine: Machine, settings: LoaderSettings, workload: Workload) -> 
     if workers < 1:
         why += f"; at least one{f', since {needed} asks for workers' if needed else ''}"
     return max(1, workers), why
+
+
+def _share_of_cpus(machine: Machine, workload: Workload) -> tuple[int, str]:
+    """The CPUs for the workers of one loader of one rank."""
+    share = machine.usable_cpus // workload.local_ranks
+    why = f"{machine.usable_cpus} {machine.cpu_reason}"
+    if workload.local_ranks > 1:
+        why += f" for {workload.local_ranks} ranks"
+    if share >= 4:
+        share -= 1
+        why += ", less one for the training process"
+    if workload.loaders > 1:
+        share //= workload.loaders
+        why += f", shared by {workload.loaders} loaders"
+    return share, why
 
 
 def _fewer(settings: LoaderSettings, workers: int, prefetch: int) -> tuple[int, int] | None:
@@ -347,11 +356,11 @@ def _pin(settings: LoaderSettings, workload: Workload) -> tuple[bool, str]:
 
 def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> tuple[bool, str]:
     repeated = workload.split in ("train", "val")
-    reloaded = workload.reload_every_n_epochs > 0 and repeated
-    if settings.persistent_workers is True and reloaded:
+    reload = workload.reload_every_n_epochs if repeated else 0
+    if settings.persistent_workers is True and reload:
         raise SettingsError(
-            f"persistent_workers=True with Trainer(reload_dataloaders_every_n_epochs={workload.reload_every_n_epochs}) "
-            "would keep the workers of loaders that are thrown away. Leave one of the two out."
+            f"persistent_workers=True with Trainer(reload_dataloaders_every_n_epochs={reload}) would keep the workers "
+            "of loaders that are thrown away. Leave one of the two out."
         )
     if settings.workers == "thread" and workers:
         given = "given as True, and left off: " if settings.persistent_workers is True else ""
@@ -360,8 +369,8 @@ def _persistent(settings: LoaderSettings, workload: Workload, workers: int) -> t
         return settings.persistent_workers, "as given"
     if workers == 0:
         return False, "there are no workers"
-    if reloaded:
-        return False, f"the Trainer makes new loaders every {workload.reload_every_n_epochs} epochs"
+    if reload:
+        return False, f"the Trainer makes new loaders every {reload} epochs"
     if not repeated:
         return False, f"'{workload.split}' is gone through once"
     return True, "workers that live on need not be started again each epoch"

@@ -30,14 +30,6 @@ _BEGUN = {**_COMMON, "epoch": (_COUNT, NoneType), "cycle": _COUNT, "batches": _C
 _STARTS = _each(str, {"epoch?": (_COUNT, NoneType), "seed?": int, "generator?": _is_generator_state})
 _MAP = {
     **_BEGUN,
-    "pass_start": _STARTS,
-    "rest?": ("dealt", "own"),
-    "next_start?": _STARTS,
-    "sample_seed?": _COUNT,
-    "drawn?": _COUNT,
-    "beside?": _COUNT,
-}
-_FACTS = {
     "world": _SIZE,
     "shares": _SIZE,
     "batch_size": (_SIZE, NoneType),
@@ -45,8 +37,13 @@ _FACTS = {
     "order": ({"sampler": str, "shuffle?": bool, "seed?": int}, NoneType),
     "since": _COUNT,
     "done": [_is_trained_part],
+    "pass_start": _STARTS,
+    "rest?": ("dealt", "own"),
+    "next_start?": _STARTS,
+    "sample_seed?": _COUNT,
+    "drawn?": _COUNT,
+    "beside?": _COUNT,
 }
-"""The configuration of a map-style loader. A state has all of it, or none where a first version wrote it."""
 _ITERABLE = {
     **_BEGUN,
     "num_workers": _COUNT,
@@ -85,8 +82,8 @@ def check_state(state: Any, *, batches: int = 0, unfinished: bool = False) -> No
     """Check the whole of a state, which may have been gathered from all ranks.
 
     Args:
-        state: whatever the checkpoint holds.
-        batches: so many of the epoch were trained at least.
+        state: from the checkpoint, of any type.
+        batches: number of batches of the epoch that were trained at least.
         unfinished: the epoch is known to have more.
 
     Raises:
@@ -95,17 +92,21 @@ def check_state(state: Any, *, batches: int = 0, unfinished: bool = False) -> No
     parts = state.get("ranks", [state]) if isinstance(state, Mapping) else []
     parts = parts if isinstance(parts, list) else []
     for part in parts:
-        version = part.get("version") if isinstance(part, Mapping) else None
-        if _fits(version, _COUNT) and version != STATE_VERSION:
-            raise ResumeError(
-                f"The loader state has version {version}, and this lightning_feed reads version {STATE_VERSION}. "
-                "Resume with the version of lightning_feed that wrote the checkpoint."
-            )
+        _check_version(part)
     sound = parts and all(_is_sound(part) and part.get("batches", 0) >= batches for part in parts)
     if not sound or (unfinished and any(map(_nothing_left, parts))):
         raise ResumeError(
             "The loader state in the checkpoint was changed after it was written, or not written by lightning_feed, so "
             "it does not say which samples were trained. Resume from another checkpoint."
+        )
+
+
+def _check_version(state: Any) -> None:
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if _fits(version, _COUNT) and version != STATE_VERSION:
+        raise ResumeError(
+            f"The loader state has version {version}, and this lightning_feed reads version {STATE_VERSION}. "
+            "Resume with the version of lightning_feed that wrote the checkpoint."
         )
 
 
@@ -118,30 +119,32 @@ def _is_sound(state: Any) -> bool:
         fits = _fits(state, _ITERABLE)
         return fits and max(state["next_worker"], *state["workers"], 0) < max(1, state["num_workers"])
     if state["kind"] == "map":
-        first_version = _FACTS.keys().isdisjoint(state)
-        return _fits(state, _MAP) and (first_version or (_fits(state, _FACTS) and _is_possible(state)))
+        return _fits(state, _MAP) and _is_possible(state)
     return True  # of another kind of loader
 
 
 def _is_possible(state: Mapping[str, Any]) -> bool:
     """Check that no more was trained than there was, and that the order of the epoch can be drawn again."""
-    order, starts = state["order"], state["pass_start"]
-    consistent = all(len(part) == 2 for part in state["done"]) and state["since"] <= state["batches"]
-    if not consistent or not all(_fits_the_epoch(state, *start) for start in starts.items()):
+    starts = state["pass_start"]
+    if state["since"] > state["batches"] or not all(_fits_the_epoch(state, *start) for start in starts.items()):
         return False
-    if order is None:
+    if state["order"] is None:
         return True
-    start = starts.get(order["sampler"], {})
-    if "shuffle" in order:
-        drawn_from = "seed" in order and _fits(start.get("epoch"), _COUNT)
-    else:
-        drawn_from = order["sampler"].startswith("SequentialSampler") or not {"seed", "generator"}.isdisjoint(start)
-    if state["samples"] is None or (state["batches"] and not drawn_from):
+    if state["samples"] is None or (state["batches"] and not _has_order(state)):
         return False
     left = int(state["samples"]) - samples_of_all(state)
     repeated = sum(shares for shares, _ in state["done"])
     in_full_batches: int = (state["batches"] - state["since"] - 1) * state["shares"] * (state["batch_size"] or 1)
     return left >= -repeated and in_full_batches < max(left, 1)
+
+
+def _has_order(state: Mapping[str, Any]) -> bool:
+    """Check that a state holds what its order is drawn from: a seed, a generator, or an epoch."""
+    order = state["order"]
+    start = state["pass_start"].get(order["sampler"], {})
+    if "shuffle" in order:
+        return "seed" in order and _fits(start.get("epoch"), _COUNT)
+    return order["sampler"].startswith("SequentialSampler") or not {"seed", "generator"}.isdisjoint(start)
 
 
 def _fits_the_epoch(state: Mapping[str, Any], name: str, start: Mapping[str, Any]) -> bool:

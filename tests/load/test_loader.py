@@ -333,7 +333,7 @@ def test_fewer_ranks_need_a_sampler_that_divides_the_samples():
     source = FeedLoader(Squares(), batch_size=2)
     next(iter(source))
     state = source.state_dict()
-    with pytest.raises(ResumeError, match="1 ranks in place of 2"):
+    with pytest.raises(ResumeError, match="1 ranks instead of 2"):
         FeedLoader(Squares(), batch_size=2).load_state_dict({"ranks": [state, copy.deepcopy(state)]})
 
 

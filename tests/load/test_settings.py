@@ -81,5 +81,5 @@ def test_what_would_have_no_effect_without_workers_is_refused(idle: dict[str, An
 
 
 def test_a_lone_worker_cannot_be_overtaken() -> None:
-    with pytest.raises(SettingsError, match="in_order=False would have no effect"):
+    with pytest.raises(SettingsError, match="in_order=False needs at least two workers"):
         LoaderSettings(num_workers=1, in_order=False)
