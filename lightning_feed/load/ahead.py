@@ -13,6 +13,7 @@ from typing import Any
 from prefetch_generator import BackgroundGenerator
 
 from lightning_feed.errors import LoaderError
+from lightning_feed.load.kinds import Batch
 from lightning_feed.load.stage import PATIENCE_S, SOON_S, Stage, ThreadShutdown
 from lightning_feed.load.trace import traced
 from lightning_feed.load.worker import on_this_device
@@ -44,7 +45,7 @@ class BackgroundIterator(Stage):
         thread: the thread that draws.
     """
 
-    def __init__(self, source: Iterator[Any], depth: int) -> None:
+    def __init__(self, source: Iterator[Batch], depth: int) -> None:
         self._closed = self._ended = False
         self.depth = depth
         self._permits = permits = _Permits(depth + 1)
@@ -52,7 +53,7 @@ class BackgroundIterator(Stage):
         self.thread = BackgroundGenerator(_outcomes(source, permits, on_this_device()), max_prefetch=0)
         self._shutdown = ThreadShutdown(self, [self.thread], permits.refuse)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         if self._ended:
             raise StopIteration
         if self._closed:
@@ -123,7 +124,7 @@ class _Permits:
         return not self.refused
 
 
-def _outcomes(source: Iterator[Any], permits: _Permits, set_device: Callable[[], None]) -> Iterator[Outcome]:
+def _outcomes(source: Iterator[Batch], permits: _Permits, set_device: Callable[[], None]) -> Iterator[Outcome]:
     """The items of the source, up to its end or its error, one for each permit. Never raises."""
     try:
         outcome = Outcome()
@@ -134,7 +135,7 @@ def _outcomes(source: Iterator[Any], permits: _Permits, set_device: Callable[[],
         del source  # here, so that the source's own `finally` blocks run in this thread
 
 
-def _draw(source: Iterator[Any], set_device: Callable[[], None]) -> Outcome:
+def _draw(source: Iterator[Batch], set_device: Callable[[], None]) -> Outcome:
     try:
         set_device()
         with traced("background_load"):

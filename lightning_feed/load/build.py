@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.load.decoding import BatchDecoder
+from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Sample
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import EpochOrder
@@ -31,15 +32,17 @@ class Part:
     batch_size: int
     together: int
     """Loaders that run at the same time, this one included."""
-    sampler: Callable[[Any], Any]
+    sampler: Callable[[AnyDataset], AnySampler]
     """Makes the user's sampler for a map-style dataset, or returns None."""
-    collate_fn: Callable[[list[Any]], Any] | None
+    collate_fn: Callable[[list[Sample]], Batch] | None
     order: EpochOrder
     decode: BatchDecoder | None = None
     """Decodes its batches after the workers; None: they stay as they are."""
 
 
-def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -> tuple[FeedLoader, Recommendation]:
+def build_loader(
+    dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job
+) -> tuple[FeedLoader, Recommendation]:
     """Build the loader of one dataset. Returns it, and the settings that were chosen with their reasons.
 
     Raises:
@@ -88,7 +91,7 @@ def build_loader(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -
     return loader, found
 
 
-def _sampler(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -> Any:
+def _sampler(dataset: AnyDataset, part: Part, settings: LoaderSettings, job: Job) -> AnySampler:
     """The user's sampler, or one that shuffles; None for a fixed order."""
     if isinstance(dataset, IterableDataset):
         return None
@@ -98,7 +101,7 @@ def _sampler(dataset: Any, part: Part, settings: LoaderSettings, job: Job) -> An
     return sampler
 
 
-def _batches(dataset: Any, part: Part, job: Job, *, drop_last: bool) -> int | None:
+def _batches(dataset: AnyDataset, part: Part, job: Job, *, drop_last: bool) -> int | None:
     """Batches of an epoch on one rank; None where the dataset has no length."""
     samples = size_of(dataset)
     if samples is None:
@@ -117,7 +120,7 @@ def _batches(dataset: Any, part: Part, job: Job, *, drop_last: bool) -> int | No
 # --- the datasets of a split ------------------------------------------------------------------------------------------
 
 
-def name_datasets(made: Any, split: str) -> list[tuple[str, Any]]:
+def name_datasets(made: Any, split: str) -> list[tuple[str, AnyDataset]]:
     """The datasets in ``made``, each with its name in reports and errors.
 
     Args:
@@ -154,7 +157,7 @@ def like(made: Any, values: list[Any]) -> Any:
     return values if isinstance(made, list) else values[0]
 
 
-def size_of(dataset: Any) -> int | None:
+def size_of(dataset: AnyDataset) -> int | None:
     """Number of samples in the dataset; None where it has no length."""
     try:
         return len(dataset)
@@ -186,7 +189,7 @@ def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int
     return best, f"the {of_each} leave {left} for a last batch, and {before} with {wished}"
 
 
-def _check_dataset(name: str, dataset: Any, split: str) -> None:
+def _check_dataset(name: str, dataset: AnyDataset, split: str) -> None:
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}".removeprefix("builtins.")
     map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, _SAMPLES)
     if not map_style and not isinstance(dataset, IterableDataset):

@@ -11,6 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError
+from lightning_feed.load.kinds import AnyDataset, Sample
 from lightning_feed.load.machine import Machine, read_machine
 from lightning_feed.storage.shared_cache import Kind, SampleCache, parse_limit
 
@@ -20,7 +21,7 @@ _MOST = 0.8
 """Largest share of memory and of /dev/shm for caches: the rest is for the batches of the workers."""
 
 
-class CacheableDataset(Dataset[Any]):
+class CacheableDataset(Dataset[Sample]):
     """A map-style dataset in steps: some give the same in each epoch (read, decode), one may not (augment).
 
     Write ``__len__``, :meth:`read`, :meth:`decode` and, in most cases, :meth:`augment`. A sample is
@@ -62,11 +63,11 @@ class CacheableDataset(Dataset[Any]):
             f"{type(self).__name__} has no decode. Write decode(self, data, index), which gives an array."
         )
 
-    def augment(self, decoded: npt.NDArray[Any], index: int) -> Any:
+    def augment(self, decoded: npt.NDArray[Any], index: int) -> Sample:
         """Make the sample from the array, at random if you like. The array belongs to this call and may be changed."""
         return decoded
 
-    def plain(self, decoded: npt.NDArray[Any], index: int) -> Any:
+    def plain(self, decoded: npt.NDArray[Any], index: int) -> Sample:
         """Make the sample without randomness, always of one shape, for ``cache="device"``."""
         if type(self).augment is not CacheableDataset.augment:
             raise DatasetError(
@@ -105,7 +106,7 @@ class CacheableDataset(Dataset[Any]):
             cache.put(index, held)
         return held
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         decoded = self.cached_decoded(index)
         # From the cache, or as some decoders give it. Augment may write, and torch warns of what cannot be written to.
         if isinstance(decoded, np.ndarray) and not decoded.flags.writeable:
@@ -114,7 +115,7 @@ class CacheableDataset(Dataset[Any]):
 
 
 def open_caches(
-    named: Sequence[tuple[str, Any]], *, kind: Kind, limit: int | str, run: str, machine: Machine | None = None
+    named: Sequence[tuple[str, AnyDataset]], *, kind: Kind, limit: int | str, run: str, machine: Machine | None = None
 ) -> list[SampleCache]:
     """Put a cache into each dataset. They share one limit in proportion to their numbers of samples.
 
@@ -171,7 +172,7 @@ def memory_left() -> int | None:
     return read_machine().available_memory_bytes
 
 
-def _cacheable_parts(dataset: Any, name: str, kind: str) -> Iterator[CacheableDataset]:
+def _cacheable_parts(dataset: AnyDataset, name: str, kind: str) -> Iterator[CacheableDataset]:
     if isinstance(dataset, CacheableDataset):
         yield dataset
     elif isinstance(dataset, Subset):

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from lightning_feed.decode.choose import SharedCounts
 from lightning_feed.errors import DatasetError, SettingsError
+from lightning_feed.load.kinds import Batch, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class BadSamples:
         """Number of unreadable samples so far; one that fails in two epochs counts twice."""
         return self._counts.as_dict().get("failed", 0)
 
-    def instead(self, index: int, error: DatasetError, size: int, read: Callable[[int], Any]) -> Any:
+    def instead(self, index: int, error: DatasetError, size: int, read: Callable[[int], Sample]) -> Sample:
         """A replacement for sample ``index``, or the error.
 
         Args:
@@ -127,7 +128,7 @@ def count_relayed(found: list[tuple[str, str]]) -> None:
             _known[key]._count(error)
 
 
-def fill_skipped(samples: list[Any]) -> list[Any]:
+def fill_skipped(samples: list[Sample]) -> list[Sample]:
     """The samples of a batch, with skipped ones replaced by others of the batch, in turn.
 
     Raises:
@@ -157,7 +158,7 @@ def check_drop_keys(given: Any, owner: str) -> tuple[str, ...]:
     return tuple(given)
 
 
-def drop(batch: Any, keys: frozenset[str]) -> Any:
+def drop(batch: Batch, keys: frozenset[str]) -> Batch:
     """``batch`` without the values under ``keys``, at any depth. The user's objects are not changed.
 
     Mappings lose the key. Named tuples and dataclasses keep the field, with None in it, so that positions and types
@@ -179,7 +180,7 @@ def drop(batch: Any, keys: frozenset[str]) -> Any:
     return left
 
 
-def missing_keys(batch: Any, keys: frozenset[str]) -> str | None:
+def missing_keys(batch: Batch, keys: frozenset[str]) -> str | None:
     """A warning about keys that the first batch does not have; None where it has all."""
     there = dict.fromkeys(_keys(batch))
     absent = [key for key in sorted(keys) if key not in there]
@@ -203,12 +204,12 @@ class DroppingCollate:
         keys: as in :func:`drop`.
     """
 
-    def __init__(self, collate: Callable[[Any], Any] | None, keys: tuple[str, ...]) -> None:
+    def __init__(self, collate: Callable[[Sample], Batch] | None, keys: tuple[str, ...]) -> None:
         self.collate = collate
         self.keys = frozenset(keys)
         self._looked = False
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: list[Sample]) -> Batch:
         """The batch of ``samples`` without the keys."""
         batch = samples if self.collate is None else self.collate(samples)
         if not self._looked:
@@ -225,11 +226,11 @@ GONE = object()
 """Replaces a part that a mapping loses."""
 
 
-def _is_dataclass(value: Any) -> bool:
+def _is_dataclass(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _moves_itself(value: Any) -> bool:
+def _moves_itself(value: object) -> bool:
     """Check for a sequence with a ``.to``, such as a ``PackedSequence``, which must stay complete."""
     return isinstance(value, (list, tuple)) and hasattr(value, "to")
 
@@ -277,7 +278,7 @@ def _without(value: Any, keys: frozenset[str], *, fields: bool = True) -> Any:
     if _moves_itself(value) or (not fields and _is_dataclass(value)):
         return value
 
-    def left(name: Any, part: Any) -> Any:
+    def left(name: object, part: object) -> object:
         if name in keys and (mapping or fields):
             return GONE if mapping else None
         return _without(part, keys, fields=fields)

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_feed.errors import ResumeError
+from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Index, SavedState, State
 from lightning_feed.load.order import MapPass, facts_of, rank_of_run, ranks_of_run
 
 logger = logging.getLogger(__name__)
@@ -27,12 +28,12 @@ WAY_OUT = (
 _SIDE_BY_SIDE = "Several loaders are trained side by side, whose places cannot be converted one by one"
 
 
-def is_feed_state(state: Any) -> bool:
+def is_feed_state(state: object) -> bool:
     """Check for the state of a ``FeedLoader``, or such states gathered from all ranks."""
     return isinstance(state, Mapping) and not {"begun", "kind", "ranks"}.isdisjoint(state)
 
 
-def begin_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
+def begin_next_epoch(state: SavedState) -> State:
     """The state at the beginning of the epoch after the one that ``state`` is in."""
     if "ranks" in state:
         return {"ranks": [begin_next_epoch(part) for part in state["ranks"]]}
@@ -51,17 +52,17 @@ def begin_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "epoch": epoch, "cycle": 0, "batches": 0, "pass_start": start, "done": [], "since": 0}
 
 
-def state_of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
+def state_of_rank(state: SavedState) -> State:
     """This rank's part of a state, which may have been gathered from all ranks."""
     if "ranks" not in state:
         return dict(state)
-    ranks: list[dict[str, Any]] = state["ranks"]
+    ranks: list[State] = state["ranks"]
     # A sampler is at the same place on all ranks; for a stream, another number of ranks is refused below.
     mine = ranks[rank_of_run()] if len(ranks) == ranks_of_run() else ranks[0]
     return {**mine, "beside": state.get("beside", 0), "world": len(ranks)}
 
 
-def check_kind(state: Mapping[str, Any], kind: str, dataset: Any) -> None:
+def check_kind(state: SavedState, kind: str, dataset: AnyDataset) -> None:
     """Raise a ResumeError for a state of another kind of dataset."""
     if state["kind"] != kind:
         raise ResumeError(
@@ -70,7 +71,7 @@ def check_kind(state: Mapping[str, Any], kind: str, dataset: Any) -> None:
         )
 
 
-def converted(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
+def converted(state: State, loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> State:
     """``state`` converted for ``loader``, whose configuration may differ from that of the loader that wrote it.
 
     For a map-style dataset, ``rest`` in it is the source of the rest of the epoch: "own", the loader's own samplers, or
@@ -92,7 +93,7 @@ def converted(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[
     return state
 
 
-def _converted_stream(state: dict[str, Any], loader: DataLoader[Any]) -> dict[str, Any]:
+def _converted_stream(state: State, loader: DataLoader[Batch]) -> State:
     # One worker process and none at all see the same share of the dataset.
     if max(1, state["num_workers"]) != max(1, loader.num_workers):
         raise ResumeError(
@@ -123,7 +124,7 @@ def _converted_stream(state: dict[str, Any], loader: DataLoader[Any]) -> dict[st
     return {**state, "batch_size": size, "batches": base}
 
 
-def _converted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
+def _converted_map(state: State, loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> State:
     new = facts_of(loader, samplers)
     old = {name: state[name] for name in new}
     parts = trained_parts(state)
@@ -156,9 +157,7 @@ def _converted_map(state: dict[str, Any], loader: DataLoader[Any], samplers: Map
     return {**state, "batches": base, "since": base}
 
 
-def _way_of_rest(
-    old: Mapping[str, Any], new: Mapping[str, Any], parts: list[list[int]], *, same_samplers: bool
-) -> str | None:
+def _way_of_rest(old: SavedState, new: SavedState, parts: list[list[int]], *, same_samplers: bool) -> str | None:
     """The source of the rest of the epoch, see :func:`converted`; None: there is none."""
     if all(one["order"] is not None and one["world"] in (1, one["shares"]) for one in (old, new)):
         return "dealt"
@@ -171,7 +170,7 @@ def _other_sampler(saved: Iterable[str], samplers: Iterable[str]) -> str:
     return f"the sampler {are} instead of {were}" if were != are else f"other settings of the sampler {are}"
 
 
-def _why_refused(state: Mapping[str, Any], loader: DataLoader[Any], *, other_length: bool, convertible: bool) -> str:
+def _why_refused(state: SavedState, loader: DataLoader[Batch], *, other_length: bool, convertible: bool) -> str:
     """The reason why this loader cannot train the rest of the epoch; empty where it can."""
     if other_length:
         return "The order of the epoch was drawn for the dataset as it was, and is another one for this length"
@@ -191,13 +190,13 @@ def _why_refused(state: Mapping[str, Any], loader: DataLoader[Any], *, other_len
     return ""
 
 
-def rest_of(state: Mapping[str, Any], loader: DataLoader[Any], position: MapPass) -> Callable[[], Iterator[Any]] | None:
+def rest_of(state: SavedState, loader: DataLoader[Batch], position: MapPass) -> Callable[[], Iterator[Index]] | None:
     """A function that returns the indices of the rest of the epoch, to be called when the samplers were seeded; None
     where whole batches of the loader are skipped."""
     if "rest" not in state:
         return None
 
-    def indices() -> Iterator[Any]:
+    def indices() -> Iterator[Index]:
         sampler, size, drop_last = _batching(loader)
         if state["rest"] == "dealt":
             share: Any = _share_of_rest(state, sampler)
@@ -209,7 +208,7 @@ def rest_of(state: Mapping[str, Any], loader: DataLoader[Any], position: MapPass
     return indices
 
 
-def trained_parts(state: Mapping[str, Any]) -> list[list[int]]:
+def trained_parts(state: SavedState) -> list[list[int]]:
     """The trained parts of the epoch, one for each configuration: [shares, samples of each share]."""
     shares, samples = state["shares"], (state["batches"] - state["since"]) * (state["batch_size"] or 1)
     if state["order"] is not None:  # the last batch may have been smaller
@@ -219,12 +218,12 @@ def trained_parts(state: Mapping[str, Any]) -> list[list[int]]:
     return [part for part in parts if part[1]]
 
 
-def samples_of_all(state: Mapping[str, Any]) -> int:
+def samples_of_all(state: SavedState) -> int:
     """Samples of the epoch that all ranks together had trained at the last change of configuration."""
     return sum(shares * samples for shares, samples in state["done"])
 
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def _changes(old: SavedState, new: SavedState) -> list[str]:
     """The changes, in words."""
     words = {
         "samples": "a dataset of {} samples instead of {}",
@@ -235,7 +234,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [text.format(now[name], before[name]) for name, text in words.items() if now[name] != before[name]]
 
 
-def _order(state: Mapping[str, Any], sampler: Any) -> list[int]:
+def _order(state: SavedState, sampler: AnySampler) -> list[int]:
     """The whole order of the epoch that ``state`` interrupted, before it was divided among ranks.
 
     Drawn from the user's generator in ``sampler`` where there is one, since later epochs continue from there.
@@ -264,7 +263,7 @@ def _order(state: Mapping[str, Any], sampler: Any) -> list[int]:
     return list(RandomSampler(everything, generator=generator))
 
 
-def _share_of_rest(state: Mapping[str, Any], sampler: Any) -> list[int]:
+def _share_of_rest(state: SavedState, sampler: AnySampler) -> list[int]:
     """This rank's share of the remaining samples."""
     left = _order(state, sampler)[samples_of_all(state) :]
     if not isinstance(sampler, DistributedSampler):
@@ -277,12 +276,12 @@ def _share_of_rest(state: Mapping[str, Any], sampler: Any) -> list[int]:
     return left[sampler.rank :: sampler.num_replicas]
 
 
-def _batching(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
+def _batching(loader: DataLoader[Batch]) -> tuple[AnySampler, int, bool]:
     batches: Any = loader.batch_sampler
     return (loader.sampler, 1, False) if batches is None else (batches.sampler, batches.batch_size, batches.drop_last)
 
 
-def _left(state: Mapping[str, Any], loader: DataLoader[Any]) -> tuple[int, str]:
+def _left(state: SavedState, loader: DataLoader[Batch]) -> tuple[int, str]:
     """The batches before the rest of this rank, in its count; and the rest, in words."""
     sampler, size, drop_last = _batching(loader)
     twice = 0

@@ -17,8 +17,10 @@ from types import CodeType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from lightning_feed.load.kinds import AnyDataset, Batch, Sample, SavedState, State
 from lightning_feed.load.order import EpochOrder, Pass
 from lightning_feed.load.processes import TorchBatches
 
@@ -29,7 +31,7 @@ class Stamped(NamedTuple):
     A named tuple, because torch pins those member by member: the batch is pinned as it would be without the stamp.
     """
 
-    batch: Any
+    batch: Batch
     worker: int
     drawn: int
     """Samples drawn by this worker in this pass so far."""
@@ -63,7 +65,7 @@ def _has_state(thing: Any) -> bool:
     return True
 
 
-class ResumableDataset(IterableDataset[Any]):
+class ResumableDataset(IterableDataset[Sample]):
     """A user's iterable dataset that counts its samples, and goes to a saved place when first iterated.
 
     Reading and setting attributes reaches the user's dataset, because a ``worker_init_fn`` works on
@@ -77,12 +79,12 @@ class ResumableDataset(IterableDataset[Any]):
     """
 
     def __init__(
-        self, dataset: Any, *, batch_size: int | None, workers: Mapping[int, Mapping[str, Any]], next_worker: int
+        self, dataset: AnyDataset, *, batch_size: int | None, workers: Mapping[int, SavedState], next_worker: int
     ) -> None:
         own = {"user": dataset, "markers": batch_size or 1, "workers": dict(workers), "next_worker": next_worker}
         object.__setattr__(self, "_feed", {**own, "draws": None})
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Sample]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
         feed = self._feed
@@ -104,7 +106,7 @@ class ResumableDataset(IterableDataset[Any]):
 class _Draws:
     """The iterator over a user's dataset in one worker."""
 
-    def __init__(self, dataset: Any, worker: int, saved: Mapping[str, Any] | None, markers: int) -> None:
+    def __init__(self, dataset: AnyDataset, worker: int, saved: SavedState | None, markers: int) -> None:
         self.worker, self.markers = worker, markers
         self.drawn: int = saved["drawn"] if saved is not None else 0
         self.ended = False
@@ -116,7 +118,7 @@ class _Draws:
     def __iter__(self) -> "_Draws":
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         if self.markers > 0:
             self.markers -= 1
             return _MARKER
@@ -140,7 +142,7 @@ class _Draws:
         return Stamped(None, self.worker, self.drawn, self.ended, place, lost, skip=False)
 
 
-def _open(dataset: Any, saved: Mapping[str, Any] | None) -> Iterator[Any]:
+def _open(dataset: AnyDataset, saved: SavedState | None) -> Iterator[Sample]:
     """The dataset's iterator, at the saved place. States are loaded in torchdata's order: dataset, ``iter``, iterator.
     Without any state, samples are drawn and discarded."""
     saved = saved or {"dataset": None, "iterator": None, "ended": False, "drawn": 0}
@@ -171,11 +173,11 @@ class StampingCollate:
             so it is the same object in the worker too.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], dataset: ResumableDataset) -> None:
+    def __init__(self, collate: Callable[[Sample], Batch], dataset: ResumableDataset) -> None:
         self.collate = collate
         self.dataset = dataset
 
-    def __call__(self, samples: Any) -> Stamped:
+    def __call__(self, samples: Sample) -> Stamped:
         """The collated and stamped ``samples``: a list, or one sample where torch does not batch."""
         draws: _Draws = self.dataset._feed["draws"]
         first = samples[0] if type(samples) is list and samples else samples
@@ -197,20 +199,20 @@ class IterablePass(Pass):
     def __init__(self, order: EpochOrder | None, *, num_workers: int, **begun: Any) -> None:
         super().__init__(order, **begun)
         self.num_workers = num_workers
-        self.base_state: Any = None
+        self.base_state: Tensor | None = None
         """State of the user's ``DataLoader(generator=...)`` at the start: it decides the workers' seeds."""
-        start: Mapping[str, Any] = self.origin or {"next_worker": 0, "workers": {}}
+        start: SavedState = self.origin or {"next_worker": 0, "workers": {}}
         self.next_worker: int = start["next_worker"]
-        self._saved: dict[int, Mapping[str, Any]] = dict(start["workers"])
+        self._saved: dict[int, SavedState] = dict(start["workers"])
         self._stamps: dict[int, Stamped] = {}
 
-    def dataset(self, dataset: Any, batch_size: int | None) -> ResumableDataset:
+    def dataset(self, dataset: AnyDataset, batch_size: int | None) -> ResumableDataset:
         """The user's dataset as the workers get it."""
         return ResumableDataset(
             dataset, batch_size=batch_size, workers=copy.deepcopy(self._saved), next_worker=self.next_worker
         )
 
-    def hand_out(self, item: Any) -> Any:
+    def hand_out(self, item: Batch) -> Batch:
         """Count a batch that leaves the loader, and remove its stamp."""
         self.batches += 1
         if not isinstance(item, Stamped):  # a DataPipe: torch must see it unwrapped
@@ -221,7 +223,7 @@ class IterablePass(Pass):
         self._stamps[item.worker] = item._replace(batch=None)  # the batch itself must not live longer
         return item.batch
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """The places of the workers whose batches were trained; the others start at their beginning."""
         workers = copy.deepcopy(self._saved)
         for worker, stamp in self._stamps.items():
@@ -244,7 +246,7 @@ class IterablePass(Pass):
 class StreamBatches(TorchBatches):
     """Batches of an iterable dataset, without those that only hold a worker's turn."""
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         item = super().__next__()
         while isinstance(item, Stamped) and item.skip:
             item = super().__next__()
@@ -268,7 +270,7 @@ def divides_among_workers(loader: Any) -> bool | None:
     return (getattr(loader, "num_workers", None) or 0) > 1 or _divides_itself(dataset)
 
 
-def _divides_itself(dataset: Any) -> bool:
+def _divides_itself(dataset: AnyDataset) -> bool:
     package = type(dataset).__module__.partition(".")[0]
     if package == "datasets":  # Hugging Face's: no more workers than shards get any
         return int(getattr(dataset, "num_shards", getattr(dataset, "n_shards", 1))) > 1
@@ -281,7 +283,7 @@ def _divides_itself(dataset: Any) -> bool:
     return any(_asks(code) for one in (dataset, *inside) for _, code in methods_of(one))
 
 
-def methods_of(dataset: Any) -> Iterator[tuple[str, CodeType]]:
+def methods_of(dataset: AnyDataset) -> Iterator[tuple[str, CodeType]]:
     """All methods by name, without those of torch."""
     for kind in type(dataset).__mro__:
         if kind.__module__.partition(".")[0] not in ("torch", "typing", "builtins"):

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.decoding import BatchDecoder, Decoding
+from lightning_feed.load.kinds import AnyDataset, Batch, State
 from lightning_feed.load.loader_pass import LoaderPass
 from lightning_feed.load.order import (
     STATE_VERSION,
@@ -52,7 +53,7 @@ _OURS = {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler",
 _PASSED_ON = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OURS]
 
 
-class FeedLoader(DataLoader[Any]):
+class FeedLoader(DataLoader[Batch]):
     """A DataLoader that can read ahead in a thread, and whose state lets a resumed run train the rest of an epoch.
 
     Without ``background``, ``order`` and a loaded state it yields the batches of a DataLoader of the same arguments.
@@ -93,7 +94,7 @@ class FeedLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: AnyDataset,
         *,
         background: int = 0,
         order: EpochOrder | None = None,
@@ -123,7 +124,7 @@ class FeedLoader(DataLoader[Any]):
         self._iterator = None
         self._live: weakref.ref[LoaderPass] | None = None
         self._position: Pass | None = None
-        self._pending: dict[str, Any] | None = None
+        self._pending: State | None = None
         self.shift = 0
         """Change of a loaded state's number of batches, where this loader has another batch size or number of ranks."""
 
@@ -182,13 +183,13 @@ class FeedLoader(DataLoader[Any]):
         if live is not None:
             live.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The place of the newest pass, in batches yielded. Never raises; ``"exact"`` is False where it cannot be
         resumed exactly."""
         if self._pending is not None:
             return copy.deepcopy(self._pending)
         now = self._position
-        state: dict[str, Any] = {
+        state: State = {
             **({} if self._sample_seed is None else {"sample_seed": self._sample_seed}),
             "version": STATE_VERSION,
             "kind": self._kind(),
@@ -200,12 +201,12 @@ class FeedLoader(DataLoader[Any]):
             return state
         return {**state, "epoch": now.epoch, "cycle": now.cycle, "batches": now.batches, **now.state()}
 
-    def state_at_end(self, state: dict[str, Any]) -> dict[str, Any]:
+    def state_at_end(self, state: State) -> State:
         """``state`` of an epoch that was trained to its end, after which a run begins the next one."""
         samplers = self._index.samplers.items()
         return {**state, "next_start": {name: state_of_sampler(sampler) for name, sampler in samplers}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from ``state`` with the next pass. A live pass is closed, and persistent workers are ended.
 
         Args:
@@ -244,17 +245,17 @@ class FeedLoader(DataLoader[Any]):
         if self.workers == "process":
             DataLoader.check_worker_number_rationality(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         # ddp_spawn pickles loaders. A pass cannot go along, but its place can.
         begun = self._pending is not None or self._position is not None
         place = self.state_dict() if begun else None
         return {**self.__dict__, "_live": None, "_position": None, "_iterator": None, "_pending": place}
 
-    def _is_stale(self, state: dict[str, Any]) -> bool:
+    def _is_stale(self, state: State) -> bool:
         """True where the run is in a later epoch than ``state``, whose epoch was complete."""
         return self.order is not None and state["epoch"] is not None and self.order.epoch() > state["epoch"]
 
-    def _take_pending(self) -> dict[str, Any] | None:
+    def _take_pending(self) -> State | None:
         """The state that the next pass continues; None for a pass from its beginning."""
         state, self._pending = self._pending, None
         last = self._position
@@ -266,7 +267,7 @@ class FeedLoader(DataLoader[Any]):
     def _kind(self) -> str:
         return "iterable" if self._stream else "map"
 
-    def _begin(self, resume: dict[str, Any] | None) -> Pass:
+    def _begin(self, resume: State | None) -> Pass:
         """The position of a new pass, which may continue a state."""
         epoch, cycle = self._next_epoch() if resume is None else (resume["epoch"], resume["cycle"])
         begun: dict[str, Any] = {"epoch": epoch, "cycle": cycle, "resume": resume}
@@ -330,7 +331,7 @@ class FeedLoader(DataLoader[Any]):
         probe, self._probed = not self._probed, True
         return ThreadPass(self, indices, first=position.batches, seed=seed, probe=probe)
 
-    def _torch_iterator(self, inner: DataLoader[Any]) -> Iterator[Any]:
+    def _torch_iterator(self, inner: DataLoader[Batch]) -> Iterator[Batch]:
         """The iterator of the inner loader, with this loader's persistent workers if they live."""
         # The workers that a failed pass has ended are replaced.
         inner._iterator = None if getattr(self._iterator, "_shutdown", False) else self._iterator
@@ -348,13 +349,13 @@ class FeedLoader(DataLoader[Any]):
         self._iterator, inner._iterator = inner._iterator, None
         return iterator
 
-    def _map_loader(self) -> DataLoader[Any]:
+    def _map_loader(self) -> DataLoader[Batch]:
         options = {**self._passed_on(), "collate_fn": self.collate_fn, "generator": self.generator}
         if self.batch_sampler is not None:
             return DataLoader(self.dataset, batch_sampler=self._index, **options)
         return DataLoader(self.dataset, batch_size=None, sampler=self._index, **options)
 
-    def _stream_loader(self, position: Any) -> DataLoader[Any]:
+    def _stream_loader(self, position: Any) -> DataLoader[Batch]:
         from lightning_feed.load.iterable import StampingCollate
 
         dataset = position.dataset(self.dataset, self.batch_size)
@@ -362,7 +363,7 @@ class FeedLoader(DataLoader[Any]):
         options = {**self._passed_on(), "collate_fn": collate, "generator": self._base_of(position)}
         return DataLoader(dataset, batch_size=self.batch_size, drop_last=self.drop_last, **options)
 
-    def _passed_on(self) -> dict[str, Any]:
+    def _passed_on(self) -> State:
         return {name: getattr(self, name) for name in _PASSED_ON if hasattr(self, name)}
 
     def _base_of(self, position: Any) -> torch.Generator | None:

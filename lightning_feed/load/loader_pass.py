@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning_feed.errors import FeedError, LoaderError
+from lightning_feed.load.kinds import Batch
 from lightning_feed.load.order import Pass
 from lightning_feed.load.stage import Maker, Stage
 from lightning_feed.load.trace import traced
@@ -12,10 +13,10 @@ from lightning_feed.load.worker import resend_ctrl_c
 
 if TYPE_CHECKING:
     from lightning_feed.load.ahead import BackgroundIterator
-    from lightning_feed.load.watchdog import Watch
+    from lightning_feed.load.watchdog import LateBatch, Watch
 
 
-class LoaderPass(Iterator[Any]):
+class LoaderPass(Iterator[Batch]):
     """One pass over a FeedLoader. It ends when it is exhausted, closed, garbage, or has raised.
 
     Args:
@@ -30,7 +31,7 @@ class LoaderPass(Iterator[Any]):
     """
 
     _stages: tuple[Stage, ...] = ()
-    _late: Any = None
+    _late: "LateBatch | None" = None
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class LoaderPass(Iterator[Any]):
 
             self._late = LateBatch(self, watch)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         if not self._stages:
             if self.position.ended:
                 raise StopIteration

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from lightning_feed.errors import ResumeError
+from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Index, SavedState, State
 
 if TYPE_CHECKING:
     from lightning_feed.storage.read_ahead import ReadAhead
@@ -110,7 +111,7 @@ class DrawsOf:
         self._drawn = True
         return True
 
-    def walk(self, indices: Iterator[Any], length: int | None) -> Iterator[Any]:
+    def walk(self, indices: Iterator[Index], length: int | None) -> Iterator[Index]:
         """``indices``, drawn as far ahead as by the loader; without workers no further than ``length``."""
         if not self._ahead:
             yield from islice(indices, length)
@@ -132,14 +133,14 @@ def rank_of_run() -> int:
     return torch.distributed.get_rank() if ranks_of_run() > 1 else 0
 
 
-def find_samplers(*roots: object) -> dict[str, Any]:
+def find_samplers(*roots: object) -> State:
     """Every sampler under ``loader.sampler`` and ``loader.batch_sampler``, outermost first, by a name such as
     ``"RandomSampler#0"`` that is the same in a resumed run.
 
     Lightning wraps samplers in two ways: ``DistributedSamplerWrapper`` keeps the original as ``dataset._sampler``, and
     ``_IndexBatchSamplerWrapper`` keeps the batch sampler as ``_batch_sampler``.
     """
-    waiting, seen, named = list(roots), set[int](), dict[str, Any]()
+    waiting, seen, named = list(roots), set[int](), State()
     while waiting:
         found = waiting.pop(0)
         if found is None or id(found) in seen or isinstance(found, (list, tuple, range)):
@@ -153,9 +154,9 @@ def find_samplers(*roots: object) -> dict[str, Any]:
     return named
 
 
-def state_of_sampler(sampler: Any) -> dict[str, Any]:
+def state_of_sampler(sampler: AnySampler) -> State:
     """The state that a sampler carries from one epoch to the next: its own, and that of the user's generator."""
-    state: dict[str, Any] = {}
+    state: State = {}
     if _has_state(sampler):
         state["sampler"] = copy.deepcopy(sampler.state_dict())
     generator = getattr(sampler, "generator", None)
@@ -164,11 +165,11 @@ def state_of_sampler(sampler: Any) -> dict[str, Any]:
     return state
 
 
-def _has_state(sampler: Any) -> bool:
+def _has_state(sampler: AnySampler) -> bool:
     return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
 
 
-def checksum(index: Any, before: int | None) -> int | None:
+def checksum(index: Index, before: int | None) -> int | None:
     """The CRC-32 of the numbers of all samples drawn so far; None where an index is neither a number nor a list."""
     if before is None or isinstance(index, Tensor):
         return None
@@ -188,28 +189,26 @@ class Pass:
         resume: the state to go on from, None for a pass from its beginning.
     """
 
-    def __init__(
-        self, order: EpochOrder | None, *, epoch: int | None, cycle: int, resume: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, order: EpochOrder | None, *, epoch: int | None, cycle: int, resume: SavedState | None) -> None:
         self.order, self.epoch, self.cycle, self.origin = order, epoch, cycle, resume
         self.batches: int = resume["batches"] if resume is not None else 0
         self.ended = False  # set when the pass has come to the end of its data
         self.exact = True
         self.refusal: ResumeError | None = None
         """The error that ends a resumed pass. Raised by ``iter()``, Lightning's teardown would hide it."""
-        self.facts: dict[str, Any] = {}
+        self.facts: State = {}
         """The configuration of the loader, as far as its state holds it."""
         self.given = 0
         """Indices that were requested in this pass. Each of them is to give a batch. 0 for a stream."""
 
-    def begin(self, samplers: Mapping[str, Any]) -> None:
+    def begin(self, samplers: Mapping[str, AnySampler]) -> None:
         """Seed, restore and record the samplers. Does nothing for a stream."""
 
-    def hand_out(self, batch: Any) -> Any:
+    def hand_out(self, batch: Batch) -> Batch:
         """Count a batch that leaves the loader, and return it."""
         raise NotImplementedError
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """The part of a loader's state that this pass knows."""
         raise NotImplementedError
 
@@ -219,10 +218,10 @@ class Pass:
             return None
         return mix_seed(self.order.seed, self.epoch, self.cycle, stream)
 
-    def index_of(self, number: int) -> Any:
+    def index_of(self, number: int) -> Index:
         """The ``number``-th index that this pass requested, from 0; None where it is not known."""
 
-    def newest(self) -> Any:
+    def newest(self) -> Index:
         """The last index that this pass requested; None where it is not known."""
 
 
@@ -238,23 +237,23 @@ class MapPass(Pass):
     def __init__(self, order: EpochOrder | None, *, ahead: int = 1, **begun: Any) -> None:
         super().__init__(order, **begun)
         self.skip = self.batches
-        self.pass_start: dict[str, dict[str, Any]] = {}
-        self.rest: Callable[[], Iterator[Any]] | None = None
+        self.pass_start: dict[str, State] = {}
+        self.rest: Callable[[], Iterator[Index]] | None = None
         """Returns the indices of a pass that goes on in another configuration."""
         self.drawn: int | None = None
         """Checksum of the samples of this epoch that were yielded; None where they are not checked."""
         self._drawn_ahead: deque[int | None] = deque()
-        self._recent: deque[Any] = deque(maxlen=max(1, ahead))
+        self._recent: deque[Index] = deque(maxlen=max(1, ahead))
         self._begun = False
 
-    def hand_out(self, batch: Any) -> Any:
+    def hand_out(self, batch: Batch) -> Batch:
         """Count a batch that leaves the loader."""
         self.batches += 1
         if self._drawn_ahead:
             self.drawn = self._drawn_ahead.popleft()
         return batch
 
-    def note(self, index: Any) -> None:
+    def note(self, index: Index) -> None:
         """Count a requested index."""
         self.given += 1
         self._recent.append(index)
@@ -262,7 +261,7 @@ class MapPass(Pass):
             before = self._drawn_ahead[-1] if self._drawn_ahead else self.drawn
             self._drawn_ahead.append(checksum(index, before))
 
-    def skip_trained(self, indices: Iterator[Any], count: int) -> Iterator[Any]:
+    def skip_trained(self, indices: Iterator[Index], count: int) -> Iterator[Index]:
         """``indices`` without the ``count`` that were trained before the checkpoint; none where they differ now."""
         if self.drawn is None:
             return islice(indices, count, None)
@@ -280,21 +279,21 @@ class MapPass(Pass):
             return iter(())
         return indices
 
-    def index_of(self, number: int) -> Any:
+    def index_of(self, number: int) -> Index:
         """See :meth:`Pass.index_of`."""
         back = self.given - number
         return self._recent[-back] if 0 < back <= len(self._recent) else None
 
-    def newest(self) -> Any:
+    def newest(self) -> Index:
         """See :meth:`Pass.newest`."""
         return self.index_of(self.given - 1)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """See :meth:`Pass.state`: seeds, generator and sampler states at the start of the pass."""
         drawn = {} if self.drawn is None else {"drawn": self.drawn}
         return {"pass_start": copy.deepcopy(self.pass_start), **self.facts, **drawn}
 
-    def begin(self, samplers: Mapping[str, Any]) -> None:
+    def begin(self, samplers: Mapping[str, AnySampler]) -> None:
         """Seed, restore and record the samplers. Runs once, before the first index is drawn.
 
         Not earlier: building a torch iterator draws the workers' base seed from the user's generator, but only where
@@ -303,7 +302,7 @@ class MapPass(Pass):
         if self._begun:
             return
         self._begun = True
-        saved: Mapping[str, Mapping[str, Any]] = self.origin["pass_start"] if self.origin is not None else {}
+        saved: Mapping[str, SavedState] = self.origin["pass_start"] if self.origin is not None else {}
         if self.origin is not None and self.origin.get("rest") == "dealt":
             self.pass_start = copy.deepcopy(self.origin["pass_start"])  # its order is drawn from these
             return
@@ -318,7 +317,7 @@ class MapPass(Pass):
                     ", ".join(samplers),
                 )
 
-    def _begin_sampler(self, name: str, sampler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    def _begin_sampler(self, name: str, sampler: AnySampler, saved: SavedState) -> State:
         start = self._set_epoch(sampler, saved)
         if "sampler" in saved and _has_state(sampler):
             sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
@@ -334,7 +333,7 @@ class MapPass(Pass):
                 start["seed"] = seed
         return start
 
-    def _set_epoch(self, sampler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    def _set_epoch(self, sampler: AnySampler, saved: SavedState) -> State:
         """Set the epoch of a sampler that has one. Lightning does so after the first ``iter()``, when workers have
         already been given indices."""
         if not callable(getattr(sampler, "set_epoch", None)):
@@ -345,7 +344,7 @@ class MapPass(Pass):
         sampler.set_epoch(epoch)
         return {"epoch": epoch}
 
-    def _draw_seed(self, name: str, sampler: Sampler[Any]) -> int | None:
+    def _draw_seed(self, name: str, sampler: Sampler[Index]) -> int | None:
         seed = self.seed_for(name)
         if seed is None and isinstance(sampler, RandomSampler):
             # RandomSampler.__iter__ draws this itself without a generator, so the order is that of a plain
@@ -354,7 +353,7 @@ class MapPass(Pass):
         return seed
 
 
-def facts_of(loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> State:
     """The configuration of a map-style loader in its state, to be compared when a run is resumed.
 
     Returns:
@@ -362,7 +361,7 @@ def facts_of(loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, 
         the dataset, None where it has no length; and ``order``, how to draw it again, None where that is not known.
     """
     batches = loader.batch_sampler
-    sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", batches)
+    sampler: AnySampler = loader.sampler if batches is None else getattr(batches, "sampler", batches)
     try:
         samples = len(loader.dataset)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -370,7 +369,7 @@ def facts_of(loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, 
     size = 1 if batches is None else getattr(batches, "batch_size", None)
     if type(batches) is not BatchSampler and hasattr(batches, "state_dict"):
         size = None  # it may change from batch to batch, and its state knows
-    order: dict[str, Any] | None = None
+    order: State | None = None
     if _can_be_drawn_again(sampler, loader, samples):
         order = {"sampler": next((name for name, found in samplers.items() if found is sampler), "")}
         if type(sampler) is DistributedSampler:
@@ -384,7 +383,7 @@ def facts_of(loader: DataLoader[Any], samplers: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _can_be_drawn_again(sampler: Any, loader: DataLoader[Any], samples: int | None) -> bool:
+def _can_be_drawn_again(sampler: AnySampler, loader: DataLoader[Batch], samples: int | None) -> bool:
     kind = type(sampler)
     if kind not in (DistributedSampler, RandomSampler, SequentialSampler):
         return False
@@ -397,7 +396,7 @@ def _can_be_drawn_again(sampler: Any, loader: DataLoader[Any], samples: int | No
     return not sampler.replacement and sampler.num_samples == samples and on_cpu
 
 
-def _order_after(now: MapPass, samplers: Mapping[str, Any]) -> Iterator[int]:
+def _order_after(now: MapPass, samplers: Mapping[str, AnySampler]) -> Iterator[int]:
     """The order of the next epoch, where it is known already: with torch's own samplers."""
     for name, sampler in samplers.items():
         then = copy.copy(sampler)
@@ -412,7 +411,7 @@ def _order_after(now: MapPass, samplers: Mapping[str, Any]) -> Iterator[int]:
     return iter(())
 
 
-def find_read_ahead(dataset: Any) -> "ReadAhead | None":
+def find_read_ahead(dataset: AnyDataset) -> "ReadAhead | None":
     """The read-ahead of a dataset at a remote place with a cache; None for all others."""
     picked: list[Any] = []
     while type(dataset) is Subset:
@@ -449,7 +448,11 @@ class IndexSource:
     """
 
     def __init__(
-        self, inner: Any, samplers: Mapping[str, Any], ahead: "ReadAhead | None" = None, draws: DrawsOf | None = None
+        self,
+        inner: AnySampler,
+        samplers: Mapping[str, AnySampler],
+        ahead: "ReadAhead | None" = None,
+        draws: DrawsOf | None = None,
     ) -> None:
         self.inner = inner
         self.samplers = samplers
@@ -457,13 +460,13 @@ class IndexSource:
         self.ahead = ahead
         self.draws = draws
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Index]:
         return self._walk(self.now)
 
     def __len__(self) -> int:
         return len(self.inner)
 
-    def _walk(self, now: MapPass | None) -> Iterator[Any]:
+    def _walk(self, now: MapPass | None) -> Iterator[Index]:
         assert now is not None, "indices were drawn outside of a pass"
         now.begin(self.samplers)
         generators = (getattr(sampler, "generator", None) for sampler in self.samplers.values())

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data._utils import signal_handling
 
 from lightning_feed.errors import LoaderError, plural
+from lightning_feed.load.kinds import Batch
 from lightning_feed.load.order import Pass
 from lightning_feed.load.stage import Maker, shortened, stack_here
 from lightning_feed.load.worker import stack_of
@@ -27,13 +28,13 @@ class TorchBatches(Maker):
         position: the pass that it belongs to.
     """
 
-    def __init__(self, iterator: Iterator[Any], position: Pass) -> None:
+    def __init__(self, iterator: Iterator[Batch], position: Pass) -> None:
         self._iterator: Any = iterator
         self._position = position
         self._thread = 0
         self._shut_down = False
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         self._thread = threading.get_ident()
         return next(self._iterator)
 
@@ -143,7 +144,7 @@ def ended_worker(batches: Any, error: BaseException) -> str | None:
     return None
 
 
-def end_pass(batches: Iterator[Any]) -> None:
+def end_pass(batches: Iterator[Batch]) -> None:
     """End a pass, its threads and its worker processes, persistent ones too."""
     iterators = torch_iterators(batches)
     close = getattr(batches, "close", None)
@@ -161,7 +162,7 @@ def shut_down_workers(iterator: Any) -> None:
         shut_down()
 
 
-def stop_workers(batches: Iterator[Any]) -> bool:
+def stop_workers(batches: Iterator[Batch]) -> bool:
     """Kill the worker processes of a pass, persistent ones too. Returns False where it has none.
 
     Workers that got Ctrl-C themselves are about to end; torch would wait 5 s for each of the others. A consumer that

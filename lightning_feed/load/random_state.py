@@ -36,7 +36,7 @@ class DefaultGenerators:
         ["Python's random module"]
     """
 
-    _known: ClassVar[dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]] = {
+    _known: ClassVar[dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]] = {
         "torch's default generator": (
             lambda: torch.get_rng_state().numpy(),
             lambda s: torch.set_rng_state(torch.from_numpy(s)),
@@ -116,7 +116,7 @@ Undo = Callable[[], object]
 
 
 @contextmanager
-def preserve_state(*owners: Any) -> Iterator[None]:
+def preserve_state(*owners: object) -> Iterator[None]:
     """Restore ``owners`` and the global generators at the end of a ``with`` block.
 
     Restored are torch's, NumPy's and Python's global generators, and in all objects that the owners refer to, such as
@@ -137,8 +137,8 @@ def preserve_state(*owners: Any) -> Iterator[None]:
             put_back()
 
 
-def _reached(owners: Any) -> Iterator[Undo]:
-    seen: dict[int, Any] = {}  # holds what it names: an id may be used again
+def _reached(owners: object) -> Iterator[Undo]:
+    seen: dict[int, object] = {}  # holds what it names: an id may be used again
     stack = [owners]
     while stack and len(seen) < _MOST:
         value = stack.pop()
@@ -153,7 +153,7 @@ def _reached(owners: Any) -> Iterator[Undo]:
             stack += _inside(value)
 
 
-def _generator(value: Any) -> Undo | None:
+def _generator(value: object) -> Undo | None:
     """A function that restores a random generator; None for any other object."""
     if isinstance(value, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)

@@ -18,6 +18,7 @@ import torch
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.load.collate import relayed
+from lightning_feed.load.kinds import AnyDataset, Batch, Index, Sample
 from lightning_feed.load.order import mix_seed
 from lightning_feed.load.random_state import begin_sample
 from lightning_feed.load.stage import COLLATING, at_index, collating, shortened, with_place
@@ -43,19 +44,19 @@ class Job(NamedTuple):
     seed: int
     number: int
     """Of the batch in its epoch, from 0."""
-    index: Any
+    index: Index
 
 
 @dataclass(frozen=True)
 class Plan:
     """Dataset and collate function of a loader. Sent to the object store once."""
 
-    dataset: Any
-    collate: Callable[[Any], Any]
+    dataset: AnyDataset
+    collate: Callable[[Sample], Batch]
     batched: bool
     """An index stands for a batch of samples, and not for a single sample."""
 
-    def make(self, index: Any, begin: Callable[[int, str], None]) -> Any:
+    def make(self, index: Index, begin: Callable[[int, str], None]) -> Sample:
         """The batch; ``begin`` is called with the place of each sample in it, COLLATING at last, and a description."""
         if not self.batched or getattr(self.dataset, "__getitems__", None):
             begin(0, at_index(index))
@@ -65,11 +66,11 @@ class Plan:
         begin(COLLATING, collating(index))
         return self.collate(samples)
 
-    def _sample(self, place: int, index: Any, begin: Callable[[int, str], None]) -> Any:
+    def _sample(self, place: int, index: Index, begin: Callable[[int, str], None]) -> Sample:
         begin(place, at_index(index))
         return self.dataset[index]
 
-    def explain_pickling(self, error: Exception, index: Any, begin: Callable[[int, str], None]) -> LoaderError:
+    def explain_pickling(self, error: Exception, index: Index, begin: Callable[[int, str], None]) -> LoaderError:
         """The error for a batch that cannot be pickled; ``begin`` is called with the sample to blame, made again."""
         for place, one in enumerate(index) if self.batched else ():
             try:
@@ -176,7 +177,7 @@ def make_batch(_after: None, plan: list[Any], job: bytes) -> tuple[None, Any]:
     return None, _worker.make(plan, pickle.loads(job))
 
 
-def _serialized(batch: Any) -> tuple[bytes, list[Any]]:
+def _serialized(batch: Batch) -> tuple[bytes, list[Any]]:
     """A batch as a pickle and its buffers. Ray alone would copy each tensor several times."""
     buffers: list[Any] = []
     stream = io.BytesIO()

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_feed.errors import LoaderError
 from lightning_feed.extras import require
 from lightning_feed.load.collate import count_relayed
+from lightning_feed.load.kinds import Batch, Index
 from lightning_feed.load.order import ranks_of_run
 from lightning_feed.load.ray_batches import Job, Plan, close_passes, make_batch, take_reports
 from lightning_feed.load.settings import RayCluster
@@ -127,7 +128,7 @@ class RemotePlan:
     """The dataset of one loader in the object store. A loader with persistent workers keeps it: a worker reads it once,
     and drops it when this object is gone."""
 
-    def __init__(self, loader: DataLoader[Any], cluster: RayCluster) -> None:
+    def __init__(self, loader: DataLoader[Batch], cluster: RayCluster) -> None:
         self.ray = ray = connect(cluster.address, loader.num_workers)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self.store_bytes = int(min(node.get("object_store_memory", 0) for node in nodes))
@@ -190,7 +191,7 @@ class PendingBatch:
 
     number: int
     """In its epoch, from 0."""
-    index: Any
+    index: Index
     ended: Any
     made: Any
 
@@ -206,7 +207,7 @@ class RayPass(OwnPass):
     :data:`STORE_SHARE`.
     """
 
-    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], *, plan: RemotePlan, **begun: int) -> None:
+    def __init__(self, loader: DataLoader[Batch], indices: Iterator[Index], *, plan: RemotePlan, **begun: int) -> None:
         super().__init__(loader, indices, **begun)
         self._plan, self._ray = plan, plan.ray
         self._ends: deque[Any] = deque([None] * loader.num_workers, maxlen=loader.num_workers)
@@ -222,7 +223,7 @@ class RayPass(OwnPass):
         self._ending.atexit = False
         self._ask()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         if not self._closed and not self._asked:
             self._ended = self._closed = True
             self._ending.detach()

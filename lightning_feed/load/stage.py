@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import pin_memory
 
 from lightning_feed.errors import LoaderError
+from lightning_feed.load.kinds import Batch, Index
 from lightning_feed.load.order import mix_seed, rank_of_run
 from lightning_feed.load.worker import resend_ctrl_c
 
@@ -30,7 +31,7 @@ COLLATING = -1
 """The place of collating among the places of a batch's samples."""
 
 
-class Stage(Iterator[Any]):
+class Stage(Iterator[Batch]):
     """One step of a pass: an iterator over batches that ends what it has started.
 
     A pass is a list of stages, each of which draws from the one before it and knows nothing else of it.
@@ -81,7 +82,7 @@ class OwnPass(Maker):
     thread_ids: tuple[int, ...] = ()
     """The worker threads of this process, as the kernel numbers them."""
 
-    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], *, first: int, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Batch], indices: Iterator[Index], *, first: int, seed: int) -> None:
         self.capacity = loader.num_workers * (loader.prefetch_factor or 1)
         self._indices, self._number = indices, first
         self._in_order, self._timeout_s = loader.in_order, loader.timeout
@@ -109,7 +110,7 @@ class OwnPass(Maker):
         raise NotImplementedError
 
 
-def _pin_function() -> Callable[[Any], Any] | None:
+def _pin_function() -> Callable[[Batch], Batch] | None:
     """DataLoader's own function to pin a batch; None where nothing can be pinned."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None or device.type == "mps" else pin_memory.pin_memory
@@ -168,18 +169,18 @@ class ThreadShutdown:
 # --- words for messages -----------------------------------------------------------------------------------------------
 
 
-def shortened(index: Any, most: int = 200) -> str:
+def shortened(index: Index, most: int = 200) -> str:
     """An index for a message."""
     text = repr(index)
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def at_index(index: Any) -> str:
+def at_index(index: Index) -> str:
     """The loading of one sample, or of several that are loaded at once, in words."""
     return f"at index {shortened(index)} of the dataset"
 
 
-def collating(index: Any) -> str:
+def collating(index: Index) -> str:
     """Collating, in words."""
     return f"putting together the samples of index {shortened(index)}"
 

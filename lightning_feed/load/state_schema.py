@@ -8,15 +8,16 @@ import torch
 
 from lightning_feed.errors import ResumeError
 from lightning_feed.load.elastic_resume import samples_of_all, trained_parts
+from lightning_feed.load.kinds import SavedState
 from lightning_feed.load.order import STATE_VERSION, mix_seed
 
 
-def _each(key: Any, item: Any) -> Callable[[Any], bool]:
+def _each(key: object, item: object) -> Callable[[Any], bool]:
     """The shape of a dict with any number of items."""
     return lambda value: type(value) is dict and all(_fits(name, key) and _fits(value[name], item) for name in value)
 
 
-def _is_generator_state(value: Any) -> bool:
+def _is_generator_state(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
 
 
@@ -69,7 +70,7 @@ _CHECKS: dict[type, Callable[[Any, Any], bool]] = {
 its items, fields of a dict (optional ones with ``?`` behind their names), and a function that tells."""
 
 
-def _fits(value: Any, shape: Any) -> bool:
+def _fits(value: object, shape: object) -> bool:
     return _CHECKS[type(shape)](value, shape)
 
 
@@ -123,7 +124,7 @@ def _is_sound(state: Any) -> bool:
     return True  # of another kind of loader
 
 
-def _is_possible(state: Mapping[str, Any]) -> bool:
+def _is_possible(state: SavedState) -> bool:
     """Check that no more was trained than there was, and that the order of the epoch can be drawn again."""
     starts = state["pass_start"]
     if state["since"] > state["batches"] or not all(_fits_the_epoch(state, *start) for start in starts.items()):
@@ -138,7 +139,7 @@ def _is_possible(state: Mapping[str, Any]) -> bool:
     return left >= -repeated and in_full_batches < max(left, 1)
 
 
-def _has_order(state: Mapping[str, Any]) -> bool:
+def _has_order(state: SavedState) -> bool:
     """Check that a state holds what its order is drawn from: a seed, a generator, or an epoch."""
     order = state["order"]
     start = state["pass_start"].get(order["sampler"], {})
@@ -147,7 +148,7 @@ def _has_order(state: Mapping[str, Any]) -> bool:
     return order["sampler"].startswith("SequentialSampler") or not {"seed", "generator"}.isdisjoint(start)
 
 
-def _fits_the_epoch(state: Mapping[str, Any], name: str, start: Mapping[str, Any]) -> bool:
+def _fits_the_epoch(state: SavedState, name: str, start: SavedState) -> bool:
     """Check that a sampler began with the epoch, and with the seed that follows from it, where the run has a seed."""
     seed, epoch = state["seed"], state["epoch"]
     if seed is None or epoch is None:
@@ -156,7 +157,7 @@ def _fits_the_epoch(state: Mapping[str, Any], name: str, start: Mapping[str, Any
     return all(start[key] == value for key, value in expected.items() if key in start)
 
 
-def _nothing_left(state: Mapping[str, Any]) -> bool:
+def _nothing_left(state: SavedState) -> bool:
     if state.get("order") is None or not state["begun"]:
         return False
     trained = sum(shares * samples for shares, samples in trained_parts(state))

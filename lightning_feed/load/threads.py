@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_feed.errors import LoaderError
+from lightning_feed.load.kinds import AnyDataset, Batch, Index, Sample
 from lightning_feed.load.random_state import DefaultGenerators, begin_sample
 from lightning_feed.load.stage import (
     CLOSED,
@@ -53,9 +54,9 @@ _Task = Callable[[int], object]
 class _Plan:
     """Functions and queues that the threads of a pass share."""
 
-    dataset: Any
-    collate: Callable[[Any], Any]
-    pin: Callable[[Any], Any] | None
+    dataset: AnyDataset
+    collate: Callable[[Sample], Batch]
+    pin: Callable[[Batch], Batch] | None
     batched: bool
     """An index stands for a batch of samples, and not for a single sample."""
     seed: int
@@ -89,7 +90,7 @@ class _Job:
         index: from the sampler.
     """
 
-    def __init__(self, plan: _Plan, number: int, index: Any) -> None:
+    def __init__(self, plan: _Plan, number: int, index: Index) -> None:
         self.plan, self.number, self.index = plan, number, index
         self.parts = [index] if plan.whole else list(index)
         self.places = range(max(1, len(self.parts)))  # an empty batch is a task, too: it is collated
@@ -116,7 +117,7 @@ class _Job:
             self.plan.done.put(self.number)
         self.at.pop(thread, None)
 
-    def take(self) -> Any:
+    def take(self) -> Batch:
         """The batch, once; or raise the error of its first failed sample, in its own type, with thread and index."""
         if self._failure is None:
             batch, self._loaded = self._loaded[0], []
@@ -177,7 +178,7 @@ class ThreadPass(OwnPass):
             was closed.
     """
 
-    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], *, probe: bool, **begun: int) -> None:
+    def __init__(self, loader: DataLoader[Batch], indices: Iterator[Index], *, probe: bool, **begun: int) -> None:
         super().__init__(loader, indices, **begun)
         self._jobs: dict[int, _Job] = {}
         self._ready: dict[int, None] = {}
@@ -198,7 +199,7 @@ class ThreadPass(OwnPass):
             self.close()
             raise
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         if not self._shutdown.is_here:
             raise LoaderError(
                 "This pass over the loader belongs to another process, where its worker threads are: a forked copy "

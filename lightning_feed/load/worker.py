@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_feed.errors import LoaderError
+from lightning_feed.load.kinds import Batch
 
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 """Read by libraries when they are loaded, so these count for what the dataset imports later."""
@@ -72,7 +73,7 @@ def on_this_device() -> Callable[[], None]:
 # --- pickling for worker processes ------------------------------------------------------------------------------------
 
 
-def why_not_picklable(thing: Any) -> str | None:
+def why_not_picklable(thing: object) -> str | None:
     """The error of pickling ``thing`` for a worker process; None where it can be pickled.
 
     Costs the time of pickling but no memory: nothing is written, and tensors and arrays are skipped.
@@ -86,7 +87,7 @@ def why_not_picklable(thing: Any) -> str | None:
     return None
 
 
-def why_not_sent(loader: Any, start_method: str) -> str:
+def why_not_sent(loader: DataLoader[Batch], start_method: str) -> str:
     """The reason why a DataLoader cannot have worker processes with a start method; empty where none is known."""
     for name in ("dataset", "collate_fn", "worker_init_fn") if start_method != "fork" else ():
         why = why_not_picklable(getattr(loader, name))
@@ -95,7 +96,7 @@ def why_not_sent(loader: Any, start_method: str) -> str:
     return ""
 
 
-def refuse_unsendable(loader: Any, name: str, start_method: str) -> None:
+def refuse_unsendable(loader: DataLoader[Batch], name: str, start_method: str) -> None:
     """Raise a LoaderError for a loader that cannot have worker processes with a start method."""
     why = why_not_sent(loader, start_method)
     if why:
