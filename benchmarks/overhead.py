@@ -9,6 +9,8 @@ thread and by the wall. What counts is the difference of the least CPU times of 
   <= 30 us of CPU time
 * ``PrefetchCallback``  over an empty one, with a stream that does nothing, so that the whole injection runs on the CPU;
   goal <= 60 us of CPU time
+* ``FeedLoader``  over torch's DataLoader, a batch of two small samples in the training process, with all that a data
+  module sets: seeded order, counting, the watchdog; goal <= 15 us of CPU time
 
 On a CUDA device the first rows are measured there too, events and streams included.
 
@@ -33,12 +35,16 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_feed import GPUStarvationCallback, PrefetchCallback
+from lightning_feed.load.loader import FeedLoader
+from lightning_feed.load.order import EpochOrder
+from lightning_feed.load.watchdog import Watch
 from lightning_feed.transfer.prefetcher import SideStream
 
 WARM_UP = 100
-GOALS_US = {"GPUStarvationCallback": 30.0, "PrefetchCallback": 60.0}
+GOALS_US = {"GPUStarvationCallback": 30.0, "PrefetchCallback": 60.0, "FeedLoader": 15.0}
 
 
 class Tiny(LightningModule):
@@ -125,6 +131,33 @@ def step_us(callbacks: list[Callback], steps: int, device: str) -> tuple[float, 
     return (last[0] - first[0]) / count / 1e3, (last[1] - first[1]) / count / 1e3
 
 
+def feed_loader(dataset: Any) -> FeedLoader:
+    """A loader as FastDataModule builds it, without workers."""
+    order = EpochOrder(seed=1, epoch=lambda: 0)
+    return FeedLoader(dataset, batch_size=2, shuffle=True, order=order, watch=Watch("train", 60.0))
+
+
+LOADERS: dict[str, Callable[[Any], DataLoader[Any]]] = {
+    "DataLoader": lambda dataset: DataLoader(dataset, batch_size=2, shuffle=True),
+    "FeedLoader": feed_loader,
+}
+
+
+def batch_us(make: Callable[[Any], DataLoader[Any]], batches: int) -> tuple[float, float]:
+    """Mean CPU and wall time of a batch, without the first ones."""
+    loader = iter(make(torch.utils.data.TensorDataset(torch.ones(2 * (batches + WARM_UP), 4))))
+    for _ in range(WARM_UP):
+        next(loader)
+    gc.collect()
+    gc.disable()
+    cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
+    for _ in range(batches):
+        next(loader)
+    found = (time.thread_time_ns() - cpu) / batches / 1e3, (time.perf_counter_ns() - wall) / batches / 1e3
+    gc.enable()
+    return found
+
+
 def spread(values: list[float]) -> str:
     """Median, least and most."""
     return f"{statistics.median(values):+8.1f} [{min(values):+7.1f}, {max(values):+7.1f}]"
@@ -148,14 +181,17 @@ def main() -> None:
     )
     print(f"{options.rounds} rounds of {options.steps} steps")
     step_us([], 200, options.device)  # what the first fit of a process pays
-    rounds: dict[str, list[tuple[float, float]]] = {row: [] for row in ROWS}
+    rounds: dict[str, list[tuple[float, float]]] = {row: [] for row in (*ROWS, *LOADERS)}
     for _ in range(options.rounds):
         for row, make in ROWS.items():
             rounds[row].append(step_us(make(), options.steps, options.device))
+        for row, loader in LOADERS.items():
+            rounds[row].append(batch_us(loader, options.steps))
     print(f"{'':24} {'least CPU':>9} {'CPU time, us':>28} {'wall, us':>28}")
     plain, rows = [cpu for cpu, _ in rounds[PLAIN]], []
     print(f"{'plain step':24} {min(plain):9.1f} {spread(plain)} {spread([us for _, us in rounds[PLAIN]])}")
-    for row, beside in ((row, PLAIN if row == EMPTY else EMPTY) for row in ROWS if row != PLAIN):
+    over = {row: PLAIN if row == EMPTY else EMPTY for row in ROWS if row != PLAIN}
+    for row, beside in {**over, "FeedLoader": "DataLoader"}.items():
         pairs = list(zip(rounds[row], rounds[beside], strict=True))
         cpu, wall = ([with_it[at] - without[at] for with_it, without in pairs] for at in (0, 1))
         least = min(rounds[row])[0] - min(rounds[beside])[0]
