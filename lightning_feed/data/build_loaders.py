@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from lightning_feed import _host
 from lightning_feed.data.base import ignore_warning
 from lightning_feed.data.storage import Storage
-from lightning_feed.load.build import Part, build_loader, even_batch_size, size_of
+from lightning_feed.load.build import Part, build_loader, even_batch_size
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
+from lightning_feed.load.order import size_of
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, workers_of
 from lightning_feed.load.worker import WorkerInit

@@ -13,8 +13,8 @@ from lightning_feed import _host
 from lightning_feed.data.base import SPLITS
 from lightning_feed.data.build_loaders import ChosenSettings, job_of
 from lightning_feed.errors import SettingsError
-from lightning_feed.load.build import size_of
 from lightning_feed.load.machine import read_machine
+from lightning_feed.load.order import size_of
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend
 from lightning_feed.load.worker import why_not_sent
 from lightning_feed.trials.cloning import map_loaders, twin_of

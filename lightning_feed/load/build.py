@@ -13,7 +13,7 @@ from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.kinds import AnyDataset, AnySampler, Batch, Sample
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import read_machine
-from lightning_feed.load.order import EpochOrder
+from lightning_feed.load.order import EpochOrder, size_of
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, Workload, recommend, workers_of
 from lightning_feed.load.watchdog import Watch
 from lightning_feed.load.worker import WorkerInit, refuse_unsendable
@@ -155,14 +155,6 @@ def like(made: Any, values: list[Any]) -> Any:
     if isinstance(made, dict):
         return dict(zip(made, values, strict=True))
     return values if isinstance(made, list) else values[0]
-
-
-def size_of(dataset: AnyDataset) -> int | None:
-    """Number of samples in the dataset; None where it has no length."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):  # torch's own wrappers have __len__ and raise TypeError in it
-        return None
 
 
 def even_batch_size(wished: int, samples: int, world_size: int = 1) -> tuple[int, str]:

@@ -141,19 +141,7 @@ def open_caches(
             if found.cache is None:
                 places.setdefault(id(found), (f"{name}.{part}", found))
     total = sum(len(dataset) for _, dataset in places.values())
-    machine = machine or read_machine()
-    known = [free for free in (machine.available_memory_bytes, machine.free_shm_bytes) if free is not None]
-    room = min(known, default=None)
-    bytes_for_all = parse_limit(limit, room)
-    if room is not None and bytes_for_all > _MOST * room:
-        logger.warning(
-            "cache_limit=%r is cut to %d MiB: %d MiB of memory and /dev/shm can still be taken, and batches on their "
-            "way from the workers need some of it.",
-            limit,
-            int(_MOST * room) >> 20,
-            room >> 20,
-        )
-        bytes_for_all = int(_MOST * room)
+    bytes_for_all = _bytes_within(limit, machine or read_machine())
     for name, dataset in places.values():
         size = len(dataset)
         identity = f"{run}/{name}/{type(dataset).__qualname__}/{size}"
@@ -165,6 +153,23 @@ def open_caches(
             memory_left=memory_left,
         )
     return [dataset.cache for _, dataset in places.values() if dataset.cache is not None]
+
+
+def _bytes_within(limit: int | str, machine: Machine) -> int:
+    """Bytes for all caches: the limit, or less where the machine has less room."""
+    known = [free for free in (machine.available_memory_bytes, machine.free_shm_bytes) if free is not None]
+    room = min(known, default=None)
+    bytes_for_all = parse_limit(limit, room)
+    if room is not None and bytes_for_all > _MOST * room:
+        logger.warning(
+            "cache_limit=%r is cut to %d MiB: %d MiB of memory and /dev/shm can still be taken, and batches on their "
+            "way from the workers need some of it.",
+            limit,
+            int(_MOST * room) >> 20,
+            room >> 20,
+        )
+        return int(_MOST * room)
+    return bytes_for_all
 
 
 def memory_left() -> int | None:

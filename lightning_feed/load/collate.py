@@ -256,19 +256,26 @@ def rebuild(container: Any, change: Callable[[Any, Any], Any]) -> Any:
     changed = {name: part for name, part in made.items() if part is not parts[name]}
     if not changed:
         return container
+    if isinstance(container, Mapping):
+        return _rebuilt_mapping(container, made)
     kind: Any = type(container)
     if isinstance(container, (list, tuple)):
         return kind(*made.values()) if hasattr(container, "_fields") else kind(made.values())
-    if isinstance(container, Mapping) and not isinstance(container, MutableMapping):
-        return kind({name: part for name, part in made.items() if part is not GONE})
-    twin = copy.copy(container)  # keeps what a mapping of the user's has besides its values
+    twin = copy.copy(container)
     for name, part in changed.items():
-        if not isinstance(container, Mapping):
-            object.__setattr__(twin, name, part)  # frozen dataclasses too: the copy is ours
-        elif part is GONE:
-            del twin[name]
-        else:
-            twin[name] = part
+        object.__setattr__(twin, name, part)  # frozen dataclasses too: the copy is ours
+    return twin
+
+
+def _rebuilt_mapping(mapping: Mapping[Any, Any], made: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    left = {name: part for name, part in made.items() if part is not GONE}
+    if not isinstance(mapping, MutableMapping):
+        kind: Any = type(mapping)
+        return kind(left)  # type: ignore[no-any-return]
+    twin = copy.copy(mapping)  # keeps other attributes of a mapping of the user's
+    for name in made.keys() - left.keys():
+        del twin[name]
+    twin.update(left)
     return twin
 
 

@@ -39,8 +39,7 @@ def begin_next_epoch(state: SavedState) -> State:
         return {"ranks": [begin_next_epoch(part) for part in state["ranks"]]}
     if state["kind"] == "iterable" or not state["begun"]:
         return {**state, "begun": False}
-    starts = state.get("pass_start", {}).values()
-    if "next_start" not in state and any("generator" in start or "sampler" in start for start in starts):
+    if "next_start" not in state and _carries_state(state["pass_start"]):
         raise ResumeError(
             "The checkpoint was saved at the end of an epoch by an earlier version of lightning_feed, which did not "
             "keep the state of the sampler or of its generator there: the samples of an earlier epoch would be drawn "
@@ -50,6 +49,10 @@ def begin_next_epoch(state: SavedState) -> State:
     start = state.get("next_start", {})
     state = {key: value for key, value in state.items() if key not in ("sample_seed", "rest", "next_start", "drawn")}
     return {**state, "epoch": epoch, "cycle": 0, "batches": 0, "pass_start": start, "done": [], "since": 0}
+
+
+def _carries_state(starts: Mapping[str, State]) -> bool:
+    return any("generator" in start or "sampler" in start for start in starts.values())
 
 
 def state_of_rank(state: SavedState) -> State:

@@ -117,6 +117,10 @@ def _cpu_limits(root: Path) -> Iterator[tuple[float, str]]:
         yield os.cpu_count() or 1, "CPUs of the machine"
     if hasattr(os, "process_cpu_count"):  # Python 3.13; PYTHON_CPU_COUNT can lower it
         yield os.process_cpu_count() or 1, "os.process_cpu_count()"
+    yield from _cpu_quotas(root)
+
+
+def _cpu_quotas(root: Path) -> Iterator[tuple[float, str]]:
     # Microseconds of each period: "max 100000" or "50000 100000" in one file, or two files; a quota of -1 is none.
     texts = [(folder / "cpu.max", read_text(folder / "cpu.max")) for folder in cgroup_folders(root, "")]
     for folder in cgroup_folders(root, "cpu"):

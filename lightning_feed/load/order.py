@@ -353,6 +353,14 @@ class MapPass(Pass):
         return seed
 
 
+def size_of(dataset: AnyDataset) -> int | None:
+    """Number of samples in the dataset; None where it has no length."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # torch's own wrappers have __len__ and raise TypeError in it
+        return None
+
+
 def facts_of(loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> State:
     """The configuration of a map-style loader in its state, to be compared when a run is resumed.
 
@@ -362,10 +370,7 @@ def facts_of(loader: DataLoader[Batch], samplers: Mapping[str, AnySampler]) -> S
     """
     batches = loader.batch_sampler
     sampler: AnySampler = loader.sampler if batches is None else getattr(batches, "sampler", batches)
-    try:
-        samples = len(loader.dataset)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        samples = None
+    samples = size_of(loader.dataset)
     size = 1 if batches is None else getattr(batches, "batch_size", None)
     if type(batches) is not BatchSampler and hasattr(batches, "state_dict"):
         size = None  # it may change from batch to batch, and its state knows

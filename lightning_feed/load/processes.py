@@ -131,17 +131,22 @@ def ended_worker(batches: Any, error: BaseException) -> str | None:
     ended: list[Any] = []
     with contextlib.suppress(RuntimeError):  # torch's signal handler may report at this moment what is found below
         ended = wait(list(workers), timeout=_LAST_MOMENT_S)
-    for one in [workers[sentinel] for sentinel in ended] or workers.values():
-        one.join(_LAST_MOMENT_S if ended else 0)
-        if one.exitcode:
-            names = {number.value: number.name for number in signal.Signals}
-            killed = f"was killed by {names.get(-one.exitcode, f'signal {-one.exitcode}')}"
+    for process in [workers[sentinel] for sentinel in ended] or workers.values():
+        process.join(_LAST_MOMENT_S if ended else 0)
+        if process.exitcode:
             return (
-                f"A worker process of the loader (pid {one.pid}) "
-                f"{killed if one.exitcode < 0 else f'ended with {one.exitcode}'}, so its batches are lost. SIGKILL "
-                "mostly means that memory ran out: see dmesg, and use fewer workers or smaller batches."
+                f"A worker process of the loader (pid {process.pid}) {_exit_words(process.exitcode)}, so its batches "
+                "are lost. SIGKILL mostly means that memory ran out: see dmesg, and use fewer workers or smaller "
+                "batches."
             )
     return None
+
+
+def _exit_words(exitcode: int) -> str:
+    if exitcode > 0:
+        return f"ended with {exitcode}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-exitcode, f'signal {-exitcode}')}"
 
 
 def end_pass(batches: Iterator[Batch]) -> None:

@@ -240,14 +240,7 @@ class RayPass(OwnPass):
         self._largest = max(self._largest, sum(buffer.nbytes for buffer in buffers))
         self._ask()
         count_relayed(bad)
-        try:
-            # Copied out of the object store, where it could not be written to, and would not make room.
-            batch = pickle.loads(data, buffers=[buffer.copy() for buffer in buffers])
-        except Exception as error:
-            raise LoaderError(
-                f"A Ray worker sent {asked.words()}, which the training process cannot unpickle: "
-                f"{type(error).__name__}: {error}. Return tensors, arrays, numbers and text from the dataset."
-            ) from error
+        batch = _unpickled(data, buffers, asked)
         return batch if self._pin is None else self._pin(batch)
 
     @property
@@ -365,3 +358,14 @@ class RayPass(OwnPass):
                 f"{error}. Ray ends processes that cannot reach it. Start the cluster again, and resume from the last "
                 "checkpoint."
             ) from error
+
+
+def _unpickled(data: bytes, buffers: list[Any], pending: PendingBatch) -> Batch:
+    try:
+        # Copied out of the object store, where it could not be written to, and would not make room.
+        return pickle.loads(data, buffers=[buffer.copy() for buffer in buffers])
+    except Exception as error:
+        raise LoaderError(
+            f"A Ray worker sent {pending.words()}, which the training process cannot unpickle: "
+            f"{type(error).__name__}: {error}. Return tensors, arrays, numbers and text from the dataset."
+        ) from error

@@ -10,13 +10,14 @@ a sample that hangs would prevent for ever. The threads end with the pass: they 
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
@@ -280,20 +281,20 @@ class ThreadPass(OwnPass):
 
     def _wait(self) -> int:
         """The number of the next batch, when it is complete."""
-        until = time.monotonic() + self._timeout_s if self._timeout_s else None
+        until = time.monotonic() + self._timeout_s if self._timeout_s else math.inf
         while True:
-            number = next(iter(self._jobs), None) if self._in_order else next(iter(self._ready), None)
+            number = next(iter(self._jobs if self._in_order else self._ready), None)
             if self._plan.cancelled:
                 raise LoaderError(CLOSED)
             if number is not None and number in self._ready:
                 del self._ready[number]
                 return number
             idle, since = self._idle_share() if self._ready else 0.0, time.perf_counter_ns()
-            patience_s = _CHECK_S if until is None else max(0.0, min(_CHECK_S, until - time.monotonic()))
             try:
-                done = self._plan.done.get(timeout=patience_s)
+                done = self._plan.done.get(timeout=max(0.0, min(_CHECK_S, until - time.monotonic())))
             except Empty:
-                self._give_up_after(until)
+                if time.monotonic() >= until:
+                    self._give_up()
                 continue
             finally:
                 self.head_of_line_ns += idle * (time.perf_counter_ns() - since)
@@ -307,10 +308,8 @@ class ThreadPass(OwnPass):
         left = sum(max(1, job.left) for number, job in self._jobs.items() if number not in self._ready)
         return max(0.0, 1 - left / len(self.threads))
 
-    def _give_up_after(self, until: float | None) -> None:
+    def _give_up(self) -> NoReturn:
         """Raise for a batch that is overdue."""
-        if until is None or time.monotonic() < until:
-            return
         at = "; ".join(f"thread worker {thread} is {doing}" for thread, doing in self._at_work())
         self.close(_SHORT_PATIENCE_S)
         raise LoaderError(

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed.errors import LoaderError
 from lightning_feed.extras import installed_version
-from lightning_feed.load.build import size_of
 from lightning_feed.load.iterable import divides_among_workers
 from lightning_feed.load.loader import FeedLoader
 from lightning_feed.load.machine import Machine, read_machine
+from lightning_feed.load.order import size_of
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import PINNING_DEVICES
 from lightning_feed.load.worker import why_not_sent

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_feed.load.build import size_of
 from lightning_feed.load.loader import FeedLoader
-from lightning_feed.load.order import DrawsOf
+from lightning_feed.load.order import DrawsOf, size_of
 from lightning_feed.load.processes import shut_down_workers
 from lightning_feed.load.settings import RayCluster
 from lightning_feed.trials.cloning import twin_of
