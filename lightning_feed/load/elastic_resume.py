@@ -39,7 +39,7 @@ def begin_next_epoch(state: SavedState) -> State:
         return {"ranks": [begin_next_epoch(part) for part in state["ranks"]]}
     if state["kind"] == "iterable" or not state["begun"]:
         return {**state, "begun": False}
-    if "next_start" not in state and _carries_state(state["pass_start"]):
+    if "next_start" not in state and _carries_state(state.get("pass_start", {})):
         raise ResumeError(
             "The checkpoint was saved at the end of an epoch by an earlier version of lightning_feed, which did not "
             "keep the state of the sampler or of its generator there: the samples of an earlier epoch would be drawn "

@@ -224,9 +224,8 @@ def test_the_training_goes_on_drawing_its_own_numbers(kind):
 
 
 @every_kind
-@pytest.mark.parametrize("background", [0, 2])
-def test_an_error_names_the_worker_and_the_index(kind, background):
-    batches = iter(loader_of(kind, Failing(KeyError("no picture")), batch_size=4, background=background))
+def test_an_error_names_the_worker_and_the_index(kind):
+    batches = iter(loader_of(kind, Failing(KeyError("no picture")), batch_size=4))
     assert [next(batches).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(KeyError, match=f"(?s){NAMED[kind]}no picture") as caught:
         next(batches)
@@ -269,9 +268,7 @@ def test_an_exhausted_pass_stays_exhausted(kind):
 
 
 @local
-@pytest.mark.parametrize(
-    ("how", "background"), [("close", 0), ("loader", 2), ("garbage", 0), ("garbage", 2), ("break", 2), ("end", 0)]
-)
+@pytest.mark.parametrize(("how", "background"), [("close", 0), ("loader", 2), ("garbage", 0), ("end", 0)])
 def test_nothing_outlives_its_pass(kind, how, background):
     def running():
         return {*threading.enumerate(), *multiprocessing.active_children()}
@@ -285,10 +282,6 @@ def test_nothing_outlives_its_pass(kind, how, background):
         batches.close()
     elif how == "loader":
         loader.close()
-    elif how == "break":
-        for _ in batches:
-            break
-        del batches
     elif how == "end":
         list(batches)
     else:
