@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,22 @@ def test_imports_keep_to_the_road() -> None:
     assert broken == set()
 
 
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_circle_of_files() -> None:
+    names = {_module(path): path for path in FILES}
+    left = {}
+    for name, path in names.items():
+        imported = {found.removeprefix("lightning_feed.") for found in _imports(path.read_text())}
+        needs = {found if found in names else found.rpartition(".")[0] for found in imported}  # a module, or its name
+        left[name] = needs & names.keys() - {name}
+    while free := {name for name, needs in left.items() if not needs & left.keys()}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert left == {}
+
+
 def test_the_rule_itself_sees_a_breach() -> None:
     for file, line, broken in (
         ("load/machine.py", "from lightning_feed.transfer.batch_tree import hold", True),
@@ -146,6 +163,29 @@ def test_spawned_workers_of_our_image_datasets_import_no_torchvision() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+# --- the words ----------------------------------------------------------------------------------------------------
+
+QUESTIONS = {"What", "Which", "How", "Whether", "Where", "Who", "When", "Why", "That"}
+
+
+def _docstrings(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """Line and text of every string that stands by itself: docstrings, of attributes too."""
+    for node in body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+        yield from _docstrings(getattr(node, "body", []))
+
+
+def test_docstrings_open_with_a_noun_phrase_or_a_verb() -> None:
+    opened = {
+        f"{_relative(path)}:{line}": text.partition("\n")[0]
+        for path in FILES
+        for line, text in _docstrings(ast.parse(path.read_text()).body)
+        if text.split()[0].strip("`,.:") in QUESTIONS
+    }
+    assert opened == {}
 
 
 # --- public names -------------------------------------------------------------------------------------------------
