@@ -78,23 +78,17 @@ class Broken(Exception):
 class Trace:
     """Notes the functions that observe, or makes one of them raise whenever it is called."""
 
-    def __init__(self, target: Function | None = None) -> None:
+    def __init__(self, target: CodeType | None = None) -> None:
         self.target = target
-        self.seen: dict[Function, None] = {}
+        self.seen: dict[Function, CodeType] = {}
         self.raised = 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(PACKAGE):
-            return
-        here = function(code)
-        if self.target is not None and here != self.target:
-            return
-        if not is_own(code) or not observes(frame):
-            return
         if self.target is None:
-            self.seen[here] = None
-        else:
+            if event == "call" and code.co_filename.startswith(PACKAGE) and is_own(code) and observes(frame):
+                self.seen[function(code)] = code
+        elif code is self.target and event == "call" and observes(frame):
             self.raised += 1
             raise Broken("on purpose")  # and Python takes the trace away: `Again` puts it back
 
@@ -217,29 +211,43 @@ def small_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_loader, "run_trial", Trials({0: 10.0, 1: 10.0, 2: 30.0}))
 
 
+FITS = (with_loggers, with_workers, with_moves)
+PARTS = 3
+
+
+def traced(make: Callable[[Path], Fit], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Function, CodeType]:
+    """The functions that observe in a fit."""
+    if make is with_workers:
+        monkeypatch.setattr(starvation_run, "open_ring", lambda _: EventRing(SimulatedDevice().event, 512))
+    observers = Trace()
+    made(make, folder).run(observers)
+    return observers.seen
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("make", FITS, ids=[make.__name__ for make in FITS])
 def test_what_fails_in_an_observer_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Callable[[Path], Fit],
+    part: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tried: set[Function] = set()
-    for make in (with_loggers, with_workers, with_moves):
-        if make is with_workers:
-            monkeypatch.setattr(starvation_run, "open_ring", lambda _: EventRing(SimulatedDevice().event, 512))
-        expected, observers = made(make, tmp_path).run(None, ours=False), Trace()
-        assert_same(made(make, tmp_path).run(observers), expected)
-        assert not _said(caplog)
-        for target in observers.seen.keys() - tried:
-            broken, fit = Trace(target), made(make, tmp_path)
-            try:
-                assert_same(fit.run(broken), expected)
-            except Broken as error:
-                raise AssertionError(f"{target} ends the fit of {make.__name__}") from error
-            assert broken.raised, target
-            who = [line.partition(" ")[0] for line in _said(caplog)]
-            assert len(who) == len(set(who)) in range(target[1] not in SILENT, 1 + len(fit.ours)), (target, who)
-            caplog.clear()
-        tried |= observers.seen.keys()
-    assert len(tried) > 250  # the trace has found something
+    tried_before = {seen for earlier in FITS[: FITS.index(make)] for seen in traced(earlier, tmp_path, monkeypatch)}
+    expected, observers = made(make, tmp_path).run(None, ours=False), traced(make, tmp_path, monkeypatch)
+    assert len(observers) > 50  # the trace has found something
+    assert not _said(caplog)
+    for target in sorted(observers.keys() - tried_before)[part::PARTS]:
+        broken, fit = Trace(observers[target]), made(make, tmp_path)
+        try:
+            assert_same(fit.run(broken), expected)
+        except Broken as error:
+            raise AssertionError(f"{target} ends the fit of {make.__name__}") from error
+        assert broken.raised, target
+        who = [line.partition(" ")[0] for line in _said(caplog)]
+        assert len(who) == len(set(who)) in range(target[1] not in SILENT, 1 + len(fit.ours)), (target, who)
+        caplog.clear()
 
 
 def assert_same(weights: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
