@@ -85,9 +85,10 @@ def build_loader(
         watch=Watch(part.name, settings.warn_after_s) if settings.warn_after_s else None,
         **(options if processes else {}),
     )
-    if processes:
+    start_method = settings.start_method or machine.start_method
+    if processes and start_method != "fork":
         # Not left to torch: Lightning covers an error at the start of a loader with one of its own.
-        refuse_unsendable(loader, part.name, settings.start_method or machine.start_method)
+        refuse_unsendable(loader, part.name, start_method)
     return loader, found
 
 
