@@ -6,18 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, final
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
 from lightning_feed import _host
-from lightning_feed.data.base import SPLITS, SPLITS_OF_STAGE, check_misplaced, check_whole, ignore_warning
-from lightning_feed.data.build_loaders import Loaders, job_of
+from lightning_feed.data.build_loaders import SPLITS, Loaders, ignore_warning, job_of
 from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.data.storage import Cache, Storage
-from lightning_feed.data.wrapping import wrap
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.collate import DroppingCollate, check_drop_keys
@@ -25,14 +23,25 @@ from lightning_feed.load.loader import BatchDecoder
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.settings import SEEDS, LoaderSettings, Recommendation
 from lightning_feed.load.trace import traced
-from lightning_feed.storage.remote import RemotePlace
-from lightning_feed.storage.remote_folder import RemoteFolder
-from lightning_feed.storage.shared_cache import CacheStats
-from lightning_feed.transfer.batch_tree import release
+
+if TYPE_CHECKING:
+    from lightning_feed.storage.remote_folder import RemoteFolder
+    from lightning_feed.storage.shared_cache import CacheStats
 
 logger = logging.getLogger(__name__)
 
 _TRANSFER = "transfer_batch_to_device"
+_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+
+def check_whole(name: str, value: object, unit: str) -> None:
+    """Refuse a value that is not a whole number of 1 or more.
+
+    Raises:
+        SettingsError: with the name of the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingsError(f"{name}={value!r} is not possible. Give {unit}, 1 or more.")
 
 
 @dataclass
@@ -88,7 +97,7 @@ class FeedDataModule:
         cache_shard: bool = False,
         **misplaced: NoReturn,
     ) -> None:
-        check_misplaced(type(self).__name__, misplaced)
+        self._feed_refuse(misplaced)
         check_whole("batch_size", batch_size, "the samples in a batch")
         if eval_batch_size not in (None, "even"):
             check_whole("eval_batch_size", eval_batch_size, "the samples in a batch")
@@ -160,9 +169,9 @@ class FeedDataModule:
         Raises:
             DatasetError: when there is nothing to train on, or a split is not what it has to be.
         """
-        if stage not in SPLITS_OF_STAGE:
-            raise SettingsError(f"There is no stage {stage!r}. Give one of {', '.join(map(repr, SPLITS_OF_STAGE))}.")
-        splits = SPLITS_OF_STAGE[stage]
+        if stage not in _SPLITS_OF_STAGE:
+            raise SettingsError(f"There is no stage {stage!r}. Give one of {', '.join(map(repr, _SPLITS_OF_STAGE))}.")
+        splits = _SPLITS_OF_STAGE[stage]
         for split in splits:
             self._feed_dataset(split)
             self._feed.built.discard(split)
@@ -229,6 +238,8 @@ class FeedDataModule:
         Raises:
             SettingsError: for what is no data module or a FastDataModule, and for other settings.
         """
+        from lightning_feed.data.wrapping import wrap
+
         return wrap(datamodule, loader)
 
     def dataset(self, split: str) -> Any:
@@ -249,7 +260,7 @@ class FeedDataModule:
             ArchiveError: when it cannot be staged.
         """
         place = self._feed.storage.find()
-        if isinstance(place, RemotePlace):
+        if not isinstance(place, Path):
             raise SettingsError(
                 f"data_dir={str(place)!r} is a URL, so there is no folder to read from. Read from self.remote_dir, or "
                 "give stage_to without stage_limit, which copies it whole."
@@ -257,7 +268,7 @@ class FeedDataModule:
         return place
 
     @property
-    def remote_dir(self) -> RemoteFolder:
+    def remote_dir(self) -> "RemoteFolder":
         """The files of ``data_dir``, a URL: ``names()``, ``read(name)``, ``read_many(names)``; through the cache in
         ``stage_to`` where there is a ``stage_limit``. Can be given to datasets, and goes to workers with them.
 
@@ -266,8 +277,10 @@ class FeedDataModule:
             ArchiveError: when it cannot be listed.
         """
         place = self._feed.storage.find()
-        if not isinstance(place, RemotePlace):
+        if isinstance(place, Path):
             raise SettingsError("There is a folder to read from, and no URL. Read from self.staged_dir.")
+        from lightning_feed.storage.remote_folder import RemoteFolder
+
         return RemoteFolder(place)
 
     @property
@@ -279,7 +292,7 @@ class FeedDataModule:
         """What was chosen for each loader that was made, and why: one line for each value."""
         return self._feed.loaders.report()
 
-    def cache_stats(self) -> CacheStats | None:
+    def cache_stats(self) -> "CacheStats | None":
         """What the caches in host memory hold and have done, over all processes of the node; None without one."""
         return self._feed.storage.stats()
 
@@ -288,7 +301,7 @@ class FeedDataModule:
         storage = self._feed.storage
         return {
             "cache": storage.cache or "off",
-            "remote": isinstance(storage.place, RemotePlace),
+            "remote": not isinstance(storage.place, Path | None),
             "staged": storage.stage_to is not None,
             "device_transform": type(self).device_transform is not FeedDataModule.device_transform,
         }
@@ -298,6 +311,15 @@ class FeedDataModule:
         # attaches itself again, and what loaders hold is made again where it is needed.
         feed = _State(self._feed.loaders.copy(), self._feed.storage.copy())
         return {**self.__dict__, "trainer": None, "_feed": feed}
+
+    def _feed_refuse(self, misplaced: Mapping[str, object]) -> None:
+        """Refuse arguments that a data module does not have; those of LoaderSettings belong there."""
+        owner = type(self).__name__
+        for name, value in misplaced.items():
+            if name in LoaderSettings.__dataclass_fields__:
+                where = f"Write {owner}(..., loader=LoaderSettings({name}={value!r}))."
+                raise SettingsError(f"{name} is a setting of the loaders. {where}")
+            raise SettingsError(f"{owner} has no argument {name}.")
 
     # --- datasets -----------------------------------------------------------------------------------------------------
 
@@ -429,9 +451,11 @@ class FeedDataModule:
                 there = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
             else:
                 there = own(self, batch, device, dataloader_idx)
+        from lightning_feed.transfer.batch_tree import release
+
         # Values that PrefetchCallback(host_keys=...) kept from the transfer are the user's again from here on.
         there = release(there)
-        split = SPLITS_OF_STAGE[_host.stage_now(trainer)][0]
+        split = _SPLITS_OF_STAGE[_host.stage_now(trainer)][0]
         with traced("device_transform"):
             return self.device_transform(self._feed_on_device(there, split), split)
 

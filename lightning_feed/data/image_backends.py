@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 
-from lightning_feed.data.base import check_choice
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, SettingsError
 from lightning_feed.images.dali_binding import DaliOptions, require_dali
@@ -47,6 +47,16 @@ class BackendChoice:
 
     name: str
     reason: str
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse what is none of the choices.
+
+    Raises:
+        SettingsError: names them.
+    """
+    if value not in choices:
+        raise SettingsError(f"{name}={value!r} is not a choice. Give one of {', '.join(map(repr, choices))}.")
 
 
 def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_torch: Iterable[str] = ()) -> DaliOptions:
@@ -125,6 +135,13 @@ def require_nvjpeg(device: torch.device) -> None:
         ) from error
 
 
+def device_of(trainer: Any) -> torch.device:
+    """Where the batches go: the Trainer's device; without one, the first that a Trainer would take."""
+    if trainer is not None:
+        return trainer.strategy.root_device  # type: ignore[no-any-return]
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 # --- one decision for all ranks ---------------------------------------------------------------------------------------
 
 
@@ -174,3 +191,36 @@ def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001
         choice = replace(make_decoder("pillow"), reason=f'decoder="auto" took the reference: {error}')
     logger.info("decoder=%r: %s", choice.name, choice.reason)
     return choice
+
+
+# --- the ends of passes -----------------------------------------------------------------------------------------------
+
+
+class PassEnds(Callback):
+    """A callback that tells a data module of the ends of passes, and of errors.
+
+    A loop that ends early, as with ``limit_val_batches``, does not close its loader, and Lightning keeps its iterator.
+    """
+
+    def __init__(self, datamodule: Any) -> None:
+        self.datamodule = datamodule
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Also at the end of the sanity check, and of each validation inside a fit."""
+        self.datamodule._feed_pass_ended("val")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the pass."""
+        self.datamodule._feed_pass_ended("test")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the pass."""
+        self.datamodule._feed_pass_ended("predict")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Free all."""
+        self.datamodule._feed_release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Free all after an error, too: Lightning does not call ``teardown`` then."""
+        self.datamodule._feed_release()

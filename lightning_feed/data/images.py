@@ -11,9 +11,15 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import Subset
 
 from lightning_feed.data import image_backends
-from lightning_feed.data.base import PassEnds, check_choice, check_whole, device_of
-from lightning_feed.data.datamodule import FeedDataModule
-from lightning_feed.data.image_backends import DALI_BACKENDS, Backend, BackendChoice
+from lightning_feed.data.datamodule import FeedDataModule, check_whole
+from lightning_feed.data.image_backends import (
+    DALI_BACKENDS,
+    Backend,
+    BackendChoice,
+    PassEnds,
+    check_choice,
+    device_of,
+)
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require

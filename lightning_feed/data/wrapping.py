@@ -10,8 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
-from lightning_feed.data.base import SPLITS
-from lightning_feed.data.build_loaders import ChosenSettings, job_of
+from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, job_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import size_of
 from lightning_feed.load.machine import read_machine
@@ -153,10 +152,10 @@ class WrappedLoaders(ChosenSettings):
     def _change(self, trainer: Any, split: str, name: str, loader: Any, together: int) -> Any:
         if not isinstance(loader, DataLoader):
             return self._leave(name, loader)
-        settings, explain = self.settle(trainer, split, name, lambda: loader)
+        settings, explain = self.settings_for(trainer, split, name, lambda: loader)
         settings = replace(settings, workers="process", start_method=None)
         found = explain(_recommended(loader, split, settings, job_of(trainer), together))
-        self.tell(trainer, split, name, found)
+        self.announce(trainer, split, name, found)
         return _rebuilt(loader, found)
 
     def _leave(self, name: str, loader: Any) -> Any:

@@ -11,7 +11,6 @@ import fcntl
 import logging
 import mmap
 import os
-import re
 import struct
 from array import array
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from lightning_feed.errors import ArchiveError, SettingsError
+from lightning_feed.errors import ArchiveError
 from lightning_feed.storage import system
 
 Kind = Literal["bytes", "decoded"]
@@ -49,36 +48,9 @@ _SLOT_WORDS = 8  # a cache line, so that processes do not pull each other's coun
 _HITS, _MISSES = range(2)
 _ALIGN = 64
 _HEAD = struct.Struct("=12sI")  # dtype, number of dimensions; the shape follows, 8 bytes each
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 logger = logging.getLogger(__name__)
 _open_files: "WeakValueDictionary[str, _CacheFile]" = WeakValueDictionary()
-
-
-def parse_limit(limit: int | str, available: int | None) -> int:
-    """Bytes of a limit such as ``"50%"`` (of ``available``), ``"8GiB"``, ``"500 MB"`` or ``8_000_000``.
-
-    Raises:
-        SettingsError: when it is none of these, is nothing, or is a share of an amount that is not known.
-
-    Example:
-        >>> parse_limit("50%", 1000), parse_limit("1.5KiB", None)
-        (500, 1536)
-    """
-    text = "" if isinstance(limit, bool) or not isinstance(limit, (int, str)) else str(limit)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|([kmgt]i?)?b?)\s*", text, re.ASCII | re.IGNORECASE)
-    size = 0
-    if found is not None and found[2] != "%":
-        size = int(float(found[1]) * _UNITS[(found[3] or "").lower()])
-    elif found is not None and float(found[1]) <= 100:
-        if available is None:
-            raise SettingsError(
-                f"A limit of {limit!r} is a share of the memory, not known on this machine. Give '8GiB'."
-            )
-        size = int(float(found[1]) / 100 * available)
-    if size < 1:
-        raise SettingsError(f"A limit of {limit!r} is not possible. Give a size ('8GiB') or a share ('50%').")
-    return size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 from tqdm import tqdm
 
-from lightning_feed.errors import ArchiveError, printable
+from lightning_feed.errors import ArchiveError, SettingsError, printable
 
 logger = logging.getLogger(__name__)
 
 NO_LIMIT_BYTES = 1 << 60
 """cgroup v1 writes "no limit" as a number just under 2**63, rounded down to a page; nothing real is this large."""
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 RAM_SHARE = 0.9
 """The share of the free memory, and of the free space of a file system in memory, a copy may take. A loader's workers
 hand over their batches through /dev/shm and are killed when it is full; so is whoever asks next when memory is."""
@@ -457,6 +458,32 @@ def mount_command(path: str | os.PathLike[str], total_bytes: int, root: Path = P
         options += ",noswap"
     where = shlex.quote(printable(os.fspath(path)))
     return f"sudo mkdir -p {where} && sudo mount -t tmpfs -o {options} tmpfs {where}"
+
+
+def parse_limit(limit: int | str, available: int | None) -> int:
+    """Bytes of a limit such as ``"50%"`` (of ``available``), ``"8GiB"``, ``"500 MB"`` or ``8_000_000``.
+
+    Raises:
+        SettingsError: when it is none of these, is nothing, or is a share of an amount that is not known.
+
+    Example:
+        >>> parse_limit("50%", 1000), parse_limit("1.5KiB", None)
+        (500, 1536)
+    """
+    text = "" if isinstance(limit, bool) or not isinstance(limit, (int, str)) else str(limit)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|([kmgt]i?)?b?)\s*", text, re.ASCII | re.IGNORECASE)
+    size = 0
+    if found is not None and found[2] != "%":
+        size = int(float(found[1]) * _UNITS[(found[3] or "").lower()])
+    elif found is not None and float(found[1]) <= 100:
+        if available is None:
+            raise SettingsError(
+                f"A limit of {limit!r} is a share of the memory, not known on this machine. Give '8GiB'."
+            )
+        size = int(float(found[1]) / 100 * available)
+    if size < 1:
+        raise SettingsError(f"A limit of {limit!r} is not possible. Give a size ('8GiB') or a share ('50%').")
+    return size
 
 
 def size_text(size: float) -> str:

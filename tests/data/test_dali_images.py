@@ -17,8 +17,7 @@ from torch import nn
 
 import lightning_feed.pl
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.data.base import PassEnds
-from lightning_feed.data.image_backends import BackendChoice
+from lightning_feed.data.image_backends import BackendChoice, PassEnds
 from lightning_feed.errors import DecodeError
 from lightning_feed.images.dali_binding import DaliOptions
 from lightning_feed.images.dali_decoder import ImagePipeline

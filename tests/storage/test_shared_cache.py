@@ -26,7 +26,8 @@ from hypothesis.extra import numpy as arrays
 
 from lightning_feed.errors import ArchiveError, SettingsError
 from lightning_feed.storage import shared_cache, system
-from lightning_feed.storage.shared_cache import PREFIX, CacheStats, SampleCache, parse_limit
+from lightning_feed.storage.shared_cache import PREFIX, CacheStats, SampleCache
+from lightning_feed.storage.system import parse_limit
 
 METHODS = ["fork", "spawn"]
 MIB = 1 << 20

@@ -141,7 +141,7 @@ def test_contents_are_no_longer_compared_and_whoever_asks_is_told(source: Path, 
 @pytest.mark.parametrize("name", ["StagedPath", "stage_in_background"])
 def test_names_that_went_say_what_to_use(name: str) -> None:
     with pytest.raises(ImportError, match=f"{name} is gone: stage"):
-        getattr(archive, name)
+        getattr(storage, name)
 
 
 def test_a_file_system_without_modes_takes_a_copy(source: Path, dest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
