@@ -59,7 +59,7 @@ class Storage:
         parse_limit(self.readahead, None)
         if self.stage_limit is not None:
             parse_limit(self.stage_limit, None)
-        remote = self._is_url()
+        url = self._url()
         for refused, why in (
             (
                 self.cache not in (None, "bytes", "decoded", "device"),
@@ -83,13 +83,14 @@ class Storage:
                 f"readahead={self.readahead!r} fills the cache of a stage_limit. Give one, or leave it out.",
             ),
             (
-                bool(self.storage_options) and not remote,
+                bool(self.storage_options) and not url,
                 f"storage_options are for URLs, and data_dir={self.data_dir!r} is none. Leave them out.",
             ),
             (
-                self.stage_limit is not None and not (remote and self.stage_to is not None),
-                f"stage_limit={self.stage_limit!r} bounds a cache of remote files. Give a URL and stage_to, "
-                "or leave stage_limit out.",
+                self.stage_limit is not None and not (url and self.stage_to is not None),
+                f"stage_limit={self.stage_limit!r} bounds a cache of remote files in stage_to, and data_dir="
+                f"{url or self.data_dir!r}, stage_to={self.stage_to!r}. Give a URL and stage_to, or leave stage_limit "
+                "out.",
             ),
             (
                 self.stage_remove and self.stage_limit is not None,
@@ -103,12 +104,13 @@ class Storage:
             if refused:
                 raise SettingsError(why)
 
-    def _is_url(self) -> bool:
+    def _url(self) -> str:
+        """``data_dir`` without secrets where it is a URL, else empty."""
         if not isinstance(self.data_dir, str):
-            return False
-        from lightning_feed.storage.remote import is_url
+            return ""
+        from lightning_feed.storage.remote import is_url, without_secrets
 
-        return is_url(self.data_dir)
+        return without_secrets(self.data_dir) if is_url(self.data_dir) else ""
 
     def find(self) -> "Path | RemotePlace":
         """The place of the data, staged now if they are to be.

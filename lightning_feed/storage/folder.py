@@ -245,8 +245,9 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
             folders.append((folder, stamp))
             paths += [os.fsencode(f"{folder}/{image}") for image in images]
             labels += [label] * len(images)
-    check_images(found, labels, root, every=classes is None)
-    return FolderIndex(tuple(classes or found), np.array(labels, np.int64), *flat_names(paths), tuple(folders))
+    numbers = np.array(labels, np.int64)
+    check_images(found, numbers, root, every=classes is None)
+    return FolderIndex(tuple(classes or found), numbers, *flat_names(paths), tuple(folders))
 
 
 def check_classes(found: list[str], classes: tuple[str, ...] | None, root: object) -> None:
@@ -261,11 +262,10 @@ def check_classes(found: list[str], classes: tuple[str, ...] | None, root: objec
         raise DatasetError(f"{root} has classes that training does not have: {_some(strange)}. Move them away.")
 
 
-def check_images(found: list[str], labels: list[int], root: object, *, every: bool) -> None:
+def check_images(found: list[str], labels: npt.NDArray[np.int64], root: object, *, every: bool) -> None:
     """Refuse class folders without images: all of them, or, with ``every``, any of them."""
-    present = set(labels)
-    empty = [name for label, name in enumerate(found) if label not in present] if every else []
-    if empty or not labels:
+    empty = [found[label] for label in sorted(set(range(len(found))).difference(labels.tolist()))] if every else []
+    if empty or not len(labels):
         which = f"{'s' if len(empty) > 1 else ''} {_some(empty)}" if empty else "s"
         raise DatasetError(f"No images in the class folder{which} of {root}: add some ({', '.join(IMAGE_SUFFIXES)}).")
 

@@ -107,15 +107,15 @@ def _manifest_of(classes: list[str], checksum: str | None = None, **found: Any) 
     manifest = Manifest(classes=tuple(classes), **found)
     numbers = [*manifest.parts.values(), *manifest.files.values(), manifest.total_bytes]
     sound = (
-        manifest.format in FORMATS
-        and manifest.kind in ("files", "decoded", "samples")
-        and isinstance(classes, list)
-        and all(isinstance(name, str) for name in classes)
-        and bool(manifest.parts)
-        and _PARTS.issuperset(manifest.parts)
-        and all(type(number) is int and number >= 0 for number in numbers)
+        manifest.format in FORMATS,
+        manifest.kind in ("files", "decoded", "samples"),
+        isinstance(classes, list),
+        {type(name) for name in classes} <= {str},
+        bool(manifest.parts),
+        _PARTS.issuperset(manifest.parts),
+        {type(number) for number in numbers} == {int},
     )
-    if not sound:
+    if not all(sound) or min(numbers) < 0:
         raise ValueError("it is not the manifest of a pack")
     if checksum != manifest.checksum() and (checksum is not None or manifest.indexes):  # earlier versions wrote neither
         raise ValueError("its checksum does not fit")

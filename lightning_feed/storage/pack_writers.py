@@ -8,7 +8,6 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -51,28 +50,33 @@ def in_the_making(target: Path) -> Iterator[Path]:
         logger.warning("%s.partial was left by an earlier version, and is not resumed. Remove it.", target)
     try:
         _put_back(target)
-        for entry in partial.iterdir():
-            if entry.name != _LOCK:
-                _remove(entry)
+        _empty(partial)
         yield partial
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         _put_back(target)
-        text = str(error)
-        # LMDB calls it an input/output error when a write fitted in part.
-        full = "No space left" in text or (text.startswith("mdb_") and "Input/output error" in text)
-        if not full and getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ArchiveError(f"The disk of {target.parent} is full. Free some space there, and pack again.") from error
+        if _is_full_disk(error):
+            raise ArchiveError(
+                f"The disk of {target.parent} is full. Free some space there, and pack again."
+            ) from error
+        raise
     finally:
         lock.release()
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def _is_full_disk(error: BaseException) -> bool:
+    # LMDB calls it an input/output error when a write fitted in part.
+    text = str(error)
+    of_lmdb = text.startswith("mdb_") and "Input/output error" in text
+    return of_lmdb or "No space left" in text or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _empty(partial: Path) -> None:
+    for entry in partial.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != _LOCK:
+            entry.unlink()
 
 
 def _replaced(target: Path) -> Path:
@@ -102,54 +106,53 @@ def finish(partial: Path, target: Path) -> None:
 # --- the data and the index of a part ---------------------------------------------------------------------------------
 
 
-class _Row(NamedTuple):
-    """A sample of the source that was read."""
-
-    size: int
-    """Bytes of the payload; -1 for a sample that was left out."""
-    checksum: int
-    problem: str
-    changed_ns: int
-
-
 class PartWriter:
     """The payloads of one part, and its index.
 
     Attributes:
-        rows: one for each sample of the source that was read.
         digest: of the index that was written.
+        problems: of the samples that were left out.
     """
+
+    digest = ""
 
     def __init__(self, folder: Path, part: Payloads, format: Format) -> None:
         self.part, self.name = part, folder.name
         self._index, self._data = folder / "index.npz", folder / "data"
         self._data.mkdir(parents=True)
         self._write = _WRITERS[format](self._data)
-        self.rows: list[_Row] = []
+        self._kept, self._sizes, self._checksums, self._changed_ns = list[int](), list[int](), list[int](), list[int]()
+        self.problems: list[str] = []
 
     @property
     def samples(self) -> int:
         """Number of samples that were kept."""
-        return sum(row.size >= 0 for row in self.rows)
+        return len(self._kept)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all payloads."""
-        return sum(row.size for row in self.rows if row.size >= 0)
+        return sum(self._sizes)
 
     def append(self, payloads: list[Payload]) -> None:
         """Write the next samples of the source."""
         self._write.append([payload.data for payload in payloads if payload.data is not None])
-        self.rows += [_Row(-1 if each.data is None else len(each.data), *each[1:]) for each in payloads]
+        for payload in payloads:
+            if payload.data is None:
+                self.problems.append(payload.problem)
+            else:
+                self._kept.append(len(self._changed_ns))
+                self._sizes.append(len(payload.data))
+                self._checksums.append(payload.checksum)
+            self._changed_ns.append(payload.changed_ns)
 
     def finish(self) -> None:
         """Write the index, and what the format still lacks."""
-        kept = [number for number, row in enumerate(self.rows) if row.size >= 0]
-        names, ends = flat_names([self.part.name(number).encode("utf-8", "surrogateescape") for number in kept])
+        names, ends = flat_names([self.part.name(number).encode("utf-8", "surrogateescape") for number in self._kept])
         index = PartIndex(
-            labels=self.part.labels[kept],
-            sizes=np.array([self.rows[number].size for number in kept], dtype=np.int64),
-            checksums=np.array([self.rows[number].checksum for number in kept], dtype=np.uint32),
+            labels=self.part.labels[self._kept],
+            sizes=np.array(self._sizes, dtype=np.int64),
+            checksums=np.array(self._checksums, dtype=np.uint32),
             names=names,
             name_ends=ends,
         )
@@ -165,8 +168,8 @@ class PartWriter:
 
         At the end, not after each read: what empties a file and fills it later is seen, too.
         """
-        for number, row in enumerate(self.rows):
-            if self.part.changed_ns(number) != row.changed_ns:
+        for number, changed_ns in enumerate(self._changed_ns):
+            if self.part.changed_ns(number) != changed_ns:
                 raise ArchiveError(
                     f"{self.part.source.name(number)} (sample {number}) changed while it was packed. Pack again when "
                     "nothing writes there."

@@ -86,7 +86,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
             process packs there or another user could write there, when the disk is full, when the source changes
             meanwhile, or when the pack is not what was put in.
     """
-    began = time.monotonic()
+    began_s = time.monotonic()
     target = Path(dest)
     shrink = Shrink(short_side=short_side, quality=quality, decoded=decoded)
     _check(format, shrink, workers, on_error)
@@ -99,10 +99,9 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
         written = [PartWriter(folder / name, part, format) for name, part in parts.items()]
         for one in written:
             _fill(one, workers, on_error)
-            one.finish()
         for one in written:
             one.check_source()
-        Manifest(
+        manifest = Manifest(
             format=format,
             kind=written[0].part.kind,
             classes=classes,
@@ -111,16 +110,17 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
             options={"short_side": short_side, "quality": shrink.written_quality},
             files={name: size for one in written for name, size in one.files().items()},
             indexes={one.name: one.digest for one in written},
-        ).save(folder)
+        )
+        manifest.save(folder)
         if verify:
             verify_pack(folder)
         finish(folder, target)
     return PackReport(
         path=target,
-        samples=sum(one.samples for one in written),
-        total_bytes=sum(one.total_bytes for one in written),
-        skipped=tuple(row.problem for one in written for row in one.rows if row.size < 0),
-        took_s=time.monotonic() - began,
+        samples=sum(manifest.parts.values()),
+        total_bytes=manifest.total_bytes,
+        skipped=tuple(problem for one in written for problem in one.problems),
+        took_s=time.monotonic() - began_s,
     )
 
 
@@ -234,7 +234,8 @@ def _fill(written: PartWriter, workers: int | None, on_error: str) -> None:
             if waiting_bytes >= _WRITTEN_BYTES:
                 written.append(waiting)
                 waiting, waiting_bytes = [], 0
-        written.append(waiting)
+    written.append(waiting)
+    written.finish()
 
 
 def _payloads(part: Payloads, workers: int | None) -> Iterator[Payload]:

@@ -8,6 +8,7 @@ import os
 import time
 import zlib
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -50,7 +51,6 @@ _CONTENT = ("ETag", "Last-Modified", "etag", "md5Hash", "content_settings", "blo
 """Keys of the entries of a listing: the time of a change, and what differs for other contents, by file system."""
 _HEADERS = ("ETag", "Last-Modified")
 """Those of them that HTTP knows."""
-_ASKED_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,33 +146,30 @@ def _take(place: RemotePlace) -> Listing:
     found = place.connection().submit(_walk(place)).result()
     if not found:
         raise GoneError(f"There are no files at {place}. Check the URL, and that the credentials may list it.")
-    found.sort(key=lambda file: _order(file[0]))
-    names, ends = flat_names([path.encode("utf-8", "surrogateescape") for path, _, _ in found])
+    found.sort(key=lambda file: _order(file.path))
+    names, ends = flat_names([file.path.encode("utf-8", "surrogateescape") for file in found])
     sizes, stamps = np.array([file[1:] for file in found], np.int64).T
     return Listing(names, ends, sizes.copy(), stamps.copy())
 
 
-async def _walk(place: RemotePlace) -> list[tuple[str, int, int]]:
-    """(path below the place, size, stamp) of all files."""
-    connection, found = place.connection(), list[tuple[str, int, int]]()
+class _File(NamedTuple):
+    path: str
+    """Below the place."""
+    size: int
+    stamp: int
 
-    async def look(folder: str) -> list[str]:
+
+async def _walk(place: RemotePlace) -> list[_File]:
+    connection, found = place.connection(), list[_File]()
+
+    async def walk(folder: str) -> None:
         entries = await connection.call("ls", folder, detail=True)
         await _complete(entries, folder, connection)
-        files, inside = sorted_out(entries, folder, connection.path(folder))
+        files, inside = parse_entries(entries, folder, connection.path(folder))
         found.extend(files)
-        return inside
+        await asyncio.gather(*map(walk, inside))
 
-    waiting = {asyncio.ensure_future(look(""))}
-    try:
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            # Gathered, so that of several failures none is left for asyncio to print.
-            inside = [folder for some in await asyncio.gather(*done) for folder in some]
-            waiting |= {asyncio.ensure_future(look(folder)) for folder in inside}
-    finally:
-        for one in waiting:
-            one.cancel()
+    await walk("")
     return found
 
 
@@ -181,8 +178,7 @@ async def _complete(entries: list[dict[str, Any]], folder: str, connection: Conn
     cannot be read is an error when it is read."""
 
     async def ask(entry: dict[str, Any]) -> None:
-        base = str(entry["name"]).rpartition("/")[2]
-        name = below(folder, base)
+        name = below(folder, str(entry["name"]).rpartition("/")[2])
         try:
             entry.update({**await connection.call("info", name), "name": entry["name"]})
             if entry["size"] == 0:  # some servers answer HEAD so, whatever the size is
@@ -191,31 +187,41 @@ async def _complete(entries: list[dict[str, Any]], folder: str, connection: Conn
             if not isinstance(error, GoneError) and status_of(error) not in (401, 403):
                 raise
 
-    asked = [entry for entry in entries if entry["type"] == "file" and entry.get("size") is None]
-    for begin in range(0, len(asked), _ASKED_AT_ONCE):
-        await asyncio.gather(*map(ask, asked[begin : begin + _ASKED_AT_ONCE]))
+    await asyncio.gather(*(ask(entry) for entry in entries if entry["type"] == "file" and entry.get("size") is None))
 
 
-def sorted_out(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[list[tuple[str, int, int]], list[str]]:
-    """(path below the place, size, stamp) of each file in a folder, and the paths of the folders in it."""
+def parse_entries(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[list[_File], list[str]]:
+    """The files of a folder, and the paths of the folders in it.
+
+    Args:
+        entries: as fsspec lists them.
+        folder: its path below the place.
+        path: its path in the file system. A place that is a file lists itself, and object stores mark an empty folder
+            by an object of its name.
+
+    Raises:
+        ArchiveError: for a name by which a copy would be written elsewhere.
+    """
     files, inside = [], []
     for entry in entries:
         name = str(entry["name"])
         base, itself = name.rstrip("/").rpartition("/")[2], name.strip("/") == path.strip("/")
-        if base in (".", "..") or "\0" in base:  # a copy of it would be written elsewhere
+        if base in (".", "..") or "\0" in base:
             raise ArchiveError(f"{printable(name)} has a name that leads out of its folder. Remove it there.")
         if entry["type"] == "directory" and not itself:
             inside.append(below(folder, base))
         elif entry["type"] == "file" and not name.endswith("/") and not (itself and folder):
-            # A place that is a file lists itself; object stores mark empty folders by an object of their name.
-            size = entry.get("size")
-            known = any(entry.get(name) is not None for name in (*_CHANGED, *_CONTENT))
-            stamp = stamp_of(entry) if known else time.time_ns()
-            files.append(("" if itself else below(folder, base), -1 if size is None else int(size), stamp))
+            files.append(_file("" if itself else below(folder, base), entry))
     return files, inside
 
 
-def stamp_of(entry: dict[str, Any]) -> int:
+def _file(path: str, entry: Mapping[str, Any]) -> _File:
+    size = entry.get("size")
+    known = any(entry.get(name) is not None for name in (*_CHANGED, *_CONTENT))
+    return _File(path, -1 if size is None else int(size), stamp_of(entry) if known else time.time_ns())
+
+
+def stamp_of(entry: Mapping[str, Any]) -> int:
     """A number for each version of an object: its time in ns, with a hash of its tag below the second."""
     changed = next((entry[name] for name in _CHANGED if entry.get(name) is not None), 0)
     # An ETag is weak within a second of the change, and may be strong later.
@@ -275,25 +281,25 @@ def class_files(
         DatasetError: as :func:`~lightning_feed.storage.folder.scan_classes`.
     """
     prefix = f"{top}/" if top else ""
-    by_class: dict[str, list[int]] = {}
+    by_class: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for path, number in listing.files():
         name, inside, _ = path.removeprefix(prefix).partition("/")
-        if path.startswith(prefix) and inside and name and not name.startswith("."):
-            by_class.setdefault(name, []).append(number)
+        if path.startswith(prefix) and inside and name[:1] not in ("", "."):
+            by_class[name].append((path, number))
     # A pack in the folder that it was made of is no class.
     found = sorted(name for name in by_class if listing.find(f"{prefix}{name}/{MANIFEST}") is None)
     check_classes(found, classes, where)
-    labels, numbers, paths = list[int](), list[int](), list[bytes]()
-    for label, name in enumerate(classes or found):
-        for number in by_class[name] if name in found else ():
-            path = listing.path(number)
-            if path.lower().endswith(IMAGE_SUFFIXES):
-                labels.append(label)
-                numbers.append(number)
-                paths.append(path.removeprefix(prefix).encode("utf-8", "surrogateescape"))
+    images = [
+        (label, path.removeprefix(prefix), number)
+        for label, name in enumerate(classes or found)
+        for path, number in by_class[name]
+        if name in found and path.lower().endswith(IMAGE_SUFFIXES)
+    ]
+    labels = np.array([label for label, _, _ in images], np.int64)
     check_images(found, labels, where, every=classes is None)
-    index = FolderIndex(tuple(classes or found), np.array(labels, np.int64), *flat_names(paths), ())
-    return index, np.array(numbers, dtype=np.int64)
+    names = flat_names([path.encode("utf-8", "surrogateescape") for _, path, _ in images])
+    index = FolderIndex(tuple(classes or found), labels, *names, ())
+    return index, np.array([number for _, _, number in images], np.int64)
 
 
 class RemoteSource(FolderSource):

@@ -172,7 +172,7 @@ def test_one_process_of_a_node_tells_of_a_full_disk_until_the_cache_is_opened_ag
     for runs in (1, 2):
         cache = ReadThrough(tmp_path, _MIB)
         for one in (cache, pickle.loads(pickle.dumps(cache)), cache):
-            one._say_once(OSError(errno.ENOSPC, "No space left on device"))
+            one._warn_once(OSError(errno.ENOSPC, "No space left on device"))
         assert caplog.text.count("is full") == runs
         del cache, one
 

@@ -173,7 +173,7 @@ def test_what_does_not_pass_is_an_error_in_the_end(
     [
         (403, ArchiveError, 1, "may not be read .*credentials"),
         (404, GoneError, 1, r"is not there \(404\)"),
-        (401, ArchiveError, 2, "may not be read .*expired"),  # with credentials read anew
+        (401, ArchiveError, 2, "may not be read .*expired"),  # with credentials read again
     ],
 )
 def test_a_refusal_is_an_error_at_once(
@@ -190,7 +190,7 @@ def test_a_refusal_is_an_error_at_once(
 def test_an_object_that_was_replaced_is_never_a_sample(store: ObjectStore, place: RemotePlace, size: int) -> None:
     source = train(place)
     store.put("photos", {"train/wren/9.jpg": bytes(int(source.sizes[19]) + size)})
-    with pytest.raises(GoneError, match=r"wren/9.jpg cannot be used.*replaced, or cut short.*lists the files anew"):
+    with pytest.raises(GoneError, match=r"wren/9.jpg cannot be used.*replaced, or cut short.*to list the files again"):
         source.read(19)
     assert len(train(place).read(19)) == source.sizes[19] + size
 

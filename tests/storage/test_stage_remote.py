@@ -113,7 +113,7 @@ def test_what_is_secret_in_a_url_stands_in_no_name_and_no_record(tmp_path: Path)
 
 
 def test_the_error_of_a_library_is_told_without_them() -> None:
-    told = RemotePlace("memory://large").connection().told(OSError("403 of https://host/a?sig=secret"), "a")
+    told = RemotePlace("memory://large").connection().error_for(OSError("403 of https://host/a?sig=secret"), "a")
     assert "https://host/a?..." in str(told)
     assert "secret" not in str(told)
 
@@ -124,7 +124,7 @@ def test_the_error_of_a_library_is_told_without_them() -> None:
 def test_a_range_that_is_not_there_any_more_is_a_bad_sample() -> None:
     error = OSError("The requested range is not satisfiable")
     error.status = 416  # type: ignore[attr-defined]
-    told = RemotePlace("memory://large").connection().told(error, "a")
+    told = RemotePlace("memory://large").connection().error_for(error, "a")
     assert isinstance(told, GoneError)
     assert "it ends before what was to be read" in str(told)
 
