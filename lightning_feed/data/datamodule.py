@@ -46,7 +46,7 @@ def check_whole(name: str, value: object, unit: str) -> None:
 
 @dataclass
 class _State:
-    """What the data module keeps for itself, under one name: the other names are the user's."""
+    """The state of a data module, under one name: the other names are the user's."""
 
     loaders: Loaders
     storage: Storage
@@ -243,7 +243,7 @@ class FeedDataModule:
         return wrap(datamodule, loader)
 
     def dataset(self, split: str) -> Any:
-        """What ``make_dataset(split)`` gave, made now if it was not yet.
+        """The result of ``make_dataset(split)``, made now if there is none yet.
 
         Raises:
             SettingsError: for a name that is no split.
@@ -285,15 +285,15 @@ class FeedDataModule:
 
     @property
     def recommendations(self) -> Mapping[str, Recommendation]:
-        """What was chosen for each loader that was made: ``"train"``, or ``"train['key']"`` of a dict of datasets."""
+        """The settings chosen for each loader: ``"train"``, or ``"train['key']"`` of a dict of datasets."""
         return MappingProxyType(self._feed.loaders.chosen)
 
     def loader_report(self) -> str:
-        """What was chosen for each loader that was made, and why: one line for each value."""
+        """The settings chosen for each loader, and their reasons: one line for each value."""
         return self._feed.loaders.report()
 
     def cache_stats(self) -> "CacheStats | None":
-        """What the caches in host memory hold and have done, over all processes of the node; None without one."""
+        """Contents and use of the caches in host memory, over all processes of the node; None without one."""
         return self._feed.storage.stats()
 
     def _feed_facts(self) -> dict[str, Any]:
@@ -399,7 +399,7 @@ class FeedDataModule:
     # --- what an ImageFolderDataModule changes ------------------------------------------------------------------------
 
     def _feed_decode(self, split: str) -> BatchDecoder | None:
-        """What decodes a loader's batches after its workers."""
+        """The decoder of a loader's batches after its workers."""
         return None
 
     def _feed_on_device(self, batch: Any, split: str) -> Any:
@@ -442,10 +442,10 @@ class FeedDataModule:
         return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
 
     def _feed_transfer(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The transfer as it would be without us, which is the module's where it has one, then ``device_transform``."""
+        """The original transfer, which is the module's where it has one, then ``device_transform``."""
         trainer, own = self.trainer, getattr(type(self), _TRANSFER)
         if trainer is None:
-            raise LoaderError(f"{_TRANSFER} needs to know the split, which a Trainer tells. Call device_transform.")
+            raise LoaderError(f"{_TRANSFER} needs the split, which only a Trainer knows. Call device_transform.")
         with traced("device_copy"):
             if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):
                 there = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
@@ -478,7 +478,7 @@ class FastDataModule(FeedDataModule, LightningDataModule):
         stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk: data are copied there once per node.
         stage_wait: training waits for the copy; False is refused.
         stage_remove: whether the copy is removed when its last user ends.
-        stage_limit: for a URL: ``stage_to`` is a cache of at most so many bytes (``"500GiB"``) in place of a copy.
+        stage_limit: for a URL: ``stage_to`` is a cache of at most so many bytes (``"500GiB"``) instead of a copy.
         readahead: bytes of the next samples that are fetched into that cache before they are asked for.
         storage_options: for a URL, those of fsspec.
         cache: ``"bytes"`` or ``"decoded"`` keep that of each sample of a ``CacheableDataset`` in memory that all

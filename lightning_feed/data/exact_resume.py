@@ -177,9 +177,9 @@ def check_equal_ranks(trainer: Any) -> bool:
     dist.all_gather_object(lengths, trainer.num_training_batches)
     if len(set(lengths)) == 1 or float("inf") in lengths:
         return len(set(lengths)) == 1
-    told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
+    found = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
     message = (
-        f"The ranks have different numbers of training batches in an epoch: {told}. Ranks wait for each other in each "
+        f"The ranks have different numbers of training batches in an epoch: {found}. Ranks wait for each other in each "
         "step, so the run would hang for ever when the shortest epoch is over. Give all ranks as many samples (leave "
         f"the sampler to Lightning, or cut the shards), or set limit_train_batches={min(lengths)}."
     )

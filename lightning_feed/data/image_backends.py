@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -38,7 +38,7 @@ _ONLY_TORCH = {
     "drop_keys": "has batches of images, labels: drop_keys has nothing to drop. Leave it out.",
     "cache": 'decodes after the cache, and this one keeps decoded images. Use cache="bytes", or backend="torch".',
 }
-"""What only torch does, and what the other backends say to it."""
+"""Features of torch alone, and the refusals of the other backends."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def require_nvjpeg(device: torch.device) -> None:
 
 
 def device_of(trainer: Any) -> torch.device:
-    """Where the batches go: the Trainer's device; without one, the first that a Trainer would take."""
+    """The device of the batches: the Trainer's; without one, the first that a Trainer would take."""
     if trainer is not None:
         return trainer.strategy.root_device  # type: ignore[no-any-return]
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -146,31 +146,36 @@ def device_of(trainer: Any) -> torch.device:
 
 
 def once_for_all_ranks(trainer: Any, decide: Callable[[], Chosen]) -> Chosen:
-    """What rank 0 decides: what is installed may differ from node to node, and all must do the same.
+    """The decision of rank 0: what is installed may differ from node to node, and all must do the same.
 
     Raises:
         FeedError: on the other ranks, where ``decide`` raises on rank 0: of the same class, if it is one of ours.
     """
     if trainer is None or trainer.world_size == 1:
         return decide()
-    chosen, failed, told = None, None, None
+    chosen: Chosen | None = None
+    failed: Exception | None = None
+    failure: tuple[type[FeedError], str] | None = None
     if trainer.is_global_zero:
         try:
             chosen = decide()
         except Exception as error:  # noqa: BLE001 - raised below, once the others have heard of it
-            kind = type(error) if isinstance(error, FeedError) else LoaderError
-            failed, told = error, (kind, f"{type(error).__name__}: {error}")
-    chosen, told = trainer.strategy.broadcast((chosen, told))
+            failed = error
+            failure = (
+                type(error) if isinstance(error, FeedError) else LoaderError,
+                f"Rank 0, which decides for all ranks how images are decoded, failed: {type(error).__name__}: {error}",
+            )
+    chosen, failure = trainer.strategy.broadcast((chosen, failure))
     if failed is not None:
         raise failed
-    if told is not None:
-        kind, text = told
-        raise kind(f"Rank 0, which decides for all ranks how images are decoded, failed: {text}")
-    return chosen  # type: ignore[no-any-return]
+    if failure is not None:
+        kind, text = failure
+        raise kind(text)
+    return cast("Chosen", chosen)
 
 
 def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it
-    """The decoder for "auto": the fastest on some of the images, the reference where it cannot be told.
+    """The decoder for "auto": the fastest on some of the images, the reference where none can be timed.
 
     Args:
         source: of the images.
@@ -181,13 +186,13 @@ def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001
     expect = getattr(source, "expect", None)
     _held = None if expect is None else expect(indices)  # of a remote place, read at the same time
     for index in indices:
-        with suppress(DatasetError):  # met again, and dealt with as on_error says, when it is its turn
+        with suppress(DatasetError):  # raised again in its turn, where on_error applies
             samples.append(source.read(index))
     try:
         if not samples or any(map(holds_pixels, samples)):
             raise DecodeError("there are no encoded images to time decoders on: a pack of pixels needs none")
         choice = make_decoder("auto", samples, regions=crops)
-    except DecodeError as error:  # images that cannot be read are dealt with as on_error says, in their turn
+    except DecodeError as error:  # on_error applies to unreadable images in their turn
         choice = replace(make_decoder("pillow"), reason=f'decoder="auto" took the reference: {error}')
     logger.info("decoder=%r: %s", choice.name, choice.reason)
     return choice
@@ -197,7 +202,7 @@ def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001
 
 
 class PassEnds(Callback):
-    """A callback that tells a data module of the ends of passes, and of errors.
+    """A callback that reports the ends of passes, and errors, to a data module.
 
     A loop that ends early, as with ``limit_val_batches``, does not close its loader, and Lightning keeps its iterator.
     """

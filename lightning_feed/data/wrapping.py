@@ -59,7 +59,7 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
 
 
 class _Wrapped:
-    """What a wrapped data module has besides its own."""
+    """Additions to a wrapped data module."""
 
     trainer: Any
 
@@ -73,11 +73,11 @@ class _Wrapped:
 
     @property
     def recommendations(self) -> Mapping[str, Recommendation]:
-        """What was chosen for each loader that was made: ``"train"``, or ``"train['key']"`` of a dict of loaders."""
+        """The settings chosen for each loader: ``"train"``, or ``"train['key']"`` of a dict of loaders."""
         return MappingProxyType(self.__dict__[_OURS].chosen)
 
     def loader_report(self) -> str:
-        """What was chosen for each loader that was made, and why: one line for each value."""
+        """The settings chosen for each loader, and their reasons: one line for each value."""
         text: str = self.__dict__[_OURS].report()
         return text
 
@@ -116,7 +116,7 @@ def _class_around(kind: Any) -> Any:
 
 @dataclass
 class WrappedLoaders(ChosenSettings):
-    """What was chosen for the loaders of a wrapped data module.
+    """The settings chosen for the loaders of a wrapped data module.
 
     Raises:
         SettingsError: for settings of things that the user's loaders decide.
@@ -172,7 +172,7 @@ class WrappedLoaders(ChosenSettings):
 
 
 def _rebuilt(loader: DataLoader[Any], found: Recommendation) -> DataLoader[Any]:
-    """A twin of a loader with other workers. A StatefulDataLoader keeps the place that it was told to go on from."""
+    """A twin of a loader with other workers. A StatefulDataLoader keeps the position to resume from."""
     changed: dict[str, Any] = {name: getattr(found, name) for name in _CHANGED}
     twin = twin_of(loader, **changed)
     if not found.num_workers:
@@ -206,7 +206,7 @@ def _recommended(
 
 
 def _why_kept(loader: DataLoader[Any], *, stream: bool) -> str:
-    """Why the number of workers stays what it is; empty where it is chosen."""
+    """The reason for keeping the number of workers; empty where it is chosen."""
     if stream:
         return "as the loader has it: each worker of an IterableDataset goes through what it takes for its own part"
     context: Any = loader.multiprocessing_context

@@ -32,7 +32,7 @@ from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
 log = logging.getLogger(__name__)
 
 MIN_PSNR_DB: Final = 45.0
-"""What "auto" asks of every sample, against Pillow."""
+"""The least fidelity to Pillow of every sample, for "auto"."""
 MAX_SAMPLES: Final = 64
 MAX_PIXELS: Final = 32_000_000
 """Fewer samples where images are large, but at least MIN_SAMPLES: choosing should take a second or two."""
@@ -44,14 +44,14 @@ TIE: Final = 1.05
 
 @dataclass
 class Measured:
-    """What one decoder did on the samples."""
+    """Results of one decoder on the samples."""
 
     ms: float = math.nan
     """Time per image, median of the rounds; what it refused was decoded by Pillow in that time."""
     psnr_db: float = math.nan
     """Of the sample that is furthest from Pillow's pixels; infinite when all are the same."""
     out: str = ""
-    """Why it could not be taken; empty when it could."""
+    """The reason for excluding it; empty when it may be chosen."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Choice:
     decoder: Decoder
     """With Pillow behind it for what it cannot do, see :class:`FallbackDecoder`."""
     name: str
-    """What to ask for to get the same one elsewhere."""
+    """The name that gives the same decoder elsewhere."""
     reason: str
     """One sentence, with the measured figures if there are any."""
     table: dict[str, Measured] = field(default_factory=dict)
-    """What was measured, by name; empty when a decoder was asked for by name."""
+    """Measurements by name; empty when a decoder was asked for by name."""
 
 
 _MAKERS: Final[dict[str, Callable[[], Decoder]]] = {
@@ -76,7 +76,7 @@ _MAKERS: Final[dict[str, Callable[[], Decoder]]] = {
     "pillow": PillowDecoder,
 }
 DECODER_NAMES: Final = ("auto", *_MAKERS)
-"""What :func:`make_decoder` knows."""
+"""Names for :func:`make_decoder`."""
 
 
 def make_decoder(
@@ -232,7 +232,7 @@ def psnr_db(image: Pixels, reference: Pixels) -> float:
 
 _CMYK: Final = "CMYK JPEG"
 REASONS: Final = (*KINDS, _CMYK)
-"""What is counted: the kinds of image, and CMYK apart from other JPEGs (those are corrupt, but not for Pillow)."""
+"""Counted kinds of image, and CMYK apart from other JPEGs (those are corrupt, but not for Pillow)."""
 
 
 class FallbackDecoder(Decoder):

@@ -32,6 +32,6 @@ class SharedCounts:
         return first
 
     def as_dict(self) -> dict[str, int]:
-        """How many of each name, those that occurred."""
+        """The counts by name, without zeros."""
         totals = self._counts.sum(0).tolist()
         return {name: total for name, total in zip(self._names, totals, strict=True) if total}

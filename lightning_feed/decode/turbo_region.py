@@ -136,7 +136,7 @@ class _Region(ctypes.Structure):
 
 
 class JpegShape(NamedTuple):
-    """What the header of a JPEG says."""
+    """Contents of the header of a JPEG."""
 
     height: int
     width: int
@@ -215,7 +215,7 @@ class TurboJpeg:
     def _refusal(self, data: Encoded) -> DecodeError:
         words = self._quick.tj3GetErrorStr(self._handle).decode(errors="replace")
         # Version 3.0 beta, in the wheel, stays in the middle of a header that was cut short, and reads on in memory
-        # that is gone by then. Nothing is to be trusted after an error: begin anew.
+        # that is gone by then. Nothing is to be trusted after an error: begin with a new handle.
         self._destroy(self._handle)
         self._handle = self._new_handle()
         return DecodeError(f"libjpeg-turbo cannot decode these {len(data)} bytes: {words}")
@@ -241,7 +241,7 @@ def decompressor() -> TurboJpeg:
 
 @functools.lru_cache(maxsize=1)
 def library_path() -> str:
-    """Where libjpeg-turbo 3 is: the system's, which gets its security updates, else the one in the wheel turbojpeg.
+    """The path of libjpeg-turbo 3: the system's, which gets its security updates, else the one in the wheel turbojpeg.
 
     Raises:
         MissingExtraError: when there is none, or only an older one.
@@ -262,7 +262,7 @@ def library_path() -> str:
 
 
 def _memory(data: Encoded) -> bytes | int:
-    """What ctypes takes for ``const unsigned char *``, without a copy."""
+    """The argument of ctypes for ``const unsigned char *``, without a copy."""
     if isinstance(data, bytes):
         return data
     return as_array(data).ctypes.data if len(data) else 0

@@ -20,7 +20,7 @@ device and two page-locked ones (DALI's documentation of ``fn.decoders.image``):
 
 @dataclass(frozen=True, kw_only=True)
 class DaliOptions:
-    """How ``backend="dali-cpu"`` and ``"dali-gpu"`` decode.
+    """Options of ``backend="dali-cpu"`` and ``"dali-gpu"``.
 
     Raises:
         SettingsError: for a value that is impossible.
@@ -33,7 +33,7 @@ class DaliOptions:
     """Batches that are decoded ahead. Each costs the memory of one batch. With ``num_workers=0`` they are also read
     ahead in the training process, and draw their crop boxes from its random numbers earlier than without DALI."""
     keep_eval_pipelines: bool = False
-    """Whether the pipelines of validation, test and prediction are kept from pass to pass. The next pass then begins
+    """True keeps the pipelines of validation, test and prediction from pass to pass. The next pass then begins
     sooner, and they hold memory, on the GPU too, while training goes on."""
     largest_image: tuple[int, int] | None = None
     """(height, width) in pixels of the largest image, for ``"dali-gpu"``: the decoder's buffers are made once, large
@@ -79,10 +79,10 @@ def decode_threads(
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-"""What DALI raises for an operator that failed, by the kind of failure (read in 2.4.0)."""
+"""Errors of DALI for an operator that failed, by the kind of failure (read in 2.4.0)."""
 
 _NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
-"""How DALI says that there is none left, in small letters (in the libraries of 2.4.0)."""
+"""DALI's words for too little memory, in small letters (in the libraries of 2.4.0)."""
 _OLDEST = 2  # first number of the version: what this was written for, and what the extra asks for
 
 

@@ -30,12 +30,12 @@ image has 5980 x 6430 pixels and the paddings are 211025920 and 140544512 bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec:
-    """What a pipeline is built for."""
+    """Settings of a pipeline."""
 
     batch_size: int
     """The most images of a batch; each batch has as many as were fed."""
     device: torch.device
-    """That it decodes on: the CPU, or a CUDA device with its index."""
+    """The CPU, or a CUDA device with its index."""
     threads: int
     """On the CPU."""
     options: DaliOptions
@@ -43,7 +43,7 @@ class PipelineSpec:
     """Of R, G and B for values in [0, 1]; the GPU normalises."""
     std: tuple[float, ...]
     half: bool
-    """Whether the GPU gives float16; else float32."""
+    """True if the GPU gives float16; else float32."""
 
 
 class ImagePipeline:
@@ -78,7 +78,7 @@ class ImagePipeline:
 
     @property
     def inherited(self) -> bool:
-        """Whether it belongs to the process that this one was forked from: its threads are not here."""
+        """True if it belongs to the process that this one was forked from: its threads are not here."""
         return self._process != os.getpid()
 
     def feed(self, files: Sequence[Encoded], crops: Sequence[CropSpec]) -> None:
@@ -203,7 +203,7 @@ def normalised(dali: Any, images: Any, spec: PipelineSpec) -> Any:
 
 
 def gpu_decoding(spec: PipelineSpec) -> dict[str, Any]:
-    """What the decoder is told on the GPU alone."""
+    """Options of the decoder on the GPU."""
     options: dict[str, Any] = {"jpeg_fancy_upsampling": True}  # as libjpeg on the CPU does it
     if spec.options.hw_decoder_load is not None:
         options["hw_decoder_load"] = spec.options.hw_decoder_load
@@ -266,7 +266,7 @@ class DaliImageDecoder:
 
     @property
     def active(self) -> bool:
-        """Whether there is a pipeline, which holds memory and threads."""
+        """True if there is a pipeline, which holds memory and threads."""
         return self._pipeline is not None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -374,7 +374,7 @@ class DaliImageDecoder:
     # --- images that DALI is not given --------------------------------------------------------------------------------
 
     def _reasons(self, images: Sequence[EncodedSample]) -> dict[int, str]:
-        """Which of a batch's images are not given to DALI, by their place, and why."""
+        """The reasons for decoding images of a batch on the host, by their places."""
         known = self.dataset.cpu_fallback.known
         reasons = {place: known.get(image.index) or why_on_host(image.data) for place, image in enumerate(images)}
         return {place: reason for place, reason in reasons.items() if reason}
@@ -448,7 +448,7 @@ def largest_of_some(dataset: ImageDataset) -> tuple[int, int] | None:
 
 
 def why_on_host(data: Encoded) -> str:
-    """Why a file is not given to DALI; "" where it is.
+    """The reason for decoding a file on the host; "" where DALI decodes it.
 
     DALI makes other pixels than Pillow of 16 bits a channel, knows no GIF, and may decode what is there of a JPEG or a
     TIFF that is cut short. What nvJPEG makes of CMYK on the GPU is its own affair.

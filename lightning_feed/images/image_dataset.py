@@ -71,7 +71,7 @@ class ImageDataset(CacheableDataset):
         source: where the encoded images, or their pixels, are read from.
         decoder: for encoded ones.
         recipe: crop, resize and augmentation.
-        kept: in place of it for images that stay on the device, of one size and without chance; None where ``recipe``
+        kept: replaces it for images that stay on the device, of one size and without chance; None where ``recipe``
             itself is like that. With it, a sample has the image's width / height as a third part.
         bad_samples: what to do about an image that cannot be read or decoded.
         encoded: whether samples are left encoded. What is drawn for them is what ``recipe`` draws, in the same order,
@@ -102,7 +102,7 @@ class ImageDataset(CacheableDataset):
 
     @cached_property
     def cpu_fallback(self) -> CpuFallback:
-        """What a device that decodes the batches has left to the CPU."""
+        """Images that the device's decoder left to the CPU."""
         return CpuFallback()
 
     def __len__(self) -> int:
@@ -225,7 +225,7 @@ class ImageDataset(CacheableDataset):
 
 
 def holds_pixels(data: Any) -> TypeGuard[Pixels]:
-    """Whether what a source gave for an image is pixels already, as out of a pack of them."""
+    """True for pixels instead of an encoded image, as out of a pack of pixels."""
     return isinstance(data, np.ndarray) and data.ndim == 3
 
 
@@ -281,7 +281,7 @@ class EncodedSample(NamedTuple):
     """(height, width) in pixels."""
     crop: CropSpec
     label: int
-    index: int  # type: ignore[assignment]  # in the place of tuple.index, which nobody looks for here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which has no use here
     """Of the sample in its dataset."""
 
 
@@ -303,7 +303,7 @@ class EncodedBatch:
     labels: Tensor
     """int64, shape (B,)."""
     device: torch.device = _HOST
-    """Where the decoded images are to lie."""
+    """The device for the decoded images."""
 
     def __len__(self) -> int:
         return len(self.plan)

@@ -20,7 +20,7 @@ _VIRTUAL = ("virtio", "vbd-")
 
 
 def file_system(path: str | Path, root: Path = Path("/")) -> tuple[str | None, str | None]:
-    """(type, kind) of the file system that a path lies on, from ``/proc/self/mountinfo``; None where that is not told.
+    """(type, kind) of the file system that a path lies on, from ``/proc/self/mountinfo``; None where it is unknown.
 
     Types are the kernel's names, ``ext4`` or ``nfs4``; kinds are ``"memory"``, ``"local"``, ``"rotational"``,
     ``"overlay"`` and ``"network"`` (proc(5), section mountinfo).
@@ -40,7 +40,7 @@ def _kind(system: str, places: Sequence[Path]) -> str:
 
 
 def _rotates(block: Path, depth: int = 0) -> bool:
-    """Whether a block device, the disk that it is a partition of, or one of the disks under it, rotates."""
+    """True if a block device, its disk, or one of the disks under it, rotates."""
     if depth > 8 or not block.exists():
         return False
     block = block.resolve()  # a partition's folder lies in its disk's

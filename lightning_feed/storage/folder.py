@@ -154,7 +154,7 @@ class FolderSource:
         return f"{self.root}/{self.index.path(index)}"
 
     def changed_ns(self, index: int) -> int:
-        """When file ``index`` last changed, in ns since 1970; 0 where it is not there.
+        """Time of the last change of file ``index``, in ns since 1970; 0 where it is not there.
 
         That of the inode: a copy that keeps the modification time changes it.
         """

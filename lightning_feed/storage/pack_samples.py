@@ -39,13 +39,13 @@ class Shrink:
     short_side: int | None = None
     """Images with a longer shorter side are resized to this, in pixels; smaller ones stay as they are."""
     quality: int | None = None
-    """Of JPEGs that are written anew, 1 to 100. Without a short side, all images are written anew."""
+    """Quality of re-encoded JPEGs, 1 to 100. Without a short side, all images are re-encoded."""
     decoded: bool = False
     """True if pixels are stored, uint8 (H, W, 3), instead of a file."""
 
     @property
     def written_quality(self) -> int | None:
-        """Of the JPEGs that are written anew; None where there are none."""
+        """Quality of re-encoded JPEGs; None where there are none."""
         return 95 if self.quality is None and self.short_side and not self.decoded else self.quality
 
 
@@ -57,9 +57,9 @@ class Payload(NamedTuple):
     checksum: int
     """CRC-32."""
     problem: str
-    """Why it could not be read."""
+    """The reason why it could not be read."""
     changed_ns: int
-    """When its file had last changed before it was read; 0 where it is of no file."""
+    """Time of the last change of its file before it was read; 0 without a file."""
 
 
 class Payloads(Dataset[Payload]):
@@ -98,7 +98,7 @@ class Payloads(Dataset[Payload]):
         return self.source.index.path(index) if isinstance(self.source, FolderSource) else str(index)
 
     def changed_ns(self, index: int) -> int:
-        """When the file of a sample last changed, in ns since 1970; 0 where there is none."""
+        """Time of the last change of a sample's file, in ns since 1970; 0 where there is none."""
         return self.source.changed_ns(index) if isinstance(self.source, FolderSource) else 0
 
     def _payload(self, index: int) -> bytes:

@@ -70,9 +70,9 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
         dest: where the pack is to be; a folder that does not exist.
         format: ``"lmdb"`` or ``"hdf5"``.
         short_side: resize images whose shorter side is longer, once, to this many pixels.
-        quality: of JPEGs that are written anew, 1 to 100: those that ``short_side`` makes smaller (None for 95), or
-            all images, where ``short_side`` is not given.
-        decoded: store pixels, uint8 (H, W, 3), in place of files.
+        quality: of re-encoded JPEGs, 1 to 100: those that ``short_side`` makes smaller (None for 95), or all images,
+            where ``short_side`` is not given.
+        decoded: store pixels, uint8 (H, W, 3), instead of files.
         workers: processes that read and resize; None for one for each CPU.
         on_error: for images that cannot be read, ``"raise"``, or ``"skip"`` to leave them out and say so.
         force: replace a pack that is there.

@@ -65,7 +65,7 @@ class Listing:
     """Shape (n,): bytes; -1 where the server does not say."""
     stamps: npt.NDArray[np.int64]
     """Shape (n,): another one for another version of the file; the time of its change, in ns since 1970, or less than a
-    second for a hash alone. The time of the listing where the server tells nothing that would be another."""
+    second for a hash alone. The time of the listing where the server sends neither."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -246,13 +246,13 @@ def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
     """
 
     async def check(response: Any) -> None:
-        told = {name: response.headers[name] for name in _HEADERS if name in response.headers}
-        # Some servers tell less to HEAD, by which the listing was made.
-        versions = [stamp_of(some) for some in (told, *({name: value} for name, value in told.items()))]
-        if response.status in (200, 206) and told and stamp < 10**9 and stamp not in versions:
+        sent = {name: response.headers[name] for name in _HEADERS if name in response.headers}
+        # Some servers send fewer headers to HEAD, by which the listing was made.
+        versions = [stamp_of(some) for some in (sent, *({name: value} for name, value in sent.items()))]
+        if response.status in (200, 206) and sent and stamp < 10**9 and stamp not in versions:
             response.close()
             raise ReplacedError(
-                f"its {' or '.join(told)} has changed since it was listed: it was replaced, or the server gives "
+                f"its {' or '.join(sent)} has changed since it was listed: it was replaced, or the server gives "
                 "another with each answer, so that nothing can be cached (leave out stage_limit)"
             )
 
@@ -395,7 +395,7 @@ class RemoteSource(FolderSource):
         return self.place.url_of(self.index.path(index))
 
     def changed_ns(self, index: int) -> int:
-        """When file ``index`` was changed last, as listed."""
+        """Time of the last change of file ``index``, as listed."""
         return int(self.stamps[index])
 
     def _begin(self, number: int) -> "Future[bytes]":

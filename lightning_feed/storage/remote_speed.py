@@ -36,7 +36,7 @@ class RemoteSpeed(NamedTuple):
     mb_per_s: float | None
     """With many requests at the same time; None where none of them ended in time."""
     requests: int
-    """That were sent at the same time."""
+    """Number of requests sent at the same time."""
 
 
 def measure_speed(place: RemotePlace, wanted: Sequence[Wanted]) -> RemoteSpeed:

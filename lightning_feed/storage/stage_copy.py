@@ -111,14 +111,14 @@ class RemoteOrigin:
 
     def __init__(self, place: RemotePlace) -> None:
         if place.url.startswith(("file:", "local:")):
-            raise ArchiveError(f"{place} lies on this machine. Give its path in place of the URL.")
+            raise ArchiveError(f"{place} lies on this machine. Give its path instead of the URL.")
         self.root, self._place = str(place), place
 
     def scan(self) -> Tree:
         """Sizes and versions of all files, listed now.
 
         Raises:
-            ArchiveError: when they cannot be listed, or the server does not tell sizes.
+            ArchiveError: when they cannot be listed, or the server sends no sizes.
         """
         listing = list_files(self._place, fresh=True)
         files, folders = dict[str, FileStamp | None](), dict[str, FileStamp | None]()
@@ -156,7 +156,7 @@ class RemoteOrigin:
         finally:
             for one in reading:
                 one.cancel()
-        # Not compared with the listing: some servers list a time with its milliseconds, and tell it without.
+        # Not compared with the listing: some servers list a time with its milliseconds, and send it without.
         if large and stamp_of(before) != stamp_of(connection.submit(connection.call("info", name)).result()):
             raise GoneError(f"{url} was replaced while it was copied. Stage it again.")
 

@@ -46,7 +46,7 @@ def record_stream(batch: Any, stream: Any) -> None:
 
 
 def off_host(batch: Any) -> bool:
-    """Whether any tensor of ``batch`` already lies outside host memory."""
+    """True if any tensor of ``batch`` is outside host memory already."""
     return any(tensor.device.type != "cpu" for tensor in tensors(batch))
 
 
@@ -102,7 +102,7 @@ def _leaves(batch: Any, *, to_record: bool = False) -> Iterator[Any]:
 
 
 def _children(value: Any) -> Iterable[Any]:
-    """What a batch may keep its tensors in: elements, slots and attributes. A subclass of a container has both."""
+    """Elements, slots and attributes of a value. A subclass of a container has all of them."""
     if isinstance(value, (_Held, *_CODE)):
         return ()
     inside: list[Any] = []

@@ -22,7 +22,7 @@ modules of other backends (HPU, XLA) come from packages of their own.
 RUN_AHEAD: Final = 2
 RUN_AHEAD_BYTES: Final = 64 * 2**20
 MOST_AHEAD: Final = 60
-"""How far the host may be ahead of the device when it copies the next batch: 2 batches that the device has not come to,
+"""Lead of the host over the device, at most, when it copies the next batch: 2 batches that the device has not come to,
 or as many more as fit into these bytes, up to 60.
 
 ``record_stream`` gives memory back only once the device is past it, so a host that runs M steps ahead holds M batches.
@@ -39,7 +39,7 @@ _OF_EARLIER_WORK: Final = (
 
 
 class SideStream:
-    """Where a copy is issued, and how its result becomes safe to use on the stream that computes.
+    """A stream for copies, and the hand-over of their results to the stream that computes.
 
     This one is no stream at all: everything happens in program order. The same code runs on it where there is no
     accelerator.
@@ -62,7 +62,7 @@ class SideStream:
         """Wait while the device is too far behind the batch that was handed over last: see ``RUN_AHEAD``."""
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured on the compute stream: nothing else may be issued then."""
+        """True while a graph is being captured on the compute stream: nothing else may be issued then."""
         return False
 
 
@@ -125,7 +125,7 @@ class DeviceStream(SideStream):
             raise
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured on the compute stream: nothing else may be issued then."""
+        """True while a graph is being captured on the compute stream: nothing else may be issued then."""
         asks = getattr(self._backend, "is_current_stream_capturing", None)  # torch.xpu has had graphs for short
         return asks is not None and bool(asks())
 

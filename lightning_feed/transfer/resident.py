@@ -109,7 +109,7 @@ class _Leaf:
     rows: Tensor
     """Contiguous, one row for each sample."""
     dims: tuple[int, ...]
-    """How a batch is permuted to look as it did, where it was not contiguous: channels last, for example."""
+    """The permutation that restores a batch that was not contiguous: channels last, for example."""
 
     def gather(self, rows: Tensor) -> Tensor:
         return self.rows.index_select(0, rows).permute(self.dims)
@@ -212,7 +212,7 @@ class _Plain(Dataset[Any]):
 
 
 def _shapes_of(sample: Any, index: int) -> dict[str, str]:
-    """What each leaf of a sample is, by its place in it: ``{"['image']": "uint8 (32, 32, 3)"}``."""
+    """Type and shape of each leaf of a sample, by its place: ``{"['image']": "uint8 (32, 32, 3)"}``."""
     shapes = {}
     for path, leaf in tree_flatten_with_path(sample)[0]:
         if isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"):
@@ -311,7 +311,7 @@ class ResidentLoader(FeedLoader):
 
 
 class _Batches:
-    """What a plain BatchSampler gives, as slices of one tensor of row numbers on the device."""
+    """The batches of a plain BatchSampler, as slices of one tensor of row numbers on the device."""
 
     def __init__(self, sampler: Any, plain: BatchSampler, data: ResidentData) -> None:
         self.sampler, self.plain, self.data = sampler, plain, data
