@@ -66,15 +66,12 @@ class ExactResume(Callback):
             return  # ``trainer.validate(ckpt_path=...)``: no training loader is given a state
         take_progress_of_rank(checkpoint, trainer.global_rank, trainer.world_size)
         states = checkpoint_loader_states(checkpoint) or []
-        ours, trained = all(map(is_feed_state, states)), epoch_is_trained(checkpoint)
-        for state in states if ours else []:
-            check_state(state)
-            # Of several loaders, the shorter ones may have begun again.
-            alone, mine = len(states) == 1, state_of_rank(state)
-            check_state(mine, batches=batches_to_skip(checkpoint) * alone, unfinished=alone and not trained)
+        ours = all(map(is_feed_state, states))
+        if ours:
+            self._check(checkpoint, states)
         if not states:
             self._resumed = "without a place" if batches_to_skip(checkpoint) else ""
-        elif trained:
+        elif epoch_is_trained(checkpoint):
             # Our loaders can begin the epoch after the one that ended; others can only begin afresh.
             states = [begin_next_epoch(state) for state in states] if ours else []
             write_loader_states(checkpoint, states)
@@ -88,6 +85,15 @@ class ExactResume(Callback):
             reopen_epoch(checkpoint)
             count_the_batch_in_hand(trainer, checkpoint)
         self._loaded = states
+
+    @staticmethod
+    def _check(checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> None:
+        # Of several loaders, the shorter ones may have begun again.
+        skipped = batches_to_skip(checkpoint) if len(states) == 1 else 0
+        unfinished = len(states) == 1 and not epoch_is_trained(checkpoint)
+        for state in states:
+            check_state(state)
+            check_state(state_of_rank(state), batches=skipped, unfinished=unfinished)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow the fetcher from its first batch on.
@@ -126,21 +132,19 @@ class ExactResume(Callback):
         if fetcher is None:
             return
         tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
-        states = tap.states_to_save() if tap is not None else None
+        states = None if tap is None else tap.states_to_save()
         if states is None:
             states = checkpoint_loader_states(checkpoint)
         if states is None:
             return
+        loaders = fetcher.combined_loader.flattened
         if epoch_is_trained(checkpoint):
-            loaders = filter(is_stateful, fetcher.combined_loader.flattened)
             states = [
                 loader.state_at_end(state) if isinstance(loader, FeedLoader) else state
-                for loader, state in zip(loaders, states, strict=True)
+                for loader, state in zip(filter(is_stateful, loaders), states, strict=True)
             ]
-        if trainer.world_size > 1 and (
-            self._uneven
-            or any(getattr(loader, "state_differs_by_rank", False) for loader in fetcher.combined_loader.flattened)
-        ):
+        differs = self._uneven or any(getattr(loader, "state_differs_by_rank", False) for loader in loaders)
+        if trainer.world_size > 1 and differs:
             by_rank: list[Any] = [None] * trainer.world_size
             dist.all_gather_object(by_rank, (states, fit_progress(checkpoint)))
             of_ranks, progress = zip(*by_rank, strict=True)

@@ -59,8 +59,13 @@ class Storage:
         parse_limit(self.readahead, None)
         if self.stage_limit is not None:
             parse_limit(self.stage_limit, None)
-        url = self._url()
-        for refused, why in (
+        for refused, why in self._refusals(self._url()):
+            if refused:
+                raise SettingsError(why)
+
+    def _refusals(self, url: str) -> tuple[tuple[bool, str], ...]:
+        """Each combination of settings that is impossible: whether it is given, and the reason."""
+        return (
             (
                 self.cache not in (None, "bytes", "decoded", "device"),
                 f"cache={self.cache!r} is not a choice. Give 'bytes', 'decoded', 'device' or None.",
@@ -100,9 +105,7 @@ class Storage:
                 self.stage_remove and self.stage_to is None,
                 "stage_remove=True is about staging. Give stage_to, or leave it out.",
             ),
-        ):
-            if refused:
-                raise SettingsError(why)
+        )
 
     def _url(self) -> str:
         """``data_dir`` without secrets where it is a URL, else empty."""
@@ -148,20 +151,18 @@ class Storage:
         from lightning_feed.load.cacheable import open_caches
 
         if self.run is None:
-            self.run = uuid.uuid4().hex
-            if trainer is not None and trainer.world_size > 1:
-                self.run = trainer.strategy.broadcast(self.run)
+            run = uuid.uuid4().hex
+            self.run = run if trainer is None or trainer.world_size == 1 else trainer.strategy.broadcast(run)
         self.makings += 1
-        limit = self.cache_limit
-        if self.total_bytes is not None:
-            limit = self.total_bytes - _limit_of(self.caches)
-            if limit <= 0:
-                logger.info("cache_limit is used up by earlier splits: %s is read each time.", ", ".join(dict(made)))
-                return
+        first = self.total_bytes is None
+        limit = self.cache_limit if self.total_bytes is None else self.total_bytes - _limit_of(self.caches)
+        if not first and int(limit) <= 0:
+            logger.info("cache_limit is used up by earlier splits: %s is read each time.", ", ".join(dict(made)))
+            return
         named = [found for split, dataset in made for found in name_datasets(dataset, split)]
         opened = open_caches(named, kind=self.cache, limit=limit, run=f"{self.run}/{self.makings}")
         self.caches.update(opened)
-        if self.total_bytes is None:
+        if first:
             self.total_bytes = _limit_of(opened)
 
     def growth_bytes(self) -> int:

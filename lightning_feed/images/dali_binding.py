@@ -42,18 +42,24 @@ class DaliOptions:
     """Share of the JPEGs for the GPU's hardware decoder, 0 to 1, for ``"dali-gpu"``. None: DALI's own default."""
 
     def __post_init__(self) -> None:
-        for name, value in (("threads", self.threads), ("prefetch", self.prefetch)):
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not whole and (name, value) != ("threads", "auto"):
-                raise SettingsError(f"DaliOptions({name}={value!r}) is not possible. Give a whole number, 1 or more.")
-        if self.largest_image is not None and (
-            len(self.largest_image) != 2 or not all(isinstance(side, int) and side > 0 for side in self.largest_image)
-        ):
+        if self.threads != "auto":
+            _check_whole("threads", self.threads)
+        _check_whole("prefetch", self.prefetch)
+        if self.largest_image is not None and not _is_size(self.largest_image):
             raise SettingsError(
                 f"DaliOptions(largest_image={self.largest_image!r}): give (height, width) in pixels, as (1200, 1600)."
             )
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise SettingsError(f"DaliOptions(hw_decoder_load={self.hw_decoder_load!r}): give a share from 0 to 1.")
+
+
+def _check_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingsError(f"DaliOptions({name}={value!r}) is not possible. Give a whole number, 1 or more.")
+
+
+def _is_size(sides: tuple[int, ...]) -> bool:
+    return len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
 
 
 def decode_threads(

@@ -208,9 +208,11 @@ def parse_entries(entries: list[dict[str, Any]], folder: str, path: str) -> tupl
         base, itself = name.rstrip("/").rpartition("/")[2], name.strip("/") == path.strip("/")
         if base in (".", "..") or "\0" in base:
             raise ArchiveError(f"{printable(name)} has a name that leads out of its folder. Remove it there.")
-        if entry["type"] == "directory" and not itself:
+        if itself and (folder or entry["type"] == "directory"):
+            continue
+        if entry["type"] == "directory":
             inside.append(below(folder, base))
-        elif entry["type"] == "file" and not name.endswith("/") and not (itself and folder):
+        elif entry["type"] == "file" and not name.endswith("/"):
             files.append(_file("" if itself else below(folder, base), entry))
     return files, inside
 
@@ -280,26 +282,32 @@ def class_files(
     Raises:
         DatasetError: as :func:`~lightning_feed.storage.folder.scan_classes`.
     """
-    prefix = f"{top}/" if top else ""
-    by_class: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
-    for path, number in listing.files():
-        name, inside, _ = path.removeprefix(prefix).partition("/")
-        if path.startswith(prefix) and inside and name[:1] not in ("", "."):
-            by_class[name].append((path, number))
-    # A pack in the folder that it was made of is no class.
-    found = sorted(name for name in by_class if listing.find(f"{prefix}{name}/{MANIFEST}") is None)
+    by_class = _class_folders(listing, f"{top}/" if top else "")
+    found = sorted(by_class)
     check_classes(found, classes, where)
     images = [
-        (label, path.removeprefix(prefix), number)
+        (label, path, number)
         for label, name in enumerate(classes or found)
-        for path, number in by_class[name]
-        if name in found and path.lower().endswith(IMAGE_SUFFIXES)
+        for path, number in by_class.get(name, ())
+        if path.lower().endswith(IMAGE_SUFFIXES)
     ]
     labels = np.array([label for label, _, _ in images], np.int64)
     check_images(found, labels, where, every=classes is None)
     names = flat_names([path.encode("utf-8", "surrogateescape") for _, path, _ in images])
     index = FolderIndex(tuple(classes or found), labels, *names, ())
     return index, np.array([number for _, _, number in images], np.int64)
+
+
+def _class_folders(listing: Listing, prefix: str) -> dict[str, list[tuple[str, int]]]:
+    """The paths below ``prefix``, and the numbers, of the files in each folder there."""
+    folders: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    for path, number in listing.files():
+        inner = path.removeprefix(prefix)
+        name, inside, _ = inner.partition("/")
+        if path.startswith(prefix) and inside and name[:1] not in ("", "."):
+            folders[name].append((inner, number))
+    # A pack in the folder that it was made of is no class.
+    return {name: files for name, files in folders.items() if listing.find(f"{prefix}{name}/{MANIFEST}") is None}
 
 
 class RemoteSource(FolderSource):

@@ -1,4 +1,7 @@
-"""Walks over a batch of any shape: containers, dataclasses, named tuples, objects of the user's own."""
+"""Walks over a batch of any shape, and the parts of it that stay on the host.
+
+Containers, dataclasses, named tuples, and objects of the user's own are entered.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_feed.load.collate import rebuild
+from lightning_feed.load.collate import drop, missing_keys, rebuild
 
 _OPAQUE = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device)
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
@@ -135,3 +138,33 @@ def _strided(tensor: Tensor) -> Iterator[Tensor]:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+
+
+# --- keys that are not transferred ------------------------------------------------------------------------------------
+
+
+class LeanTransfer:
+    """Drops keys and holds keys back, around whatever copies a batch.
+
+    Args:
+        drop_keys: left out; see :func:`lightning_feed.load.collate.drop`.
+        host_keys: kept from the copy.
+        warn: takes what the user should know of, at most once each.
+    """
+
+    def __init__(self, *, drop_keys: frozenset[str], host_keys: frozenset[str], warn: Callable[[str], object]) -> None:
+        self._drop, self._held, self._warn = drop_keys, host_keys, warn
+        self._looked = False
+
+    def look(self, batch: Any) -> None:
+        """Warn, once, of keys to drop that a first batch does not have."""
+        if not self._looked:
+            self._looked = True
+            absent = missing_keys(batch, self._drop)
+            if absent is not None:
+                self._warn(absent)
+
+    def send(self, batch: Any, copy: Callable[[Any], Any]) -> Any:
+        """The batch as ``copy`` makes it of what is left; held values come back untouched."""
+        left = drop(batch, self._drop) if self._drop else batch
+        return release(copy(hold(left, self._held))) if self._held else copy(left)

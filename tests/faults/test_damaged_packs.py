@@ -15,7 +15,7 @@ import pytest
 from lightning_feed.errors import ArchiveError, DatasetError
 from lightning_feed.storage import PackedDataset, pack, verify_pack
 from lightning_feed.storage.folder import FolderSource, scan_classes
-from lightning_feed.storage.pack_formats import PartIndex
+from lightning_feed.storage.packed_dataset import PartIndex
 
 FORMATS = ["lmdb", "hdf5"]
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from lightning_feed.errors import ArchiveError
-from lightning_feed.storage import PackedDataset, pack, pack_writers, packing
+from lightning_feed.storage import PackedDataset, pack, packing
 from lightning_feed.storage.folder import FolderSource, scan_classes
-from lightning_feed.storage.pack_writers import PartWriter
+from lightning_feed.storage.packing import PartWriter
 from lightning_feed.storage.splits import Splits
 
 NOBODY = 65534
@@ -61,7 +61,7 @@ def kill(*_: Any, **__: Any) -> None:
 KILLED = """
 import os, signal, sys
 from lightning_feed.storage import packing
-from lightning_feed.storage.pack_writers import PartWriter
+from lightning_feed.storage.packing import PartWriter
 packing._WRITTEN_BYTES = 16 * 20_000
 append = PartWriter.append
 def killing(self, payloads):
@@ -413,7 +413,7 @@ def test_a_whole_pack_is_there_again_after_force_was_killed(
     rename = Path.rename
     with monkeypatch.context() as patch:
         if at == "rmtree":
-            patch.setattr(pack_writers.shutil, "rmtree", lambda path, **_: kill())
+            patch.setattr(packing.shutil, "rmtree", lambda path, **_: kill())
         else:
             patch.setattr(Path, "rename", lambda path, to: kill() if path.name == at else rename(path, to))
         killed(lambda: pack(files, replaced, workers=0, force=True))
