@@ -30,8 +30,8 @@ from lightning_feed.storage.folder import (
     FolderSource,
     below,
     check_classes,
-    check_images,
     flat_names,
+    index_classes,
     load_arrays,
     nth_name,
     save_arrays,
@@ -283,19 +283,14 @@ def class_files(
         DatasetError: as :func:`~lightning_feed.storage.folder.scan_classes`.
     """
     by_class = _class_folders(listing, f"{top}/" if top else "")
-    found = sorted(by_class)
-    check_classes(found, classes, where)
-    images = [
-        (label, path, number)
-        for label, name in enumerate(classes or found)
-        for path, number in by_class.get(name, ())
-        if path.lower().endswith(IMAGE_SUFFIXES)
-    ]
-    labels = np.array([label for label, _, _ in images], np.int64)
-    check_images(found, labels, where, every=classes is None)
-    names = flat_names([path.encode("utf-8", "surrogateescape") for _, path, _ in images])
-    index = FolderIndex(tuple(classes or found), labels, *names, ())
-    return index, np.array([number for _, _, number in images], np.int64)
+    names = check_classes(sorted(by_class), classes, where)
+    images = {
+        name: [(path, number) for path, number in files if path.lower().endswith(IMAGE_SUFFIXES)]
+        for name, files in by_class.items()
+    }
+    paths = {name: [path.encode("utf-8", "surrogateescape") for path, _ in files] for name, files in images.items()}
+    index = index_classes(names, paths, where, every=classes is None)
+    return index, np.array([number for name in names for _, number in images.get(name, ())], np.int64)
 
 
 def _class_folders(listing: Listing, prefix: str) -> dict[str, list[tuple[str, int]]]:
