@@ -55,7 +55,7 @@ class ChosenSettings:
     """A line on the batch size of evaluation."""
 
     def settings_for(
-        self, trainer: Trainer | None, split: str, name: str, for_trials: Callable[[], DataLoader[Any]]
+        self, trainer: Trainer | None, split: str, name: str, for_trials: Callable[[], DataLoader[object]]
     ) -> tuple[LoaderSettings, Callable[[Recommendation], Recommendation]]:
         """The settings of one loader, tuned where that was asked for, and a function that adds the reason."""
         if self.settings.num_workers != "tune":
@@ -104,7 +104,9 @@ class Loaders(ChosenSettings):
     resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
     """Each dataset that is kept on the device, and its data there, by the name of the loader."""
 
-    def build(self, datamodule: "FeedDataModule", dataset: Any, part: Part, job: Job, storage: Storage) -> FeedLoader:
+    def build(
+        self, datamodule: "FeedDataModule", dataset: object, part: Part, job: Job, storage: Storage
+    ) -> FeedLoader:
         """The loader of one dataset of ``datamodule``."""
         trainer = datamodule.trainer
 
@@ -123,7 +125,7 @@ class Loaders(ChosenSettings):
         self.announce(trainer, part.split, part.name, found)
         return loader
 
-    def eval_size(self, part: Part, dataset: Any, job: Job, *, even: bool) -> int:
+    def eval_size(self, part: Part, dataset: object, job: Job, *, even: bool) -> int:
         """Samples in a batch of evaluation.
 
         Args:
@@ -143,7 +145,7 @@ class Loaders(ChosenSettings):
         return best if even else size
 
     def _build_on_device(
-        self, trainer: Trainer | None, dataset: Any, part: Part, storage: Storage, job: Job
+        self, trainer: Trainer | None, dataset: object, part: Part, storage: Storage, job: Job
     ) -> tuple[FeedLoader, Recommendation]:
         """The loader of a dataset that is kept on the device, and loaded now if it is not there yet."""
         from lightning_feed.transfer.resident import ResidentLoader

@@ -50,7 +50,7 @@ class _State:
 
     loaders: Loaders
     storage: Storage
-    datasets: dict[str, Any] = field(default_factory=dict)
+    datasets: dict[str, object] = field(default_factory=dict)
     built: set[str] = field(default_factory=set)
     cached: set[str] = field(default_factory=set)
 
@@ -63,7 +63,7 @@ class Collate:
     datamodule: "FeedDataModule"
     split: str
 
-    def __call__(self, samples: list[Any]) -> Any:
+    def __call__(self, samples: list[object]) -> Any:
         """Make a batch. Runs in the workers."""
         return self.datamodule.collate(samples, self.split)
 
@@ -91,7 +91,7 @@ class FeedDataModule:
         stage_remove: bool = False,
         stage_limit: int | str | None = None,
         readahead: int | str = "1GiB",
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, object] | None = None,
         cache: Cache | None = None,
         cache_limit: int | str = "50%",
         cache_shard: bool = False,
@@ -296,7 +296,7 @@ class FeedDataModule:
         """Contents and use of the caches in host memory, over all processes of the node; None without one."""
         return self._feed.storage.stats()
 
-    def _feed_facts(self) -> dict[str, Any]:
+    def _feed_facts(self) -> dict[str, object]:
         """Fields of ``LoopFacts`` that only a data module knows."""
         storage = self._feed.storage
         return {
@@ -306,7 +306,7 @@ class FeedDataModule:
             "device_transform": type(self).device_transform is not FeedDataModule.device_transform,
         }
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Pickled for ddp_spawn, and for spawned workers when `collate` is overridden; copied by tuners. The Trainer
         # attaches itself again, and what loaders hold is made again where it is needed.
         feed = _State(self._feed.loaders.copy(), self._feed.storage.copy())
@@ -323,7 +323,7 @@ class FeedDataModule:
 
     # --- datasets -----------------------------------------------------------------------------------------------------
 
-    def _feed_dataset(self, split: str) -> Any:
+    def _feed_dataset(self, split: str) -> object:
         if split not in SPLITS:
             raise SettingsError(f"There is no split {split!r}. Give one of {', '.join(map(repr, SPLITS))}.")
         if split not in self._feed.datasets:
@@ -335,6 +335,8 @@ class FeedDataModule:
 
     def _feed_open_caches(self, *splits: str) -> None:
         """Caches for the datasets that were made since, within one limit."""
+        if self._feed.storage.cache in (None, "device"):
+            return
         named = [(split, self._feed_dataset(split)) for split in splits if split not in self._feed.cached]
         self._feed.cached.update(splits)
         self._feed.storage.open_caches(self.trainer, [(split, made) for split, made in named if made is not None])
@@ -353,7 +355,7 @@ class FeedDataModule:
 
     # --- loaders ------------------------------------------------------------------------------------------------------
 
-    def _feed_loaders(self, split: str) -> Any:
+    def _feed_loaders(self, split: str) -> object:
         self._feed_attach()
         trainer, feed = self.trainer, self._feed
         if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in feed.built:
@@ -365,7 +367,7 @@ class FeedDataModule:
         self._feed_open_caches(split)
         made = self._feed_dataset(split)
         named = name_datasets(made, split)
-        job = replace(job_of(trainer), reserved_bytes=feed.storage.growth_bytes())
+        job = replace(job_of(trainer), reserved_bytes=sum(cache.growth_bytes for cache in feed.storage.caches))
         loaders = []
         for index, (name, dataset) in enumerate(named):
             # Training goes through its loaders side by side, evaluation through one after the other.
@@ -402,7 +404,7 @@ class FeedDataModule:
         """The decoder of a loader's batches after its workers."""
         return None
 
-    def _feed_on_device(self, batch: Any, split: str) -> Any:
+    def _feed_on_device(self, batch: object, split: str) -> object:
         """A batch as ``device_transform`` is to see it."""
         return batch
 
@@ -428,7 +430,7 @@ class FeedDataModule:
                 self._feed_seed = trainer.strategy.broadcast(self._feed_seed)
         return self._feed_seed
 
-    def _feed_no_loaders(self, split: str) -> list[Any]:
+    def _feed_no_loaders(self, split: str) -> list[object]:
         if split == "train":
             raise DatasetError(
                 f"{type(self).__name__}.make_dataset('train') gave None, so there is nothing to train on. Let "
@@ -441,7 +443,7 @@ class FeedDataModule:
     def _feed_epoch(self) -> int:
         return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
 
-    def _feed_transfer(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def _feed_transfer(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
         """The original transfer, which is the module's where it has one, then ``device_transform``."""
         trainer, own = self.trainer, getattr(type(self), _TRANSFER)
         if trainer is None:

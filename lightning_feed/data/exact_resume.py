@@ -47,7 +47,7 @@ class ExactResume(Callback):
     """
 
     def __init__(self) -> None:
-        self._loaded: list[dict[str, Any]] = []
+        self._loaded: list[dict[str, object]] = []
         self._uneven = False  # the ranks have different numbers of batches, and are in different epochs
         self._resumed: Literal["", "in a new epoch", "at the end of an epoch", "without a place"] = ""
 
@@ -56,7 +56,7 @@ class ExactResume(Callback):
         forget_states(trainer)
         self._loaded, self._resumed = [], ""
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         """Remember what Lightning gives to the loaders: it is true until the first batch is trained.
 
         Raises:
@@ -87,7 +87,7 @@ class ExactResume(Callback):
         self._loaded = states
 
     @staticmethod
-    def _check(checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> None:
+    def _check(checkpoint: dict[str, object], states: list[dict[str, object]]) -> None:
         # Of several loaders, the shorter ones may have begun again.
         skipped = batches_to_skip(checkpoint) if len(states) == 1 else 0
         unfinished = len(states) == 1 and not epoch_is_trained(checkpoint)
@@ -126,7 +126,7 @@ class ExactResume(Callback):
         """Reloading the loaders makes a new fetcher."""
         self._adopt(trainer, [])
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         """Correct the states that Lightning took. Every rank takes part, as it does in saving."""
         fetcher = _host.train_fetcher(trainer)
         if fetcher is None:
@@ -145,7 +145,7 @@ class ExactResume(Callback):
             ]
         differs = self._uneven or any(getattr(loader, "state_differs_by_rank", False) for loader in loaders)
         if trainer.world_size > 1 and differs:
-            by_rank: list[Any] = [None] * trainer.world_size
+            by_rank: list[object] = [None] * trainer.world_size
             dist.all_gather_object(by_rank, (states, fit_progress(checkpoint)))
             of_ranks, progress = zip(*by_rank, strict=True)
             states = [{"ranks": list(ranks)} for ranks in zip(*of_ranks, strict=True)]
@@ -153,7 +153,7 @@ class ExactResume(Callback):
         write_loader_states(checkpoint, states)
 
     @staticmethod
-    def _adopt(trainer: Trainer, before: list[dict[str, Any]]) -> FetcherTap | None:
+    def _adopt(trainer: Trainer, before: list[dict[str, object]]) -> FetcherTap | None:
         """Follow the fetcher. ``before`` are the states until its first batch is trained."""
         fetcher = _host.train_fetcher(trainer)
         tap = None if fetcher is None else adopt_fetcher(fetcher)

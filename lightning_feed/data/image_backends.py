@@ -145,7 +145,7 @@ def device_of(trainer: Any) -> torch.device:
 # --- one decision for all ranks ---------------------------------------------------------------------------------------
 
 
-def once_for_all_ranks(trainer: Any, decide: Callable[[], Chosen]) -> Chosen:
+def once_for_all_ranks(trainer: Trainer | None, decide: Callable[[], Chosen]) -> Chosen:
     """The decision of rank 0: what is installed may differ from node to node, and all must do the same.
 
     Raises:

@@ -172,7 +172,7 @@ class FeedImageFolder(FeedDataModule):
             "own_transforms": any(name != "cache" for name in self._images_only_torch()),
         }
 
-    def _feed_on_device(self, batch: Any, split: str) -> Any:
+    def _feed_on_device(self, batch: object, split: str) -> object:
         # Before a device_transform of the user's, which sees the same batches whatever the backend.
         if not isinstance(batch, EncodedBatch):
             return batch
@@ -193,7 +193,7 @@ class FeedImageFolder(FeedDataModule):
         found = map(_images_in, self._feed.datasets.values())
         return sum(images.bad_samples.failures for images in found if images is not None)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # What is on a device stays there: a worker that got it would open the device for itself.
         return {**super().__getstate__(), "_images_generators": {}, "_images_decoders": {}}
 
@@ -339,7 +339,7 @@ def _scaling(
     return scale, offset
 
 
-def _images_in(dataset: Any) -> ImageDataset | None:
+def _images_in(dataset: object) -> ImageDataset | None:
     """The images that are all there is in a dataset: itself, or what a ``Subset`` is of; None for all others.
 
     Another wrapper may do anything to a sample, and has to get it decoded.

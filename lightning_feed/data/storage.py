@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 from weakref import WeakSet
 
 from lightning_feed.errors import SettingsError
@@ -40,7 +40,7 @@ class Storage:
     stage_remove: bool = False
     stage_limit: int | str | None = None
     readahead: int | str = "1GiB"
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, object] | None = None
     cache: Cache | None = None
     cache_limit: int | str = "50%"
     cache_shard: bool = False
@@ -144,7 +144,7 @@ class Storage:
         place.readahead_bytes = parse_limit(self.readahead, None)
         return place
 
-    def open_caches(self, trainer: "Trainer | None", made: Sequence[tuple[str, Any]]) -> None:
+    def open_caches(self, trainer: "Trainer | None", made: Sequence[tuple[str, object]]) -> None:
         """Put caches in host memory into the datasets of some splits, given with the names of their splits."""
         if self.cache is None or self.cache == "device" or not made:
             return
@@ -165,10 +165,6 @@ class Storage:
         if first:
             self.total_bytes = _limit_of(opened)
 
-    def growth_bytes(self) -> int:
-        """Memory that the caches have still to fill."""
-        return sum(cache.growth_bytes for cache in self.caches)
-
     def stats(self) -> "CacheStats | None":
         """The figures of all caches together; None without one."""
         found = [vars(cache.stats()) for cache in self.caches]
@@ -183,10 +179,10 @@ class Storage:
         """For a copy of the data module: the same settings and place, caches of its own."""
         return replace(self, caches=WeakSet(), total_bytes=None, run=None, makings=0)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self.copy()), "caches": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, caches=WeakSet())
 
 

@@ -28,7 +28,7 @@ _OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue
 _DECIDED = (*_CHANGED, "sample_bytes")
 
 
-def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
+def wrap(datamodule: object, loader: LoaderSettings | None = None) -> Any:
     """The same data module, whose loaders come with other workers. See ``FastDataModule.wrap``.
 
     The result is of a class derived from the data module's own, and shares its attributes: what one sets, the other
@@ -61,7 +61,7 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
 class _Wrapped:
     """Additions to a wrapped data module."""
 
-    trainer: Any
+    trainer: object
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
@@ -86,11 +86,11 @@ class _Wrapped:
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
         if arguments and arguments[0] is type(self):
-            make, arguments = _made_anew, (type(self).__bases__[1], *arguments[1:])
+            make, arguments = _made_again, (type(self).__bases__[1], *arguments[1:])
         return (make, arguments, *rest)
 
 
-def _made_anew(kind: Any, *arguments: Any) -> Any:
+def _made_again(kind: type, *arguments: object) -> object:
     made = _class_around(kind)
     return made.__new__(made, *arguments)
 
@@ -122,7 +122,7 @@ class WrappedLoaders(ChosenSettings):
         SettingsError: for settings of things that the user's loaders decide.
     """
 
-    methods: dict[str, Any] = field(default_factory=dict)
+    methods: dict[str, object] = field(default_factory=dict)
     """Those on the object, as ``LightningDataModule.from_datasets`` puts them there; None for those of the class."""
     left_alone: set[str] = field(default_factory=set)
 
@@ -135,15 +135,15 @@ class WrappedLoaders(ChosenSettings):
                     f"changes only {', '.join(_CHANGED)}. Set it where the loaders are made."
                 )
 
-    def change(self, trainer: Any, split: str, made: Any) -> Any:
+    def change(self, trainer: object, split: str, made: object) -> Any:
         """The same structure of loaders, each DataLoader of it with other workers. Other loaders are left alone."""
         # Training goes through its loaders side by side, evaluation through one after the other.
-        loaders: list[Any] = []
+        loaders: list[object] = []
         map_loaders(made, lambda loader, _: loaders.append(loader))
         count = sum(isinstance(loader, DataLoader) for loader in loaders)
         together = max(1, count) if split == "train" else 1
 
-        def change(loader: Any, path: tuple[Any, ...]) -> Any:
+        def change(loader: object, path: tuple[object, ...]) -> Any:
             name = split + "".join(f"[{key!r}]" for key in path)
             return self._change(trainer, split, name, loader, together)
 
@@ -158,7 +158,7 @@ class WrappedLoaders(ChosenSettings):
         self.announce(trainer, split, name, found)
         return _rebuilt(loader, found)
 
-    def _leave(self, name: str, loader: Any) -> Any:
+    def _leave(self, name: str, loader: object) -> object:
         if name not in self.left_alone:
             self.left_alone.add(name)
             of_dali = any(kind.__module__.startswith("nvidia.dali.") for kind in type(loader).__mro__)
@@ -171,9 +171,9 @@ class WrappedLoaders(ChosenSettings):
         return loader
 
 
-def _rebuilt(loader: DataLoader[Any], found: Recommendation) -> DataLoader[Any]:
+def _rebuilt(loader: DataLoader[object], found: Recommendation) -> DataLoader[object]:
     """A twin of a loader with other workers. A StatefulDataLoader keeps the position to resume from."""
-    changed: dict[str, Any] = {name: getattr(found, name) for name in _CHANGED}
+    changed: dict[str, object] = {name: getattr(found, name) for name in _CHANGED}
     twin = twin_of(loader, **changed)
     if not found.num_workers:
         changed |= {"multiprocessing_context": None, "timeout": 0}
@@ -182,7 +182,7 @@ def _rebuilt(loader: DataLoader[Any], found: Recommendation) -> DataLoader[Any]:
 
 
 def _recommended(
-    loader: DataLoader[Any], split: str, settings: LoaderSettings, job: Job, together: int
+    loader: DataLoader[object], split: str, settings: LoaderSettings, job: Job, together: int
 ) -> Recommendation:
     stream, batches = isinstance(loader.dataset, IterableDataset), size_of(loader)
     ranks = 1 if stream else job.sharing_ranks
@@ -205,7 +205,7 @@ def _recommended(
     return replace(found, reasons={**found.reasons, "num_workers": kept}) if kept else found
 
 
-def _why_kept(loader: DataLoader[Any], *, stream: bool) -> str:
+def _why_kept(loader: DataLoader[object], *, stream: bool) -> str:
     """The reason for keeping the number of workers; empty where it is chosen."""
     if stream:
         return "as the loader has it: each worker of an IterableDataset goes through what it takes for its own part"

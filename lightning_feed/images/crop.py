@@ -203,30 +203,30 @@ class UserTransform:
         crop, *rest = self._steps
         region = draw_region(*image.size(), crop.scale, crop.ratio, sample_generator())
         pixels, size = self._image(image.region(region)), list(crop.size)
-        made: Any = self._resize(pixels, size, interpolation=crop.interpolation, antialias=crop.antialias)
+        made: object = self._resize(pixels, size, interpolation=crop.interpolation, antialias=crop.antialias)
         for step in rest:
             made = step(made)
         return made
 
-    def _image(self, pixels: Pixels) -> Any:
+    def _image(self, pixels: Pixels) -> object:
         if self.takes_pil:
             return Image.fromarray(pixels)
         # Without gaps: v2's resize would fall into a slow path. Writable: torch warns of memory that is not.
         return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
 
 
-def cropping_step(transform: Any) -> Any:
+def cropping_step(transform: object) -> Any:
     """The RandomResizedCrop that a transform begins with; None where it begins with another step."""
     first = next(iter(_steps(transform)), None)
     return first if _of_torchvision(first, "RandomResizedCrop") else None
 
 
-def _of_torchvision(thing: Any, *names: str) -> bool:
+def _of_torchvision(thing: object, *names: str) -> bool:
     """True for one of torchvision's transforms: by name, since importing them takes a spawned worker 2 s."""
     return type(thing).__module__.startswith("torchvision.") and (not names or type(thing).__name__ in names)
 
 
-def _takes_tensors(transform: Any) -> bool:
+def _takes_tensors(transform: object) -> bool:
     if _of_torchvision(transform, "ToTensor", "PILToTensor", "Lambda"):  # what a Lambda takes cannot be seen
         return False
     if type(transform) is not torch.nn.Sequential and not _of_torchvision(transform):

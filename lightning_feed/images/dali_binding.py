@@ -185,5 +185,5 @@ pipelines: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Those of this process. Children that are forked, as workers of a DataLoader are, must not free them: their threads
 are not there, and freeing one waits for them for ever (DALI 2.4: ``~Executor2`` destroys a condition variable that has
 waiters). Garbage that the parent had not collected yet is collected in the child."""
-_kept: list[Any] = []
+_kept: list[object] = []
 os.register_at_fork(after_in_child=lambda: _kept.extend(pipelines))

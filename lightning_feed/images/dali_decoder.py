@@ -62,7 +62,7 @@ class ImagePipeline:
         self.spec = spec
         self.owner: object = None
         """Whose batches are on their way."""
-        self._fed: deque[Any] = deque()  # DALI reads them where they lie, until their outputs are there
+        self._fed: deque[object] = deque()  # DALI reads them where they lie, until their outputs are there
         self._pipeline, self._process = _build(spec), os.getpid()
         # The first schedule_run() runs as often as there is room for batches, later ones run once. So that all runs of
         # ours are alike, that first one is spent on stand-ins.
@@ -204,7 +204,7 @@ def normalised(dali: Any, images: Any, spec: PipelineSpec) -> Any:
 
 def gpu_decoding(spec: PipelineSpec) -> dict[str, Any]:
     """Options of the decoder on the GPU."""
-    options: dict[str, Any] = {"jpeg_fancy_upsampling": True}  # as libjpeg on the CPU does it
+    options: dict[str, object] = {"jpeg_fancy_upsampling": True}  # as libjpeg on the CPU does it
     if spec.options.hw_decoder_load is not None:
         options["hw_decoder_load"] = spec.options.hw_decoder_load
     if spec.options.largest_image is not None:
@@ -269,7 +269,7 @@ class DaliImageDecoder:
         """True if there is a pipeline, which holds memory and threads."""
         return self._pipeline is not None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_pipeline": None}
 
     def run(self, batches: Iterator[EncodedBatch]) -> Generator[Any, None, None]:
@@ -312,7 +312,7 @@ class DaliImageDecoder:
             waiting.feed(pipeline)
         return pipeline
 
-    def _next(self, now: _Pass) -> list[Any]:
+    def _next(self, now: _Pass) -> list[object]:
         with traced("decode"):
             images = self._taken(now)
             done = now.popleft()

@@ -159,7 +159,7 @@ class ImageDataset(CacheableDataset):
         height, width = decoded.shape[:2]
         return self.kept(SourceImage(decoded)), int(self.source.labels[index]), np.float32(width / height)
 
-    def _sample(self, index: int) -> Any:
+    def _sample(self, index: int) -> object:
         if self.cache is not None and self.cache.kind == "decoded":
             return self.augment(self.cached_decoded(index), index)
         data = self.cached_bytes(index)
@@ -224,7 +224,7 @@ class ImageDataset(CacheableDataset):
         return cast("TrainRecipe | EvalRecipe", self.recipe)
 
 
-def holds_pixels(data: Any) -> TypeGuard[Pixels]:
+def holds_pixels(data: object) -> TypeGuard[Pixels]:
     """True for pixels instead of an encoded image, as out of a pack of pixels."""
     return isinstance(data, np.ndarray) and data.ndim == 3
 
@@ -308,7 +308,7 @@ class EncodedBatch:
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, part: Any) -> Any:
+    def __getitem__(self, part: object) -> Any:
         # Also what `images, labels = batch` asks for first. There is no __iter__: Lightning looks into what has one.
         raise SettingsError(
             "This batch is not decoded: its images are still bytes, and a GPU backend decodes them on the way to the "
@@ -390,7 +390,7 @@ def decode_rest(
     """
     pin = batch.device.type != "cpu"
     labels: list[int] = [image.label for image in images]
-    order: list[Any] = list(range(len(images)))
+    order: list[object] = list(range(len(images)))
     for place in places:
         made = dataset.decoded(images[place])
         if isinstance(made, Skipped):

@@ -147,7 +147,7 @@ def _resized(image: Image.Image, short_side: int | None) -> Image.Image:
 # --- samples of any dataset -------------------------------------------------------------------------------------------
 
 
-def to_bytes(sample: Any) -> bytes:
+def to_bytes(sample: object) -> bytes:
     """A nested dict, list or tuple of tensors, arrays, numbers, strings, bytes and None as bytes.
 
     Raises:
@@ -210,7 +210,7 @@ class _Reader:
     def build(self, tree: dict[str, Any]) -> Any:
         """The value of a header."""
         kind, inner = next(iter(tree.items()))
-        make: Callable[[dict[str, Any]], Any] = {
+        make: Callable[[dict[str, object]], object] = {
             "value": lambda _: inner,
             "dict": lambda _: {key: self.build(one) for key, one in inner.items()},
             "list": lambda _: [self.build(one) for one in inner],

@@ -59,7 +59,7 @@ class Manifest:
     parts: dict[str, int]
     """Samples of each part: ``train``, ``val`` ..., or ``all``."""
     total_bytes: int
-    options: dict[str, Any]
+    options: dict[str, object]
     """The options it was made with: ``short_side``, ``quality``."""
     files: dict[str, int]
     """Bytes of each data file, by its path in the pack."""
@@ -282,7 +282,7 @@ class PackedDataset(Dataset[Any]):
     """
 
     def __init__(
-        self, path: str | Path, part: str | None = None, *, storage_options: Mapping[str, Any] | None = None
+        self, path: str | Path, part: str | None = None, *, storage_options: Mapping[str, object] | None = None
     ) -> None:
         place = place_of(path, storage_options)
         if isinstance(place, RemotePlace):
@@ -386,7 +386,7 @@ class PackedDataset(Dataset[Any]):
             if name.startswith(f"{self.part}/") and not (file.is_file() and file.stat().st_size == size):
                 raise ArchiveError(f"{file} is missing, cut short or damaged. Copy or pack it again.")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"path": self.path, "part": self.part, "identity": self._identity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

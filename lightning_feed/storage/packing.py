@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -52,7 +51,7 @@ class PackReport:
 
 
 def pack(  # noqa: PLR0913 - all but two are by name, and have a default
-    source: Any,
+    source: object,
     dest: str | Path,
     *,
     format: Format = "lmdb",
@@ -63,7 +62,7 @@ def pack(  # noqa: PLR0913 - all but two are by name, and have a default
     on_error: str = "raise",
     force: bool = False,
     verify: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> PackReport:
     """Pack a folder of class folders (with ``train``, ``val`` ... around them or not), or a map-style dataset.
 
@@ -190,7 +189,7 @@ def _check_outside(target: Path, parts: dict[str, Payloads]) -> None:
 
 
 def _parts_of(
-    source: Any, shrink: Shrink, storage_options: Mapping[str, Any] | None
+    source: object, shrink: Shrink, storage_options: Mapping[str, object] | None
 ) -> tuple[dict[str, Payloads], tuple[str, ...]]:
     """The parts of a pack by name, and the classes of all of them."""
     if not isinstance(source, (str, Path)):

@@ -56,10 +56,10 @@ class ReadAhead:
         self._child: tuple[int, subprocess.Popen[bytes]] | None = None
         self._ended = False
 
-    def through(self, order: Iterable[Any], then: Callable[[], Iterable[Any]] = tuple) -> Iterator[Any]:
+    def through(self, order: Iterable[object], then: Callable[[], Iterable[object]] = tuple) -> Iterator[Any]:
         """The same order; what its next entries need, and behind its end those of ``then``, is being fetched."""
-        waiting, ahead_bytes = deque[tuple[Any, int]](), 0
-        entries: Iterator[Any] | None = iter(order)
+        waiting, ahead_bytes = deque[tuple[object, int]](), 0
+        entries: Iterator[object] | None = iter(order)
         own, self._ended = True, False
         while True:
             sent = list[int]()
@@ -120,7 +120,7 @@ class ReadAhead:
         assert child.stdin is not None
         child.stdin.write(given)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_child": None}
 
 
@@ -129,7 +129,7 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
     child.communicate()
 
 
-def _indices_in(entry: Any) -> list[int]:
+def _indices_in(entry: object) -> list[int]:
     """The indices of a batch, or of one sample; none of what is neither."""
     indices = entry if isinstance(entry, (list, tuple)) else [entry]
     return [int(index) for index in indices if isinstance(index, (int, np.integer))]

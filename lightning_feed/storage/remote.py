@@ -70,7 +70,7 @@ def _joined(url: str, name: str) -> str:
     return f"{url}/{name}"
 
 
-def place_of(path: str | Path, storage_options: Mapping[str, Any] | None = None) -> "Path | RemotePlace":
+def place_of(path: str | Path, storage_options: Mapping[str, object] | None = None) -> "Path | RemotePlace":
     """The place that a path or a URL leads to.
 
     Raises:
@@ -241,7 +241,7 @@ class Connection:
         *,
         grace_s: float = 0.0,
         check: Callable[[Any], None] | None = None,
-        **options: Any,
+        **options: object,
     ) -> Any:
         """Call a method of the file system for a file, again with growing pauses where an error may pass.
 
@@ -268,12 +268,12 @@ class Connection:
             await asyncio.sleep(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**attempt) * _chance.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")
 
-    def _begin(self, method: str, name: str, options: dict[str, Any]) -> Awaitable[Any]:
+    def _begin(self, method: str, name: str, options: dict[str, object]) -> Awaitable[object]:
         path = self.path(name)
         if self.fs.async_impl:
-            return cast("Awaitable[Any]", getattr(self.fs, f"_{method}")(path, **options))
+            return cast("Awaitable[object]", getattr(self.fs, f"_{method}")(path, **options))
         work = partial(getattr(self.fs, method), path, **options)
-        return cast("Awaitable[Any]", self.loop.run_in_executor(self._pool, work))
+        return cast("Awaitable[object]", self.loop.run_in_executor(self._pool, work))
 
     async def _renew(self, error: Exception, since_s: float) -> bool:
         """Read expired credentials again, at most once in a while. True if that was done since."""

@@ -173,11 +173,11 @@ async def _walk(place: RemotePlace) -> list[_File]:
     return found
 
 
-async def _complete(entries: list[dict[str, Any]], folder: str, connection: Connection) -> None:
+async def _complete(entries: list[dict[str, object]], folder: str, connection: Connection) -> None:
     """Ask for the size and version of each file that is listed without, as all of HTTP are. An object of a list that
     cannot be read is an error when it is read."""
 
-    async def ask(entry: dict[str, Any]) -> None:
+    async def ask(entry: dict[str, object]) -> None:
         name = below(folder, str(entry["name"]).rpartition("/")[2])
         try:
             entry.update({**await connection.call("info", name), "name": entry["name"]})
@@ -190,7 +190,7 @@ async def _complete(entries: list[dict[str, Any]], folder: str, connection: Conn
     await asyncio.gather(*(ask(entry) for entry in entries if entry["type"] == "file" and entry.get("size") is None))
 
 
-def parse_entries(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[list[_File], list[str]]:
+def parse_entries(entries: list[dict[str, object]], folder: str, path: str) -> tuple[list[_File], list[str]]:
     """The files of a folder, and the paths of the folders in it.
 
     Args:
@@ -417,10 +417,10 @@ class RemoteSource(FolderSource):
         about = repr((url, str(self.stamps[number]), None, int(self.sizes[number])))
         return hashlib.blake2b(about.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_expected": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state, _expected=WeakValueDictionary())
 
 

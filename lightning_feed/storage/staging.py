@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
@@ -75,7 +74,7 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
     force: bool = False,
     remove_at_exit: bool = False,
     wait_s: float | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> Staged:
     """Copy ``source`` to ``dest/<name of source>``, or bring the copy there up to date.
 

@@ -139,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return {}
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: dict[str, object]) -> None:
     """Write a document as :func:`write_private` does.
 
     Raises:

@@ -18,7 +18,7 @@ _OPAQUE = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.d
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
-def tensors(batch: Any) -> Iterator[Tensor]:
+def tensors(batch: object) -> Iterator[Tensor]:
     """Every tensor that can be reached from ``batch``, each once.
 
     Looks into mappings, lists, tuples (``PackedSequence`` is one), sets, dataclasses, and the attributes of any other
@@ -48,12 +48,12 @@ def record_stream(batch: Any, stream: Any) -> None:
                 leaf.record_stream(stream)
 
 
-def off_host(batch: Any) -> bool:
+def off_host(batch: object) -> bool:
     """True if any tensor of ``batch`` is outside host memory already."""
     return any(tensor.device.type != "cpu" for tensor in tensors(batch))
 
 
-def bytes_off_host(batch: Any) -> int:
+def bytes_off_host(batch: object) -> int:
     """Memory that the tensors of ``batch`` take outside of the host."""
     return sum(tensor.nbytes for tensor in tensors(batch) if tensor.device.type != "cpu")
 
@@ -63,11 +63,11 @@ class _Held:
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
 
-def hold(batch: Any, keys: frozenset[str]) -> Any:
+def hold(batch: object, keys: frozenset[str]) -> Any:
     """``batch`` with the values under ``keys`` hidden from the transfer. The user's containers are not written to.
 
     Only plain containers are entered (mappings, lists, tuples, named tuples): an object with its own ``.to`` decides
@@ -77,17 +77,17 @@ def hold(batch: Any, keys: frozenset[str]) -> Any:
     return _enter(batch, lambda key, value: _Held(value) if named and key in keys else hold(value, keys))
 
 
-def release(batch: Any) -> Any:
+def release(batch: object) -> Any:
     """Undo :func:`hold`."""
     return _enter(batch, lambda _, value: value.value if isinstance(value, _Held) else release(value))
 
 
-def _enter(batch: Any, change: Callable[[Any, Any], Any]) -> Any:
+def _enter(batch: object, change: Callable[[object, object], object]) -> object:
     plain = isinstance(batch, (Mapping, list, tuple)) and not hasattr(batch, "to")
     return rebuild(batch, change) if plain else batch
 
 
-def _leaves(batch: Any, *, to_record: bool = False) -> Iterator[Any]:
+def _leaves(batch: object, *, to_record: bool = False) -> Iterator[Any]:
     """Tensors, and ``to_record`` what has a ``record_stream``. Every object is visited once, so cycles end."""
     seen: set[int] = set()
     stack = [batch]
@@ -104,11 +104,11 @@ def _leaves(batch: Any, *, to_record: bool = False) -> Iterator[Any]:
             stack.extend(_children(value))
 
 
-def _children(value: Any) -> Iterable[Any]:
+def _children(value: object) -> Iterable[object]:
     """Elements, slots and attributes of a value. A subclass of a container has all of them."""
     if isinstance(value, (_Held, *_CODE)):
         return ()
-    inside: list[Any] = []
+    inside: list[object] = []
     if isinstance(value, Mapping):
         inside += value.values()
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -164,7 +164,7 @@ class LeanTransfer:
             if absent is not None:
                 self._warn(absent)
 
-    def send(self, batch: Any, copy: Callable[[Any], Any]) -> Any:
+    def send(self, batch: object, copy: Callable[[object], object]) -> Any:
         """The batch as ``copy`` makes it of what is left; held values come back untouched."""
         left = drop(batch, self._drop) if self._drop else batch
         return release(copy(hold(left, self._held))) if self._held else copy(left)

@@ -52,10 +52,10 @@ class SideStream:
     def mark(self) -> Any:
         """An event after all work issued so far."""
 
-    def hand_over(self, batch: Any, mark: Any) -> None:
+    def hand_over(self, batch: object, mark: object) -> None:
         """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
 
-    def follow_compute(self, batch: Any = None) -> None:
+    def follow_compute(self, batch: object = None) -> None:
         """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
 
     def limit_run_ahead(self) -> None:
@@ -91,7 +91,7 @@ class DeviceStream(SideStream):
         event.record(self._stream)
         return event
 
-    def hand_over(self, batch: Any, mark: Any) -> None:
+    def hand_over(self, batch: object, mark: object) -> None:
         """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
         compute = self._backend.current_stream(self._device)
         # 1. The compute stream waits for the copy. 2. Only then may a kernel of the step read the batch.
@@ -103,7 +103,7 @@ class DeviceStream(SideStream):
         reached.record(compute)
         self._handed_over.append((reached, bytes_off_host(batch)))
 
-    def follow_compute(self, batch: Any = None) -> None:
+    def follow_compute(self, batch: object = None) -> None:
         """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
         self._stream.wait_stream(self._backend.current_stream(self._device))
         if off_host(batch):
@@ -139,8 +139,8 @@ def open_stream(device: torch.device) -> SideStream | None:
 class Staged:
     """A batch in its transfer to the device, or what went wrong on the way."""
 
-    batch: Any = None
-    mark: Any = None
+    batch: object = None
+    mark: object = None
     error: Exception | None = None
 
 
@@ -154,7 +154,7 @@ class Prefetcher:
     def __init__(self, stream: SideStream) -> None:
         self._stream = stream
 
-    def stage(self, batch: Any, *, prepare: Callable[[Any], Any], copy: Callable[[Any], Any]) -> Staged:
+    def stage(self, batch: object, *, prepare: Callable[[object], object], copy: Callable[[object], object]) -> Staged:
         """Issue the copy of ``batch`` without waiting for it.
 
         Args:
@@ -175,7 +175,7 @@ class Prefetcher:
         except Exception as error:  # noqa: BLE001  # raised by `take`, with its traceback
             return Staged(error=error)
 
-    def pass_on(self, batch: Any, copy: Callable[[Any], Any]) -> Any:
+    def pass_on(self, batch: object, copy: Callable[[object], object]) -> Any:
         """Copy a batch that was not staged, in program order: after all that was queued, before all that comes.
 
         It goes over the side stream like every other batch, because what ``copy`` keeps from one batch to the next (a
@@ -193,7 +193,7 @@ class Prefetcher:
             self._stream.hand_over(staged.batch, staged.mark)
         return staged.batch
 
-    def _issue(self, batch: Any, copy: Callable[[Any], Any]) -> Staged:
+    def _issue(self, batch: object, copy: Callable[[object], object]) -> Staged:
         with self._stream.issue(), traced("transfer"):
             ready = copy(batch)
         return Staged(batch=ready, mark=self._stream.mark())
