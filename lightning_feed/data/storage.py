@@ -139,10 +139,9 @@ class Storage:
             return stage(data_dir, self.stage_to, remove_at_exit=self.stage_remove, storage_options=options).path
         from lightning_feed.storage.read_through import ReadThrough
 
-        place = RemotePlace(str(data_dir), self.storage_options)
-        place.cache = ReadThrough(self.stage_to, parse_limit(self.stage_limit, None))
-        place.readahead_bytes = parse_limit(self.readahead, None)
-        return place
+        cache = ReadThrough(self.stage_to, parse_limit(self.stage_limit, None))
+        ahead = parse_limit(self.readahead, None)
+        return RemotePlace(str(data_dir), self.storage_options, cache=cache, readahead_bytes=ahead)
 
     def open_caches(self, trainer: "Trainer | None", made: Sequence[tuple[str, object]]) -> None:
         """Put caches in host memory into the datasets of some splits, given with the names of their splits."""

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_feed.errors import DatasetError, FeedError, printable
-from lightning_feed.storage.system import cache_folder, find_mount, read_private, write_private
+from lightning_feed.storage.file_system import find_mount
+from lightning_feed.storage.system import cache_folder, read_private, write_private
 
 logger = logging.getLogger(__name__)
 

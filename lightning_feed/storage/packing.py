@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader
 
 from lightning_feed.errors import ArchiveError, SettingsError
 from lightning_feed.extras import require
+from lightning_feed.storage.file_system import find_room
 from lightning_feed.storage.folder import FolderSource, flat_names, is_pack
 from lightning_feed.storage.pack_samples import Payload, Payloads, Shrink
 from lightning_feed.storage.packed_dataset import ALL, FORMATS, Format, Manifest, PackedDataset, PartIndex, lmdb_key
 from lightning_feed.storage.remote import place_of
 from lightning_feed.storage.remote_folder import RemoteSource
 from lightning_feed.storage.splits import SPLITS, Root
-from lightning_feed.storage.system import end_with, find_room, make_private, progress_bar
+from lightning_feed.storage.system import end_with, make_private, progress_bar
 
 LITDATA = "packs are of the formats lmdb and hdf5; for LitData's chunks use its own litdata.optimize"
 _AT_ONCE = 16

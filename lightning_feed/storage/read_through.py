@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_feed.errors import ArchiveError
-from lightning_feed.storage.system import RAM_SHARE, find_room, make_private, read_private, size_text
+from lightning_feed.storage.file_system import RAM_SHARE, find_room
+from lightning_feed.storage.system import make_private, read_private, size_text
 
 logger = logging.getLogger(__name__)
 

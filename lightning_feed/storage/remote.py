@@ -90,6 +90,7 @@ class RemotePlace:
         url: for fsspec, with its protocol.
         options: as ``storage_options`` of fsspec: credentials, endpoints.
         cache: where what was read is kept; None reads it each time.
+        readahead_bytes: bytes of the next samples that are fetched into the cache.
         timeout_s: of one request, beyond what its bytes take.
 
     Raises:
@@ -107,6 +108,7 @@ class RemotePlace:
         options: Mapping[str, Any] | None = None,
         *,
         cache: ReadThrough | None = None,
+        readahead_bytes: int = 0,
         timeout_s: float = 30.0,
     ) -> None:
         if not is_url(url):
@@ -114,10 +116,9 @@ class RemotePlace:
                 f"{url!r} is not a URL such as s3://bucket/folder. Give one, or a path without options."
             )
         self.url = url if "::" in url else url.rstrip("/")
-        self.options, self.cache, self.timeout_s = dict(options or {}), cache, timeout_s
+        self.options, self.timeout_s = dict(options or {}), timeout_s
+        self.cache, self.readahead_bytes = cache, readahead_bytes
         self.is_http = self.url.startswith(("http://", "https://"))
-        self.readahead_bytes = 0
-        """Bytes of what an order needs next that are fetched into the cache."""
         about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0])))
         self.key = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
         """Tells this place, with its options, from others; says nothing of the options."""
@@ -134,11 +135,13 @@ class RemotePlace:
 
     def below(self, name: str) -> "RemotePlace":
         """A folder in it."""
-        if not name:
-            return self
-        inner = RemotePlace(_joined(self.url, name), self.options, cache=self.cache, timeout_s=self.timeout_s)
-        inner.readahead_bytes = self.readahead_bytes
-        return inner
+        return RemotePlace(
+            _joined(self.url, name),
+            self.options,
+            cache=self.cache,
+            readahead_bytes=self.readahead_bytes,
+            timeout_s=self.timeout_s,
+        )
 
     def connection(self) -> "Connection":
         """The connection of this process.

@@ -265,34 +265,6 @@ def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
 # --- class folders ----------------------------------------------------------------------------------------------------
 
 
-def class_files(
-    listing: Listing, top: str, where: str, classes: tuple[str, ...] | None = None
-) -> tuple[FolderIndex, npt.NDArray[np.int64]]:
-    """The images of each class folder in a folder of a listing, in the order of torchvision's ``ImageFolder``.
-
-    Args:
-        listing: of a place.
-        top: path of the folder below the place.
-        where: its URL, for errors.
-        classes: the classes there must be; None takes the names of the folders.
-
-    Returns:
-        Their index, with paths below ``top``, and their numbers in the listing.
-
-    Raises:
-        DatasetError: as :func:`~lightning_feed.storage.folder.scan_classes`.
-    """
-    by_class = _class_folders(listing, f"{top}/" if top else "")
-    names = check_classes(sorted(by_class), classes, where)
-    images = {
-        name: [(path, number) for path, number in files if path.lower().endswith(IMAGE_SUFFIXES)]
-        for name, files in by_class.items()
-    }
-    paths = {name: [path.encode("utf-8", "surrogateescape") for path, _ in files] for name, files in images.items()}
-    index = index_classes(names, paths, where, every=classes is None)
-    return index, np.array([number for name in names for _, number in images.get(name, ())], np.int64)
-
-
 def _class_folders(listing: Listing, prefix: str) -> dict[str, list[tuple[str, int]]]:
     """The paths below ``prefix``, and the numbers, of the files in each folder there."""
     folders: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
@@ -333,12 +305,26 @@ class RemoteSource(FolderSource):
     def of(
         cls, place: RemotePlace, listing: Listing, top: str = "", classes: tuple[str, ...] | None = None
     ) -> "RemoteSource":
-        """The images in the class folders of a folder below a place.
+        """The images in the class folders of a folder below a place, in the order of torchvision's ``ImageFolder``.
+
+        Args:
+            place: that was listed.
+            listing: its files.
+            top: path of the folder below the place.
+            classes: the classes there must be; None takes the names of the folders.
 
         Raises:
-            DatasetError: as :func:`class_files`.
+            DatasetError: as :func:`~lightning_feed.storage.folder.scan_classes`.
         """
-        index, numbers = class_files(listing, top, place.url_of(top), classes)
+        where, by_class = place.url_of(top), _class_folders(listing, f"{top}/" if top else "")
+        names = check_classes(sorted(by_class), classes, where)
+        images = {
+            name: [(path, number) for path, number in files if path.lower().endswith(IMAGE_SUFFIXES)]
+            for name, files in by_class.items()
+        }
+        paths = {name: [path.encode("utf-8", "surrogateescape") for path, _ in files] for name, files in images.items()}
+        index = index_classes(names, paths, where, every=classes is None)
+        numbers = np.array([number for name in names for _, number in images.get(name, ())], np.int64)
         made = cls(place.below(top), index, listing.sizes[numbers], listing.stamps[numbers])
         made._listed = place
         return made

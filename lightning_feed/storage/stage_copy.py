@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from lightning_feed.errors import ArchiveError
+from lightning_feed.storage.file_system import check_room
 from lightning_feed.storage.folder import below, open_file, walk
 from lightning_feed.storage.remote import GoneError, RemotePlace
 from lightning_feed.storage.remote_folder import list_files, stamp_of
-from lightning_feed.storage.system import check_room, owner_of, progress_bar
+from lightning_feed.storage.system import owner_of, progress_bar
 
 _CHUNK_BYTES = 1 << 20
 _PART_BYTES = 16 << 20

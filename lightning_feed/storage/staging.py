@@ -15,6 +15,7 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, Timeout
 
 from lightning_feed.errors import ArchiveError, SettingsError
+from lightning_feed.storage.file_system import find_caveats, find_mount
 from lightning_feed.storage.remote import RemotePlace, is_url, place_of, without_secrets
 from lightning_feed.storage.stage_copy import (
     LocalOrigin,
@@ -27,8 +28,6 @@ from lightning_feed.storage.stage_copy import (
 )
 from lightning_feed.storage.system import (
     RefcountedFile,
-    find_caveats,
-    find_mount,
     make_private,
     open_refcounted,
     owner_of,

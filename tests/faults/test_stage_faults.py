@@ -14,8 +14,8 @@ import pytest
 from lightning_feed.cli import main
 from lightning_feed.errors import ArchiveError
 from lightning_feed.storage import stage, stage_copy, staging, unstage
+from lightning_feed.storage.file_system import find_caveats
 from lightning_feed.storage.staging import StagePlace, claimed, release
-from lightning_feed.storage.system import find_caveats
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="files of another user can be made by root alone")
