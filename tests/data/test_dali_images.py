@@ -87,7 +87,7 @@ def test_order_boxes_and_flips_are_those_of_torch_in_every_epoch(photos: Path, l
     assert labels[0] != labels[1]
 
 
-def test_it_reads_in_threads_unless_told_otherwise(photos: Path) -> None:
+def test_it_reads_in_threads_by_default(photos: Path) -> None:
     module = data(photos, loader=None)()["datamodule"]
     assert module.train_dataloader().workers == "thread"
     assert module.backend_choice.name == "dali-cpu"
@@ -280,7 +280,7 @@ def test_a_broken_image_ends_the_run_with_its_name(photos: Path, broken: str) ->
 
 
 @pytest.mark.parametrize(("broken", "on_error"), [("JPEG cut in the middle", "skip"), ("PNG cut", "substitute")])
-def test_a_broken_image_is_dealt_with_as_asked_for(
+def test_a_broken_image_is_handled_as_asked_for(
     photos: Path, broken: str, on_error: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     (photos / "train" / "a" / "3.jpg").write_bytes(BROKEN[broken])

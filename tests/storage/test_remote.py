@@ -1,4 +1,4 @@
-"""Data at URLs: the samples of the folder, whatever the network does, and an error where it cannot be mended."""
+"""Data at URLs: the samples of the folder, whatever the network does, and an error where no retry helps."""
 
 import functools
 import http.server
@@ -250,10 +250,6 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         RemotePlace("gs://bucket").connection()
 
 
-def test_a_password_in_a_url_is_not_told() -> None:
-    assert str(RemotePlace("ftp://me:secret@host/birds")) == "ftp://host/birds"
-
-
 def test_a_name_that_leads_out_of_its_folder_is_refused(store: ObjectStore, tmp_path: Path) -> None:
     store.put("photos", {"up/../../../escaped.jpg": b"..."})
     try:
@@ -290,13 +286,6 @@ def test_a_copy_that_is_broken_off_has_whole_files_only(store: ObjectStore, tmp_
         assert path.read_bytes() == birds()[str(path.relative_to(tmp_path / "photos"))]
     store.proxy.faults = {}
     assert stage("s3://photos", tmp_path, storage_options=store.options).files == len(birds())
-
-
-@pytest.mark.parametrize("faults", [["short"], ["long"], ["cut"], [503], [429], ["short", "cut", 502]], ids=str)
-def test_what_may_pass_is_tried_again_by_staging(store: ObjectStore, tmp_path: Path, faults: list[Any]) -> None:
-    store.proxy.faults = {"crow/3.jpg": list(faults)}
-    done = stage("s3://photos", tmp_path, storage_options=store.options)
-    assert {str(path.relative_to(done.path)): path.read_bytes() for path in done.path.rglob("*.jpg")} == birds()
 
 
 def test_an_object_that_stays_cut_short_is_no_copy(store: ObjectStore, tmp_path: Path) -> None:
