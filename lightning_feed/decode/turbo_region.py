@@ -271,12 +271,16 @@ def _memory(data: Encoded) -> bytes | int:
 def _declare(library: ctypes.CDLL) -> None:
     """Argument types of turbojpeg.h: without them ctypes would cut pointers to 32 bits."""
     handle, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-    library.tj3Init.argtypes, library.tj3Init.restype = [integer], handle
-    library.tj3Destroy.argtypes, library.tj3Destroy.restype = [handle], None
-    library.tj3Set.argtypes = [handle, integer, integer]
-    library.tj3Get.argtypes = [handle, integer]
-    library.tj3GetErrorStr.argtypes, library.tj3GetErrorStr.restype = [handle], ctypes.c_char_p
-    library.tj3DecompressHeader.argtypes = [handle, ctypes.c_void_p, size]
-    library.tj3SetScalingFactor.argtypes = [handle, _ScalingFactor]
-    library.tj3SetCroppingRegion.argtypes = [handle, _Region]
-    library.tj3Decompress8.argtypes = [handle, ctypes.c_void_p, size, ctypes.c_void_p, integer, integer]
+    for name, result, arguments in (
+        ("tj3Init", handle, [integer]),
+        ("tj3Destroy", None, [handle]),
+        ("tj3Set", integer, [handle, integer, integer]),
+        ("tj3Get", integer, [handle, integer]),
+        ("tj3GetErrorStr", ctypes.c_char_p, [handle]),
+        ("tj3DecompressHeader", integer, [handle, handle, size]),
+        ("tj3SetScalingFactor", integer, [handle, _ScalingFactor]),
+        ("tj3SetCroppingRegion", integer, [handle, _Region]),
+        ("tj3Decompress8", integer, [handle, handle, size, handle, integer, integer]),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

@@ -240,7 +240,7 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
     found = _class_folders(root)
     names = check_classes(found, classes, root)
     stamp = FolderStamp.of(root.stat())  # before the folders in it are read
-    read = {name: sorted(_images(root, name)) for name in names if name in found}
+    read = {name: sorted(_images(root, name)) for name in found}
     folders = [part[:2] for parts in read.values() for part in parts]
     paths = {
         name: [os.fsencode(f"{folder}/{image}") for folder, _, images in parts for image in images]
@@ -350,14 +350,9 @@ def index_of(
         return remembered
     index = scan_classes(root, classes)
     if max(stamp.ctime_ns for _, stamp in index.folders) < now_ns() - _SETTLED_NS:
-        _save(index, kept)
+        about = np.frombuffer(json.dumps({"classes": index.classes, "folders": index.folders}).encode(), np.uint8)
+        save_arrays(kept, about=about, labels=index.labels, names=index.names, ends=index.ends)
     return index
-
-
-def _save(index: FolderIndex, kept: Path) -> None:
-    about = json.dumps({"classes": index.classes, "folders": index.folders}).encode()
-    plain = np.frombuffer(about, dtype=np.uint8)
-    save_arrays(kept, about=plain, labels=index.labels, names=index.names, ends=index.ends)
 
 
 def _load(kept: Path) -> FolderIndex | None:

@@ -231,10 +231,12 @@ class ReadThrough:
         if self._warned:
             return
         self._warned = True
-        with suppress(OSError):  # the disk is full, or the folder gone
-            if (self.folder / _WARNED).exists():
-                return
-            (self.folder / _WARNED).touch()
+        try:
+            (self.folder / _WARNED).touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # the disk is full, or the folder gone
         what = f"cannot be used any more ({error})"
         if error.errno in _FULL:
             what = f"is full ({error.strerror}), before the limit of the cache there: something else writes there, too"

@@ -167,7 +167,12 @@ async def _walk(place: RemotePlace) -> list[_File]:
         await _complete(entries, folder, connection)
         files, inside = parse_entries(entries, folder, connection.path(folder))
         found.extend(files)
-        await asyncio.gather(*map(walk, inside))
+        tasks = [asyncio.ensure_future(walk(inner)) for inner in inside]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # after an error in one of them
+            for task in tasks:
+                task.cancel()
 
     await walk("")
     return found

@@ -132,12 +132,20 @@ def _strided(tensor: Tensor) -> Iterator[Tensor]:
                 yield ragged.lengths()
     elif tensor.layout is torch.strided:
         yield tensor
-    elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield from (part(tensor) for part in _SPARSE_PARTS.get(tensor.layout, ()))
+
+
+_ROWS = (Tensor.crow_indices, Tensor.col_indices, Tensor.values)
+_COLUMNS = (Tensor.ccol_indices, Tensor.row_indices, Tensor.values)
+_SPARSE_PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
+    torch.sparse_coo: (Tensor._indices, Tensor._values),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+"""The tensors that hold the memory of a sparse one."""
 
 
 # --- keys that are not transferred ------------------------------------------------------------------------------------
