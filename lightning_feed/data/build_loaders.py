@@ -110,7 +110,7 @@ class Loaders(ChosenSettings):
         """The loader of one dataset of ``datamodule``."""
         trainer = datamodule.trainer
 
-        def for_trials() -> DataLoader[Any]:
+        def for_trials() -> DataLoader[object]:
             # A sampler of the user's may draw random numbers when it is made, or count how often that is.
             with preserve_state(datamodule, dataset):
                 tried, _ = build_loader(dataset, part, replace(self.settings, num_workers="auto"), job)

@@ -135,10 +135,10 @@ def require_nvjpeg(device: torch.device) -> None:
         ) from error
 
 
-def device_of(trainer: Any) -> torch.device:
+def device_of(trainer: Trainer | None) -> torch.device:
     """The device of the batches: the Trainer's; without one, the first that a Trainer would take."""
     if trainer is not None:
-        return trainer.strategy.root_device  # type: ignore[no-any-return]
+        return trainer.strategy.root_device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -162,7 +162,7 @@ class FeedImageFolder(FeedDataModule):
         """Number of labels."""
         return len(self.classes)
 
-    def _feed_facts(self) -> dict[str, Any]:
+    def _feed_facts(self) -> dict[str, object]:
         choice = self.decoder_choice
         return {
             **super()._feed_facts(),

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -81,7 +81,7 @@ class _Wrapped:
         text: str = self.__dict__[_OURS].report()
         return text
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         # The class is made at run time, so it is named by the one that it was made around. For ddp_spawn, and copies.
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
@@ -105,7 +105,7 @@ def _changing(owner: Any, split: str, original: Callable[[], Any]) -> Callable[[
 
 
 @functools.cache
-def _class_around(kind: Any) -> Any:
+def _class_around(kind: type) -> Any:
     """The class of the wrapped objects of a class. It has its name: Lightning saves a data module's state under it."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (_Wrapped, kind), names)

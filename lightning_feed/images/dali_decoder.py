@@ -129,7 +129,7 @@ def _whole(height: int, width: int) -> CropSpec:
     )
 
 
-def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[Any]]:
+def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[np.generic]]:
     """The crops as DALI takes them: a region in pixels, and a box of the region that is resized to the window.
 
     That box has fractions of pixels. It begins at its right side where the image is to be flipped.
@@ -162,7 +162,7 @@ def _build(spec: PipelineSpec) -> Any:
     )
     binding.pipelines.add(pipeline)
 
-    def fed(name: str, dtype: Any) -> Any:
+    def fed(name: str, dtype: object) -> Any:
         return fn.external_source(name=name, device="cpu", dtype=dtype, ndim=1, no_copy=True)
 
     with pipeline:
@@ -191,7 +191,7 @@ def _build(spec: PipelineSpec) -> Any:
     return pipeline
 
 
-def normalised(dali: Any, images: Any, spec: PipelineSpec) -> Any:
+def normalised(dali: Any, images: object, spec: PipelineSpec) -> Any:
     """A node of the graph: uint8 images to normalised ones, as ``device_transform`` makes them."""
     return dali.fn.crop_mirror_normalize(
         images,
@@ -202,7 +202,7 @@ def normalised(dali: Any, images: Any, spec: PipelineSpec) -> Any:
     )
 
 
-def gpu_decoding(spec: PipelineSpec) -> dict[str, Any]:
+def gpu_decoding(spec: PipelineSpec) -> dict[str, object]:
     """Options of the decoder on the GPU."""
     options: dict[str, object] = {"jpeg_fancy_upsampling": True}  # as libjpeg on the CPU does it
     if spec.options.hw_decoder_load is not None:
@@ -272,7 +272,7 @@ class DaliImageDecoder:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_pipeline": None}
 
-    def run(self, batches: Iterator[EncodedBatch]) -> Generator[Any, None, None]:
+    def run(self, batches: Iterator[EncodedBatch]) -> Generator[list[object], None, None]:
         """Decode one pass: [images, labels] for each batch, in order.
 
         Raises:

@@ -115,7 +115,7 @@ class ImageDataset(CacheableDataset):
         except DatasetError as error:
             return self.bad_samples.instead(index, error, len(self), sample)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> list[object]:
         _held = self.expect(indices)
         return [self[index] for index in indices]
 
@@ -261,7 +261,7 @@ def _empty(*shape: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).view(shape)
 
 
-def _is_channels_last(image: Any) -> bool:
+def _is_channels_last(image: object) -> bool:
     return (
         isinstance(image, torch.Tensor)
         and image.dtype == torch.uint8

@@ -130,7 +130,7 @@ class Payloads(Dataset[Payload]):
         return file.getvalue()
 
 
-def pixels_of(payload: bytes | memoryview) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+def pixels_of(payload: bytes | memoryview) -> npt.NDArray[np.uint8]:
     """Decoded pixels from their payload: uint8, shape (H, W, 3), read-only."""
     height, width = np.frombuffer(payload, "<u4", count=2)
     return np.frombuffer(payload, np.uint8, offset=_SHAPE_BYTES).reshape(int(height), int(width), 3)
@@ -153,7 +153,7 @@ def to_bytes(sample: object) -> bytes:
     Raises:
         DatasetError: for anything else in it, with its place.
     """
-    arrays: list[np.ndarray[Any, Any]] = []
+    arrays: list[npt.NDArray[Any]] = []
     header = json.dumps(_describe(sample, arrays, "sample")).encode()
     parts = [len(header).to_bytes(8, "little"), header]
     at = 8 + len(header)
@@ -178,7 +178,7 @@ def from_bytes(data: bytes) -> Any:
         raise ArchiveError(f"{len(data)} bytes that are no packed sample: {error}. Pack the source again.") from error
 
 
-def _describe(value: Any, arrays: list[np.ndarray[Any, Any]], place: str) -> dict[str, Any]:
+def _describe(value: Any, arrays: list[npt.NDArray[Any]], place: str) -> dict[str, Any]:
     """The header of a value, whose first key is its kind; its arrays are appended to ``arrays``."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _describe(inner, arrays, f"{place}[{key!r}]") for key, inner in value.items()}}

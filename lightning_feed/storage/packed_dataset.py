@@ -295,7 +295,7 @@ class PackedDataset(Dataset[Any]):
             raise SettingsError(f"{self.path} has no part {part!r}. Give one of {', '.join(map(repr, parts))}.")
         self.index = PartIndex.load(self.path / self.part / "index.npz", self.manifest.indexes.get(self.part))
         self.classes = self.manifest.classes
-        self.labels: npt.NDArray[Any] = self.index.labels
+        self.labels: npt.NDArray[np.int64] = self.index.labels
         known = self.manifest.kind == "samples" or np.isin(self.labels, np.arange(len(self.classes))).all()
         if len(self) != parts[self.part] or not known:
             raise ArchiveError(f"{self.path}/{self.part} does not fit its index. Copy or pack it again.")

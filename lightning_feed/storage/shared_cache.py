@@ -202,7 +202,7 @@ class SampleCache:
     def __reduce__(self) -> tuple[Callable[[], "SampleCache"], tuple[()]]:
         return self._open_again, ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SampleCache":
+    def __deepcopy__(self, memo: dict[int, object]) -> "SampleCache":
         return self  # a copy of a dataset reads the same samples
 
     def _publish(self, index: int, start: int, space: int) -> None:

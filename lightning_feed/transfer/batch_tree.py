@@ -28,7 +28,7 @@ def tensors(batch: object) -> Iterator[Tensor]:
     yield from _leaves(batch)
 
 
-def record_stream(batch: Any, stream: Any) -> None:
+def record_stream(batch: object, stream: Any) -> None:
     """Tell the caching allocator that ``stream`` uses every device tensor of ``batch``.
 
     Without it the allocator may hand the memory of a tensor that was made on another stream to the next copy while
@@ -164,7 +164,7 @@ class LeanTransfer:
         self._drop, self._held, self._warn = drop_keys, host_keys, warn
         self._looked = False
 
-    def look(self, batch: Any) -> None:
+    def look(self, batch: object) -> None:
         """Warn, once, of keys to drop that a first batch does not have."""
         if not self._looked:
             self._looked = True

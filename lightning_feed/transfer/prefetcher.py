@@ -45,7 +45,7 @@ class SideStream:
     accelerator.
     """
 
-    def issue(self) -> AbstractContextManager[Any]:
+    def issue(self) -> AbstractContextManager[object]:
         """While entered, work goes to the side stream."""
         return nullcontext()
 
@@ -80,9 +80,9 @@ class DeviceStream(SideStream):
         self._handed_over: deque[tuple[Any, int]] = deque()
         """An event before the step on each batch, and the batch's bytes."""
 
-    def issue(self) -> AbstractContextManager[Any]:
+    def issue(self) -> AbstractContextManager[object]:
         """While entered, work goes to the side stream."""
-        context: AbstractContextManager[Any] = self._backend.stream(self._stream)
+        context: AbstractContextManager[object] = self._backend.stream(self._stream)
         return context
 
     def mark(self) -> Any:
