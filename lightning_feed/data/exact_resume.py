@@ -1,6 +1,6 @@
 """A checkpoint taken in mid-epoch holds the loaders as they stood after the last batch that was *trained*.
 
-Lightning saves what a stateful loader has handed out. That is one batch too far for a loader without a length, which
+Lightning saves the position of a stateful loader. That is one batch too far for a loader without a length, which
 Lightning reads ahead, and ``depth`` too far behind a prefetcher; the batches in between would never be trained. With
 several ranks it saves rank zero's state for all of them.
 """

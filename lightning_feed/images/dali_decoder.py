@@ -1,4 +1,4 @@
-"""Encoded images decoded by DALI behind a loader, some batches ahead; the host decodes what DALI cannot."""
+"""Encoded images decoded by DALI behind a loader, some batches in advance; the host decodes what DALI cannot."""
 
 import os
 import sys
@@ -224,7 +224,7 @@ _HEADERS = 64
 
 @dataclass(eq=False)
 class _Waiting:
-    """A batch that was taken from the loader and has not been handed out."""
+    """A batch that was taken from the loader and has not been yielded."""
 
     batch: EncodedBatch
     images: list[EncodedSample]

@@ -167,7 +167,7 @@ def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
     sticky = status.st_mode & stat.S_ISVTX  # then what lies there can be moved by its owner alone
     if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o002 and not sticky):
         found.append(
-            f"Other users may put other data in the place of a copy in {folder}. Give a DEST of your own, for example "
+            f"Other users may put other data instead of a copy into {folder}. Give a DEST of your own, for example "
             "/dev/shm/<user>."
         )
     if mount is None or not mount.in_memory:

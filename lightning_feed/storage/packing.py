@@ -33,7 +33,7 @@ _AT_ONCE = 16
 _HANDED_OVER_BYTES = 16 << 20
 """About as much as a worker hands over at once: two such lots wait for each worker."""
 _LOOKED_AT = 256
-"""Samples from which the size of the pack is estimated."""
+"""Number of samples used to estimate the size of the pack."""
 _WRITTEN_BYTES = 64 << 20
 """Payloads that are written together."""
 

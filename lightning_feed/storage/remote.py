@@ -214,7 +214,7 @@ class Connection:
     async def fetch(
         self, name: str, size: int | None = None, *, begin: int = 0, whole: bool = True, **options: Any
     ) -> bytes:
-        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole`` says that there must be no more.
+        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole`` if there must not be any beyond.
 
         Raises:
             GoneError: when it is not there, or another than was listed.

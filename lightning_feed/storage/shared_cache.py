@@ -38,7 +38,7 @@ _MAGIC, _IDENTITY, _LIMIT, _NEXT, _ENTRIES, _STORED, _REFUSED = 0, 1, 8, 9, 16, 
 _VERSION = 0x3143_4546_4D  # another layout is another number
 _PAGE = 4096
 _STEP_BYTES = 16 << 20
-"""Bytes filled between two looks at how much memory is left."""
+"""Bytes filled between two checks of the memory that is left."""
 _SPARE_BYTES = 128 << 20
 """Memory that is left to everybody else when the cache grows."""
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)

@@ -32,7 +32,7 @@ from lightning_feed.load.trace import traced
 logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 8
-"""Samples from which the size of the whole is estimated; every sample must have the shapes of the first."""
+"""Number of samples used to estimate the size of the whole; every sample must have the shapes of the first."""
 _CHUNK_BYTES = 8 << 20
 """At most so much is one batch in its transfer to the device; each worker has two of them in host memory."""
 _MOST_IN_CHUNK = 1024
