@@ -264,11 +264,6 @@ class DaliImageDecoder:
         """Pipelines that were built so far."""
         self._pipeline: ImagePipeline | None = None
 
-    @property
-    def active(self) -> bool:
-        """True if there is a pipeline, which holds memory and threads."""
-        return self._pipeline is not None
-
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_pipeline": None}
 
@@ -355,20 +350,18 @@ class DaliImageDecoder:
     def _fail_alone(self, images: list[EncodedSample]) -> dict[int, str]:
         """Those that DALI fails at, and why, by their index in the dataset."""
         found: dict[int, str] = {}
-        pipeline = None
+        spec = replace(self.spec, batch_size=1)
+        pipeline = self._build(spec)
         for image in images:
-            if pipeline is None:
-                pipeline = self._build(replace(self.spec, batch_size=1))
             try:
                 pipeline.feed([image.data], [image.crop])
                 pipeline.take()
             except FAILURES as error:
                 pipeline.close()
-                pipeline = None
                 binding.raise_if_no_memory(error, self.spec.device)
                 found[image.index] = f"DALI failed at it: {binding.reason_of(error)}"
-        if pipeline is not None:
-            pipeline.close()
+                pipeline = self._build(spec)
+        pipeline.close()
         return found
 
     # --- images that DALI is not given --------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def test_resumed_in_mid_epoch_to_the_bit(photos: Path, callbacks: Any, count: in
 
 def active_in(module: Any) -> tuple[str, ...]:
     """The splits that have a pipeline now."""
-    return tuple(sorted(split for split, decoder in module._images_decoders.items() if decoder.active))
+    return tuple(sorted(split for split, decoder in module._images_decoders.items() if decoder._pipeline is not None))
 
 
 class NotesPipelines(Recording):
@@ -317,8 +317,8 @@ def growth_mb(photos: Path, rebuilds: int = 50) -> float:
 
     def validate() -> None:
         for _ in loader:
-            assert loader.decode.active
-        assert not loader.decode.active
+            assert loader.decode._pipeline is not None
+        assert loader.decode._pipeline is None
 
     for _ in range(10):
         validate()
