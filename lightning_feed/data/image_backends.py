@@ -92,9 +92,9 @@ def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_tor
             'backend="dali-cpu" or "dali-gpu".'
         )
     for name in ("largest_image", "hw_decoder_load"):
-        if backend == "dali-cpu" and getattr(dali, name) is not None:
+        if backend == "dali-cpu" and vars(dali)[name] is not None:
             raise SettingsError(
-                f"DaliOptions({name}={getattr(dali, name)!r}) is for decoding on the GPU and has no effect with "
+                f"DaliOptions({name}={vars(dali)[name]!r}) is for decoding on the GPU and has no effect with "
                 'backend="dali-cpu". Leave it out.'
             )
     return dali

@@ -129,7 +129,7 @@ class WrappedLoaders(ChosenSettings):
     def __post_init__(self) -> None:
         plain = LoaderSettings()
         for name, value in vars(self.settings).items():
-            if name not in _DECIDED and value != getattr(plain, name):
+            if name not in _DECIDED and value != vars(plain)[name]:
                 raise SettingsError(
                     f"{name}={value!r} would have no effect: wrap() keeps what the loaders of the data module say, and "
                     f"changes only {', '.join(_CHANGED)}. Set it where the loaders are made."
@@ -173,7 +173,7 @@ class WrappedLoaders(ChosenSettings):
 
 def _rebuilt(loader: DataLoader[object], found: Recommendation) -> DataLoader[object]:
     """A twin of a loader with other workers. A StatefulDataLoader keeps the position to resume from."""
-    changed: dict[str, object] = {name: getattr(found, name) for name in _CHANGED}
+    changed: dict[str, object] = {name: vars(found)[name] for name in _CHANGED}
     twin = twin_of(loader, **changed)
     if not found.num_workers:
         changed |= {"multiprocessing_context": None, "timeout": 0}

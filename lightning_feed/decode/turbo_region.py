@@ -147,6 +147,8 @@ class JpegShape(NamedTuple):
 class TurboJpeg:
     """One decompressor. Not safe to share between threads: see :func:`decompressor`."""
 
+    _handle: int | None = None
+
     def __init__(self, path: str) -> None:
         # Calls that only touch a few fields keep the GIL: handing it over costs more than they do.
         self._quick = ctypes.PyDLL(path)
@@ -161,9 +163,8 @@ class TurboJpeg:
         self._handle = self._new_handle()
 
     def __del__(self) -> None:
-        handle = getattr(self, "_handle", None)
-        if handle is not None:
-            self._destroy(handle)
+        if self._handle is not None:
+            self._destroy(self._handle)
 
     def _new_handle(self) -> int:
         handle: int | None = self._quick.tj3Init(_INIT_DECOMPRESS)
@@ -224,7 +225,12 @@ class TurboJpeg:
 SCALES: Final = {8: (1, 1), 4: (1, 2), 2: (1, 4), 1: (1, 8)}
 """Eighths -> the scaling factor. Those between are slower than the full size: only these have SIMD code."""
 
-_threads = threading.local()
+
+class _Thread(threading.local):
+    decompressor: TurboJpeg | None = None
+
+
+_thread = _Thread()
 
 
 def decompressor() -> TurboJpeg:
@@ -233,10 +239,9 @@ def decompressor() -> TurboJpeg:
     Raises:
         MissingExtraError: when no libjpeg-turbo 3 is installed.
     """
-    mine: TurboJpeg | None = getattr(_threads, "mine", None)
-    if mine is None:
-        mine = _threads.mine = TurboJpeg(library_path())
-    return mine
+    if _thread.decompressor is None:
+        _thread.decompressor = TurboJpeg(library_path())
+    return _thread.decompressor
 
 
 @functools.lru_cache(maxsize=1)

@@ -146,7 +146,7 @@ class PartIndex:
     def save(self, path: Path) -> str:
         """Write it as ``.npz``, and return its digest."""
         content = io.BytesIO()
-        np.savez(content, **{each.name: getattr(self, each.name) for each in fields(self)})
+        np.savez(content, **vars(self))
         path.write_bytes(content.getvalue())
         return _digest(content.getvalue())
 

@@ -310,7 +310,8 @@ def _is_full_disk(error: BaseException) -> bool:
     # LMDB calls it an input/output error when a write fitted in part.
     text = str(error)
     of_lmdb = text.startswith("mdb_") and "Input/output error" in text
-    return of_lmdb or "No space left" in text or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or of_lmdb or "No space left" in text
 
 
 def _empty(partial: Path) -> None:
