@@ -15,9 +15,8 @@ from lightning_feed.errors import SettingsError
 from lightning_feed.load.collate import check_drop_keys
 from lightning_feed.load.trace import traced
 from lightning_feed.measure.guard import Once
-from lightning_feed.transfer.batch_tree import off_host
+from lightning_feed.transfer.batch_tree import LeanTransfer, off_host
 from lightning_feed.transfer.prefetcher import Prefetcher, SideStream, Staged, open_stream
-from lightning_feed.transfer.transfer_filter import LeanTransfer
 
 logger = logging.getLogger(__name__)
 

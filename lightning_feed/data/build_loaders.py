@@ -1,18 +1,23 @@
-"""The loaders of one data module: built as recommended, tuned or on the device, and reported."""
+"""The loaders of one data module: built as recommended, tuned or on the device, and reported.
+
+Tuning and data on the device are imported where a setting asks for them.
+"""
 
 import logging
 import os
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_feed import _host
-from lightning_feed.data.base import ignore_warning
 from lightning_feed.data.storage import Storage
 from lightning_feed.load.build import Part, build_loader, even_batch_size
 from lightning_feed.load.loader import FeedLoader
@@ -21,50 +26,61 @@ from lightning_feed.load.order import size_of
 from lightning_feed.load.random_state import preserve_state
 from lightning_feed.load.settings import Job, LoaderSettings, Recommendation, workers_of
 from lightning_feed.load.worker import WorkerInit
-from lightning_feed.measure.guard import say
-from lightning_feed.storage.shared_cache import parse_limit
-from lightning_feed.transfer.resident import ResidentData, ResidentLoader, Shard, free_device_bytes, load_resident
-from lightning_feed.trials.in_fit import explained, settled, tune_for_fit, why_not_now
-from lightning_feed.trials.search import Tuned
+from lightning_feed.storage.system import parse_limit
+
+if TYPE_CHECKING:
+    from lightning_feed.data.datamodule import FeedDataModule
+    from lightning_feed.transfer.resident import ResidentData
+    from lightning_feed.trials.search import Tuned
 
 logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "val", "test", "predict")
+
+
+def ignore_warning(message: str) -> None:
+    """Suppress a warning of Lightning's whose advice was considered, and rejected with a reason."""
+    warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
 @dataclass
 class ChosenSettings:
-    """What was chosen for the loaders of a data module, by their names."""
+    """The settings chosen for the loaders of a data module, by their names."""
 
     settings: LoaderSettings
     """The user's."""
     chosen: dict[str, Recommendation] = field(default_factory=dict)
-    tuned: dict[str, Tuned | None] = field(default_factory=dict)
-    """What tuning found; None where the ranks could not agree."""
+    tuned: "dict[str, Tuned | None]" = field(default_factory=dict)
+    """Results of tuning; None where the ranks could not agree."""
     even: dict[str, str] = field(default_factory=dict)
-    """What there is to say of the batch size of evaluation."""
+    """A line on the batch size of evaluation."""
 
-    def settle(
-        self, trainer: Any, split: str, name: str, for_trials: Callable[[], DataLoader[Any]]
+    def settings_for(
+        self, trainer: Trainer | None, split: str, name: str, for_trials: Callable[[], DataLoader[object]]
     ) -> tuple[LoaderSettings, Callable[[Recommendation], Recommendation]]:
-        """The settings to choose a loader's values by, tuned where that was asked for, and what adds the reason."""
+        """The settings of one loader, tuned where that was asked for, and a function that adds the reason."""
         if self.settings.num_workers != "tune":
             return self.settings, lambda found: found
-        tuned, why_not = None, why_not_now(trainer, split)
+        from lightning_feed.trials import in_fit
+
+        tuned, why_not = None, in_fit.why_not_now(trainer, split)
         if not why_not:
             if name not in self.tuned:
                 tried = for_trials()
                 with preserve_state(tried):
-                    found = tune_for_fit(tried, trainer, name)
+                    found = in_fit.tune_for_fit(tried, trainer, name)
                 self.tuned[name] = found  # here: the state that is put back may hold this dict
             tuned = self.tuned[name]
-        explain = partial(explained, settings=self.settings, tuned=tuned, why_not=why_not)
-        return settled(self.settings, tuned), explain
+        explain = partial(in_fit.explained, settings=self.settings, tuned=tuned, why_not=why_not)
+        return in_fit.settled(self.settings, tuned), explain
 
-    def tell(self, trainer: Any, split: str, name: str, found: Recommendation) -> None:
-        """Keep what was chosen, log it on one rank if it is news, and keep Lightning from complaining about it."""
+    def announce(self, trainer: Trainer | None, split: str, name: str, found: Recommendation) -> None:
+        """Log the settings of a loader on one rank if they are new, and suppress Lightning's advice on them."""
         if self.chosen.get(name) != found and (trainer is None or trainer.is_global_zero):
-            say(logger, logging.INFO, "\n".join(f"{name}: {line}" for line in found.describe().splitlines()))
-            for warning in found.warnings:
-                say(logger, logging.WARNING, f"{name}: {warning}")
+            with suppress(Exception):  # a handler of the user's may raise, as Python's do once stderr was closed
+                logger.info("%s", "\n".join(f"{name}: {line}" for line in found.describe().splitlines()))
+                for warning in found.warnings:
+                    logger.warning("%s: %s", name, warning)
         self.chosen[name] = found
         if found.num_workers < 2:
             ignore_warning(f"The '{split}_dataloader' does not have many workers")
@@ -72,7 +88,7 @@ class ChosenSettings:
             ignore_warning(f"Consider setting `persistent_workers=True` in '{split}_dataloader'")
 
     def report(self) -> str:
-        """What was chosen, and why: one line for each value."""
+        """The settings and their reasons: one line for each value."""
         lines = []
         for name, found in self.chosen.items():
             even = [self.even[name]] if name in self.even else []
@@ -86,14 +102,16 @@ class Loaders(ChosenSettings):
 
     drop_keys: tuple[str, ...] = ()
     """Parts of batches that are left out in the workers."""
-    resident: dict[str, tuple[Any, ResidentData]] = field(default_factory=dict)
-    """Datasets and what of them is on the device, by the name of the loader."""
+    resident: "dict[str, tuple[object, ResidentData]]" = field(default_factory=dict)
+    """Each dataset that is kept on the device, and its data there, by the name of the loader."""
 
-    def build(self, datamodule: Any, dataset: Any, part: Part, job: Job, storage: Storage) -> FeedLoader:
+    def build(
+        self, datamodule: "FeedDataModule", dataset: object, part: Part, job: Job, storage: Storage
+    ) -> FeedLoader:
         """The loader of one dataset of ``datamodule``."""
         trainer = datamodule.trainer
 
-        def to_try() -> DataLoader[Any]:
+        def for_trials() -> DataLoader[object]:
             # A sampler of the user's may draw random numbers when it is made, or count how often that is.
             with preserve_state(datamodule, dataset):
                 tried, _ = build_loader(dataset, part, replace(self.settings, num_workers="auto"), job)
@@ -102,19 +120,19 @@ class Loaders(ChosenSettings):
         if storage.cache == "device":
             loader, found = self._build_on_device(trainer, dataset, part, storage, job)
         else:
-            settings, explain = self.settle(trainer, part.split, part.name, to_try)
+            settings, explain = self.settings_for(trainer, part.split, part.name, for_trials)
             loader, found = build_loader(dataset, part, settings, job)
             found = explain(found)
-        self.tell(trainer, part.split, part.name, found)
+        self.announce(trainer, part.split, part.name, found)
         return loader
 
-    def eval_size(self, part: Part, dataset: Any, job: Job, *, even: bool) -> int:
+    def eval_size(self, part: Part, dataset: object, job: Job, *, even: bool) -> int:
         """Samples in a batch of evaluation.
 
         Args:
-            part: whose batch size is the most that it may be.
+            part: with the largest batch size allowed.
             dataset: that is divided.
-            job: whose ranks it is divided among.
+            job: with the ranks that it is divided among.
             even: whether to look for a size that leaves the fewest samples for a last batch.
         """
         size, samples = part.batch_size, None if isinstance(dataset, IterableDataset) else size_of(dataset)
@@ -128,43 +146,53 @@ class Loaders(ChosenSettings):
         return best if even else size
 
     def _build_on_device(
-        self, trainer: Any, dataset: Any, part: Part, storage: Storage, job: Job
+        self, trainer: Trainer | None, dataset: object, part: Part, storage: Storage, job: Job
     ) -> tuple[FeedLoader, Recommendation]:
-        """The loader of a dataset that is kept on the device, where it is put if it is not there yet."""
+        """The loader of a dataset that is kept on the device, and loaded now if it is not there yet."""
+        from lightning_feed.transfer.resident import ResidentLoader
+
         device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
-        held = self.resident.get(part.name)
-        if held is None or held[0] is not dataset or held[1].device != device:
+        held, data = self.resident.get(part.name, (None, None))
+        if data is None or held is not dataset or data.device != device:
             self.resident.pop(part.name, None)  # before the next one is loaded: there may not be room for both
-            ranks = job.sharing_ranks if storage.cache_shard else 1
-            workers = self.settings.num_workers
-            if not isinstance(workers, int):
-                # Worth their start from a few batches on.
-                workers = min(read_machine().usable_cpus // job.local_ranks, len(dataset) // 512)
-            data = load_resident(
-                dataset,
-                device=device,
-                limit_bytes=parse_limit(storage.cache_limit, free_device_bytes(device)),
-                collate_fn=part.collate_fn,
-                shard=Shard(trainer.global_rank, ranks) if ranks > 1 else None,
-                reading={"num_workers": workers, "workers": workers_of(self.settings)},
-            )
-            held = self.resident[part.name] = (dataset, data)
-        data, sampler = held[1], part.sampler(dataset)
-        training = part.split == "train"
+            data = self._load(trainer, dataset, part, storage, job, device)
+            self.resident[part.name] = (dataset, data)
+        sampler, training = part.sampler(dataset), part.split == "train"
         if sampler is None and training and self.settings.shuffle and not job.overfit:
             sampler = RandomSampler(data)
         drop_last = training and self.settings.drop_last
         loader = ResidentLoader(
             data, batch_size=part.batch_size, sampler=sampler, drop_last=drop_last, order=part.order
         )
-        values: dict[str, Any] = {
-            "num_workers": 0,
-            "prefetch_factor": None,
-            "pin_memory": False,
-            "persistent_workers": False,
-        }
         reason = f"the set is on {device} ({data.stored_bytes >> 20} MiB), so there is nothing to load"
-        return loader, Recommendation(**values, reasons=dict.fromkeys(values, reason))
+        names = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+        found = Recommendation(
+            num_workers=0,
+            prefetch_factor=None,
+            pin_memory=False,
+            persistent_workers=False,
+            reasons=dict.fromkeys(names, reason),
+        )
+        return loader, found
+
+    def _load(
+        self, trainer: Trainer | None, dataset: Any, part: Part, storage: Storage, job: Job, device: torch.device
+    ) -> "ResidentData":
+        from lightning_feed.transfer.resident import Shard, free_device_bytes, load_resident
+
+        ranks = job.sharing_ranks if storage.cache_shard else 1
+        workers = self.settings.num_workers
+        if not isinstance(workers, int):
+            # Worth their start from a few batches on.
+            workers = min(read_machine().usable_cpus // job.local_ranks, len(dataset) // 512)
+        return load_resident(
+            dataset,
+            device=device,
+            limit_bytes=parse_limit(storage.cache_limit, free_device_bytes(device)),
+            collate_fn=part.collate_fn,
+            shard=None if trainer is None or ranks == 1 else Shard(trainer.global_rank, ranks),
+            reading={"num_workers": workers, "workers": workers_of(self.settings)},
+        )
 
     def copy(self) -> "Loaders":
         """For a copy of the data module."""
@@ -172,7 +200,7 @@ class Loaders(ChosenSettings):
 
 
 def job_of(trainer: Any) -> Job:
-    """What loaders have to know of a Trainer's run; without a Trainer, of a loader that is used by itself."""
+    """The facts of a Trainer's run that loaders need; without a Trainer, those of a loader used by itself."""
     if trainer is None:
         return Job()
     seeding = int(os.environ.get("PL_SEED_WORKERS", "0"))

@@ -6,18 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, final
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
 from lightning_feed import _host
-from lightning_feed.data.base import SPLITS, SPLITS_OF_STAGE, check_misplaced, check_whole, ignore_warning
-from lightning_feed.data.build_loaders import Loaders, job_of
+from lightning_feed.data.build_loaders import SPLITS, Loaders, ignore_warning, job_of
 from lightning_feed.data.exact_resume import ExactResume
 from lightning_feed.data.storage import Cache, Storage
-from lightning_feed.data.wrapping import wrap
 from lightning_feed.errors import DatasetError, LoaderError, SettingsError
 from lightning_feed.load.build import Part, like, name_datasets
 from lightning_feed.load.collate import DroppingCollate, check_drop_keys
@@ -25,23 +23,34 @@ from lightning_feed.load.decoding import BatchDecoder
 from lightning_feed.load.order import EpochOrder, mix_seed
 from lightning_feed.load.settings import SEEDS, LoaderSettings, Recommendation
 from lightning_feed.load.trace import traced
-from lightning_feed.storage.remote import RemotePlace
-from lightning_feed.storage.remote_folder import RemoteFolder
-from lightning_feed.storage.shared_cache import CacheStats
-from lightning_feed.transfer.batch_tree import release
+
+if TYPE_CHECKING:
+    from lightning_feed.storage.remote_folder import RemoteFolder
+    from lightning_feed.storage.shared_cache import CacheStats
 
 logger = logging.getLogger(__name__)
 
 _TRANSFER = "transfer_batch_to_device"
+_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+
+def check_whole(name: str, value: object, unit: str) -> None:
+    """Refuse a value that is not a whole number of 1 or more.
+
+    Raises:
+        SettingsError: with the name of the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingsError(f"{name}={value!r} is not possible. Give {unit}, 1 or more.")
 
 
 @dataclass
 class _State:
-    """What the data module keeps for itself, under one name: the other names are the user's."""
+    """The state of a data module, under one name: the other names are the user's."""
 
     loaders: Loaders
     storage: Storage
-    datasets: dict[str, Any] = field(default_factory=dict)
+    datasets: dict[str, object] = field(default_factory=dict)
     built: set[str] = field(default_factory=set)
     cached: set[str] = field(default_factory=set)
 
@@ -54,7 +63,7 @@ class Collate:
     datamodule: "FeedDataModule"
     split: str
 
-    def __call__(self, samples: list[Any]) -> Any:
+    def __call__(self, samples: list[object]) -> Any:
         """Make a batch. Runs in the workers."""
         return self.datamodule.collate(samples, self.split)
 
@@ -82,13 +91,13 @@ class FeedDataModule:
         stage_remove: bool = False,
         stage_limit: int | str | None = None,
         readahead: int | str = "1GiB",
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, object] | None = None,
         cache: Cache | None = None,
         cache_limit: int | str = "50%",
         cache_shard: bool = False,
         **misplaced: NoReturn,
     ) -> None:
-        check_misplaced(type(self).__name__, misplaced)
+        self._feed_refuse(misplaced)
         check_whole("batch_size", batch_size, "the samples in a batch")
         if eval_batch_size not in (None, "even"):
             check_whole("eval_batch_size", eval_batch_size, "the samples in a batch")
@@ -160,9 +169,9 @@ class FeedDataModule:
         Raises:
             DatasetError: when there is nothing to train on, or a split is not what it has to be.
         """
-        if stage not in SPLITS_OF_STAGE:
-            raise SettingsError(f"There is no stage {stage!r}. Give one of {', '.join(map(repr, SPLITS_OF_STAGE))}.")
-        splits = SPLITS_OF_STAGE[stage]
+        if stage not in _SPLITS_OF_STAGE:
+            raise SettingsError(f"There is no stage {stage!r}. Give one of {', '.join(map(repr, _SPLITS_OF_STAGE))}.")
+        splits = _SPLITS_OF_STAGE[stage]
         for split in splits:
             self._feed_dataset(split)
             self._feed.built.discard(split)
@@ -229,10 +238,12 @@ class FeedDataModule:
         Raises:
             SettingsError: for what is no data module or a FastDataModule, and for other settings.
         """
+        from lightning_feed.data.wrapping import wrap
+
         return wrap(datamodule, loader)
 
     def dataset(self, split: str) -> Any:
-        """What ``make_dataset(split)`` gave, made now if it was not yet.
+        """The result of ``make_dataset(split)``, made now if there is none yet.
 
         Raises:
             SettingsError: for a name that is no split.
@@ -249,7 +260,7 @@ class FeedDataModule:
             ArchiveError: when it cannot be staged.
         """
         place = self._feed.storage.find()
-        if isinstance(place, RemotePlace):
+        if not isinstance(place, Path):
             raise SettingsError(
                 f"data_dir={str(place)!r} is a URL, so there is no folder to read from. Read from self.remote_dir, or "
                 "give stage_to without stage_limit, which copies it whole."
@@ -257,7 +268,7 @@ class FeedDataModule:
         return place
 
     @property
-    def remote_dir(self) -> RemoteFolder:
+    def remote_dir(self) -> "RemoteFolder":
         """The files of ``data_dir``, a URL: ``names()``, ``read(name)``, ``read_many(names)``; through the cache in
         ``stage_to`` where there is a ``stage_limit``. Can be given to datasets, and goes to workers with them.
 
@@ -266,42 +277,53 @@ class FeedDataModule:
             ArchiveError: when it cannot be listed.
         """
         place = self._feed.storage.find()
-        if not isinstance(place, RemotePlace):
+        if isinstance(place, Path):
             raise SettingsError("There is a folder to read from, and no URL. Read from self.staged_dir.")
+        from lightning_feed.storage.remote_folder import RemoteFolder
+
         return RemoteFolder(place)
 
     @property
     def recommendations(self) -> Mapping[str, Recommendation]:
-        """What was chosen for each loader that was made: ``"train"``, or ``"train['key']"`` of a dict of datasets."""
+        """The settings chosen for each loader: ``"train"``, or ``"train['key']"`` of a dict of datasets."""
         return MappingProxyType(self._feed.loaders.chosen)
 
     def loader_report(self) -> str:
-        """What was chosen for each loader that was made, and why: one line for each value."""
+        """The settings chosen for each loader, and their reasons: one line for each value."""
         return self._feed.loaders.report()
 
-    def cache_stats(self) -> CacheStats | None:
-        """What the caches in host memory hold and have done, over all processes of the node; None without one."""
+    def cache_stats(self) -> "CacheStats | None":
+        """Contents and use of the caches in host memory, over all processes of the node; None without one."""
         return self._feed.storage.stats()
 
-    def _feed_facts(self) -> dict[str, Any]:
+    def _feed_facts(self) -> dict[str, object]:
         """Fields of ``LoopFacts`` that only a data module knows."""
         storage = self._feed.storage
         return {
             "cache": storage.cache or "off",
-            "remote": isinstance(storage.place, RemotePlace),
+            "remote": not isinstance(storage.place, Path | None),
             "staged": storage.stage_to is not None,
             "device_transform": type(self).device_transform is not FeedDataModule.device_transform,
         }
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Pickled for ddp_spawn, and for spawned workers when `collate` is overridden; copied by tuners. The Trainer
         # attaches itself again, and what loaders hold is made again where it is needed.
         feed = _State(self._feed.loaders.copy(), self._feed.storage.copy())
         return {**self.__dict__, "trainer": None, "_feed": feed}
 
+    def _feed_refuse(self, misplaced: Mapping[str, object]) -> None:
+        """Refuse arguments that a data module does not have; those of LoaderSettings belong there."""
+        owner = type(self).__name__
+        for name, value in misplaced.items():
+            if name in LoaderSettings.__dataclass_fields__:
+                where = f"Write {owner}(..., loader=LoaderSettings({name}={value!r}))."
+                raise SettingsError(f"{name} is a setting of the loaders. {where}")
+            raise SettingsError(f"{owner} has no argument {name}.")
+
     # --- datasets -----------------------------------------------------------------------------------------------------
 
-    def _feed_dataset(self, split: str) -> Any:
+    def _feed_dataset(self, split: str) -> object:
         if split not in SPLITS:
             raise SettingsError(f"There is no split {split!r}. Give one of {', '.join(map(repr, SPLITS))}.")
         if split not in self._feed.datasets:
@@ -313,6 +335,8 @@ class FeedDataModule:
 
     def _feed_open_caches(self, *splits: str) -> None:
         """Caches for the datasets that were made since, within one limit."""
+        if self._feed.storage.cache in (None, "device"):
+            return
         named = [(split, self._feed_dataset(split)) for split in splits if split not in self._feed.cached]
         self._feed.cached.update(splits)
         self._feed.storage.open_caches(self.trainer, [(split, made) for split, made in named if made is not None])
@@ -331,7 +355,7 @@ class FeedDataModule:
 
     # --- loaders ------------------------------------------------------------------------------------------------------
 
-    def _feed_loaders(self, split: str) -> Any:
+    def _feed_loaders(self, split: str) -> object:
         self._feed_attach()
         trainer, feed = self.trainer, self._feed
         if trainer is not None and trainer.reload_dataloaders_every_n_epochs and split in feed.built:
@@ -343,7 +367,7 @@ class FeedDataModule:
         self._feed_open_caches(split)
         made = self._feed_dataset(split)
         named = name_datasets(made, split)
-        job = replace(job_of(trainer), reserved_bytes=feed.storage.growth_bytes())
+        job = replace(job_of(trainer), reserved_bytes=sum(cache.growth_bytes for cache in feed.storage.caches))
         loaders = []
         for index, (name, dataset) in enumerate(named):
             # Training goes through its loaders side by side, evaluation through one after the other.
@@ -377,10 +401,10 @@ class FeedDataModule:
     # --- what an ImageFolderDataModule changes ------------------------------------------------------------------------
 
     def _feed_decode(self, split: str) -> BatchDecoder | None:
-        """What decodes a loader's batches after its workers."""
+        """The decoder of a loader's batches after its workers."""
         return None
 
-    def _feed_on_device(self, batch: Any, split: str) -> Any:
+    def _feed_on_device(self, batch: object, split: str) -> object:
         """A batch as ``device_transform`` is to see it."""
         return batch
 
@@ -406,7 +430,7 @@ class FeedDataModule:
                 self._feed_seed = trainer.strategy.broadcast(self._feed_seed)
         return self._feed_seed
 
-    def _feed_no_loaders(self, split: str) -> list[Any]:
+    def _feed_no_loaders(self, split: str) -> list[object]:
         if split == "train":
             raise DatasetError(
                 f"{type(self).__name__}.make_dataset('train') gave None, so there is nothing to train on. Let "
@@ -419,19 +443,21 @@ class FeedDataModule:
     def _feed_epoch(self) -> int:
         return 0 if self.trainer is None else _host.epochs_processed(self.trainer)
 
-    def _feed_transfer(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The transfer as it would be without us, which is the module's where it has one, then ``device_transform``."""
+    def _feed_transfer(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
+        """The original transfer, which is the module's where it has one, then ``device_transform``."""
         trainer, own = self.trainer, getattr(type(self), _TRANSFER)
         if trainer is None:
-            raise LoaderError(f"{_TRANSFER} needs to know the split, which a Trainer tells. Call device_transform.")
+            raise LoaderError(f"{_TRANSFER} needs the split, which only a Trainer knows. Call device_transform.")
         with traced("device_copy"):
             if _host.defined_by_lightning(own) and _host.is_overridden(trainer.lightning_module, _TRANSFER):
                 there = getattr(trainer.lightning_module, _TRANSFER)(batch, device, dataloader_idx)
             else:
                 there = own(self, batch, device, dataloader_idx)
+        from lightning_feed.transfer.batch_tree import release
+
         # Values that PrefetchCallback(host_keys=...) kept from the transfer are the user's again from here on.
         there = release(there)
-        split = SPLITS_OF_STAGE[_host.stage_now(trainer)][0]
+        split = _SPLITS_OF_STAGE[_host.stage_now(trainer)][0]
         with traced("device_transform"):
             return self.device_transform(self._feed_on_device(there, split), split)
 
@@ -454,7 +480,7 @@ class FastDataModule(FeedDataModule, LightningDataModule):
         stage_to: a folder in memory (``"/dev/shm/<user>"``) or on a local disk: data are copied there once per node.
         stage_wait: training waits for the copy; False is refused.
         stage_remove: whether the copy is removed when its last user ends.
-        stage_limit: for a URL: ``stage_to`` is a cache of at most so many bytes (``"500GiB"``) in place of a copy.
+        stage_limit: for a URL: ``stage_to`` is a cache of at most so many bytes (``"500GiB"``) instead of a copy.
         readahead: bytes of the next samples that are fetched into that cache before they are asked for.
         storage_options: for a URL, those of fsspec.
         cache: ``"bytes"`` or ``"decoded"`` keep that of each sample of a ``CacheableDataset`` in memory that all

@@ -1,6 +1,6 @@
 """A checkpoint taken in mid-epoch holds the loaders as they stood after the last batch that was *trained*.
 
-Lightning saves what a stateful loader has handed out. That is one batch too far for a loader without a length, which
+Lightning saves the position of a stateful loader. That is one batch too far for a loader without a length, which
 Lightning reads ahead, and ``depth`` too far behind a prefetcher; the batches in between would never be trained. With
 several ranks it saves rank zero's state for all of them.
 """
@@ -47,7 +47,7 @@ class ExactResume(Callback):
     """
 
     def __init__(self) -> None:
-        self._loaded: list[dict[str, Any]] = []
+        self._loaded: list[dict[str, object]] = []
         self._uneven = False  # the ranks have different numbers of batches, and are in different epochs
         self._resumed: Literal["", "in a new epoch", "at the end of an epoch", "without a place"] = ""
 
@@ -56,7 +56,7 @@ class ExactResume(Callback):
         forget_states(trainer)
         self._loaded, self._resumed = [], ""
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         """Remember what Lightning gives to the loaders: it is true until the first batch is trained.
 
         Raises:
@@ -66,15 +66,12 @@ class ExactResume(Callback):
             return  # ``trainer.validate(ckpt_path=...)``: no training loader is given a state
         take_progress_of_rank(checkpoint, trainer.global_rank, trainer.world_size)
         states = checkpoint_loader_states(checkpoint) or []
-        ours, trained = all(map(is_feed_state, states)), epoch_is_trained(checkpoint)
-        for state in states if ours else []:
-            check_state(state)
-            # Of several loaders, the shorter ones may have begun again.
-            alone, mine = len(states) == 1, state_of_rank(state)
-            check_state(mine, batches=batches_to_skip(checkpoint) * alone, unfinished=alone and not trained)
+        ours = all(map(is_feed_state, states))
+        if ours:
+            self._check(checkpoint, states)
         if not states:
             self._resumed = "without a place" if batches_to_skip(checkpoint) else ""
-        elif trained:
+        elif epoch_is_trained(checkpoint):
             # Our loaders can begin the epoch after the one that ended; others can only begin afresh.
             states = [begin_next_epoch(state) for state in states] if ours else []
             write_loader_states(checkpoint, states)
@@ -88,6 +85,15 @@ class ExactResume(Callback):
             reopen_epoch(checkpoint)
             count_the_batch_in_hand(trainer, checkpoint)
         self._loaded = states
+
+    @staticmethod
+    def _check(checkpoint: dict[str, object], states: list[dict[str, object]]) -> None:
+        # Of several loaders, the shorter ones may have begun again.
+        skipped = batches_to_skip(checkpoint) if len(states) == 1 else 0
+        unfinished = len(states) == 1 and not epoch_is_trained(checkpoint)
+        for state in states:
+            check_state(state)
+            check_state(state_of_rank(state), batches=skipped, unfinished=unfinished)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow the fetcher from its first batch on.
@@ -120,28 +126,26 @@ class ExactResume(Callback):
         """Reloading the loaders makes a new fetcher."""
         self._adopt(trainer, [])
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         """Correct the states that Lightning took. Every rank takes part, as it does in saving."""
         fetcher = _host.train_fetcher(trainer)
         if fetcher is None:
             return
         tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
-        states = tap.states_to_save() if tap is not None else None
+        states = None if tap is None else tap.states_to_save()
         if states is None:
             states = checkpoint_loader_states(checkpoint)
         if states is None:
             return
+        loaders = fetcher.combined_loader.flattened
         if epoch_is_trained(checkpoint):
-            loaders = filter(is_stateful, fetcher.combined_loader.flattened)
             states = [
                 loader.state_at_end(state) if isinstance(loader, FeedLoader) else state
-                for loader, state in zip(loaders, states, strict=True)
+                for loader, state in zip(filter(is_stateful, loaders), states, strict=True)
             ]
-        if trainer.world_size > 1 and (
-            self._uneven
-            or any(getattr(loader, "state_differs_by_rank", False) for loader in fetcher.combined_loader.flattened)
-        ):
-            by_rank: list[Any] = [None] * trainer.world_size
+        differs = self._uneven or any(getattr(loader, "state_differs_by_rank", False) for loader in loaders)
+        if trainer.world_size > 1 and differs:
+            by_rank: list[object] = [None] * trainer.world_size
             dist.all_gather_object(by_rank, (states, fit_progress(checkpoint)))
             of_ranks, progress = zip(*by_rank, strict=True)
             states = [{"ranks": list(ranks)} for ranks in zip(*of_ranks, strict=True)]
@@ -149,7 +153,7 @@ class ExactResume(Callback):
         write_loader_states(checkpoint, states)
 
     @staticmethod
-    def _adopt(trainer: Trainer, before: list[dict[str, Any]]) -> FetcherTap | None:
+    def _adopt(trainer: Trainer, before: list[dict[str, object]]) -> FetcherTap | None:
         """Follow the fetcher. ``before`` are the states until its first batch is trained."""
         fetcher = _host.train_fetcher(trainer)
         tap = None if fetcher is None else adopt_fetcher(fetcher)
@@ -177,9 +181,9 @@ def check_equal_ranks(trainer: Any) -> bool:
     dist.all_gather_object(lengths, trainer.num_training_batches)
     if len(set(lengths)) == 1 or float("inf") in lengths:
         return len(set(lengths)) == 1
-    told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
+    found = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
     message = (
-        f"The ranks have different numbers of training batches in an epoch: {told}. Ranks wait for each other in each "
+        f"The ranks have different numbers of training batches in an epoch: {found}. Ranks wait for each other in each "
         "step, so the run would hang for ever when the shortest epoch is over. Give all ranks as many samples (leave "
         f"the sampler to Lightning, or cut the shards), or set limit_train_batches={min(lengths)}."
     )

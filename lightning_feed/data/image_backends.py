@@ -5,12 +5,12 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 
-from lightning_feed.data.base import check_choice
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, DecodeError, FeedError, LoaderError, SettingsError
 from lightning_feed.images.dali_binding import DaliOptions, require_dali
@@ -38,7 +38,7 @@ _ONLY_TORCH = {
     "drop_keys": "has batches of images, labels: drop_keys has nothing to drop. Leave it out.",
     "cache": 'decodes after the cache, and this one keeps decoded images. Use cache="bytes", or backend="torch".',
 }
-"""What only torch does, and what the other backends say to it."""
+"""Features of torch alone, and the refusals of the other backends."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,16 @@ class BackendChoice:
 
     name: str
     reason: str
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse what is none of the choices.
+
+    Raises:
+        SettingsError: names them.
+    """
+    if value not in choices:
+        raise SettingsError(f"{name}={value!r} is not a choice. Give one of {', '.join(map(repr, choices))}.")
 
 
 def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_torch: Iterable[str] = ()) -> DaliOptions:
@@ -82,9 +92,9 @@ def check_backend(backend: str, quality: str, dali: DaliOptions | None, only_tor
             'backend="dali-cpu" or "dali-gpu".'
         )
     for name in ("largest_image", "hw_decoder_load"):
-        if backend == "dali-cpu" and getattr(dali, name) is not None:
+        if backend == "dali-cpu" and vars(dali)[name] is not None:
             raise SettingsError(
-                f"DaliOptions({name}={getattr(dali, name)!r}) is for decoding on the GPU and has no effect with "
+                f"DaliOptions({name}={vars(dali)[name]!r}) is for decoding on the GPU and has no effect with "
                 'backend="dali-cpu". Leave it out.'
             )
     return dali
@@ -125,35 +135,47 @@ def require_nvjpeg(device: torch.device) -> None:
         ) from error
 
 
+def device_of(trainer: Trainer | None) -> torch.device:
+    """The device of the batches: the Trainer's; without one, the first that a Trainer would take."""
+    if trainer is not None:
+        return trainer.strategy.root_device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 # --- one decision for all ranks ---------------------------------------------------------------------------------------
 
 
-def once_for_all_ranks(trainer: Any, decide: Callable[[], Chosen]) -> Chosen:
-    """What rank 0 decides: what is installed may differ from node to node, and all must do the same.
+def once_for_all_ranks(trainer: Trainer | None, decide: Callable[[], Chosen]) -> Chosen:
+    """The decision of rank 0: what is installed may differ from node to node, and all must do the same.
 
     Raises:
         FeedError: on the other ranks, where ``decide`` raises on rank 0: of the same class, if it is one of ours.
     """
     if trainer is None or trainer.world_size == 1:
         return decide()
-    chosen, failed, told = None, None, None
+    chosen: Chosen | None = None
+    failed: Exception | None = None
+    failure: tuple[type[FeedError], str] | None = None
     if trainer.is_global_zero:
         try:
             chosen = decide()
         except Exception as error:  # noqa: BLE001 - raised below, once the others have heard of it
-            kind = type(error) if isinstance(error, FeedError) else LoaderError
-            failed, told = error, (kind, f"{type(error).__name__}: {error}")
-    chosen, told = trainer.strategy.broadcast((chosen, told))
+            failed = error
+            failure = (
+                type(error) if isinstance(error, FeedError) else LoaderError,
+                f"Rank 0, which decides for all ranks how images are decoded, failed: {type(error).__name__}: {error}",
+            )
+    chosen, failure = trainer.strategy.broadcast((chosen, failure))
     if failed is not None:
         raise failed
-    if told is not None:
-        kind, text = told
-        raise kind(f"Rank 0, which decides for all ranks how images are decoded, failed: {text}")
-    return chosen  # type: ignore[no-any-return]
+    if failure is not None:
+        kind, text = failure
+        raise kind(text)
+    return cast("Chosen", chosen)
 
 
 def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001  # as a recipe has it
-    """The decoder for "auto": the fastest on some of the images, the reference where it cannot be told.
+    """The decoder for "auto": the fastest on some of the images, the reference where none can be timed.
 
     Args:
         source: of the images.
@@ -164,13 +186,46 @@ def choose_decoder(source: SampleSource, crops: bool) -> Choice:  # noqa: FBT001
     expect = getattr(source, "expect", None)
     _held = None if expect is None else expect(indices)  # of a remote place, read at the same time
     for index in indices:
-        with suppress(DatasetError):  # met again, and dealt with as on_error says, when it is its turn
+        with suppress(DatasetError):  # raised again in its turn, where on_error applies
             samples.append(source.read(index))
     try:
         if not samples or any(map(holds_pixels, samples)):
             raise DecodeError("there are no encoded images to time decoders on: a pack of pixels needs none")
         choice = make_decoder("auto", samples, regions=crops)
-    except DecodeError as error:  # images that cannot be read are dealt with as on_error says, in their turn
+    except DecodeError as error:  # on_error applies to unreadable images in their turn
         choice = replace(make_decoder("pillow"), reason=f'decoder="auto" took the reference: {error}')
     logger.info("decoder=%r: %s", choice.name, choice.reason)
     return choice
+
+
+# --- the ends of passes -----------------------------------------------------------------------------------------------
+
+
+class PassEnds(Callback):
+    """A callback that reports the ends of passes, and errors, to a data module.
+
+    A loop that ends early, as with ``limit_val_batches``, does not close its loader, and Lightning keeps its iterator.
+    """
+
+    def __init__(self, datamodule: Any) -> None:
+        self.datamodule = datamodule
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Also at the end of the sanity check, and of each validation inside a fit."""
+        self.datamodule._feed_pass_ended("val")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the pass."""
+        self.datamodule._feed_pass_ended("test")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the pass."""
+        self.datamodule._feed_pass_ended("predict")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Free all."""
+        self.datamodule._feed_release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Free all after an error, too: Lightning does not call ``teardown`` then."""
+        self.datamodule._feed_release()

@@ -11,9 +11,15 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import Subset
 
 from lightning_feed.data import image_backends
-from lightning_feed.data.base import PassEnds, check_choice, check_whole, device_of
-from lightning_feed.data.datamodule import FeedDataModule
-from lightning_feed.data.image_backends import DALI_BACKENDS, Backend, BackendChoice
+from lightning_feed.data.datamodule import FeedDataModule, check_whole
+from lightning_feed.data.image_backends import (
+    DALI_BACKENDS,
+    Backend,
+    BackendChoice,
+    PassEnds,
+    check_choice,
+    device_of,
+)
 from lightning_feed.decode.choose import Choice, make_decoder
 from lightning_feed.errors import DatasetError, SettingsError
 from lightning_feed.extras import require
@@ -153,10 +159,10 @@ class FeedImageFolder(FeedDataModule):
 
     @property
     def num_classes(self) -> int:
-        """How many labels there are."""
+        """Number of labels."""
         return len(self.classes)
 
-    def _feed_facts(self) -> dict[str, Any]:
+    def _feed_facts(self) -> dict[str, object]:
         choice = self.decoder_choice
         return {
             **super()._feed_facts(),
@@ -166,7 +172,7 @@ class FeedImageFolder(FeedDataModule):
             "own_transforms": any(name != "cache" for name in self._images_only_torch()),
         }
 
-    def _feed_on_device(self, batch: Any, split: str) -> Any:
+    def _feed_on_device(self, batch: object, split: str) -> object:
         # Before a device_transform of the user's, which sees the same batches whatever the backend.
         if not isinstance(batch, EncodedBatch):
             return batch
@@ -174,12 +180,12 @@ class FeedImageFolder(FeedDataModule):
 
     @property
     def backend_choice(self) -> BackendChoice | None:
-        """Which backend was taken, and why; None until the first dataset is made."""
+        """The backend in use, and the reason; None until the first dataset is made."""
         return self._images_backend
 
     @property
     def decoder_choice(self) -> Choice | None:
-        """Which decoder was taken, and why; None until the first dataset is made."""
+        """The decoder in use, and the reason; None until the first dataset is made."""
         return self._images_choice
 
     def failures(self) -> int:
@@ -187,7 +193,7 @@ class FeedImageFolder(FeedDataModule):
         found = map(_images_in, self._feed.datasets.values())
         return sum(images.bad_samples.failures for images in found if images is not None)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # What is on a device stays there: a worker that got it would open the device for itself.
         return {**super().__getstate__(), "_images_generators": {}, "_images_decoders": {}}
 
@@ -223,7 +229,7 @@ class FeedImageFolder(FeedDataModule):
     def _images_dali_decoder(
         self, split: str, images: ImageDataset, device: torch.device, backend: str
     ) -> DaliImageDecoder:
-        """What decodes the batches of a split with DALI; what did so before is freed."""
+        """A DALI decoder for the batches of a split; the one before is freed."""
         trainer, options = self.trainer, self._images_dali
         if split in self._images_decoders:
             self._images_decoders[split].release()
@@ -294,7 +300,7 @@ class FeedImageFolder(FeedDataModule):
         return inner
 
     def _images_only_torch(self) -> tuple[str, ...]:
-        """What was asked for that only ``backend="torch"`` does."""
+        """Requested features that only ``backend="torch"`` has."""
         asked = {
             "transform": any(isinstance(recipe, UserTransform) for recipe in (self._images_train, self._images_eval)),
             "collate": type(self).collate is not FeedImageFolder.collate,
@@ -333,7 +339,7 @@ def _scaling(
     return scale, offset
 
 
-def _images_in(dataset: Any) -> ImageDataset | None:
+def _images_in(dataset: object) -> ImageDataset | None:
     """The images that are all there is in a dataset: itself, or what a ``Subset`` is of; None for all others.
 
     Another wrapper may do anything to a sample, and has to get it decoded.
@@ -359,8 +365,8 @@ class ImageFolderDataModule(FeedImageFolder, LightningDataModule):
         quality: ``"exact"`` gives the pixels of torchvision's uint8 recipe. ``"near"`` decodes at a smaller scale where
             a crop is shrunk to a quarter or less; ``"fast"`` at the smallest that is large enough, and resizes without
             antialiasing (it needs OpenCV). docs/reference/decoders.md says how much that changes the pixels.
-        transform: for training images, in place of RandomResizedCrop and flip: of torchvision v1 or v2, or a function.
-        eval_transform: for the other splits, in place of Resize and CenterCrop.
+        transform: for training images, instead of RandomResizedCrop and flip: of torchvision v1 or v2, or a function.
+        eval_transform: for the other splits, instead of Resize and CenterCrop.
         transform_input: what the transforms take, ``"tensor"`` (uint8, (3, H, W)) or ``"pil"``; ``"auto"`` finds out.
         dali: options of the DALI backends.
         decoder: a decoder's name, or ``"auto"`` for the fastest here that is true to Pillow (45 dB or more).

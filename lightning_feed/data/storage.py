@@ -1,20 +1,25 @@
-"""Where the data of a data module lie, and what of them is kept in memory: staging and caches."""
+"""The data of a data module: where they lie, staging, and caches.
+
+What reads URLs, stages and caches is imported where a setting asks for it: it is a third of the package.
+"""
 
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 from weakref import WeakSet
 
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.build import name_datasets
-from lightning_feed.load.cacheable import open_caches
-from lightning_feed.storage.read_through import ReadThrough
-from lightning_feed.storage.remote import RemotePlace, is_url, place_of, without_secrets
-from lightning_feed.storage.shared_cache import CacheStats, SampleCache, parse_limit
-from lightning_feed.storage.staging import stage
+from lightning_feed.storage.system import parse_limit
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_feed.storage.remote import RemotePlace
+    from lightning_feed.storage.shared_cache import CacheStats, SampleCache
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +28,7 @@ Cache: TypeAlias = Literal["bytes", "decoded", "device"]
 
 @dataclass(kw_only=True)
 class Storage:
-    """Settings of storage, and what was made of them.
+    """Settings of storage, and the place and the caches that were made by them.
 
     Raises:
         SettingsError: for a value that is impossible, or that would have no effect beside the others.
@@ -35,61 +40,83 @@ class Storage:
     stage_remove: bool = False
     stage_limit: int | str | None = None
     readahead: int | str = "1GiB"
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, object] | None = None
     cache: Cache | None = None
     cache_limit: int | str = "50%"
     cache_shard: bool = False
-    place: Path | RemotePlace | None = None
-    """Where the data lie; None until they are asked for."""
-    caches: WeakSet[SampleCache] = field(default_factory=WeakSet)
+    place: "Path | RemotePlace | None" = None
+    """The data; None until they are asked for."""
+    caches: "WeakSet[SampleCache]" = field(default_factory=WeakSet)
     """Those in host memory. They live as long as the datasets that they are in."""
     total_bytes: int | None = None
-    """What all caches may take together; None until the first is opened."""
+    """The most that all caches may take together; None until the first is opened."""
     run: str | None = None
     """Tells this run's caches from those of other runs; the same on all ranks."""
     makings: int = 0
 
     def __post_init__(self) -> None:
-        if self.cache not in (None, "bytes", "decoded", "device"):
-            raise SettingsError(f"cache={self.cache!r} is not a choice. Give 'bytes', 'decoded', 'device' or None.")
-        if not self.stage_wait:
-            raise SettingsError(
-                "stage_wait=False is not possible: training begins when the copy is there. Leave it out; with a URL, "
-                "stage_limit begins at once. Or run lightning-feed stage before the training."
-            )
         parse_limit(self.cache_limit, 1 << 40)
-        if self.cache_shard and self.cache != "device":
-            raise SettingsError(f"cache_shard=True has no effect with cache={self.cache!r}. Set cache='device'.")
-        if self.stage_to is not None and self.data_dir is None:
-            raise SettingsError(f"stage_to={str(self.stage_to)!r} does not say what to copy. Give data_dir.")
-        self._check_remote()
-        if self.stage_to is None and self.stage_remove:
-            raise SettingsError("stage_remove=True is about staging. Give stage_to, or leave it out.")
-
-    def _check_remote(self) -> None:
-        remote = is_url(self.data_dir)
         parse_limit(self.readahead, None)
-        if self.readahead != Storage.readahead and self.stage_limit is None:
-            raise SettingsError(
-                f"readahead={self.readahead!r} fills the cache of a stage_limit. Give one, or leave it out."
-            )
-        if self.storage_options and not remote:
-            raise SettingsError(
-                f"storage_options are for URLs, and data_dir={self.data_dir!r} is none. Leave them out."
-            )
         if self.stage_limit is not None:
             parse_limit(self.stage_limit, None)
-            if not remote or self.stage_to is None:
-                raise SettingsError(
-                    f"stage_limit={self.stage_limit!r} bounds a cache of remote files in stage_to, and "
-                    f"data_dir={without_secrets(str(self.data_dir))!r}, stage_to={self.stage_to!r}. Give a URL and "
-                    "stage_to, or leave stage_limit out."
-                )
-        if self.stage_limit is not None and self.stage_remove:
-            raise SettingsError("stage_remove=True does nothing for a URL that is read through a cache. Leave it out.")
+        for refused, why in self._refusals(self._url()):
+            if refused:
+                raise SettingsError(why)
 
-    def find(self) -> Path | RemotePlace:
-        """Where the data lie, staged now if they are to be.
+    def _refusals(self, url: str) -> tuple[tuple[bool, str], ...]:
+        """Each combination of settings that is impossible: whether it is given, and the reason."""
+        return (
+            (
+                self.cache not in (None, "bytes", "decoded", "device"),
+                f"cache={self.cache!r} is not a choice. Give 'bytes', 'decoded', 'device' or None.",
+            ),
+            (
+                not self.stage_wait,
+                "stage_wait=False is not possible: training begins when the copy is there. Leave it out; with a URL, "
+                "stage_limit begins at once. Or run lightning-feed stage before the training.",
+            ),
+            (
+                self.cache_shard and self.cache != "device",
+                f"cache_shard=True has no effect with cache={self.cache!r}. Set cache='device'.",
+            ),
+            (
+                self.stage_to is not None and self.data_dir is None,
+                f"stage_to={str(self.stage_to)!r} does not say what to copy. Give data_dir.",
+            ),
+            (
+                self.readahead != Storage.readahead and self.stage_limit is None,
+                f"readahead={self.readahead!r} fills the cache of a stage_limit. Give one, or leave it out.",
+            ),
+            (
+                bool(self.storage_options) and not url,
+                f"storage_options are for URLs, and data_dir={self.data_dir!r} is none. Leave them out.",
+            ),
+            (
+                self.stage_limit is not None and not (url and self.stage_to is not None),
+                f"stage_limit={self.stage_limit!r} bounds a cache of remote files in stage_to, and data_dir="
+                f"{url or self.data_dir!r}, stage_to={self.stage_to!r}. Give a URL and stage_to, or leave stage_limit "
+                "out.",
+            ),
+            (
+                self.stage_remove and self.stage_limit is not None,
+                "stage_remove=True does nothing for a URL that is read through a cache. Leave it out.",
+            ),
+            (
+                self.stage_remove and self.stage_to is None,
+                "stage_remove=True is about staging. Give stage_to, or leave it out.",
+            ),
+        )
+
+    def _url(self) -> str:
+        """``data_dir`` without secrets where it is a URL, else empty."""
+        if not isinstance(self.data_dir, str):
+            return ""
+        from lightning_feed.storage.remote import is_url, without_secrets
+
+        return without_secrets(self.data_dir) if is_url(self.data_dir) else ""
+
+    def find(self) -> "Path | RemotePlace":
+        """The place of the data, staged now if they are to be.
 
         Raises:
             ArchiveError: when they cannot be staged.
@@ -97,56 +124,66 @@ class Storage:
         if self.data_dir is None:
             raise SettingsError("This data module was made without data_dir, so there is no folder to read from.")
         if self.place is None:
-            source = place_of(self.data_dir, self.storage_options)
-            if self.stage_to is None:
-                self.place = source
-            elif isinstance(source, RemotePlace) and self.stage_limit is not None:
-                source.cache = ReadThrough(self.stage_to, parse_limit(self.stage_limit, None))
-                source.readahead_bytes = parse_limit(self.readahead, None)
-                self.place = source
-            else:
-                given = source.url if isinstance(source, RemotePlace) else source
-                options = self.storage_options
-                self.place = stage(given, self.stage_to, remove_at_exit=self.stage_remove, storage_options=options).path
+            self.place = self._find(self.data_dir)
         return self.place
 
-    def open_caches(self, trainer: Any, made: Sequence[tuple[str, Any]]) -> None:
+    def _find(self, data_dir: str | Path) -> "Path | RemotePlace":
+        from lightning_feed.storage.remote import RemotePlace, place_of
+
+        if self.stage_to is None:
+            return place_of(data_dir, self.storage_options)
+        if self.stage_limit is None:
+            from lightning_feed.storage.staging import stage
+
+            options = self.storage_options
+            return stage(data_dir, self.stage_to, remove_at_exit=self.stage_remove, storage_options=options).path
+        from lightning_feed.storage.read_through import ReadThrough
+
+        cache = ReadThrough(self.stage_to, parse_limit(self.stage_limit, None))
+        ahead = parse_limit(self.readahead, None)
+        return RemotePlace(str(data_dir), self.storage_options, cache=cache, readahead_bytes=ahead)
+
+    def open_caches(self, trainer: "Trainer | None", made: Sequence[tuple[str, object]]) -> None:
         """Put caches in host memory into the datasets of some splits, given with the names of their splits."""
         if self.cache is None or self.cache == "device" or not made:
             return
+        from lightning_feed.load.cacheable import open_caches
+
         if self.run is None:
-            self.run = uuid.uuid4().hex
-            if trainer is not None and trainer.world_size > 1:
-                self.run = trainer.strategy.broadcast(self.run)
+            run = uuid.uuid4().hex
+            self.run = run if trainer is None or trainer.world_size == 1 else trainer.strategy.broadcast(run)
         self.makings += 1
-        limit = self.cache_limit
-        if self.total_bytes is not None:
-            limit = self.total_bytes - sum(cache.stats().limit_bytes for cache in self.caches)
-            if limit <= 0:
-                logger.info("cache_limit is used up by earlier splits: %s is read each time.", ", ".join(dict(made)))
-                return
+        first = self.total_bytes is None
+        limit = self.cache_limit if self.total_bytes is None else self.total_bytes - _limit_of(self.caches)
+        if not first and int(limit) <= 0:
+            logger.info("cache_limit is used up by earlier splits: %s is read each time.", ", ".join(dict(made)))
+            return
         named = [found for split, dataset in made for found in name_datasets(dataset, split)]
         opened = open_caches(named, kind=self.cache, limit=limit, run=f"{self.run}/{self.makings}")
         self.caches.update(opened)
-        if self.total_bytes is None:
-            self.total_bytes = sum(cache.stats().limit_bytes for cache in opened)
+        if first:
+            self.total_bytes = _limit_of(opened)
 
-    def growth_bytes(self) -> int:
-        """Memory that the caches have still to fill."""
-        return sum(cache.growth_bytes for cache in self.caches)
-
-    def stats(self) -> CacheStats | None:
-        """What the caches hold and have done, all of them together; None without one."""
+    def stats(self) -> "CacheStats | None":
+        """The figures of all caches together; None without one."""
         found = [vars(cache.stats()) for cache in self.caches]
-        sums = {name: sum(stats[name] for stats in found) for name in found[0]} if found else {}
-        return CacheStats(**{**sums, "full": bool(sums["full"])}) if found else None
+        if not found:
+            return None
+        from lightning_feed.storage.shared_cache import CacheStats
+
+        sums = {name: sum(stats[name] for stats in found) for name in found[0]}
+        return CacheStats(**{**sums, "full": bool(sums["full"])})
 
     def copy(self) -> "Storage":
         """For a copy of the data module: the same settings and place, caches of its own."""
         return replace(self, caches=WeakSet(), total_bytes=None, run=None, makings=0)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self.copy()), "caches": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, caches=WeakSet())
+
+
+def _limit_of(caches: "WeakSet[SampleCache] | list[SampleCache]") -> int:
+    return sum(cache.stats().limit_bytes for cache in caches)

@@ -5,13 +5,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_feed import _host
-from lightning_feed.data.base import SPLITS
-from lightning_feed.data.build_loaders import ChosenSettings, job_of
+from lightning_feed.data.build_loaders import SPLITS, ChosenSettings, job_of
 from lightning_feed.errors import SettingsError
 from lightning_feed.load.machine import read_machine
 from lightning_feed.load.order import size_of
@@ -29,7 +28,7 @@ _OF_DALI = "DALI loads in threads of its own: set num_threads and prefetch_queue
 _DECIDED = (*_CHANGED, "sample_bytes")
 
 
-def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
+def wrap(datamodule: object, loader: LoaderSettings | None = None) -> Any:
     """The same data module, whose loaders come with other workers. See ``FastDataModule.wrap``.
 
     The result is of a class derived from the data module's own, and shares its attributes: what one sets, the other
@@ -60,9 +59,9 @@ def wrap(datamodule: Any, loader: LoaderSettings | None = None) -> Any:
 
 
 class _Wrapped:
-    """What a wrapped data module has besides its own."""
+    """Additions to a wrapped data module."""
 
-    trainer: Any
+    trainer: object
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
@@ -74,24 +73,24 @@ class _Wrapped:
 
     @property
     def recommendations(self) -> Mapping[str, Recommendation]:
-        """What was chosen for each loader that was made: ``"train"``, or ``"train['key']"`` of a dict of loaders."""
+        """The settings chosen for each loader: ``"train"``, or ``"train['key']"`` of a dict of loaders."""
         return MappingProxyType(self.__dict__[_OURS].chosen)
 
     def loader_report(self) -> str:
-        """What was chosen for each loader that was made, and why: one line for each value."""
+        """The settings chosen for each loader, and their reasons: one line for each value."""
         text: str = self.__dict__[_OURS].report()
         return text
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         # The class is made at run time, so it is named by the one that it was made around. For ddp_spawn, and copies.
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
         if arguments and arguments[0] is type(self):
-            make, arguments = _made_anew, (type(self).__bases__[1], *arguments[1:])
+            make, arguments = _made_again, (type(self).__bases__[1], *arguments[1:])
         return (make, arguments, *rest)
 
 
-def _made_anew(kind: Any, *arguments: Any) -> Any:
+def _made_again(kind: type, *arguments: object) -> object:
     made = _class_around(kind)
     return made.__new__(made, *arguments)
 
@@ -106,7 +105,7 @@ def _changing(owner: Any, split: str, original: Callable[[], Any]) -> Callable[[
 
 
 @functools.cache
-def _class_around(kind: Any) -> Any:
+def _class_around(kind: type) -> Any:
     """The class of the wrapped objects of a class. It has its name: Lightning saves a data module's state under it."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (_Wrapped, kind), names)
@@ -117,34 +116,34 @@ def _class_around(kind: Any) -> Any:
 
 @dataclass
 class WrappedLoaders(ChosenSettings):
-    """What was chosen for the loaders of a wrapped data module.
+    """The settings chosen for the loaders of a wrapped data module.
 
     Raises:
         SettingsError: for settings of things that the user's loaders decide.
     """
 
-    methods: dict[str, Any] = field(default_factory=dict)
+    methods: dict[str, object] = field(default_factory=dict)
     """Those on the object, as ``LightningDataModule.from_datasets`` puts them there; None for those of the class."""
     left_alone: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         plain = LoaderSettings()
         for name, value in vars(self.settings).items():
-            if name not in _DECIDED and value != getattr(plain, name):
+            if name not in _DECIDED and value != vars(plain)[name]:
                 raise SettingsError(
                     f"{name}={value!r} would have no effect: wrap() keeps what the loaders of the data module say, and "
                     f"changes only {', '.join(_CHANGED)}. Set it where the loaders are made."
                 )
 
-    def change(self, trainer: Any, split: str, made: Any) -> Any:
+    def change(self, trainer: object, split: str, made: object) -> Any:
         """The same structure of loaders, each DataLoader of it with other workers. Other loaders are left alone."""
         # Training goes through its loaders side by side, evaluation through one after the other.
-        loaders: list[Any] = []
+        loaders: list[object] = []
         map_loaders(made, lambda loader, _: loaders.append(loader))
         count = sum(isinstance(loader, DataLoader) for loader in loaders)
         together = max(1, count) if split == "train" else 1
 
-        def change(loader: Any, path: tuple[Any, ...]) -> Any:
+        def change(loader: object, path: tuple[object, ...]) -> Any:
             name = split + "".join(f"[{key!r}]" for key in path)
             return self._change(trainer, split, name, loader, together)
 
@@ -153,13 +152,13 @@ class WrappedLoaders(ChosenSettings):
     def _change(self, trainer: Any, split: str, name: str, loader: Any, together: int) -> Any:
         if not isinstance(loader, DataLoader):
             return self._leave(name, loader)
-        settings, explain = self.settle(trainer, split, name, lambda: loader)
+        settings, explain = self.settings_for(trainer, split, name, lambda: loader)
         settings = replace(settings, workers="process", start_method=None)
         found = explain(_recommended(loader, split, settings, job_of(trainer), together))
-        self.tell(trainer, split, name, found)
+        self.announce(trainer, split, name, found)
         return _rebuilt(loader, found)
 
-    def _leave(self, name: str, loader: Any) -> Any:
+    def _leave(self, name: str, loader: object) -> object:
         if name not in self.left_alone:
             self.left_alone.add(name)
             of_dali = any(kind.__module__.startswith("nvidia.dali.") for kind in type(loader).__mro__)
@@ -172,9 +171,9 @@ class WrappedLoaders(ChosenSettings):
         return loader
 
 
-def _rebuilt(loader: DataLoader[Any], found: Recommendation) -> DataLoader[Any]:
-    """A twin of a loader with other workers. A StatefulDataLoader keeps the place that it was told to go on from."""
-    changed: dict[str, Any] = {name: getattr(found, name) for name in _CHANGED}
+def _rebuilt(loader: DataLoader[object], found: Recommendation) -> DataLoader[object]:
+    """A twin of a loader with other workers. A StatefulDataLoader keeps the position to resume from."""
+    changed: dict[str, object] = {name: vars(found)[name] for name in _CHANGED}
     twin = twin_of(loader, **changed)
     if not found.num_workers:
         changed |= {"multiprocessing_context": None, "timeout": 0}
@@ -183,7 +182,7 @@ def _rebuilt(loader: DataLoader[Any], found: Recommendation) -> DataLoader[Any]:
 
 
 def _recommended(
-    loader: DataLoader[Any], split: str, settings: LoaderSettings, job: Job, together: int
+    loader: DataLoader[object], split: str, settings: LoaderSettings, job: Job, together: int
 ) -> Recommendation:
     stream, batches = isinstance(loader.dataset, IterableDataset), size_of(loader)
     ranks = 1 if stream else job.sharing_ranks
@@ -206,8 +205,8 @@ def _recommended(
     return replace(found, reasons={**found.reasons, "num_workers": kept}) if kept else found
 
 
-def _why_kept(loader: DataLoader[Any], *, stream: bool) -> str:
-    """Why the number of workers stays what it is; empty where it is chosen."""
+def _why_kept(loader: DataLoader[object], *, stream: bool) -> str:
+    """The reason for keeping the number of workers; empty where it is chosen."""
     if stream:
         return "as the loader has it: each worker of an IterableDataset goes through what it takes for its own part"
     context: Any = loader.multiprocessing_context

@@ -5,9 +5,7 @@ Behind each stands Pillow, for the images that it refuses; those are counted and
 
 import logging
 import math
-import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from lightning_feed.decode.counts import SharedCounts
 from lightning_feed.decode.decoders import (
     Decoder,
     OpenCVDecoder,
@@ -33,7 +32,7 @@ from lightning_feed.errors import DecodeError, MissingExtraError, SettingsError
 log = logging.getLogger(__name__)
 
 MIN_PSNR_DB: Final = 45.0
-"""What "auto" asks of every sample, against Pillow."""
+"""The least fidelity to Pillow of every sample, for "auto"."""
 MAX_SAMPLES: Final = 64
 MAX_PIXELS: Final = 32_000_000
 """Fewer samples where images are large, but at least MIN_SAMPLES: choosing should take a second or two."""
@@ -45,14 +44,14 @@ TIE: Final = 1.05
 
 @dataclass
 class Measured:
-    """What one decoder did on the samples."""
+    """Results of one decoder on the samples."""
 
     ms: float = math.nan
     """Time per image, median of the rounds; what it refused was decoded by Pillow in that time."""
     psnr_db: float = math.nan
     """Of the sample that is furthest from Pillow's pixels; infinite when all are the same."""
     out: str = ""
-    """Why it could not be taken; empty when it could."""
+    """The reason for excluding it; empty when it may be chosen."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,11 @@ class Choice:
     decoder: Decoder
     """With Pillow behind it for what it cannot do, see :class:`FallbackDecoder`."""
     name: str
-    """What to ask for to get the same one elsewhere."""
+    """The name that gives the same decoder elsewhere."""
     reason: str
     """One sentence, with the measured figures if there are any."""
     table: dict[str, Measured] = field(default_factory=dict)
-    """What was measured, by name; empty when a decoder was asked for by name."""
+    """Measurements by name; empty when a decoder was asked for by name."""
 
 
 _MAKERS: Final[dict[str, Callable[[], Decoder]]] = {
@@ -77,7 +76,7 @@ _MAKERS: Final[dict[str, Callable[[], Decoder]]] = {
     "pillow": PillowDecoder,
 }
 DECODER_NAMES: Final = ("auto", *_MAKERS)
-"""What :func:`make_decoder` knows."""
+"""Names for :func:`make_decoder`."""
 
 
 def make_decoder(
@@ -233,36 +232,7 @@ def psnr_db(image: Pixels, reference: Pixels) -> float:
 
 _CMYK: Final = "CMYK JPEG"
 REASONS: Final = (*KINDS, _CMYK)
-"""What is counted: the kinds of image, and CMYK apart from other JPEGs (those are corrupt, but not for Pillow)."""
-_ROWS: Final = 512
-_count_lock = threading.Lock()
-os.register_at_fork(before=_count_lock.acquire, after_in_parent=_count_lock.release, after_in_child=_count_lock.release)
-
-
-class SharedCounts:
-    """Counts by name, in memory that workers share with the process that reads them.
-
-    Each process counts in a row of its own, chosen by its process id, since adding to shared memory is not atomic.
-    Pickled to a worker process, it stays the same memory.
-    """
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-        self._counts = torch.zeros((_ROWS, len(names)), dtype=torch.int64, device="cpu")
-        self._counts.share_memory_()
-
-    def add(self, name: str) -> bool:
-        """Count one. True for the first of this name, of all workers (two may be first at once)."""
-        column = self._names.index(name)
-        with _count_lock:
-            first = not self._counts[:, column].any()
-            self._counts[os.getpid() % _ROWS, column] += 1
-        return first
-
-    def as_dict(self) -> dict[str, int]:
-        """How many of each name, those that occurred."""
-        totals = self._counts.sum(0).tolist()
-        return {name: total for name, total in zip(self._names, totals, strict=True) if total}
+"""Counted kinds of image, and CMYK apart from other JPEGs (those are corrupt, but not for Pillow)."""
 
 
 class FallbackDecoder(Decoder):

@@ -55,9 +55,9 @@ class Decoder:
 
     name: str
     kinds = frozenset(KINDS)
-    """What it is asked for."""
+    """Kinds of image that it is used for."""
     decodes_regions = False
-    """Whether it can leave out what a crop does not need."""
+    """True if it decodes only what a crop needs."""
 
     def decode(self, data: Encoded) -> Pixels:
         """Decode the whole image.
@@ -226,7 +226,7 @@ class TorchvisionDecoder(_LibraryDecoder):
     """``torchvision.io.decode_image``; nothing to install.
 
     torchvision deprecates it since 0.29 in favour of torchcodec. That is not used: it turns images by their EXIF
-    rotation, and cannot be told not to.
+    rotation, and cannot be configured otherwise.
     """
 
     name = "torchvision"

@@ -26,13 +26,13 @@ _SIGNATURES: Final = (
     (b"MM\x00*", "TIFF"),
 )
 KINDS: Final = (JPEG, PNG, WEBP, "GIF", "BMP", "TIFF", UNKNOWN)
-"""What :func:`kind_of` can answer."""
+"""Results of :func:`kind_of`."""
 FRAME_HEADERS: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..15 without DHT, JPG, DAC
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})  # TEM, RST0..7, SOI: markers that no length follows
 
 
 class JpegHeader(NamedTuple):
-    """What a JPEG's frame header says."""
+    """Contents of a JPEG's frame header."""
 
     height: int
     width: int
@@ -89,9 +89,9 @@ def jpeg_header(data: Encoded) -> JpegHeader:
 
 
 def ends_like_jpeg(data: Encoded) -> bool:
-    """Whether the end-of-image marker is the last thing (but for padding), as in every whole JPEG.
+    """True if a JPEG ends with the end-of-image marker (but for padding), as every whole one does.
 
-    Files with something appended answer False too: they need a full decode to know.
+    Files with something appended give False too: they need a full decode to know.
     """
     return bytes(data[-16:]).rstrip(b"\x00\n\r").endswith(b"\xff\xd9")
 

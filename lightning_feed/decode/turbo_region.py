@@ -136,7 +136,7 @@ class _Region(ctypes.Structure):
 
 
 class JpegShape(NamedTuple):
-    """What the header of a JPEG says."""
+    """Contents of the header of a JPEG."""
 
     height: int
     width: int
@@ -146,6 +146,8 @@ class JpegShape(NamedTuple):
 
 class TurboJpeg:
     """One decompressor. Not safe to share between threads: see :func:`decompressor`."""
+
+    _handle: int | None = None
 
     def __init__(self, path: str) -> None:
         # Calls that only touch a few fields keep the GIL: handing it over costs more than they do.
@@ -161,9 +163,8 @@ class TurboJpeg:
         self._handle = self._new_handle()
 
     def __del__(self) -> None:
-        handle = getattr(self, "_handle", None)
-        if handle is not None:
-            self._destroy(handle)
+        if self._handle is not None:
+            self._destroy(self._handle)
 
     def _new_handle(self) -> int:
         handle: int | None = self._quick.tj3Init(_INIT_DECOMPRESS)
@@ -215,7 +216,7 @@ class TurboJpeg:
     def _refusal(self, data: Encoded) -> DecodeError:
         words = self._quick.tj3GetErrorStr(self._handle).decode(errors="replace")
         # Version 3.0 beta, in the wheel, stays in the middle of a header that was cut short, and reads on in memory
-        # that is gone by then. Nothing is to be trusted after an error: begin anew.
+        # that is gone by then. Nothing is to be trusted after an error: begin with a new handle.
         self._destroy(self._handle)
         self._handle = self._new_handle()
         return DecodeError(f"libjpeg-turbo cannot decode these {len(data)} bytes: {words}")
@@ -224,7 +225,12 @@ class TurboJpeg:
 SCALES: Final = {8: (1, 1), 4: (1, 2), 2: (1, 4), 1: (1, 8)}
 """Eighths -> the scaling factor. Those between are slower than the full size: only these have SIMD code."""
 
-_threads = threading.local()
+
+class _Thread(threading.local):
+    decompressor: TurboJpeg | None = None
+
+
+_thread = _Thread()
 
 
 def decompressor() -> TurboJpeg:
@@ -233,15 +239,14 @@ def decompressor() -> TurboJpeg:
     Raises:
         MissingExtraError: when no libjpeg-turbo 3 is installed.
     """
-    mine: TurboJpeg | None = getattr(_threads, "mine", None)
-    if mine is None:
-        mine = _threads.mine = TurboJpeg(library_path())
-    return mine
+    if _thread.decompressor is None:
+        _thread.decompressor = TurboJpeg(library_path())
+    return _thread.decompressor
 
 
 @functools.lru_cache(maxsize=1)
 def library_path() -> str:
-    """Where libjpeg-turbo 3 is: the system's, which gets its security updates, else the one in the wheel turbojpeg.
+    """The path of libjpeg-turbo 3: the system's, which gets its security updates, else the one in the wheel turbojpeg.
 
     Raises:
         MissingExtraError: when there is none, or only an older one.
@@ -262,7 +267,7 @@ def library_path() -> str:
 
 
 def _memory(data: Encoded) -> bytes | int:
-    """What ctypes takes for ``const unsigned char *``, without a copy."""
+    """The argument of ctypes for ``const unsigned char *``, without a copy."""
     if isinstance(data, bytes):
         return data
     return as_array(data).ctypes.data if len(data) else 0
@@ -271,12 +276,16 @@ def _memory(data: Encoded) -> bytes | int:
 def _declare(library: ctypes.CDLL) -> None:
     """Argument types of turbojpeg.h: without them ctypes would cut pointers to 32 bits."""
     handle, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-    library.tj3Init.argtypes, library.tj3Init.restype = [integer], handle
-    library.tj3Destroy.argtypes, library.tj3Destroy.restype = [handle], None
-    library.tj3Set.argtypes = [handle, integer, integer]
-    library.tj3Get.argtypes = [handle, integer]
-    library.tj3GetErrorStr.argtypes, library.tj3GetErrorStr.restype = [handle], ctypes.c_char_p
-    library.tj3DecompressHeader.argtypes = [handle, ctypes.c_void_p, size]
-    library.tj3SetScalingFactor.argtypes = [handle, _ScalingFactor]
-    library.tj3SetCroppingRegion.argtypes = [handle, _Region]
-    library.tj3Decompress8.argtypes = [handle, ctypes.c_void_p, size, ctypes.c_void_p, integer, integer]
+    for name, result, arguments in (
+        ("tj3Init", handle, [integer]),
+        ("tj3Destroy", None, [handle]),
+        ("tj3Set", integer, [handle, integer, integer]),
+        ("tj3Get", integer, [handle, integer]),
+        ("tj3GetErrorStr", ctypes.c_char_p, [handle]),
+        ("tj3DecompressHeader", integer, [handle, handle, size]),
+        ("tj3SetScalingFactor", integer, [handle, _ScalingFactor]),
+        ("tj3SetCroppingRegion", integer, [handle, _Region]),
+        ("tj3Decompress8", integer, [handle, handle, size, handle, integer, integer]),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

@@ -63,9 +63,9 @@ class CropSpec:
     resized: tuple[int, int]
     """(height, width) that the region is brought to."""
     window: Region
-    """What is kept of that."""
+    """The part of that which is kept."""
     flipped: bool
-    """Whether left and right change places."""
+    """True if left and right change places."""
 
 
 def crop_image(image: SourceImage, crop: CropSpec, quality: Quality) -> torch.Tensor:
@@ -83,11 +83,11 @@ def crop_image(image: SourceImage, crop: CropSpec, quality: Quality) -> torch.Te
 
 
 class Recipe(Protocol):
-    """What is done to an image each time that it is asked for. Random draws come from torch's generator."""
+    """A transform of an image, applied each time that it is loaded. Random draws come from torch's generator."""
 
     @property
     def crops(self) -> bool:
-        """Whether only a part of each image is asked for."""
+        """True if only a part of each image is used."""
 
     def __call__(self, image: SourceImage) -> Any:
         """Make the image part of a sample."""
@@ -135,7 +135,7 @@ class EvalRecipe:
     crops: ClassVar[bool] = False
 
     def spec(self, height: int, width: int, generator: torch.Generator | None = None) -> CropSpec:
-        """What is taken of an image of that size: the middle. Nothing is drawn."""
+        """The crop of an image of that size: its middle. Nothing is drawn."""
         short = min(height, width)
         # As torchvision computes it: the longer side is cut to a whole number, not rounded.
         rows, columns = int(self.short_side * height / short), int(self.short_side * width / short)
@@ -203,30 +203,30 @@ class UserTransform:
         crop, *rest = self._steps
         region = draw_region(*image.size(), crop.scale, crop.ratio, sample_generator())
         pixels, size = self._image(image.region(region)), list(crop.size)
-        made: Any = self._resize(pixels, size, interpolation=crop.interpolation, antialias=crop.antialias)
+        made: object = self._resize(pixels, size, interpolation=crop.interpolation, antialias=crop.antialias)
         for step in rest:
             made = step(made)
         return made
 
-    def _image(self, pixels: Pixels) -> Any:
+    def _image(self, pixels: Pixels) -> object:
         if self.takes_pil:
             return Image.fromarray(pixels)
         # Without gaps: v2's resize would fall into a slow path. Writable: torch warns of memory that is not.
         return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
 
 
-def cropping_step(transform: Any) -> Any:
+def cropping_step(transform: object) -> Any:
     """The RandomResizedCrop that a transform begins with; None where it begins with another step."""
     first = next(iter(_steps(transform)), None)
     return first if _of_torchvision(first, "RandomResizedCrop") else None
 
 
-def _of_torchvision(thing: Any, *names: str) -> bool:
-    """Whether it is one of torchvision's transforms: by name, since importing them takes a spawned worker 2 s."""
+def _of_torchvision(thing: object, *names: str) -> bool:
+    """True for one of torchvision's transforms: by name, since importing them takes a spawned worker 2 s."""
     return type(thing).__module__.startswith("torchvision.") and (not names or type(thing).__name__ in names)
 
 
-def _takes_tensors(transform: Any) -> bool:
+def _takes_tensors(transform: object) -> bool:
     if _of_torchvision(transform, "ToTensor", "PILToTensor", "Lambda"):  # what a Lambda takes cannot be seen
         return False
     if type(transform) is not torch.nn.Sequential and not _of_torchvision(transform):

@@ -20,7 +20,7 @@ device and two page-locked ones (DALI's documentation of ``fn.decoders.image``):
 
 @dataclass(frozen=True, kw_only=True)
 class DaliOptions:
-    """How ``backend="dali-cpu"`` and ``"dali-gpu"`` decode.
+    """Options of ``backend="dali-cpu"`` and ``"dali-gpu"``.
 
     Raises:
         SettingsError: for a value that is impossible.
@@ -33,7 +33,7 @@ class DaliOptions:
     """Batches that are decoded ahead. Each costs the memory of one batch. With ``num_workers=0`` they are also read
     ahead in the training process, and draw their crop boxes from its random numbers earlier than without DALI."""
     keep_eval_pipelines: bool = False
-    """Whether the pipelines of validation, test and prediction are kept from pass to pass. The next pass then begins
+    """True keeps the pipelines of validation, test and prediction from pass to pass. The next pass then begins
     sooner, and they hold memory, on the GPU too, while training goes on."""
     largest_image: tuple[int, int] | None = None
     """(height, width) in pixels of the largest image, for ``"dali-gpu"``: the decoder's buffers are made once, large
@@ -42,18 +42,24 @@ class DaliOptions:
     """Share of the JPEGs for the GPU's hardware decoder, 0 to 1, for ``"dali-gpu"``. None: DALI's own default."""
 
     def __post_init__(self) -> None:
-        for name, value in (("threads", self.threads), ("prefetch", self.prefetch)):
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not whole and (name, value) != ("threads", "auto"):
-                raise SettingsError(f"DaliOptions({name}={value!r}) is not possible. Give a whole number, 1 or more.")
-        if self.largest_image is not None and (
-            len(self.largest_image) != 2 or not all(isinstance(side, int) and side > 0 for side in self.largest_image)
-        ):
+        if self.threads != "auto":
+            _check_whole("threads", self.threads)
+        _check_whole("prefetch", self.prefetch)
+        if self.largest_image is not None and not _is_size(self.largest_image):
             raise SettingsError(
                 f"DaliOptions(largest_image={self.largest_image!r}): give (height, width) in pixels, as (1200, 1600)."
             )
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise SettingsError(f"DaliOptions(hw_decoder_load={self.hw_decoder_load!r}): give a share from 0 to 1.")
+
+
+def _check_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingsError(f"DaliOptions({name}={value!r}) is not possible. Give a whole number, 1 or more.")
+
+
+def _is_size(sides: tuple[int, ...]) -> bool:
+    return len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
 
 
 def decode_threads(
@@ -79,10 +85,10 @@ def decode_threads(
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-"""What DALI raises for an operator that failed, by the kind of failure (read in 2.4.0)."""
+"""Errors of DALI for an operator that failed, by the kind of failure (read in 2.4.0)."""
 
 _NO_MEMORY = ("out of memory", "can't allocate", "bad_alloc", "allocation failed", "insufficient memory")
-"""How DALI says that there is none left, in small letters (in the libraries of 2.4.0)."""
+"""DALI's words for too little memory, in small letters (in the libraries of 2.4.0)."""
 _OLDEST = 2  # first number of the version: what this was written for, and what the extra asks for
 
 
@@ -179,5 +185,5 @@ pipelines: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Those of this process. Children that are forked, as workers of a DataLoader are, must not free them: their threads
 are not there, and freeing one waits for them for ever (DALI 2.4: ``~Executor2`` destroys a condition variable that has
 waiters). Garbage that the parent had not collected yet is collected in the child."""
-_kept: list[Any] = []
+_kept: list[object] = []
 os.register_at_fork(after_in_child=lambda: _kept.extend(pipelines))

@@ -1,4 +1,4 @@
-"""Encoded images decoded by DALI behind a loader, some batches ahead; the host decodes what DALI cannot."""
+"""Encoded images decoded by DALI behind a loader, some batches in advance; the host decodes what DALI cannot."""
 
 import os
 import sys
@@ -30,12 +30,12 @@ image has 5980 x 6430 pixels and the paddings are 211025920 and 140544512 bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec:
-    """What a pipeline is built for."""
+    """Settings of a pipeline."""
 
     batch_size: int
     """The most images of a batch; each batch has as many as were fed."""
     device: torch.device
-    """That it decodes on: the CPU, or a CUDA device with its index."""
+    """The CPU, or a CUDA device with its index."""
     threads: int
     """On the CPU."""
     options: DaliOptions
@@ -43,7 +43,7 @@ class PipelineSpec:
     """Of R, G and B for values in [0, 1]; the GPU normalises."""
     std: tuple[float, ...]
     half: bool
-    """Whether the GPU gives float16; else float32."""
+    """True if the GPU gives float16; else float32."""
 
 
 class ImagePipeline:
@@ -62,7 +62,7 @@ class ImagePipeline:
         self.spec = spec
         self.owner: object = None
         """Whose batches are on their way."""
-        self._fed: deque[Any] = deque()  # DALI reads them where they lie, until their outputs are there
+        self._fed: deque[object] = deque()  # DALI reads them where they lie, until their outputs are there
         self._pipeline, self._process = _build(spec), os.getpid()
         # The first schedule_run() runs as often as there is room for batches, later ones run once. So that all runs of
         # ours are alike, that first one is spent on stand-ins.
@@ -78,7 +78,7 @@ class ImagePipeline:
 
     @property
     def inherited(self) -> bool:
-        """Whether it belongs to the process that this one was forked from: its threads are not here."""
+        """True if it belongs to the process that this one was forked from: its threads are not here."""
         return self._process != os.getpid()
 
     def feed(self, files: Sequence[Encoded], crops: Sequence[CropSpec]) -> None:
@@ -129,7 +129,7 @@ def _whole(height: int, width: int) -> CropSpec:
     )
 
 
-def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[Any]]:
+def _numbers(crops: Sequence[CropSpec]) -> dict[str, npt.NDArray[np.generic]]:
     """The crops as DALI takes them: a region in pixels, and a box of the region that is resized to the window.
 
     That box has fractions of pixels. It begins at its right side where the image is to be flipped.
@@ -162,7 +162,7 @@ def _build(spec: PipelineSpec) -> Any:
     )
     binding.pipelines.add(pipeline)
 
-    def fed(name: str, dtype: Any) -> Any:
+    def fed(name: str, dtype: object) -> Any:
         return fn.external_source(name=name, device="cpu", dtype=dtype, ndim=1, no_copy=True)
 
     with pipeline:
@@ -191,7 +191,7 @@ def _build(spec: PipelineSpec) -> Any:
     return pipeline
 
 
-def normalised(dali: Any, images: Any, spec: PipelineSpec) -> Any:
+def normalised(dali: Any, images: object, spec: PipelineSpec) -> Any:
     """A node of the graph: uint8 images to normalised ones, as ``device_transform`` makes them."""
     return dali.fn.crop_mirror_normalize(
         images,
@@ -202,9 +202,9 @@ def normalised(dali: Any, images: Any, spec: PipelineSpec) -> Any:
     )
 
 
-def gpu_decoding(spec: PipelineSpec) -> dict[str, Any]:
-    """What the decoder is told on the GPU alone."""
-    options: dict[str, Any] = {"jpeg_fancy_upsampling": True}  # as libjpeg on the CPU does it
+def gpu_decoding(spec: PipelineSpec) -> dict[str, object]:
+    """Options of the decoder on the GPU."""
+    options: dict[str, object] = {"jpeg_fancy_upsampling": True}  # as libjpeg on the CPU does it
     if spec.options.hw_decoder_load is not None:
         options["hw_decoder_load"] = spec.options.hw_decoder_load
     if spec.options.largest_image is not None:
@@ -224,7 +224,7 @@ _HEADERS = 64
 
 @dataclass(eq=False)
 class _Waiting:
-    """A batch that was taken from the loader and has not been handed out."""
+    """A batch that was taken from the loader and has not been yielded."""
 
     batch: EncodedBatch
     images: list[EncodedSample]
@@ -264,15 +264,10 @@ class DaliImageDecoder:
         """Pipelines that were built so far."""
         self._pipeline: ImagePipeline | None = None
 
-    @property
-    def active(self) -> bool:
-        """Whether there is a pipeline, which holds memory and threads."""
-        return self._pipeline is not None
-
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_pipeline": None}
 
-    def run(self, batches: Iterator[EncodedBatch]) -> Generator[Any, None, None]:
+    def run(self, batches: Iterator[EncodedBatch]) -> Generator[list[object], None, None]:
         """Decode one pass: [images, labels] for each batch, in order.
 
         Raises:
@@ -312,7 +307,7 @@ class DaliImageDecoder:
             waiting.feed(pipeline)
         return pipeline
 
-    def _next(self, now: _Pass) -> list[Any]:
+    def _next(self, now: _Pass) -> list[object]:
         with traced("decode"):
             images = self._taken(now)
             done = now.popleft()
@@ -355,26 +350,24 @@ class DaliImageDecoder:
     def _fail_alone(self, images: list[EncodedSample]) -> dict[int, str]:
         """Those that DALI fails at, and why, by their index in the dataset."""
         found: dict[int, str] = {}
-        pipeline = None
+        spec = replace(self.spec, batch_size=1)
+        pipeline = self._build(spec)
         for image in images:
-            if pipeline is None:
-                pipeline = self._build(replace(self.spec, batch_size=1))
             try:
                 pipeline.feed([image.data], [image.crop])
                 pipeline.take()
             except FAILURES as error:
                 pipeline.close()
-                pipeline = None
                 binding.raise_if_no_memory(error, self.spec.device)
                 found[image.index] = f"DALI failed at it: {binding.reason_of(error)}"
-        if pipeline is not None:
-            pipeline.close()
+                pipeline = self._build(spec)
+        pipeline.close()
         return found
 
     # --- images that DALI is not given --------------------------------------------------------------------------------
 
     def _reasons(self, images: Sequence[EncodedSample]) -> dict[int, str]:
-        """Which of a batch's images are not given to DALI, by their place, and why."""
+        """The reasons for decoding images of a batch on the host, by their places."""
         known = self.dataset.cpu_fallback.known
         reasons = {place: known.get(image.index) or why_on_host(image.data) for place, image in enumerate(images)}
         return {place: reason for place, reason in reasons.items() if reason}
@@ -448,7 +441,7 @@ def largest_of_some(dataset: ImageDataset) -> tuple[int, int] | None:
 
 
 def why_on_host(data: Encoded) -> str:
-    """Why a file is not given to DALI; "" where it is.
+    """The reason for decoding a file on the host; "" where DALI decodes it.
 
     DALI makes other pixels than Pillow of 16 bits a channel, knows no GIF, and may decode what is there of a JPEG or a
     TIFF that is cut short. What nvJPEG makes of CMYK on the GPU is its own affair.

@@ -71,7 +71,7 @@ class ImageDataset(CacheableDataset):
         source: where the encoded images, or their pixels, are read from.
         decoder: for encoded ones.
         recipe: crop, resize and augmentation.
-        kept: in place of it for images that stay on the device, of one size and without chance; None where ``recipe``
+        kept: replaces it for images that stay on the device, of one size and without chance; None where ``recipe``
             itself is like that. With it, a sample has the image's width / height as a third part.
         bad_samples: what to do about an image that cannot be read or decoded.
         encoded: whether samples are left encoded. What is drawn for them is what ``recipe`` draws, in the same order,
@@ -102,7 +102,7 @@ class ImageDataset(CacheableDataset):
 
     @cached_property
     def cpu_fallback(self) -> CpuFallback:
-        """What a device that decodes the batches has left to the CPU."""
+        """Images that the device's decoder left to the CPU."""
         return CpuFallback()
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class ImageDataset(CacheableDataset):
         except DatasetError as error:
             return self.bad_samples.instead(index, error, len(self), sample)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> list[object]:
         _held = self.expect(indices)
         return [self[index] for index in indices]
 
@@ -159,7 +159,7 @@ class ImageDataset(CacheableDataset):
         height, width = decoded.shape[:2]
         return self.kept(SourceImage(decoded)), int(self.source.labels[index]), np.float32(width / height)
 
-    def _sample(self, index: int) -> Any:
+    def _sample(self, index: int) -> object:
         if self.cache is not None and self.cache.kind == "decoded":
             return self.augment(self.cached_decoded(index), index)
         data = self.cached_bytes(index)
@@ -224,8 +224,8 @@ class ImageDataset(CacheableDataset):
         return cast("TrainRecipe | EvalRecipe", self.recipe)
 
 
-def holds_pixels(data: Any) -> TypeGuard[Pixels]:
-    """Whether what a source gave for an image is pixels already, as out of a pack of them."""
+def holds_pixels(data: object) -> TypeGuard[Pixels]:
+    """True for pixels instead of an encoded image, as out of a pack of pixels."""
     return isinstance(data, np.ndarray) and data.ndim == 3
 
 
@@ -261,7 +261,7 @@ def _empty(*shape: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).view(shape)
 
 
-def _is_channels_last(image: Any) -> bool:
+def _is_channels_last(image: object) -> bool:
     return (
         isinstance(image, torch.Tensor)
         and image.dtype == torch.uint8
@@ -281,7 +281,7 @@ class EncodedSample(NamedTuple):
     """(height, width) in pixels."""
     crop: CropSpec
     label: int
-    index: int  # type: ignore[assignment]  # in the place of tuple.index, which nobody looks for here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which has no use here
     """Of the sample in its dataset."""
 
 
@@ -303,12 +303,12 @@ class EncodedBatch:
     labels: Tensor
     """int64, shape (B,)."""
     device: torch.device = _HOST
-    """Where the decoded images are to lie."""
+    """The device for the decoded images."""
 
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, part: Any) -> Any:
+    def __getitem__(self, part: object) -> Any:
         # Also what `images, labels = batch` asks for first. There is no __iter__: Lightning looks into what has one.
         raise SettingsError(
             "This batch is not decoded: its images are still bytes, and a GPU backend decodes them on the way to the "
@@ -390,7 +390,7 @@ def decode_rest(
     """
     pin = batch.device.type != "cpu"
     labels: list[int] = [image.label for image in images]
-    order: list[Any] = list(range(len(images)))
+    order: list[object] = list(range(len(images)))
     for place in places:
         made = dataset.decoded(images[place])
         if isinstance(made, Skipped):

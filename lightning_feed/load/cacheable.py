@@ -13,7 +13,8 @@ from lightning_feed.decode.header import Encoded
 from lightning_feed.errors import DatasetError
 from lightning_feed.load.kinds import AnyDataset, Sample
 from lightning_feed.load.machine import Machine, read_machine
-from lightning_feed.storage.shared_cache import Kind, SampleCache, parse_limit
+from lightning_feed.storage.shared_cache import Kind, SampleCache
+from lightning_feed.storage.system import parse_limit
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_feed.storage.file_system import mount_command
     from lightning_feed.storage.folder import is_pack
     from lightning_feed.storage.packed_dataset import PackedDataset
     from lightning_feed.storage.packing import PackReport, pack, verify_pack
     from lightning_feed.storage.staging import Staged, stage, unstage
-    from lightning_feed.storage.system import mount_command
 
 __all__ = [
     "PackReport",
@@ -27,7 +27,7 @@ _HOMES = {
     "PackedDataset": "packed_dataset",
     "Staged": "staging",
     "is_pack": "folder",
-    "mount_command": "system",
+    "mount_command": "file_system",
     "pack": "packing",
     "stage": "staging",
     "unstage": "staging",

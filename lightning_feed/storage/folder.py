@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_feed.errors import DatasetError, FeedError, printable
-from lightning_feed.storage.system import cache_folder, find_mount, read_private, write_private
+from lightning_feed.storage.file_system import find_mount
+from lightning_feed.storage.system import cache_folder, read_private, write_private
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class FolderSource:
         return f"{self.root}/{self.index.path(index)}"
 
     def changed_ns(self, index: int) -> int:
-        """When file ``index`` last changed, in ns since 1970; 0 where it is not there.
+        """Time of the last change of file ``index``, in ns since 1970; 0 where it is not there.
 
         That of the inode: a copy that keeps the modification time changes it.
         """
@@ -237,37 +238,50 @@ def scan_classes(root: Path, classes: tuple[str, ...] | None = None) -> FolderIn
             when ``classes`` are given and there are others, or when symbolic links go round in a circle.
     """
     found = _class_folders(root)
-    check_classes(found, classes, root)
-    labels, paths = list[int](), list[bytes]()
-    folders: list[tuple[str, FolderStamp]] = [(".", FolderStamp.of(root.stat()))]
-    for label, name in enumerate(classes or found):
-        for folder, stamp, images in sorted(_images(root, name)) if name in found else ():
-            folders.append((folder, stamp))
-            paths += [os.fsencode(f"{folder}/{image}") for image in images]
-            labels += [label] * len(images)
-    check_images(found, labels, root, every=classes is None)
-    return FolderIndex(tuple(classes or found), np.array(labels, np.int64), *flat_names(paths), tuple(folders))
+    names = check_classes(found, classes, root)
+    stamp = FolderStamp.of(root.stat())  # before the folders in it are read
+    read = {name: sorted(_images(root, name)) for name in found}
+    folders = [part[:2] for parts in read.values() for part in parts]
+    paths = {
+        name: [os.fsencode(f"{folder}/{image}") for folder, _, images in parts for image in images]
+        for name, parts in read.items()
+    }
+    return index_classes(names, paths, root, ((".", stamp), *folders), every=classes is None)
 
 
-def check_classes(found: list[str], classes: tuple[str, ...] | None, root: object) -> None:
-    """Refuse no class folders, and such as there are none of in ``classes``."""
+def check_classes(found: list[str], classes: tuple[str, ...] | None, root: object) -> tuple[str, ...]:
+    """The names of the labels. Refuses no class folders, and such as there are none of in ``classes``."""
     if not found:
         raise DatasetError(
             f"{root} has no folders in it. Give a folder with one folder of images for each class: {root}/cats/1.jpg, "
             f"{root}/dogs/1.jpg; or with train and val folders of such folders."
         )
-    strange = sorted(set(found) - set(classes or found))
+    strange = sorted(set(found).difference(classes or found))
     if strange:
         raise DatasetError(f"{root} has classes that training does not have: {_some(strange)}. Move them away.")
+    return tuple(classes or found)
 
 
-def check_images(found: list[str], labels: list[int], root: object, *, every: bool) -> None:
-    """Refuse class folders without images: all of them, or, with ``every``, any of them."""
-    present = set(labels)
-    empty = [name for label, name in enumerate(found) if label not in present] if every else []
-    if empty or not labels:
+def index_classes(
+    names: tuple[str, ...],
+    paths: Mapping[str, list[bytes]],
+    root: object,
+    folders: tuple[tuple[str, FolderStamp], ...] = (),
+    *,
+    every: bool,
+) -> FolderIndex:
+    """The index of the images of each class, which has none only without ``every``.
+
+    Raises:
+        DatasetError: when there are no images.
+    """
+    counts = [len(paths.get(name, ())) for name in names]
+    empty = [name for name, count in zip(names, counts, strict=True) if every and not count]
+    if empty or not sum(counts):
         which = f"{'s' if len(empty) > 1 else ''} {_some(empty)}" if empty else "s"
         raise DatasetError(f"No images in the class folder{which} of {root}: add some ({', '.join(IMAGE_SUFFIXES)}).")
+    labels = np.repeat(np.arange(len(names), dtype=np.int64), counts)
+    return FolderIndex(names, labels, *flat_names([path for name in names for path in paths.get(name, ())]), folders)
 
 
 def is_pack(path: str | Path) -> bool:
@@ -278,15 +292,11 @@ def is_pack(path: str | Path) -> bool:
 def _class_folders(root: Path) -> list[str]:
     try:
         with os.scandir(root) as entries:
-            # A pack in the folder that it was made of is no class.
-            found = sorted(
-                entry.name
-                for entry in entries
-                if entry.is_dir() and not entry.name.startswith(".") and not is_pack(entry.path)
-            )
+            folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     except OSError as error:
         raise DatasetError(f"{root} cannot be read: {error.strerror}. Give a folder of class folders.") from error
-    return found
+    # A pack in the folder that it was made of is no class.
+    return sorted(entry.name for entry in folders if not is_pack(entry.path))
 
 
 def _images(root: Path, top: str) -> Iterator[tuple[str, FolderStamp, list[str]]]:
@@ -340,14 +350,9 @@ def index_of(
         return remembered
     index = scan_classes(root, classes)
     if max(stamp.ctime_ns for _, stamp in index.folders) < now_ns() - _SETTLED_NS:
-        _save(index, kept)
+        about = np.frombuffer(json.dumps({"classes": index.classes, "folders": index.folders}).encode(), np.uint8)
+        save_arrays(kept, about=about, labels=index.labels, names=index.names, ends=index.ends)
     return index
-
-
-def _save(index: FolderIndex, kept: Path) -> None:
-    about = json.dumps({"classes": index.classes, "folders": index.folders}).encode()
-    plain = np.frombuffer(about, dtype=np.uint8)
-    save_arrays(kept, about=plain, labels=index.labels, names=index.names, ends=index.ends)
 
 
 def _load(kept: Path) -> FolderIndex | None:

@@ -6,8 +6,10 @@ header, and each array from a multiple of 64 bytes on.
 
 import io
 import json
+import math
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -37,13 +39,13 @@ class Shrink:
     short_side: int | None = None
     """Images with a longer shorter side are resized to this, in pixels; smaller ones stay as they are."""
     quality: int | None = None
-    """Of JPEGs that are written anew, 1 to 100. Without a short side, all images are written anew."""
+    """Quality of re-encoded JPEGs, 1 to 100. Without a short side, all images are re-encoded."""
     decoded: bool = False
     """True if pixels are stored, uint8 (H, W, 3), instead of a file."""
 
     @property
     def written_quality(self) -> int | None:
-        """Of the JPEGs that are written anew; None where there are none."""
+        """Quality of re-encoded JPEGs; None where there are none."""
         return 95 if self.quality is None and self.short_side and not self.decoded else self.quality
 
 
@@ -55,9 +57,9 @@ class Payload(NamedTuple):
     checksum: int
     """CRC-32."""
     problem: str
-    """Why it could not be read."""
+    """The reason why it could not be read."""
     changed_ns: int
-    """When its file had last changed before it was read; 0 where it is of no file."""
+    """Time of the last change of its file before it was read; 0 without a file."""
 
 
 class Payloads(Dataset[Payload]):
@@ -96,7 +98,7 @@ class Payloads(Dataset[Payload]):
         return self.source.index.path(index) if isinstance(self.source, FolderSource) else str(index)
 
     def changed_ns(self, index: int) -> int:
-        """When the file of a sample last changed, in ns since 1970; 0 where there is none."""
+        """Time of the last change of a sample's file, in ns since 1970; 0 where there is none."""
         return self.source.changed_ns(index) if isinstance(self.source, FolderSource) else 0
 
     def _payload(self, index: int) -> bytes:
@@ -128,7 +130,7 @@ class Payloads(Dataset[Payload]):
         return file.getvalue()
 
 
-def pixels_of(payload: bytes | memoryview) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+def pixels_of(payload: bytes | memoryview) -> npt.NDArray[np.uint8]:
     """Decoded pixels from their payload: uint8, shape (H, W, 3), read-only."""
     height, width = np.frombuffer(payload, "<u4", count=2)
     return np.frombuffer(payload, np.uint8, offset=_SHAPE_BYTES).reshape(int(height), int(width), 3)
@@ -145,13 +147,13 @@ def _resized(image: Image.Image, short_side: int | None) -> Image.Image:
 # --- samples of any dataset -------------------------------------------------------------------------------------------
 
 
-def to_bytes(sample: Any) -> bytes:
+def to_bytes(sample: object) -> bytes:
     """A nested dict, list or tuple of tensors, arrays, numbers, strings, bytes and None as bytes.
 
     Raises:
         DatasetError: for anything else in it, with its place.
     """
-    arrays: list[np.ndarray[Any, Any]] = []
+    arrays: list[npt.NDArray[Any]] = []
     header = json.dumps(_describe(sample, arrays, "sample")).encode()
     parts = [len(header).to_bytes(8, "little"), header]
     at = 8 + len(header)
@@ -176,13 +178,13 @@ def from_bytes(data: bytes) -> Any:
         raise ArchiveError(f"{len(data)} bytes that are no packed sample: {error}. Pack the source again.") from error
 
 
-def _describe(value: Any, arrays: list[np.ndarray[Any, Any]], place: str) -> Any:
-    # A np.float64 is a float, and is to stay a np.float64.
-    if isinstance(value, (bool, int, float, str, type(None))) and not isinstance(value, np.floating):
-        return {"value": value}
-    if isinstance(value, (bytes, bytearray)):
-        arrays.append(np.frombuffer(value, np.uint8))
-        return {"bytes": len(value)}
+def _describe(value: Any, arrays: list[npt.NDArray[Any]], place: str) -> dict[str, Any]:
+    """The header of a value, whose first key is its kind; its arrays are appended to ``arrays``."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _describe(inner, arrays, f"{place}[{key!r}]") for key, inner in value.items()}}
+    if type(value) in (list, tuple):
+        inner = [_describe(one, arrays, f"{place}[{number}]") for number, one in enumerate(value)]
+        return {type(value).__name__: inner}
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous()
         # Through bytes, since NumPy has no bfloat16 and no float8.
@@ -191,11 +193,11 @@ def _describe(value: Any, arrays: list[np.ndarray[Any, Any]], place: str) -> Any
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         arrays.append(np.ascontiguousarray(value))
         return {"array": value.dtype.str, "shape": list(value.shape), "scalar": isinstance(value, np.generic)}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _describe(inner, arrays, f"{place}[{key!r}]") for key, inner in value.items()}}
-    if type(value) in (list, tuple):
-        inner = [_describe(one, arrays, f"{place}[{number}]") for number, one in enumerate(value)]
-        return {type(value).__name__: inner}
+    if isinstance(value, (bytes, bytearray)):
+        arrays.append(np.frombuffer(value, np.uint8))
+        return {"bytes": len(value)}
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return {"value": value}
     raise DatasetError(f"{place} is a {type(value).__name__}, which cannot be packed. Make it a tensor or a number.")
 
 
@@ -206,26 +208,30 @@ class _Reader:
         self.data, self.at = data, at
 
     def build(self, tree: dict[str, Any]) -> Any:
-        if "value" in tree:
-            return tree["value"]
-        if "dict" in tree:
-            return {key: self.build(inner) for key, inner in tree["dict"].items()}
-        if "list" in tree:
-            return [self.build(inner) for inner in tree["list"]]
-        if "tuple" in tree:
-            return tuple(self.build(inner) for inner in tree["tuple"])
-        if "bytes" in tree:
-            return self._take(tree["bytes"])
-        if "tensor" in tree:
-            dtype = getattr(torch, tree["tensor"])
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{tree['tensor']!r} is no type of a tensor")
-            raw = self._take(int(np.prod(tree["shape"], dtype=np.int64)) * dtype.itemsize)
-            flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
-            return flat.reshape(tree["shape"])
+        """The value of a header."""
+        kind, inner = next(iter(tree.items()))
+        make: Callable[[dict[str, object]], object] = {
+            "value": lambda _: inner,
+            "dict": lambda _: {key: self.build(one) for key, one in inner.items()},
+            "list": lambda _: [self.build(one) for one in inner],
+            "tuple": lambda _: tuple(self.build(one) for one in inner),
+            "bytes": lambda _: self._take(inner),
+            "tensor": self._tensor,
+            "array": self._array,
+        }[kind]
+        return make(tree)
+
+    def _tensor(self, tree: dict[str, Any]) -> torch.Tensor:
+        dtype = getattr(torch, tree["tensor"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{tree['tensor']!r} is no type of a tensor")
+        raw = self._take(math.prod(tree["shape"]) * dtype.itemsize)
+        flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
+        return flat.reshape(tree["shape"])
+
+    def _array(self, tree: dict[str, Any]) -> Any:
         dtype = np.dtype(tree["array"])
-        array = np.frombuffer(self._take(int(np.prod(tree["shape"], dtype=np.int64)) * dtype.itemsize), dtype)
-        array = array.reshape(tree["shape"])
+        array = np.frombuffer(self._take(math.prod(tree["shape"]) * dtype.itemsize), dtype).reshape(tree["shape"])
         return array[()] if tree["scalar"] else array.copy()
 
     def _take(self, size: int) -> bytes:

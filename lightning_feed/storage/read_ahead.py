@@ -18,7 +18,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from pickle import PicklingError
 from queue import SimpleQueue
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -56,10 +56,10 @@ class ReadAhead:
         self._child: tuple[int, subprocess.Popen[bytes]] | None = None
         self._ended = False
 
-    def through(self, order: Iterable[Any], then: Callable[[], Iterable[Any]] = tuple) -> Iterator[Any]:
+    def through(self, order: Iterable[object], then: Callable[[], Iterable[object]] = tuple) -> Iterator[Any]:
         """The same order; what its next entries need, and behind its end those of ``then``, is being fetched."""
-        waiting, ahead_bytes = deque[tuple[Any, int]](), 0
-        entries: Iterator[Any] | None = iter(order)
+        waiting, ahead_bytes = deque[tuple[object, int]](), 0
+        entries: Iterator[object] | None = iter(order)
         own, self._ended = True, False
         while True:
             sent = list[int]()
@@ -91,12 +91,9 @@ class ReadAhead:
         if not numbers or self._ended:
             return
         try:
-            if self._child is None or self._child[0] != os.getpid():
-                self._start()
-            stdin = self._child[1].stdin if self._child is not None else None
-            if stdin is not None:
-                stdin.write(np.array(numbers, np.int64).tobytes())
-                stdin.flush()
+            pipe = self._pipe()
+            pipe.write(np.array(numbers, np.int64).tobytes())
+            pipe.flush()
         except (OSError, PicklingError, TypeError, AttributeError) as error:  # ended, or cannot be sent
             self._child, self._ended = None, True
             logger.warning(
@@ -107,7 +104,15 @@ class ReadAhead:
                 error,
             )
 
-    def _start(self) -> None:
+    def _pipe(self) -> IO[bytes]:
+        """The pipe to the child of this process, which is started if there is none."""
+        if self._child is None or self._child[0] != os.getpid():
+            self._child = (os.getpid(), self._start())
+        pipe = self._child[1].stdin
+        assert pipe is not None
+        return pipe
+
+    def _start(self) -> "subprocess.Popen[bytes]":
         package = str(Path(__file__).parents[2])
         given = pickle.dumps([*filter(None, sys.path), package]) + pickle.dumps((os.getpid(), self._source))
         child = subprocess.Popen(
@@ -115,12 +120,12 @@ class ReadAhead:
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C goes to the training, which ends it
         )
-        self._child = (os.getpid(), child)
         Finalize(self, _end, args=(child,), exitpriority=-9)
         assert child.stdin is not None
         child.stdin.write(given)
+        return child
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_child": None}
 
 
@@ -129,7 +134,7 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
     child.communicate()
 
 
-def _indices_in(entry: Any) -> list[int]:
+def _indices_in(entry: object) -> list[int]:
     """The indices of a batch, or of one sample; none of what is neither."""
     indices = entry if isinstance(entry, (list, tuple)) else [entry]
     return [int(index) for index in indices if isinstance(index, (int, np.integer))]

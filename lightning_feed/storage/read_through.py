@@ -18,6 +18,7 @@ the first process that opens a cache counts what is there.
 import asyncio
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import random
@@ -32,7 +33,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_feed.errors import ArchiveError
-from lightning_feed.storage.system import RAM_SHARE, find_room, make_private, read_private, size_text
+from lightning_feed.storage.file_system import RAM_SHARE, find_room
+from lightning_feed.storage.system import make_private, read_private, size_text
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +53,14 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Follow no link, and wait for nobody at the other end of a FIFO."""
 _PART = ".part"
-_COUNT, _TOLD = "used_bytes", "told"
+_COUNT, _WARNED = "used_bytes", "told"
 _MOST = 1 << 62
 """No real count is larger, whatever a crash has left."""
 
 
 class _Found(NamedTuple):
     goes_at: int
+    """The smallest goes first."""
     size: int
     path: str
 
@@ -80,7 +83,7 @@ class ReadThrough:
 
     def __init__(self, folder: str | Path, limit_bytes: int) -> None:
         self.folder = Path(folder).absolute() / _FOLDER
-        self._said = False
+        self._warned = False
         try:
             self.folder.parent.mkdir(mode=0o700, exist_ok=True)
             for folder in (self.folder, *self._buckets()):
@@ -95,14 +98,13 @@ class ReadThrough:
                 f"{self.folder} cannot be used for a cache: {error.strerror or error}. Give a folder of your own as "
                 "stage_to, on a local disk or in memory."
             ) from error
-        room = self.used_bytes() + int(free * RAM_SHARE)
-        self.limit_bytes = min(limit_bytes, room)
-        if room < limit_bytes:
+        self.limit_bytes = min(limit_bytes, self.used_bytes() + int(free * RAM_SHARE))
+        if self.limit_bytes < limit_bytes:
             logger.warning(
                 "The cache in %s is limited to %s instead of %s, which is what is left there, less a tenth.",
-                self.folder, size_text(room), size_text(limit_bytes),
+                self.folder, size_text(self.limit_bytes), size_text(limit_bytes),
             )  # fmt: skip
-        self._fit()
+        self._make_room()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -151,7 +153,10 @@ class ReadThrough:
             )
             self._remove(_Found(0, _on_disk(len(stored)), path))
             return None
-        self._mark(path, again_late=again_late)
+        now_s = time.time()
+        used_ns = int(((1 << 32) - now_s) / 4 * 1e9) if again_late else int(now_s * 1e9)
+        with suppress(FileNotFoundError):
+            os.utime(path, ns=(used_ns, used_ns), follow_symlinks=False)
         return data
 
     async def through(
@@ -173,7 +178,7 @@ class ReadThrough:
         except OSError as error:
             if isinstance(error, ArchiveError):  # of what is fetched
                 raise
-            self._say_once(error)
+            self._warn_once(error)
             return await fetch() if data is None else data
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -221,13 +226,13 @@ class ReadThrough:
             self._count(-taken)
             raise
 
-    def _say_once(self, error: OSError) -> None:
-        """Say that a file could not be kept, which costs speed only."""
-        if self._said:
+    def _warn_once(self, error: OSError) -> None:
+        """Warn, in the first process of the node, that a file could not be kept, which costs speed only."""
+        if self._warned:
             return
-        self._said = True
+        self._warned = True
         try:
-            (self.folder / _TOLD).touch(exist_ok=False)  # the first process of the node says it
+            (self.folder / _WARNED).touch(exist_ok=False)
         except FileExistsError:
             return
         except OSError:
@@ -241,22 +246,21 @@ class ReadThrough:
 
     def used_bytes(self) -> int:
         """The bytes counted as taken, in whole blocks of the disk."""
-        with self._locked(_COUNT) as file:
-            return _read_count(file)
+        return self._count(0)
 
     def _count(self, change: int) -> int:
         with self._locked(_COUNT) as file:
             return _write_count(file, _read_count(file) + change)
 
     def _join(self) -> None:
-        """Say that this process uses the cache, and count what is there where no other does."""
+        """Register this process as a user of the cache, and count what is there if it is the only one."""
         with self._locked(_COUNT) as file:
             in_use = os.open(self.folder / "in_use", os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
             weakref.finalize(self, os.close, in_use)
             with suppress(BlockingIOError):  # else the count is right: it is kept by those who use it
                 fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _write_count(file, self._present_bytes())
-                (self.folder / _TOLD).unlink(missing_ok=True)
+                (self.folder / _WARNED).unlink(missing_ok=True)
             fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def _present_bytes(self) -> int:
@@ -264,25 +268,25 @@ class ReadThrough:
         return sum(found.size for folder in self._buckets() for found in self._look_into(folder))
 
     def _take(self, taken: int) -> bool:
-        """Count bytes that will be written; whether there is room for them, made if need be."""
+        """Count bytes that will be written. True if there is room for them, made if need be."""
         if taken > self.limit_bytes:
             return False
         if self._count(taken) > self.limit_bytes:
-            self._fit()
-            if self.used_bytes() > self.limit_bytes:  # which others write now
+            self._make_room()
+            if self.used_bytes() > self.limit_bytes:  # others write now
                 self._count(-taken)
                 return False
         return True
 
-    def _fit(self) -> None:
-        """Make room until what is counted is within the limit, or nothing is left that can go."""
+    def _make_room(self) -> None:
+        """Remove files until the count is within the limit, or nothing is left that can go."""
         with self._locked("making_room"):  # one process at a time
-            while (excess := self.used_bytes() - self.limit_bytes) > 0:
-                if not self._make_room(excess + self.limit_bytes // _AT_ONCE // _BLOCK * _BLOCK):
-                    return
+            removed = True
+            while removed and (excess := self.used_bytes() - self.limit_bytes) > 0:
+                removed = self._remove_first(excess + self.limit_bytes // _AT_ONCE // _BLOCK * _BLOCK)
 
-    def _make_room(self, wanted: int) -> bool:
-        """Remove the files that go first, of all or of as many as are looked at. Tells whether there were any."""
+    def _remove_first(self, wanted: int) -> bool:
+        """Remove the files that go first, of all or of as many as are looked at. True if there were any."""
         found, buckets, counted = list[_Found](), self._buckets(), self.used_bytes()
         _chance.shuffle(buckets)
         while buckets and len(found) < _LOOK_AT:
@@ -292,11 +296,10 @@ class ReadThrough:
             with self._locked(_COUNT) as file:
                 wanted += _write_count(file, self._present_bytes()) - counted
         going = sorted(each for each in found if not each.path.endswith(_PART))
-        for each in going:
-            if wanted <= 0:
-                break
-            self._remove(each)
-            wanted -= each.size
+        before = itertools.accumulate((each.size for each in going), initial=0)
+        for each, freed in zip(going, before, strict=False):
+            if freed < wanted:
+                self._remove(each)
         return bool(going)
 
     def _look_into(self, folder: Path) -> Iterator[_Found]:
@@ -338,12 +341,6 @@ class ReadThrough:
     def _path(self, key: str) -> str:
         return f"{self.folder}/{key[:2]}/{key[2:]}"
 
-    def _mark(self, path: str, *, again_late: bool) -> None:
-        now = time.time()
-        used_ns = int(((1 << 32) - now) / 4 * 1e9) if again_late else int(now * 1e9)
-        with suppress(FileNotFoundError):
-            os.utime(path, ns=(used_ns, used_ns), follow_symlinks=False)
-
     @contextmanager
     def _locked(self, name: str) -> Iterator[int]:
         """Exclude all other processes and threads that take this lock. Gives a descriptor of its file."""
@@ -359,7 +356,7 @@ class ReadThrough:
         return {"folder": self.folder, "limit_bytes": self.limit_bytes}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _said=False)
+        self.__dict__.update(state, _warned=False)
 
 
 def _read_count(file: int) -> int:

@@ -12,7 +12,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -70,7 +70,7 @@ def _joined(url: str, name: str) -> str:
     return f"{url}/{name}"
 
 
-def place_of(path: str | Path, storage_options: Mapping[str, Any] | None = None) -> "Path | RemotePlace":
+def place_of(path: str | Path, storage_options: Mapping[str, object] | None = None) -> "Path | RemotePlace":
     """The place that a path or a URL leads to.
 
     Raises:
@@ -90,6 +90,7 @@ class RemotePlace:
         url: for fsspec, with its protocol.
         options: as ``storage_options`` of fsspec: credentials, endpoints.
         cache: where what was read is kept; None reads it each time.
+        readahead_bytes: bytes of the next samples that are fetched into the cache.
         timeout_s: of one request, beyond what its bytes take.
 
     Raises:
@@ -107,6 +108,7 @@ class RemotePlace:
         options: Mapping[str, Any] | None = None,
         *,
         cache: ReadThrough | None = None,
+        readahead_bytes: int = 0,
         timeout_s: float = 30.0,
     ) -> None:
         if not is_url(url):
@@ -114,10 +116,9 @@ class RemotePlace:
                 f"{url!r} is not a URL such as s3://bucket/folder. Give one, or a path without options."
             )
         self.url = url if "::" in url else url.rstrip("/")
-        self.options, self.cache, self.timeout_s = dict(options or {}), cache, timeout_s
+        self.options, self.timeout_s = dict(options or {}), timeout_s
+        self.cache, self.readahead_bytes = cache, readahead_bytes
         self.is_http = self.url.startswith(("http://", "https://"))
-        self.readahead_bytes = 0
-        """Bytes of what an order needs next that are fetched into the cache."""
         about = repr((self.url, sorted(self.options.items(), key=lambda item: item[0])))
         self.key = hashlib.blake2b(about.encode(), digest_size=12).hexdigest()
         """Tells this place, with its options, from others; says nothing of the options."""
@@ -134,11 +135,13 @@ class RemotePlace:
 
     def below(self, name: str) -> "RemotePlace":
         """A folder in it."""
-        if not name:
-            return self
-        inner = RemotePlace(_joined(self.url, name), self.options, cache=self.cache, timeout_s=self.timeout_s)
-        inner.readahead_bytes = self.readahead_bytes
-        return inner
+        return RemotePlace(
+            _joined(self.url, name),
+            self.options,
+            cache=self.cache,
+            readahead_bytes=self.readahead_bytes,
+            timeout_s=self.timeout_s,
+        )
 
     def connection(self) -> "Connection":
         """The connection of this process.
@@ -193,7 +196,7 @@ class Connection:
                 "storage_options."
             ) from error
         except Exception as error:
-            raise self.told(error, "") from error
+            raise self.error_for(error, "") from error
         self.root = self.root.rstrip("/")
         if protocol in ("s3", "s3a"):
             self.fs.retries = 1
@@ -211,7 +214,7 @@ class Connection:
     async def fetch(
         self, name: str, size: int | None = None, *, begin: int = 0, whole: bool = True, **options: Any
     ) -> bytes:
-        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole`` says that there must be no more.
+        """The bytes of a file, or ``size`` of them from ``begin`` on; ``whole`` if there must not be any beyond.
 
         Raises:
             GoneError: when it is not there, or another than was listed.
@@ -231,9 +234,8 @@ class Connection:
 
         # One byte more than there should be, so that a longer object in its place is seen. With both ends given, s3fs
         # asks only once.
-        ends = {"start": begin, "end": begin + size + whole}
-        grace_s = size / SLOWEST_BYTES_PER_S
-        return bytes(await self.call("cat_file", name, grace_s=grace_s, check=check, **ends, **options))
+        options |= {"start": begin, "end": begin + size + whole}
+        return bytes(await self.call("cat_file", name, grace_s=size / SLOWEST_BYTES_PER_S, check=check, **options))
 
     async def call(
         self,
@@ -242,79 +244,75 @@ class Connection:
         *,
         grace_s: float = 0.0,
         check: Callable[[Any], None] | None = None,
-        **options: Any,
+        **options: object,
     ) -> Any:
         """Call a method of the file system for a file, again with growing pauses where an error may pass.
 
         Raises:
-            GoneError: when it is not there, or ``check`` refuses what came, each time.
+            GoneError: when it is not there, or ``check`` refuses the result, each time.
             ArchiveError: for all else.
         """
-        for delay_s in _delays():
+        for attempt in range(_ATTEMPTS):
             began_s = time.monotonic()
             try:
                 async with self._slots:
-                    work = self._begin(method, self.path(name), options)
-                    found = await asyncio.wait_for(work, self.place.timeout_s + grace_s)
+                    found = await asyncio.wait_for(self._begin(method, name, options), self.place.timeout_s + grace_s)
                 if check is not None:
                     check(found)
                 return found
             except Exception as error:
                 cause = error
                 if method == "info" and self.place.is_http and isinstance(error.__cause__, Exception):
-                    cause = error.__cause__  # each failure is called a missing file there
-                expired = _is_refusal(cause) and "expired" in str(cause).lower()
-                renewed = expired and await self._renew(began_s)
-                if delay_s is None or not (renewed or _may_pass(cause)):
-                    raise self.told(cause, name) from error
-                await asyncio.sleep(delay_s)
+                    cause = error.__cause__  # there, each failure is called a missing file
+                passing = _may_pass(cause) or await self._renew(cause, began_s)
+                if not passing or attempt == _ATTEMPTS - 1:
+                    raise self.error_for(cause, name) from error
+            # At random, because all readers fail at once.
+            await asyncio.sleep(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**attempt) * _chance.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")
 
-    def _begin(self, method: str, path: str, options: dict[str, Any]) -> Awaitable[Any]:
+    def _begin(self, method: str, name: str, options: dict[str, object]) -> Awaitable[object]:
+        path = self.path(name)
         if self.fs.async_impl:
-            return cast("Awaitable[Any]", getattr(self.fs, f"_{method}")(path, **options))
-        begun: Awaitable[Any] = self.loop.run_in_executor(
-            self._pool, partial(getattr(self.fs, method), path, **options)
-        )
-        return begun
+            return cast("Awaitable[object]", getattr(self.fs, f"_{method}")(path, **options))
+        work = partial(getattr(self.fs, method), path, **options)
+        return cast("Awaitable[object]", self.loop.run_in_executor(self._pool, work))
 
-    async def _renew(self, since_s: float) -> bool:
-        """Make the file system again, with credentials read again, at most once in a while; whether it is new since."""
+    async def _renew(self, error: Exception, since_s: float) -> bool:
+        """Read expired credentials again, at most once in a while. True if that was done since."""
+        if not _is_refusal(error) or "expired" not in str(error).lower():
+            return False
         async with self._renewing:
-            if self._renewed_s > since_s:
-                return True
-            if time.monotonic() < self._renewed_s + _RENEW_EVERY_S:
-                return False
-            await self.loop.run_in_executor(self._pool, self._open)
-            self._renewed_s = time.monotonic()
-        return True
+            if self._renewed_s <= since_s and time.monotonic() >= self._renewed_s + _RENEW_EVERY_S:
+                await self.loop.run_in_executor(self._pool, self._open)
+                self._renewed_s = time.monotonic()
+        return self._renewed_s > since_s
 
-    def told(self, error: Exception, name: str) -> ArchiveError:
+    def error_for(self, error: Exception, name: str) -> ArchiveError:
         """The error to raise for one of a library's: what was read, what happened, what to do."""
-        url, status = self.place.url_of(name), status_of(error)
         if isinstance(error, ArchiveError):
             return error
+        url, status = self.place.url_of(name), status_of(error)
         if isinstance(error, ReplacedError) or status == 416:
             what = "it ends before what was to be read" if status == 416 else error
-            return GoneError(f"{url} cannot be used: {what}. Start the run again, which lists the files anew.")
+            return GoneError(f"{url} cannot be used: {what}. Start the run again, to list the files again.")
         if isinstance(error, FileNotFoundError) or status == 404:
             return GoneError(f"{url} is not there (404). Check the URL; if it was there, start the run again.")
+        return ArchiveError(f"{url} {self._failure(error)}")
+
+    def _failure(self, error: Exception) -> str:
         why = without_secrets(f"{type(error).__name__}: {error}") if str(error) else type(error).__name__
         if type(error).__name__ in _NO_CREDENTIALS:
-            return ArchiveError(
-                f"{url} cannot be read: there are no credentials for it. Give them as for fsspec (environment, files "
-                "or storage_options), or storage_options={'anon': True} for public data."
+            return (
+                "cannot be read: there are no credentials for it. Give them as for fsspec (environment, files or "
+                "storage_options), or storage_options={'anon': True} for public data."
             )
         if _is_refusal(error):
-            return ArchiveError(
-                f"{url} may not be read ({why}). Check that the credentials are for this place and have not expired."
-            )
+            return f"may not be read ({why}). Check that the credentials are for this place and have not expired."
         if not _may_pass(error):
-            return ArchiveError(f"{url} cannot be read ({why}).")
+            return f"cannot be read ({why})."
         limit = f" within {self.place.timeout_s:g} s" if isinstance(error, (TimeoutError, asyncio.TimeoutError)) else ""
-        return ArchiveError(
-            f"{url} could not be read{limit} in {_ATTEMPTS} attempts, last: {why}. Check the network and the server."
-        )
+        return f"could not be read{limit} in {_ATTEMPTS} attempts, last: {why}. Check the network and the server."
 
 
 class ReplacedError(OSError):
@@ -337,22 +335,15 @@ def _may_pass(error: Exception) -> bool:
     return not isinstance(error, ours) and type(error).__name__ not in (*_NO_CREDENTIALS, "ParamValidationError")
 
 
-def _delays() -> Iterator[float | None]:
-    """Pauses after failed attempts, with some chance in them: all readers fail at once. None after the last."""
-    for attempt in range(_ATTEMPTS - 1):
-        yield min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**attempt) * _chance.uniform(0.5, 1.0)
-    yield None
-
-
 def status_of(error: BaseException | None) -> int | None:
-    """The HTTP status that an error of any library tells of; None where it does not."""
+    """The HTTP status in an error of any library; None where there is none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):  # botocore
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         found = (getattr(error, name, None) for name in ("status", "status_code", "code"))  # aiohttp, Azure, gcsfs
         for status in chain((response, getattr(response, "status_code", None)), found):  # aiohttp warns of its `code`
-            # What aiohttp says of a broken response has a code, too, which no server sent.
+            # aiohttp gives a broken response a code, too, which no server sent.
             if isinstance(status, int) and 400 <= status < 600 and type(error).__module__ != "aiohttp.http_exceptions":
                 return status
         error = error.__cause__

@@ -8,6 +8,7 @@ import os
 import time
 import zlib
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ from lightning_feed.storage.folder import (
     FolderSource,
     below,
     check_classes,
-    check_images,
     flat_names,
+    index_classes,
     load_arrays,
     nth_name,
     save_arrays,
@@ -50,7 +51,6 @@ _CONTENT = ("ETag", "Last-Modified", "etag", "md5Hash", "content_settings", "blo
 """Keys of the entries of a listing: the time of a change, and what differs for other contents, by file system."""
 _HEADERS = ("ETag", "Last-Modified")
 """Those of them that HTTP knows."""
-_ASKED_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Listing:
     """Shape (n,): bytes; -1 where the server does not say."""
     stamps: npt.NDArray[np.int64]
     """Shape (n,): another one for another version of the file; the time of its change, in ns since 1970, or less than a
-    second for a hash alone. The time of the listing where the server tells nothing that would be another."""
+    second for a hash alone. The time of the listing where the server sends neither."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -146,43 +146,44 @@ def _take(place: RemotePlace) -> Listing:
     found = place.connection().submit(_walk(place)).result()
     if not found:
         raise GoneError(f"There are no files at {place}. Check the URL, and that the credentials may list it.")
-    found.sort(key=lambda file: _order(file[0]))
-    names, ends = flat_names([path.encode("utf-8", "surrogateescape") for path, _, _ in found])
+    found.sort(key=lambda file: _order(file.path))
+    names, ends = flat_names([file.path.encode("utf-8", "surrogateescape") for file in found])
     sizes, stamps = np.array([file[1:] for file in found], np.int64).T
     return Listing(names, ends, sizes.copy(), stamps.copy())
 
 
-async def _walk(place: RemotePlace) -> list[tuple[str, int, int]]:
-    """(path below the place, size, stamp) of all files."""
-    connection, found = place.connection(), list[tuple[str, int, int]]()
+class _File(NamedTuple):
+    path: str
+    """Below the place."""
+    size: int
+    stamp: int
 
-    async def look(folder: str) -> list[str]:
+
+async def _walk(place: RemotePlace) -> list[_File]:
+    connection, found = place.connection(), list[_File]()
+
+    async def walk(folder: str) -> None:
         entries = await connection.call("ls", folder, detail=True)
         await _complete(entries, folder, connection)
-        files, inside = sorted_out(entries, folder, connection.path(folder))
+        files, inside = parse_entries(entries, folder, connection.path(folder))
         found.extend(files)
-        return inside
+        tasks = [asyncio.ensure_future(walk(inner)) for inner in inside]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # after an error in one of them
+            for task in tasks:
+                task.cancel()
 
-    waiting = {asyncio.ensure_future(look(""))}
-    try:
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            # Gathered, so that of several failures none is left for asyncio to print.
-            inside = [folder for some in await asyncio.gather(*done) for folder in some]
-            waiting |= {asyncio.ensure_future(look(folder)) for folder in inside}
-    finally:
-        for one in waiting:
-            one.cancel()
+    await walk("")
     return found
 
 
-async def _complete(entries: list[dict[str, Any]], folder: str, connection: Connection) -> None:
+async def _complete(entries: list[dict[str, object]], folder: str, connection: Connection) -> None:
     """Ask for the size and version of each file that is listed without, as all of HTTP are. An object of a list that
     cannot be read is an error when it is read."""
 
-    async def ask(entry: dict[str, Any]) -> None:
-        base = str(entry["name"]).rpartition("/")[2]
-        name = below(folder, base)
+    async def ask(entry: dict[str, object]) -> None:
+        name = below(folder, str(entry["name"]).rpartition("/")[2])
         try:
             entry.update({**await connection.call("info", name), "name": entry["name"]})
             if entry["size"] == 0:  # some servers answer HEAD so, whatever the size is
@@ -191,31 +192,43 @@ async def _complete(entries: list[dict[str, Any]], folder: str, connection: Conn
             if not isinstance(error, GoneError) and status_of(error) not in (401, 403):
                 raise
 
-    asked = [entry for entry in entries if entry["type"] == "file" and entry.get("size") is None]
-    for begin in range(0, len(asked), _ASKED_AT_ONCE):
-        await asyncio.gather(*map(ask, asked[begin : begin + _ASKED_AT_ONCE]))
+    await asyncio.gather(*(ask(entry) for entry in entries if entry["type"] == "file" and entry.get("size") is None))
 
 
-def sorted_out(entries: list[dict[str, Any]], folder: str, path: str) -> tuple[list[tuple[str, int, int]], list[str]]:
-    """(path below the place, size, stamp) of each file in a folder, and the paths of the folders in it."""
+def parse_entries(entries: list[dict[str, object]], folder: str, path: str) -> tuple[list[_File], list[str]]:
+    """The files of a folder, and the paths of the folders in it.
+
+    Args:
+        entries: as fsspec lists them.
+        folder: its path below the place.
+        path: its path in the file system. A place that is a file lists itself, and object stores mark an empty folder
+            by an object of its name.
+
+    Raises:
+        ArchiveError: for a name by which a copy would be written elsewhere.
+    """
     files, inside = [], []
     for entry in entries:
         name = str(entry["name"])
         base, itself = name.rstrip("/").rpartition("/")[2], name.strip("/") == path.strip("/")
-        if base in (".", "..") or "\0" in base:  # a copy of it would be written elsewhere
+        if base in (".", "..") or "\0" in base:
             raise ArchiveError(f"{printable(name)} has a name that leads out of its folder. Remove it there.")
-        if entry["type"] == "directory" and not itself:
+        if itself and (folder or entry["type"] == "directory"):
+            continue
+        if entry["type"] == "directory":
             inside.append(below(folder, base))
-        elif entry["type"] == "file" and not name.endswith("/") and not (itself and folder):
-            # A place that is a file lists itself; object stores mark empty folders by an object of their name.
-            size = entry.get("size")
-            known = any(entry.get(name) is not None for name in (*_CHANGED, *_CONTENT))
-            stamp = stamp_of(entry) if known else time.time_ns()
-            files.append(("" if itself else below(folder, base), -1 if size is None else int(size), stamp))
+        elif entry["type"] == "file" and not name.endswith("/"):
+            files.append(_file("" if itself else below(folder, base), entry))
     return files, inside
 
 
-def stamp_of(entry: dict[str, Any]) -> int:
+def _file(path: str, entry: Mapping[str, Any]) -> _File:
+    size = entry.get("size")
+    known = any(entry.get(name) is not None for name in (*_CHANGED, *_CONTENT))
+    return _File(path, -1 if size is None else int(size), stamp_of(entry) if known else time.time_ns())
+
+
+def stamp_of(entry: Mapping[str, Any]) -> int:
     """A number for each version of an object: its time in ns, with a hash of its tag below the second."""
     changed = next((entry[name] for name in _CHANGED if entry.get(name) is not None), 0)
     # An ETag is weak within a second of the change, and may be strong later.
@@ -240,13 +253,13 @@ def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
     """
 
     async def check(response: Any) -> None:
-        told = {name: response.headers[name] for name in _HEADERS if name in response.headers}
-        # Some servers tell less to HEAD, by which the listing was made.
-        versions = [stamp_of(some) for some in (told, *({name: value} for name, value in told.items()))]
-        if response.status in (200, 206) and told and stamp < 10**9 and stamp not in versions:
+        sent = {name: response.headers[name] for name in _HEADERS if name in response.headers}
+        # Some servers send fewer headers to HEAD, by which the listing was made.
+        versions = [stamp_of(some) for some in (sent, *({name: value} for name, value in sent.items()))]
+        if response.status in (200, 206) and sent and stamp < 10**9 and stamp not in versions:
             response.close()
             raise ReplacedError(
-                f"its {' or '.join(told)} has changed since it was listed: it was replaced, or the server gives "
+                f"its {' or '.join(sent)} has changed since it was listed: it was replaced, or the server gives "
                 "another with each answer, so that nothing can be cached (leave out stage_limit)"
             )
 
@@ -257,43 +270,16 @@ def same_version(stamp: int, headers: Mapping[str, str]) -> dict[str, Any]:
 # --- class folders ----------------------------------------------------------------------------------------------------
 
 
-def class_files(
-    listing: Listing, top: str, where: str, classes: tuple[str, ...] | None = None
-) -> tuple[FolderIndex, npt.NDArray[np.int64]]:
-    """The images of each class folder in a folder of a listing, in the order of torchvision's ``ImageFolder``.
-
-    Args:
-        listing: of a place.
-        top: path of the folder below the place.
-        where: its URL, for errors.
-        classes: the classes there must be; None takes the names of the folders.
-
-    Returns:
-        Their index, with paths below ``top``, and their numbers in the listing.
-
-    Raises:
-        DatasetError: as :func:`~lightning_feed.storage.folder.scan_classes`.
-    """
-    prefix = f"{top}/" if top else ""
-    by_class: dict[str, list[int]] = {}
+def _class_folders(listing: Listing, prefix: str) -> dict[str, list[tuple[str, int]]]:
+    """The paths below ``prefix``, and the numbers, of the files in each folder there."""
+    folders: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for path, number in listing.files():
-        name, inside, _ = path.removeprefix(prefix).partition("/")
-        if path.startswith(prefix) and inside and name and not name.startswith("."):
-            by_class.setdefault(name, []).append(number)
+        inner = path.removeprefix(prefix)
+        name, inside, _ = inner.partition("/")
+        if path.startswith(prefix) and inside and name[:1] not in ("", "."):
+            folders[name].append((inner, number))
     # A pack in the folder that it was made of is no class.
-    found = sorted(name for name in by_class if listing.find(f"{prefix}{name}/{MANIFEST}") is None)
-    check_classes(found, classes, where)
-    labels, numbers, paths = list[int](), list[int](), list[bytes]()
-    for label, name in enumerate(classes or found):
-        for number in by_class[name] if name in found else ():
-            path = listing.path(number)
-            if path.lower().endswith(IMAGE_SUFFIXES):
-                labels.append(label)
-                numbers.append(number)
-                paths.append(path.removeprefix(prefix).encode("utf-8", "surrogateescape"))
-    check_images(found, labels, where, every=classes is None)
-    index = FolderIndex(tuple(classes or found), np.array(labels, np.int64), *flat_names(paths), ())
-    return index, np.array(numbers, dtype=np.int64)
+    return {name: files for name, files in folders.items() if listing.find(f"{prefix}{name}/{MANIFEST}") is None}
 
 
 class RemoteSource(FolderSource):
@@ -324,12 +310,26 @@ class RemoteSource(FolderSource):
     def of(
         cls, place: RemotePlace, listing: Listing, top: str = "", classes: tuple[str, ...] | None = None
     ) -> "RemoteSource":
-        """The images in the class folders of a folder below a place.
+        """The images in the class folders of a folder below a place, in the order of torchvision's ``ImageFolder``.
+
+        Args:
+            place: that was listed.
+            listing: its files.
+            top: path of the folder below the place.
+            classes: the classes there must be; None takes the names of the folders.
 
         Raises:
-            DatasetError: as :func:`class_files`.
+            DatasetError: as :func:`~lightning_feed.storage.folder.scan_classes`.
         """
-        index, numbers = class_files(listing, top, place.url_of(top), classes)
+        where, by_class = place.url_of(top), _class_folders(listing, f"{top}/" if top else "")
+        names = check_classes(sorted(by_class), classes, where)
+        images = {
+            name: [(path, number) for path, number in files if path.lower().endswith(IMAGE_SUFFIXES)]
+            for name, files in by_class.items()
+        }
+        paths = {name: [path.encode("utf-8", "surrogateescape") for path, _ in files] for name, files in images.items()}
+        index = index_classes(names, paths, where, every=classes is None)
+        numbers = np.array([number for name in names for _, number in images.get(name, ())], np.int64)
         made = cls(place.below(top), index, listing.sizes[numbers], listing.stamps[numbers])
         made._listed = place
         return made
@@ -389,7 +389,7 @@ class RemoteSource(FolderSource):
         return self.place.url_of(self.index.path(index))
 
     def changed_ns(self, index: int) -> int:
-        """When file ``index`` was changed last, as listed."""
+        """Time of the last change of file ``index``, as listed."""
         return int(self.stamps[index])
 
     def _begin(self, number: int) -> "Future[bytes]":
@@ -408,10 +408,10 @@ class RemoteSource(FolderSource):
         about = repr((url, str(self.stamps[number]), None, int(self.sizes[number])))
         return hashlib.blake2b(about.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_expected": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state, _expected=WeakValueDictionary())
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lightning_feed.errors import ArchiveError
 from lightning_feed.storage.remote import REQUESTS, Connection, RemotePlace
-from lightning_feed.storage.remote_folder import sorted_out
+from lightning_feed.storage.remote_folder import parse_entries
 
 ALONE = 8
 """Requests of one byte, one after the other."""
@@ -36,7 +36,7 @@ class RemoteSpeed(NamedTuple):
     mb_per_s: float | None
     """With many requests at the same time; None where none of them ended in time."""
     requests: int
-    """That were sent at the same time."""
+    """Number of requests sent at the same time."""
 
 
 def measure_speed(place: RemotePlace, wanted: Sequence[Wanted]) -> RemoteSpeed:
@@ -78,7 +78,7 @@ def some_files(place: RemotePlace) -> list[Wanted]:
     connection, folder = place.connection(), ""
     while True:
         entries = connection.submit(connection.call("ls", folder, detail=True)).result()
-        files, inside = sorted_out(entries, folder, connection.path(folder))
+        files, inside = parse_entries(entries, folder, connection.path(folder))
         found = [Wanted(path, size) for path, size, _ in files if size > 0]
         if found:
             return found[:TOGETHER]

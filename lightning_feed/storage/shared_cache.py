@@ -11,7 +11,6 @@ import fcntl
 import logging
 import mmap
 import os
-import re
 import struct
 from array import array
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from lightning_feed.errors import ArchiveError, SettingsError
+from lightning_feed.errors import ArchiveError
 from lightning_feed.storage import system
 
 Kind = Literal["bytes", "decoded"]
@@ -39,7 +38,7 @@ _MAGIC, _IDENTITY, _LIMIT, _NEXT, _ENTRIES, _STORED, _REFUSED = 0, 1, 8, 9, 16, 
 _VERSION = 0x3143_4546_4D  # another layout is another number
 _PAGE = 4096
 _STEP_BYTES = 16 << 20
-"""Bytes filled between two looks at how much memory is left."""
+"""Bytes filled between two checks of the memory that is left."""
 _SPARE_BYTES = 128 << 20
 """Memory that is left to everybody else when the cache grows."""
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
@@ -49,36 +48,9 @@ _SLOT_WORDS = 8  # a cache line, so that processes do not pull each other's coun
 _HITS, _MISSES = range(2)
 _ALIGN = 64
 _HEAD = struct.Struct("=12sI")  # dtype, number of dimensions; the shape follows, 8 bytes each
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 logger = logging.getLogger(__name__)
 _open_files: "WeakValueDictionary[str, _CacheFile]" = WeakValueDictionary()
-
-
-def parse_limit(limit: int | str, available: int | None) -> int:
-    """Bytes of a limit such as ``"50%"`` (of ``available``), ``"8GiB"``, ``"500 MB"`` or ``8_000_000``.
-
-    Raises:
-        SettingsError: when it is none of these, is nothing, or is a share of an amount that is not known.
-
-    Example:
-        >>> parse_limit("50%", 1000), parse_limit("1.5KiB", None)
-        (500, 1536)
-    """
-    text = "" if isinstance(limit, bool) or not isinstance(limit, (int, str)) else str(limit)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|([kmgt]i?)?b?)\s*", text, re.ASCII | re.IGNORECASE)
-    size = 0
-    if found is not None and found[2] != "%":
-        size = int(float(found[1]) * _UNITS[(found[3] or "").lower()])
-    elif found is not None and float(found[1]) <= 100:
-        if available is None:
-            raise SettingsError(
-                f"A limit of {limit!r} is a share of the memory, not known on this machine. Give '8GiB'."
-            )
-        size = int(float(found[1]) / 100 * available)
-    if size < 1:
-        raise SettingsError(f"A limit of {limit!r} is not possible. Give a size ('8GiB') or a share ('50%').")
-    return size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +159,7 @@ class SampleCache:
         """
         dtype = array.dtype.str.encode()
         if array.dtype.hasobject or array.dtype.names is not None or len(dtype) > 12:
-            raise ArchiveError(f"Sample {index} is of dtype {array.dtype}, which a cache cannot hold. Give numbers.")
+            raise ArchiveError(f"Sample {index} is of dtype {array.dtype}. Only numeric arrays can be cached.")
         head = bytearray(_head_bytes(array.ndim))
         space = -(-(len(head) + array.nbytes) // _ALIGN) * _ALIGN
         words = self._file.words
@@ -195,19 +167,19 @@ class SampleCache:
             return True
         if words[_REFUSED] and words[_NEXT] + space > words[_LIMIT]:
             return False
-        with self._file.locked():
-            if self._index[index]:
-                return True
-            taken = self._file.take(space)
-        if isinstance(taken, str):
-            return self._refuse(taken)
-        _HEAD.pack_into(head, 0, dtype, array.ndim)
-        struct.pack_into(f"={array.ndim}q", head, _HEAD.size, *array.shape)
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        problem = self._file.write(taken, memoryview(head)) or self._file.write(taken + len(head), flat.data)
-        if problem is not None:
-            return self._refuse(problem)
-        self._publish(index, taken, space)
+        try:
+            with self._file.locked():
+                if self._index[index]:
+                    return True
+                start = self._file.take(space)
+            _HEAD.pack_into(head, 0, dtype, array.ndim)
+            struct.pack_into(f"={array.ndim}q", head, _HEAD.size, *array.shape)
+            self._file.write(start, memoryview(head))
+            self._file.write(start + len(head), np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        except _NoRoomError as error:
+            self._refuse(error)
+            return False
+        self._publish(index, start, space)
         return True
 
     def stats(self) -> CacheStats:
@@ -230,7 +202,7 @@ class SampleCache:
     def __reduce__(self) -> tuple[Callable[[], "SampleCache"], tuple[()]]:
         return self._open_again, ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SampleCache":
+    def __deepcopy__(self, memo: dict[int, object]) -> "SampleCache":
         return self  # a copy of a dataset reads the same samples
 
     def _publish(self, index: int, start: int, space: int) -> None:
@@ -244,7 +216,7 @@ class SampleCache:
             elif words[_NEXT] == start + space:  # somebody else was faster
                 words[_NEXT] = start
 
-    def _refuse(self, problem: str) -> bool:
+    def _refuse(self, problem: "_NoRoomError") -> None:
         words = self._file.words
         with self._file.locked():
             first, words[_REFUSED] = not words[_REFUSED], 1
@@ -257,7 +229,6 @@ class SampleCache:
                 words[_STORED] >> 20,
                 problem,
             )
-        return False
 
     def _count(self, what: int) -> None:
         # Processes of one run have numbers that lie near each other, so each has counters of its own.
@@ -267,6 +238,10 @@ class SampleCache:
 
 def _head_bytes(ndim: int) -> int:
     return -(-(_HEAD.size + 8 * ndim) // _ALIGN) * _ALIGN
+
+
+class _NoRoomError(Exception):
+    """The reason why a cache can take no further sample."""
 
 
 # --- the file behind a cache ------------------------------------------------------------------------------------------
@@ -334,29 +309,29 @@ class _CacheFile:
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 0)
 
-    def take(self, space: int) -> int | str:
-        """Take the next ``space`` bytes of the data space. Call it under :meth:`locked`.
+    def take(self, space: int) -> int:
+        """Reserve the next ``space`` bytes of the data space, and return their start. Call it under :meth:`locked`.
 
-        Returns:
-            Where they start, or why there are none.
+        Raises:
+            _NoRoomError: when they would exceed the limit, or the memory left.
         """
         start = self.words[_NEXT]
         end = start + space
         if end > self.words[_LIMIT]:
-            return "the limit is reached"
+            raise _NoRoomError("the limit is reached")
         if self._memory_left is not None and (not start or start // _STEP_BYTES < end // _STEP_BYTES):
             left = self._memory_left()
             if left is not None and left < space + _SPARE_BYTES:
                 self.words[_LIMIT] = start
-                return f"memory is short ({left >> 20} MiB can still be taken)"
+                raise _NoRoomError(f"memory is short ({left >> 20} MiB can still be taken)")
         self.words[_NEXT] = end
         return start
 
-    def write(self, start: int, data: memoryview) -> str | None:
-        """Write bytes into space that was taken.
+    def write(self, start: int, data: memoryview) -> None:
+        """Write bytes into reserved space.
 
-        Returns:
-            None, or why it could not be done; then no more can be taken.
+        Raises:
+            _NoRoomError: when the file system is full; then no more can be reserved.
         """
         offset = self.data_start + start
         try:
@@ -368,8 +343,7 @@ class _CacheFile:
                 raise
             with self.locked():
                 self.words[_LIMIT] = self.words[_NEXT]
-            return f"{self.path.parent} is full"
-        return None
+            raise _NoRoomError(f"{self.path.parent} is full") from error
 
     def check_identity(self, identity: tuple[int, ...], words: memoryview) -> None:
         """Refuse a cache of other data, or of another version of this package."""

@@ -17,8 +17,7 @@ from lightning_feed.storage.folder import (
     index_of,
     is_pack,
 )
-from lightning_feed.storage.pack_formats import ALL
-from lightning_feed.storage.packed_dataset import PackedDataset, remote_pack_error
+from lightning_feed.storage.packed_dataset import ALL, PackedDataset, remote_pack_error
 from lightning_feed.storage.remote import RemotePlace
 from lightning_feed.storage.remote_folder import RemoteSamples, RemoteSource, list_files
 

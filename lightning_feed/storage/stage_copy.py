@@ -6,19 +6,19 @@ import shutil
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from lightning_feed.errors import ArchiveError
+from lightning_feed.storage.file_system import check_room
 from lightning_feed.storage.folder import below, open_file, walk
 from lightning_feed.storage.remote import GoneError, RemotePlace
 from lightning_feed.storage.remote_folder import list_files, stamp_of
-from lightning_feed.storage.system import check_room, owner_of, progress_bar
+from lightning_feed.storage.system import owner_of, progress_bar
 
 _CHUNK_BYTES = 1 << 20
 _PART_BYTES = 16 << 20
@@ -35,17 +35,13 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> "FileStamp":
-        """The stamp of what a status was read of."""
+        """The stamp of a file whose status was read."""
         return cls(status.st_size if stat.S_ISREG(status.st_mode) else -1, status.st_mtime_ns)
 
 
-@dataclass(eq=False)
-class Tree:
-    """A file, or all files and folders below a folder, by path below it; the path of the root is ``""``."""
-
-    files: dict[str, FileStamp] = field(default_factory=dict)
-    folders: list[str] = field(default_factory=list)
-    """Each before what is in it."""
+Tree: TypeAlias = dict[str, FileStamp | None]
+"""A file, or all files and folders (None) below a folder, by path below it; each folder before what is in it. The path
+of the root is ``""``."""
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------
@@ -78,20 +74,17 @@ class LocalOrigin:
             ArchiveError: when there is nothing or it cannot be read, when links go round in a circle or lead nowhere or
                 into the copy, and for what is neither file nor folder.
         """
-        tree = Tree()
+        tree: Tree = {}
         for name, status, linked in _listed(self.root, follow=True):
             path = below(self.root, name)
             if linked:
                 real = Path(os.path.realpath(path))
                 if real.is_relative_to(self._target) or self._target.is_relative_to(real):
                     raise overlap_error(self.root, self._target)
-            if stat.S_ISDIR(status.st_mode):
-                tree.folders.append(name)
-            elif stat.S_ISREG(status.st_mode):
-                tree.files[name] = FileStamp.of(status)
-            else:
+            tree[name] = stamp = _stamp(status)
+            if stamp is not None and stamp.size < 0:
                 raise ArchiveError(f"{path} is neither a file nor a folder. Move it away.")
-        if not tree.files:
+        if not any(tree.values()):
             raise ArchiveError(f"There are no files in {self.root}. Give the folder that has them.")
         return tree
 
@@ -119,27 +112,26 @@ class RemoteOrigin:
 
     def __init__(self, place: RemotePlace) -> None:
         if place.url.startswith(("file:", "local:")):
-            raise ArchiveError(f"{place} lies on this machine. Give its path in place of the URL.")
+            raise ArchiveError(f"{place} lies on this machine. Give its path instead of the URL.")
         self.root, self._place = str(place), place
 
     def scan(self) -> Tree:
         """Sizes and versions of all files, listed now.
 
         Raises:
-            ArchiveError: when they cannot be listed, or the server does not tell sizes.
+            ArchiveError: when they cannot be listed, or the server sends no sizes.
         """
-        listing, tree = list_files(self._place, fresh=True), Tree()
-        folders: dict[str, None] = {}
+        listing = list_files(self._place, fresh=True)
+        files, folders = dict[str, FileStamp | None](), dict[str, FileStamp | None]()
         for name, number in listing.files():
             size = int(listing.sizes[number])
             if size < 0:
                 url = self._place.url_of(name)
                 raise ArchiveError(f"{url} has no size that its server tells, so no copy can be checked.")
-            tree.files[name] = FileStamp(size, int(listing.stamps[number]))
+            files[name] = FileStamp(size, int(listing.stamps[number]))
             if name:
                 folders |= dict.fromkeys(["", *(name[:at] for at, letter in enumerate(name) if letter == "/")])
-        tree.folders = list(folders)
-        return tree
+        return folders | files
 
     def fetch(self, name: str, stamp: FileStamp, part: Path, advance: Callable[[int], None]) -> None:
         """Bring a file to ``part``.
@@ -151,11 +143,9 @@ class RemoteOrigin:
         large = stamp.size > _PART_BYTES
         before = connection.submit(connection.call("info", name)).result() if large else {}
         asked = (
-            connection.submit(connection.fetch(name, min(_PART_BYTES, left), begin=stamp.size - left, whole=False))
-            for left in range(stamp.size, 0, -_PART_BYTES)
+            connection.submit(connection.fetch(name, min(_PART_BYTES, stamp.size - at), begin=at, whole=not large))
+            for at in range(0, max(1, stamp.size), _PART_BYTES)
         )
-        if not large:
-            asked = (connection.submit(connection.fetch(name, stamp.size)) for _ in range(1))
         reading = deque(islice(asked, _PARTS))
         try:
             with part.open("wb") as copy:
@@ -167,7 +157,7 @@ class RemoteOrigin:
         finally:
             for one in reading:
                 one.cancel()
-        # Not compared with the listing: some servers list a time with its milliseconds, and tell it without.
+        # Not compared with the listing: some servers list a time with its milliseconds, and send it without.
         if large and stamp_of(before) != stamp_of(connection.submit(connection.call("info", name)).result()):
             raise GoneError(f"{url} was replaced while it was copied. Stage it again.")
 
@@ -223,17 +213,20 @@ class Mirror:
         parts: a folder on the same file system, for files that are not yet whole.
 
     Attributes:
-        wanted: what the source has.
-        to_copy: files that the copy lacks, or has in another version.
+        to_copy: files that the copy lacks, or has in another version, with the stamp of the source.
         to_remove: files and folders of the copy that the source does not have, or has in another version, each after
             what is in it.
     """
 
     def __init__(self, source: LocalOrigin | RemoteOrigin, target: Path, parts: Path) -> None:
         self._source, self._target, self._parts = source, str(target), parts
-        self.wanted = self._there = Tree()
-        self.to_copy, self.to_remove = list[str](), list[str]()
-        self._stop = threading.Event()
+        self._wanted, self._there = Tree(), Tree()
+        self.to_copy, self.to_remove = dict[str, FileStamp](), list[str]()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each file of the source."""
+        return [stamp.size for stamp in self._wanted.values() if stamp is not None]
 
     def compare(self, *, force: bool) -> None:
         """List both, and compare sizes and times.
@@ -244,12 +237,13 @@ class Mirror:
         Raises:
             ArchiveError: when one of them cannot be listed.
         """
-        self.wanted = wanted = self._source.scan()
-        self._there = there = scan_copy(self._target)
-        folders = set(wanted.folders)
-        self.to_remove = [name for name, stamp in there.files.items() if force or wanted.files.get(name) != stamp]
-        self.to_remove += [name for name in reversed(there.folders) if force or name not in folders]
-        self.to_copy = [name for name, stamp in wanted.files.items() if force or there.files.get(name) != stamp]
+        self._wanted, self._there = wanted, there = self._source.scan(), scan_copy(self._target)
+        self.to_remove = [
+            name for name in reversed(there) if force or name not in wanted or wanted[name] != there[name]
+        ]
+        self.to_copy = {
+            name: stamp for name, stamp in wanted.items() if stamp is not None and (force or there.get(name) != stamp)
+        }
 
     def check_room(self) -> None:
         """Refuse a copy that does not fit."""
@@ -257,12 +251,11 @@ class Mirror:
         folder = str(Path(self._target).parent)
         block = os.statvfs(folder).f_frsize
 
-        def taken(tree: Tree, names: list[str]) -> int:
-            return sum(-(-tree.files[name].size // block) * block for name in names if name in tree.files)
+        def blocks(stamps: Iterable[FileStamp | None]) -> int:
+            return sum(-(-stamp.size // block) * block for stamp in stamps if stamp is not None)
 
-        new_bytes = taken(self.wanted, self.to_copy) - taken(self._there, self.to_remove)
-        new_files = len(self.to_copy) - len(self.to_remove) + len(self.wanted.folders)
-        check_room(new_bytes, new_files, folder)
+        new_bytes = blocks(self.to_copy.values()) - blocks(self._there[name] for name in self.to_remove)
+        check_room(new_bytes, len(self._wanted) - len(self.sizes) + len(self.to_copy) - len(self.to_remove), folder)
 
     def apply(self) -> None:
         """Remove what is to go, and copy each file to a part that is renamed when it is whole.
@@ -273,25 +266,23 @@ class Mirror:
         """
         remove_all(self._target, self.to_remove)
         self._parts.mkdir(mode=0o700, exist_ok=True)
-        for name in self.wanted.folders:
+        for name in [name for name, stamp in self._wanted.items() if stamp is None]:
             with suppress(FileExistsError):
                 os.mkdir(below(self._target, name), 0o700)  # noqa: PTH102
             if not name:
                 check_owner(self._target)  # another user may have been first
-        waiting = sorted(self.to_copy, key=lambda name: self.wanted.files[name].size)  # the largest first
-        total = sum(self.wanted.files[name].size for name in waiting)
-        bar = progress_bar(f"Staging {Path(self._target).name}", total)
+        largest_first = iter(sorted(self.to_copy, key=lambda name: -self.to_copy[name].size))
+        bar = progress_bar(f"Staging {Path(self._target).name}", sum(stamp.size for stamp in self.to_copy.values()))
+        stop = threading.Event()
 
         def advance(count: int) -> None:
             bar.update(count)
-            if self._stop.is_set():
+            if stop.is_set():
                 raise InterruptedError(errno.EINTR, "another file could not be copied")
 
         def drain() -> None:
-            while not self._stop.is_set():
-                try:
-                    name = waiting.pop()
-                except IndexError:
+            for name in largest_first:  # one iterator for all threads
+                if stop.is_set():
                     return
                 self._copy_file(name, advance)
 
@@ -301,10 +292,10 @@ class Mirror:
                 for future in wait(running, return_when=FIRST_EXCEPTION).done:
                     future.result()
             finally:  # after Ctrl-C too
-                self._stop.set()
+                stop.set()
 
     def _copy_file(self, name: str, advance: Callable[[int], None]) -> None:
-        part, stamp = self._parts / str(threading.get_ident()), self.wanted.files[name]
+        part, stamp = self._parts / str(threading.get_ident()), self.to_copy[name]
         try:
             self._source.fetch(name, stamp, part, advance)
             part.chmod(part.stat().st_mode & 0o700)  # nobody else may do anything with the copy
@@ -332,13 +323,13 @@ class Mirror:
 
 def scan_copy(target: str) -> Tree:
     """Sizes and times of all files of a copy, links not followed. Where there is nothing, the tree is empty."""
-    tree = Tree()
-    for name, status, _ in _listed(target, follow=False) if os.path.lexists(target) else ():
-        if stat.S_ISDIR(status.st_mode):
-            tree.folders.append(name)
-        else:
-            tree.files[name] = FileStamp.of(status)
-    return tree
+    if not os.path.lexists(target):
+        return {}
+    return {name: _stamp(status) for name, status, _ in _listed(target, follow=False)}
+
+
+def _stamp(status: os.stat_result) -> FileStamp | None:
+    return None if stat.S_ISDIR(status.st_mode) else FileStamp.of(status)
 
 
 def remove_all(target: str, names: list[str]) -> None:

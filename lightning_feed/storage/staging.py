@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from lightning_feed.errors import ArchiveError, SettingsError
+from lightning_feed.storage.file_system import find_caveats, find_mount
 from lightning_feed.storage.remote import RemotePlace, is_url, place_of, without_secrets
 from lightning_feed.storage.stage_copy import (
     LocalOrigin,
@@ -28,8 +28,6 @@ from lightning_feed.storage.stage_copy import (
 )
 from lightning_feed.storage.system import (
     RefcountedFile,
-    find_caveats,
-    find_mount,
     make_private,
     open_refcounted,
     owner_of,
@@ -75,7 +73,7 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
     force: bool = False,
     remove_at_exit: bool = False,
     wait_s: float | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> Staged:
     """Copy ``source`` to ``dest/<name of source>``, or bring the copy there up to date.
 
@@ -110,10 +108,13 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
         )
     since_s = time.time()
     origin, place = find_place(source, dest)
-    mirror = Mirror(_origin_of(source, origin, place, storage_options), place.target, place.parts)
-    with _told(f"{dest} cannot be made", "Give another DEST"):
+    found = place_of(os.fspath(source) if is_url(origin) else origin, storage_options)
+    copied = RemoteOrigin(found) if isinstance(found, RemotePlace) else LocalOrigin(origin, place.target)
+    mirror = Mirror(copied, place.target, place.parts)
+    with _as_archive_error(f"{dest} cannot be made", "Give another DEST"):
         place.target.parent.mkdir(mode=0o700, exist_ok=True)
-    with _told(f"{origin} was not staged to {place.target}", "Give another DEST"), claimed(place, wait_s=wait_s):
+    failed = f"{origin} was not staged to {place.target}"
+    with _as_archive_error(failed, "Give another DEST"), claimed(place, wait_s=wait_s):
         record = _make(place, mirror, origin, since_s, force=force, remove_at_exit=remove_at_exit)
         place.write(record)
         hold(place)
@@ -127,7 +128,7 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
         files=record.files,
         total_bytes=record.total_bytes,
         copied_files=len(mirror.to_copy),
-        copied_bytes=sum(mirror.wanted.files[name].size for name in mirror.to_copy),
+        copied_bytes=sum(stamp.size for stamp in mirror.to_copy.values()),
         removed=len(set(mirror.to_remove).difference(mirror.to_copy)),
         took_s=time.time() - since_s,
         in_memory=mount is not None and mount.in_memory,
@@ -135,17 +136,9 @@ def stage(  # noqa: PLR0913 - all but two are by name, and have a default
     )
 
 
-def _origin_of(
-    source: str | os.PathLike[str], origin: str, place: "StagePlace", storage_options: Mapping[str, Any] | None
-) -> LocalOrigin | RemoteOrigin:
-    given = os.fspath(source)
-    found = place_of(given if is_url(given) else origin, storage_options)
-    return RemoteOrigin(found) if isinstance(found, RemotePlace) else LocalOrigin(origin, place.target)
-
-
 @contextmanager
-def _told(what: str, advice: str) -> Iterator[None]:
-    """Raise an ArchiveError in place of any OSError of the system."""
+def _as_archive_error(what: str, advice: str) -> Iterator[None]:
+    """Raise an ArchiveError instead of any OSError of the system."""
     try:
         yield
     except ArchiveError:
@@ -158,24 +151,28 @@ def _make(
     place: "StagePlace", mirror: Mirror, origin: str, since_s: float, *, force: bool, remove_at_exit: bool
 ) -> "StageRecord":
     """Copy what differs, unless another process did, or saw that nothing does, while this one waited."""
-    target, found = place.target, place.read()
+    found, owner = place.read(), owner_of(place.target)
     if found is not None and found.source == origin and (found.checked_s or 0.0) >= since_s:
         return replace(found, remove_at_exit=found.remove_at_exit and remove_at_exit)
-    may_go = found.remove_at_exit if found else owner_of(target) is None
-    record = start_record(origin, remove_at_exit=remove_at_exit and may_go)
-    check_owner(target)
+    check_owner(place.target)
     mirror.compare(force=force)
-    _check_what_is_there(place, origin, found, force=force)
+    _check_replaceable(place, origin, found, force=force)
+    record = StageRecord(
+        source=origin,
+        remove_at_exit=remove_at_exit and (found.remove_at_exit if found else owner is None),
+        copied_by=f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}",
+        files=len(mirror.sizes),
+        total_bytes=sum(mirror.sizes),
+    )
     if mirror.to_copy or mirror.to_remove:
         mirror.check_room()
         place.write(record)  # no longer complete, and ours
         mirror.apply()
     mirror.finish()
-    sizes = [stamp.size for stamp in mirror.wanted.files.values()]
-    return replace(record, files=len(sizes), total_bytes=sum(sizes), checked_s=time.time())
+    return replace(record, checked_s=time.time())
 
 
-def _check_what_is_there(place: "StagePlace", origin: str, found: "StageRecord | None", *, force: bool) -> None:
+def _check_replaceable(place: "StagePlace", origin: str, found: "StageRecord | None", *, force: bool) -> None:
     target = place.target
     if force:
         release(place)
@@ -206,7 +203,7 @@ def unstage(source: str | os.PathLike[str], dest: str | os.PathLike[str]) -> boo
             it or copies.
     """
     origin, place = find_place(source, dest)
-    with _told(f"{place.target} cannot be removed", "Give a DEST of your own"):
+    with _as_archive_error(f"{place.target} cannot be removed", "Give a DEST of your own"):
         if not place.folder.exists():
             return False
         release(place)
@@ -224,10 +221,9 @@ def _remove(place: "StagePlace", origin: str) -> None:
         raise ArchiveError(f"{target} is {origin} itself by now. Unmount it or remove the link.")
     if is_used(place):
         raise ArchiveError(f"{target} is used by another process. Remove it when that has ended.")
-    place.write(start_record(origin, remove_at_exit=True))
+    place.write(replace(record, remove_at_exit=True, checked_s=None))
     if owner_of(target) == os.geteuid():  # removed by hand, it may have made room for another user's
-        copy = scan_copy(str(target))
-        remove_all(str(target), [*copy.files, *reversed(copy.folders)])
+        remove_all(str(target), list(reversed(scan_copy(str(target)))))
     place.record.unlink()
 
 
@@ -247,13 +243,7 @@ class StageRecord:
     files: int = 0
     total_bytes: int = 0
     checked_s: float | None = None
-    """When the copy was seen to equal the source, in seconds since 1970; None while it is being made."""
-
-
-def start_record(source: str, *, remove_at_exit: bool) -> StageRecord:
-    """The record of a copy that this process begins to make now."""
-    who = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    return StageRecord(source=source, remove_at_exit=remove_at_exit, copied_by=who)
+    """Time of the last comparison with the source, in seconds since 1970; None while the copy is being made."""
 
 
 class StagePlace:
@@ -306,33 +296,41 @@ def claimed(place: StagePlace, *, wait_s: float | None = None) -> Iterator[None]
         ArchiveError: when another process still copies after ``wait_s``, or when the folder cannot be written.
     """
     lock = FileLock(place.lock, fallback_to_soft=False)  # a soft lock would outlive a process that is killed
-    said, ends_s = False, float("inf") if wait_s is None else time.monotonic() + wait_s
-    while not lock.is_locked:
-        _make_private(place.folder)
-        left_s = max(0.0, ends_s - time.monotonic())
-        try:
-            lock.acquire(timeout=min(_SAY_AFTER_S, left_s))
-        except FileNotFoundError:
-            continue  # removed just now, with the copy: make it again
-        except Timeout:
-            record = place.read()
-            who = record.copied_by if record and record.checked_s is None else "another process"
-            if left_s <= _SAY_AFTER_S:
-                raise ArchiveError(
-                    f"{place.target} is being copied by {who}, and is not complete after {wait_s:g} s. Wait longer, or "
-                    "stop that process: what it has copied is kept."
-                ) from None
-            if not said:
-                logger.warning("Waiting for the copy at %s, which is being made by %s.", place.target, who)
-                said = True
-        except OSError as error:
-            raise ArchiveError(f"{place.lock} cannot be locked: {error.strerror}. Give another DEST.") from error
+    soon_s = _SAY_AFTER_S if wait_s is None else min(wait_s, _SAY_AFTER_S)
+    held = _acquire(lock, place, soon_s)
+    if not held and soon_s != wait_s:
+        logger.warning("Waiting for the copy at %s, which is being made by %s.", place.target, _owner(place))
+        held = _acquire(lock, place, -1 if wait_s is None else wait_s - soon_s)
+    if not held:
+        raise ArchiveError(
+            f"{place.target} is being copied by {_owner(place)}, and is not complete after {wait_s:g} s. Wait longer, "
+            "or stop that process: what it has copied is kept."
+        )
     try:
         yield
     finally:
         if place.read() is None:
             shutil.rmtree(place.folder, ignore_errors=True)  # one who waits may make a lock in it just now
         lock.release()
+
+
+def _acquire(lock: BaseFileLock, place: StagePlace, timeout_s: float) -> bool:
+    while True:
+        _make_private(place.folder)
+        try:
+            lock.acquire(timeout=timeout_s)
+            return True
+        except Timeout:
+            return False
+        except FileNotFoundError:
+            continue  # removed just now, with the copy: make it again
+        except OSError as error:
+            raise ArchiveError(f"{place.lock} cannot be locked: {error.strerror}. Give another DEST.") from error
+
+
+def _owner(place: StagePlace) -> str:
+    record = place.read()
+    return record.copied_by if record and record.checked_s is None else "another process"
 
 
 def _make_private(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The operating system: atomic, private and refcounted files; limits on memory; mounts, and room on them."""
+"""The operating system: atomic, private and refcounted files; limits on memory; sizes; progress bars."""
 
 import errno
 import fcntl
@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import stat
 import sys
 import tempfile
@@ -14,21 +13,18 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tqdm import tqdm
 
-from lightning_feed.errors import ArchiveError, printable
+from lightning_feed.errors import ArchiveError, SettingsError
 
 logger = logging.getLogger(__name__)
 
 NO_LIMIT_BYTES = 1 << 60
 """cgroup v1 writes "no limit" as a number just under 2**63, rounded down to a page; nothing real is this large."""
-RAM_SHARE = 0.9
-"""The share of the free memory, and of the free space of a file system in memory, a copy may take. A loader's workers
-hand over their batches through /dev/shm and are killed when it is full; so is whoever asks next when memory is."""
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 # --- atomic writes ----------------------------------------------------------------------------------------------------
@@ -138,7 +134,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return {}
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: dict[str, object]) -> None:
     """Write a document as :func:`write_private` does.
 
     Raises:
@@ -320,143 +316,33 @@ def read_text(path: Path) -> str:
         return ""
 
 
-# --- mounts -----------------------------------------------------------------------------------------------------------
+# --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mount:
-    """One line of ``/proc/self/mountinfo``."""
-
-    point: str
-    """The path at which it is mounted."""
-    kind: str
-    """``"tmpfs"``, ``"ext4"`` ..."""
-    device: str
-    """Its number, as in ``/sys/dev/block``: ``8:1``."""
-    source: str
-    """``/dev/sda1``, ``server:/data``."""
-    options: frozenset[str]
-
-    @property
-    def in_memory(self) -> bool:
-        """True if what is written there takes memory."""
-        return self.kind in ("tmpfs", "ramfs")
-
-
-def find_mount(path: str | Path, root: Path = Path("/")) -> Mount | None:
-    """The mount that ``path`` lies on; None where the system does not say.
-
-    Args:
-        path: a file or a folder.
-        root: the file system to read ``proc`` from.
-    """
-    resolved, found = Path(path).resolve(), None
-    for line in read_text(root / "proc/self/mountinfo").splitlines():
-        # 25 24 0:23 / /dev/shm rw,relatime [fields of any number] - tmpfs tmpfs rw,size=24684084k
-        left, _, right = line.partition(" - ")
-        words, tail = left.split(" "), right.split(" ")
-        if len(words) < 6 or len(tail) < 3:
-            continue
-        point = _unescaped(words[4])
-        # Of two mounts on one point the later hides the other.
-        if resolved.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
-            options = frozenset([*words[5].split(","), *tail[2].split(",")])
-            found = Mount(point=point, kind=tail[0], device=words[2], source=_unescaped(tail[1]), options=options)
-    return found
-
-
-def _unescaped(word: str) -> str:
-    """The kernel writes blanks and backslashes in paths as ``\\040`` and the like."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
-
-
-# --- room for a copy --------------------------------------------------------------------------------------------------
-
-
-def find_room(folder: str | Path, root: Path = Path("/")) -> MemoryLimit:
-    """The bytes that can still be written to a folder, and what limits them: the file system, or in memory that."""
-    mount, status = find_mount(folder, root), os.statvfs(folder)
-    place = f"{mount.point} ({mount.kind})" if mount else str(folder)
-    limits = [MemoryLimit(status.f_bavail * status.f_frsize, place)]
-    if mount is not None and mount.in_memory:
-        limits += memory_limits(root)
-    least = min(limits)
-    return least._replace(left_bytes=max(0, least.left_bytes))
-
-
-def check_room(new_bytes: int, new_files: int, folder: str, root: Path = Path("/")) -> None:
-    """Refuse a copy that does not fit.
-
-    Args:
-        new_bytes: what it takes, in whole blocks of the file system.
-        new_files: files and folders.
-        folder: where it goes; exists.
-        root: the file system to read ``proc`` and ``sys`` from.
+def parse_limit(limit: int | str, available: int | None) -> int:
+    """Bytes of a limit such as ``"50%"`` (of ``available``), ``"8GiB"``, ``"500 MB"`` or ``8_000_000``.
 
     Raises:
-        ArchiveError: with what is needed, what is there, and what to do.
+        SettingsError: when it is none of these, is nothing, or is a share of an amount that is not known.
+
+    Example:
+        >>> parse_limit("50%", 1000), parse_limit("1.5KiB", None)
+        (500, 1536)
     """
-    mount, least, status = find_mount(folder, root), find_room(folder, root), os.statvfs(folder)
-    in_memory = mount is not None and mount.in_memory
-    share = RAM_SHARE if in_memory else 1
-    if new_bytes > least.left_bytes * share:
-        kept = f", of which {1 - share:.0%} are kept free" if in_memory else ""
-        raise ArchiveError(
-            f"{size_text(new_bytes)} are to be copied to {folder}, and the {least.reason} leaves "
-            f"{size_text(least.left_bytes)}{kept}. Nothing was written. Make room, pack images smaller first "
-            "(lightning-feed pack --short-side), stage to a local disk, or mount a tmpfs of the right size and give "
-            f"that:\n  {mount_command(folder, new_bytes, root)}"
-        )
-    if status.f_files > 0 and new_files > status.f_favail:  # a file system without inodes of its own says 0
-        raise ArchiveError(
-            f"{new_files} files are to be copied to {folder}, which has room for {status.f_favail} more, "
-            "whatever their size. Nothing was written. Pack them into one first (lightning-feed pack)."
-        )
-
-
-def find_caveats(folder: str, root: Path = Path("/")) -> tuple[str, ...]:
-    """Things to know of a copy in ``folder``: one sentence for each thing that holds there.
-
-    Args:
-        folder: where the copies go; exists.
-        root: as in :func:`check_room`.
-    """
-    mount, status, found = find_mount(folder, root), os.stat(folder), []  # noqa: PTH116
-    sticky = status.st_mode & stat.S_ISVTX  # then what lies there can be moved by its owner alone
-    if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o002 and not sticky):
-        found.append(
-            f"Other users may put other data in the place of a copy in {folder}. Give a DEST of your own, for example "
-            "/dev/shm/<user>."
-        )
-    if mount is None or not mount.in_memory:
-        return tuple(found)
-    found.append(f"{mount.point} is memory: the copy is gone after a reboot.")
-    if mount.kind == "tmpfs" and "noswap" not in mount.options and _has_swap(root):
-        found.append(
-            f"{mount.point} may be moved out to swap when memory is short. Mounted with noswap (Linux 6.4) it is not."
-        )
-    limit = min(cgroup_memory_limits(root), default=None)
-    if limit is not None:
-        left = size_text(max(0, limit.left_bytes))
-        found.append(f"The copy counts against the {limit.reason}, which leaves {left} to training now.")
-    return tuple(found)
-
-
-def mount_command(path: str | os.PathLike[str], total_bytes: int, root: Path = Path("/")) -> str:
-    """The command that mounts a tmpfs for a copy of ``total_bytes``, owned by the user who asks.
-
-    Args:
-        path: where to mount it.
-        total_bytes: the size of what is to be staged. 5 % and 64 MiB are added for the rounding of each file to pages.
-        root: as in :func:`check_room`.
-    """
-    # The free part that check_room keeps comes on top, so that a copy fits into what this mounts.
-    mib = int(total_bytes * 1.05 / RAM_SHARE / 2**20) + 64
-    options = f"size={mib}M,mode=0700,uid={os.getuid()},gid={os.getgid()}"
-    if _has_swap(root) and _kernel(root) >= (6, 4):
-        options += ",noswap"
-    where = shlex.quote(printable(os.fspath(path)))
-    return f"sudo mkdir -p {where} && sudo mount -t tmpfs -o {options} tmpfs {where}"
+    text = "" if isinstance(limit, bool) or not isinstance(limit, (int, str)) else str(limit)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|([kmgt]i?)?b?)\s*", text, re.ASCII | re.IGNORECASE)
+    size = 0
+    if found is not None and found[2] != "%":
+        size = int(float(found[1]) * _UNITS[(found[3] or "").lower()])
+    elif found is not None and float(found[1]) <= 100:
+        if available is None:
+            raise SettingsError(
+                f"A limit of {limit!r} is a share of the memory, not known on this machine. Give '8GiB'."
+            )
+        size = int(float(found[1]) / 100 * available)
+    if size < 1:
+        raise SettingsError(f"A limit of {limit!r} is not possible. Give a size ('8GiB') or a share ('50%').")
+    return size
 
 
 def size_text(size: float) -> str:
@@ -466,15 +352,6 @@ def size_text(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
-
-
-def _has_swap(root: Path) -> bool:
-    return len(read_text(root / "proc/swaps").splitlines()) > 1  # the first line is the heading
-
-
-def _kernel(root: Path) -> tuple[int, ...]:
-    release = re.match(r"(\d+)\.(\d+)", read_text(root / "proc/sys/kernel/osrelease"))
-    return tuple(map(int, release.groups())) if release else (0, 0)
 
 
 # --- long work --------------------------------------------------------------------------------------------------------

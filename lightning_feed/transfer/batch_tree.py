@@ -1,4 +1,7 @@
-"""Walks over a batch of any shape: containers, dataclasses, named tuples, objects of the user's own."""
+"""Walks over a batch of any shape, and the parts of it that stay on the host.
+
+Containers, dataclasses, named tuples, and objects of the user's own are entered.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_feed.load.collate import rebuild
+from lightning_feed.load.collate import drop, missing_keys, rebuild
 
 _OPAQUE = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device)
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
-def tensors(batch: Any) -> Iterator[Tensor]:
+def tensors(batch: object) -> Iterator[Tensor]:
     """Every tensor that can be reached from ``batch``, each once.
 
     Looks into mappings, lists, tuples (``PackedSequence`` is one), sets, dataclasses, and the attributes of any other
@@ -25,7 +28,7 @@ def tensors(batch: Any) -> Iterator[Tensor]:
     yield from _leaves(batch)
 
 
-def record_stream(batch: Any, stream: Any) -> None:
+def record_stream(batch: object, stream: Any) -> None:
     """Tell the caching allocator that ``stream`` uses every device tensor of ``batch``.
 
     Without it the allocator may hand the memory of a tensor that was made on another stream to the next copy while
@@ -45,12 +48,12 @@ def record_stream(batch: Any, stream: Any) -> None:
                 leaf.record_stream(stream)
 
 
-def off_host(batch: Any) -> bool:
-    """Whether any tensor of ``batch`` already lies outside host memory."""
+def off_host(batch: object) -> bool:
+    """True if any tensor of ``batch`` is outside host memory already."""
     return any(tensor.device.type != "cpu" for tensor in tensors(batch))
 
 
-def bytes_off_host(batch: Any) -> int:
+def bytes_off_host(batch: object) -> int:
     """Memory that the tensors of ``batch`` take outside of the host."""
     return sum(tensor.nbytes for tensor in tensors(batch) if tensor.device.type != "cpu")
 
@@ -60,11 +63,11 @@ class _Held:
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
 
-def hold(batch: Any, keys: frozenset[str]) -> Any:
+def hold(batch: object, keys: frozenset[str]) -> Any:
     """``batch`` with the values under ``keys`` hidden from the transfer. The user's containers are not written to.
 
     Only plain containers are entered (mappings, lists, tuples, named tuples): an object with its own ``.to`` decides
@@ -74,17 +77,17 @@ def hold(batch: Any, keys: frozenset[str]) -> Any:
     return _enter(batch, lambda key, value: _Held(value) if named and key in keys else hold(value, keys))
 
 
-def release(batch: Any) -> Any:
+def release(batch: object) -> Any:
     """Undo :func:`hold`."""
     return _enter(batch, lambda _, value: value.value if isinstance(value, _Held) else release(value))
 
 
-def _enter(batch: Any, change: Callable[[Any, Any], Any]) -> Any:
+def _enter(batch: object, change: Callable[[object, object], object]) -> object:
     plain = isinstance(batch, (Mapping, list, tuple)) and not hasattr(batch, "to")
     return rebuild(batch, change) if plain else batch
 
 
-def _leaves(batch: Any, *, to_record: bool = False) -> Iterator[Any]:
+def _leaves(batch: object, *, to_record: bool = False) -> Iterator[Any]:
     """Tensors, and ``to_record`` what has a ``record_stream``. Every object is visited once, so cycles end."""
     seen: set[int] = set()
     stack = [batch]
@@ -101,11 +104,11 @@ def _leaves(batch: Any, *, to_record: bool = False) -> Iterator[Any]:
             stack.extend(_children(value))
 
 
-def _children(value: Any) -> Iterable[Any]:
-    """What a batch may keep its tensors in: elements, slots and attributes. A subclass of a container has both."""
+def _children(value: object) -> Iterable[object]:
+    """Elements, slots and attributes of a value. A subclass of a container has all of them."""
     if isinstance(value, (_Held, *_CODE)):
         return ()
-    inside: list[Any] = []
+    inside: list[object] = []
     if isinstance(value, Mapping):
         inside += value.values()
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -129,9 +132,47 @@ def _strided(tensor: Tensor) -> Iterator[Tensor]:
                 yield ragged.lengths()
     elif tensor.layout is torch.strided:
         yield tensor
-    elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield from (part(tensor) for part in _SPARSE_PARTS.get(tensor.layout, ()))
+
+
+_ROWS = (Tensor.crow_indices, Tensor.col_indices, Tensor.values)
+_COLUMNS = (Tensor.ccol_indices, Tensor.row_indices, Tensor.values)
+_SPARSE_PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
+    torch.sparse_coo: (Tensor._indices, Tensor._values),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+"""The tensors that hold the memory of a sparse one."""
+
+
+# --- keys that are not transferred ------------------------------------------------------------------------------------
+
+
+class LeanTransfer:
+    """Drops keys and holds keys back, around whatever copies a batch.
+
+    Args:
+        drop_keys: left out; see :func:`lightning_feed.load.collate.drop`.
+        host_keys: kept from the copy.
+        warn: takes what the user should know of, at most once each.
+    """
+
+    def __init__(self, *, drop_keys: frozenset[str], host_keys: frozenset[str], warn: Callable[[str], object]) -> None:
+        self._drop, self._held, self._warn = drop_keys, host_keys, warn
+        self._looked = False
+
+    def look(self, batch: object) -> None:
+        """Warn, once, of keys to drop that a first batch does not have."""
+        if not self._looked:
+            self._looked = True
+            absent = missing_keys(batch, self._drop)
+            if absent is not None:
+                self._warn(absent)
+
+    def send(self, batch: object, copy: Callable[[object], object]) -> Any:
+        """The batch as ``copy`` makes it of what is left; held values come back untouched."""
+        left = drop(batch, self._drop) if self._drop else batch
+        return release(copy(hold(left, self._held))) if self._held else copy(left)

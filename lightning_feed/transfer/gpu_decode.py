@@ -26,7 +26,7 @@ class NvJpeg:
     """Decodes lists of JPEGs on one CUDA device; one object serves the whole process.
 
     torchcodec, which succeeds torchvision's decoders, is not used: it turns images by their EXIF rotation and cannot be
-    told not to (read in 0.17), while every other decoder here leaves them as they are stored.
+    configured otherwise (read in 0.17), while every other decoder here leaves them as they are stored.
 
     Raises:
         MissingExtraError: this torchvision has no nvJPEG.
@@ -89,7 +89,7 @@ def nvjpeg(device: torch.device) -> NvJpeg:
 
 
 def not_for_nvjpeg(data: Encoded) -> str | None:
-    """Why nvJPEG should not be given a file; None: it should.
+    """The reason for not giving a file to nvJPEG; None where it decodes it.
 
     nvJPEG decodes baseline and progressive JPEGs of 8 bits, grey or colour, in the usual chroma subsamplings
     (https://docs.nvidia.com/cuda/nvjpeg/). One file beyond that fails the call for all files beside it, or comes out in
@@ -151,7 +151,7 @@ MOST_BYTES: Final = 256 * 2**20
 """Of decoded pixels at a time, at full size, and of what it takes to resize them: larger batches are done in parts, so
 that a batch of photographs of 12 megapixels does not take 10 GB."""
 _NO_MEMORY: Final = re.compile(r"Failed to [\w ]+: 5\b")
-"""How torchvision passes on nvJPEG's NVJPEG_STATUS_ALLOCATOR_FAILURE (docs.nvidia.com/cuda/nvjpeg, return codes)."""
+"""torchvision's message for nvJPEG's NVJPEG_STATUS_ALLOCATOR_FAILURE (docs.nvidia.com/cuda/nvjpeg, return codes)."""
 _FAILED: Final = "nvJPEG failed on the JPEG"
 
 
@@ -165,7 +165,7 @@ def decode_batch(batch: EncodedBatch, dataset: ImageDataset, decode: DecodeJpegs
     Args:
         batch: what to decode.
         dataset: where it is from.
-        decode: in place of nvJPEG.
+        decode: instead of nvJPEG.
 
     Raises:
         DatasetError: when an image cannot be decoded, with its name, and ``on_error`` does not deal with it.
@@ -259,7 +259,7 @@ def _try(files: list[Tensor], decode: DecodeJpegs) -> tuple[list[Tensor | None],
 
 
 def crop_on_device(
-    wholes: Mapping[int, Tensor], cuts: Mapping[int, CropSpec], quality: Quality, pixels: Tensor
+    wholes: Mapping[int, Tensor], crops: Mapping[int, CropSpec], quality: Quality, pixels: Tensor
 ) -> None:
     """Cut boxes out of whole images into their places of a batch: resized bilinearly, as torchvision does it.
 
@@ -277,19 +277,19 @@ def crop_on_device(
 
     Args:
         wholes: by their places in the batch: uint8, shape (3, H, W).
-        cuts: what to take of each.
+        crops: what to take of each.
         quality: of the resize.
         pixels: the batch: uint8, shape (B, height, width, 3), all windows being of that height and width.
     """
     _, height, width, _ = pixels.shape
-    groups = list(_groups(cuts, height, width))
-    rows = [_numbers(place, cuts[place], quality) for group, _, _ in groups for place in group]
+    groups = list(_groups(crops, height, width))
+    rows = [_numbers(place, crops[place], quality) for group, _, _ in groups for place in group]
     # In one copy, and from pinned memory, so that nothing waits for it.
     host = torch.tensor(rows, dtype=torch.float32, device="cpu", pin_memory=pixels.device.type != "cpu")
     table = host.to(pixels.device, non_blocking=True)
     tables = table.split([len(group) for group, _, _ in groups])
     for (group, high, wide), numbers in zip(groups, tables, strict=True):
-        boxes = {place: (wholes[place], cuts[place].region) for place in group}
+        boxes = {place: (wholes[place], crops[place].region) for place in group}
         _resize_group(boxes, (high, wide), numbers, pixels)
 
 
@@ -311,13 +311,13 @@ def _resize_group(
     pixels.index_copy_(0, numbers[:, 0].long(), levels.transpose(2, 3))
 
 
-def _groups(cuts: Mapping[int, CropSpec], height: int, width: int) -> Iterator[tuple[list[int], int, int]]:
+def _groups(crops: Mapping[int, CropSpec], height: int, width: int) -> Iterator[tuple[list[int], int, int]]:
     """Places of boxes to resize together, and the height and width that hold each of them: boxes of about one size, as
     many as ``MOST_BYTES`` allows, and at least one."""
     group: list[int] = []
     high = wide = 0
-    for place in sorted(cuts, key=lambda place: cuts[place].region[2:]):
-        _, _, *sides = cuts[place].region
+    for place in sorted(crops, key=lambda place: crops[place].region[2:]):
+        _, _, *sides = crops[place].region
         higher, wider = (_aligned(max(pair)) for pair in zip((high, wide), sides, strict=True))
         # 6 bytes each: three channels of float16, and weights that are float32 and then float16.
         each = 6 * (higher * wider + height * wider + height * width + height * higher + width * wider)
@@ -341,16 +341,16 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right, out=left.new_empty(0))
 
 
-def _numbers(place: int, cut: CropSpec, quality: Quality) -> list[float]:
+def _numbers(place: int, crop: CropSpec, quality: Quality) -> list[float]:
     """A row of the table: the place, and of lines and columns each the box's size, where in the box the first of the
     result has its middle, how far apart the middles are, and 1 / (how far a pixel of the box counts)."""
-    region, window = cut.region, cut.window
-    antialias = quality != "fast" or _shrink(cut) > 2
-    across = (window.left + window.width - 1, -1) if cut.flipped else (window.left, 1)
+    region, window = crop.region, crop.window
+    antialias = quality != "fast" or _shrink(crop) > 2
+    across = (window.left + window.width - 1, -1) if crop.flipped else (window.left, 1)
     row: list[float] = [place]
     for side, resized, first, step in (
-        (region.height, cut.resized[0], window.top, 1),
-        (region.width, cut.resized[1], *across),
+        (region.height, crop.resized[0], window.top, 1),
+        (region.width, crop.resized[1], *across),
     ):
         scale = side / resized
         row += [side, scale * (first + 0.5) - 0.5, scale * step, 1 / max(scale, 1) if antialias else 1]
@@ -358,8 +358,10 @@ def _numbers(place: int, cut: CropSpec, quality: Quality) -> list[float]:
 
 
 def _weights(numbers: Tensor, results: int, side: int) -> Tensor:
-    """What each of ``side`` pixels counts for each of the results: float16, shape (B, results, side). A triangle around
-    the middle of the result, as in torch's own kernels."""
+    """Weights of ``side`` pixels in each of the results: float16, shape (B, results, side).
+
+    A triangle around the middle of the result, as in torch's own kernels.
+    """
     sides, first, step, sharpness = numbers[:, :, None].unbind(1)
     middles = torch.addcmul(first, step, torch.arange(results, dtype=torch.float32, device=numbers.device))
     places = torch.arange(side, dtype=torch.float32, device=numbers.device)
@@ -387,8 +389,8 @@ def _refusal(image: EncodedSample) -> str | None:
     return not_for_nvjpeg(image.data)
 
 
-def _shrink(cut: CropSpec) -> float:
-    return max(cut.region.height / cut.resized[0], cut.region.width / cut.resized[1])
+def _shrink(crop: CropSpec) -> float:
+    return max(crop.region.height / crop.resized[0], crop.region.width / crop.resized[1])
 
 
 def _parts(places: list[int], images: list[EncodedSample]) -> Iterator[list[int]]:

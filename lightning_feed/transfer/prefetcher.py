@@ -22,7 +22,7 @@ modules of other backends (HPU, XLA) come from packages of their own.
 RUN_AHEAD: Final = 2
 RUN_AHEAD_BYTES: Final = 64 * 2**20
 MOST_AHEAD: Final = 60
-"""How far the host may be ahead of the device when it copies the next batch: 2 batches that the device has not come to,
+"""Lead of the host over the device, at most, when it copies the next batch: 2 batches that the device has not come to,
 or as many more as fit into these bytes, up to 60.
 
 ``record_stream`` gives memory back only once the device is past it, so a host that runs M steps ahead holds M batches.
@@ -39,30 +39,30 @@ _OF_EARLIER_WORK: Final = (
 
 
 class SideStream:
-    """Where a copy is issued, and how its result becomes safe to use on the stream that computes.
+    """A stream for copies, and the hand-over of their results to the stream that computes.
 
     This one is no stream at all: everything happens in program order. The same code runs on it where there is no
     accelerator.
     """
 
-    def issue(self) -> AbstractContextManager[Any]:
+    def issue(self) -> AbstractContextManager[object]:
         """While entered, work goes to the side stream."""
         return nullcontext()
 
     def mark(self) -> Any:
         """An event after all work issued so far."""
 
-    def hand_over(self, batch: Any, mark: Any) -> None:
+    def hand_over(self, batch: object, mark: object) -> None:
         """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
 
-    def follow_compute(self, batch: Any = None) -> None:
+    def follow_compute(self, batch: object = None) -> None:
         """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
 
     def limit_run_ahead(self) -> None:
         """Wait while the device is too far behind the batch that was handed over last: see ``RUN_AHEAD``."""
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured on the compute stream: nothing else may be issued then."""
+        """True while a graph is being captured on the compute stream: nothing else may be issued then."""
         return False
 
 
@@ -80,9 +80,9 @@ class DeviceStream(SideStream):
         self._handed_over: deque[tuple[Any, int]] = deque()
         """An event before the step on each batch, and the batch's bytes."""
 
-    def issue(self) -> AbstractContextManager[Any]:
+    def issue(self) -> AbstractContextManager[object]:
         """While entered, work goes to the side stream."""
-        context: AbstractContextManager[Any] = self._backend.stream(self._stream)
+        context: AbstractContextManager[object] = self._backend.stream(self._stream)
         return context
 
     def mark(self) -> Any:
@@ -91,7 +91,7 @@ class DeviceStream(SideStream):
         event.record(self._stream)
         return event
 
-    def hand_over(self, batch: Any, mark: Any) -> None:
+    def hand_over(self, batch: object, mark: object) -> None:
         """Make the compute stream wait for ``mark`` and own ``batch``. The host does not wait."""
         compute = self._backend.current_stream(self._device)
         # 1. The compute stream waits for the copy. 2. Only then may a kernel of the step read the batch.
@@ -103,7 +103,7 @@ class DeviceStream(SideStream):
         reached.record(compute)
         self._handed_over.append((reached, bytes_off_host(batch)))
 
-    def follow_compute(self, batch: Any = None) -> None:
+    def follow_compute(self, batch: object = None) -> None:
         """Let what is issued from here on begin after what the compute stream was given so far, and read ``batch``."""
         self._stream.wait_stream(self._backend.current_stream(self._device))
         if off_host(batch):
@@ -125,7 +125,7 @@ class DeviceStream(SideStream):
             raise
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured on the compute stream: nothing else may be issued then."""
+        """True while a graph is being captured on the compute stream: nothing else may be issued then."""
         asks = getattr(self._backend, "is_current_stream_capturing", None)  # torch.xpu has had graphs for short
         return asks is not None and bool(asks())
 
@@ -139,8 +139,8 @@ def open_stream(device: torch.device) -> SideStream | None:
 class Staged:
     """A batch in its transfer to the device, or what went wrong on the way."""
 
-    batch: Any = None
-    mark: Any = None
+    batch: object = None
+    mark: object = None
     error: Exception | None = None
 
 
@@ -154,7 +154,7 @@ class Prefetcher:
     def __init__(self, stream: SideStream) -> None:
         self._stream = stream
 
-    def stage(self, batch: Any, *, prepare: Callable[[Any], Any], copy: Callable[[Any], Any]) -> Staged:
+    def stage(self, batch: object, *, prepare: Callable[[object], object], copy: Callable[[object], object]) -> Staged:
         """Issue the copy of ``batch`` without waiting for it.
 
         Args:
@@ -175,7 +175,7 @@ class Prefetcher:
         except Exception as error:  # noqa: BLE001  # raised by `take`, with its traceback
             return Staged(error=error)
 
-    def pass_on(self, batch: Any, copy: Callable[[Any], Any]) -> Any:
+    def pass_on(self, batch: object, copy: Callable[[object], object]) -> Any:
         """Copy a batch that was not staged, in program order: after all that was queued, before all that comes.
 
         It goes over the side stream like every other batch, because what ``copy`` keeps from one batch to the next (a
@@ -193,7 +193,7 @@ class Prefetcher:
             self._stream.hand_over(staged.batch, staged.mark)
         return staged.batch
 
-    def _issue(self, batch: Any, copy: Callable[[Any], Any]) -> Staged:
+    def _issue(self, batch: object, copy: Callable[[object], object]) -> Staged:
         with self._stream.issue(), traced("transfer"):
             ready = copy(batch)
         return Staged(batch=ready, mark=self._stream.mark())

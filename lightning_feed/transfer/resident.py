@@ -32,7 +32,7 @@ from lightning_feed.load.trace import traced
 logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 8
-"""Samples from which the size of the whole is estimated; every sample must have the shapes of the first."""
+"""Number of samples used to estimate the size of the whole; every sample must have the shapes of the first."""
 _CHUNK_BYTES = 8 << 20
 """At most so much is one batch in its transfer to the device; each worker has two of them in host memory."""
 _MOST_IN_CHUNK = 1024
@@ -46,7 +46,7 @@ class Shard:
     ranks: int
 
 
-class ResidentData(Dataset[Any]):
+class ResidentData(Dataset[object]):
     """Samples on the device: each leaf of the nested batch is one tensor, with a row for each sample.
 
     Made by :func:`load_resident`; read through a ``ResidentLoader``.
@@ -109,7 +109,7 @@ class _Leaf:
     rows: Tensor
     """Contiguous, one row for each sample."""
     dims: tuple[int, ...]
-    """How a batch is permuted to look as it did, where it was not contiguous: channels last, for example."""
+    """The permutation that restores a batch that was not contiguous: channels last, for example."""
 
     def gather(self, rows: Tensor) -> Tensor:
         return self.rows.index_select(0, rows).permute(self.dims)
@@ -123,9 +123,9 @@ def load_resident(
     *,
     device: torch.device,
     limit_bytes: int | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    collate_fn: Callable[[list[object]], object] | None = None,
     shard: Shard | None = None,
-    reading: Mapping[str, Any] | None = None,
+    reading: Mapping[str, object] | None = None,
 ) -> ResidentData:
     """Go once through a dataset and keep it on the device.
 
@@ -188,10 +188,10 @@ def free_device_bytes(device: torch.device) -> int | None:
     return read_machine().available_memory_bytes if device.type == "cpu" else None
 
 
-class _Plain(Dataset[Any]):
+class _Plain(Dataset[object]):
     """The samples of ``part`` without augmentation, each checked against the first."""
 
-    def __init__(self, dataset: Any, part: range, expected: dict[str, str]) -> None:
+    def __init__(self, dataset: object, part: range, expected: dict[str, str]) -> None:
         self.dataset, self.part, self.expected = dataset, part, expected
 
     def __len__(self) -> int:
@@ -211,8 +211,8 @@ class _Plain(Dataset[Any]):
         return sample
 
 
-def _shapes_of(sample: Any, index: int) -> dict[str, str]:
-    """What each leaf of a sample is, by its place in it: ``{"['image']": "uint8 (32, 32, 3)"}``."""
+def _shapes_of(sample: object, index: int) -> dict[str, str]:
+    """Type and shape of each leaf of a sample, by its place: ``{"['image']": "uint8 (32, 32, 3)"}``."""
     shapes = {}
     for path, leaf in tree_flatten_with_path(sample)[0]:
         if isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"):
@@ -239,7 +239,7 @@ def _plain(dataset: Any, index: int) -> Any:
     return dataset[index]
 
 
-def _warn_of_frozen(dataset: Any) -> None:
+def _warn_of_frozen(dataset: object) -> None:
     if isinstance(dataset, (Subset, ConcatDataset)):
         for inner in [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets:
             _warn_of_frozen(inner)
@@ -251,7 +251,7 @@ def _warn_of_frozen(dataset: Any) -> None:
         )
 
 
-def _check_rows(batch: Any, rows: int) -> None:
+def _check_rows(batch: object, rows: int) -> None:
     for path, leaf in tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
             what = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
@@ -311,7 +311,7 @@ class ResidentLoader(FeedLoader):
 
 
 class _Batches:
-    """What a plain BatchSampler gives, as slices of one tensor of row numbers on the device."""
+    """The batches of a plain BatchSampler, as slices of one tensor of row numbers on the device."""
 
     def __init__(self, sampler: Any, plain: BatchSampler, data: ResidentData) -> None:
         self.sampler, self.plain, self.data = sampler, plain, data
@@ -345,7 +345,7 @@ class _Batches:
         return order
 
 
-def _order_in_shard(sampler: Any, shard: Shard, held: int) -> Tensor:
+def _order_in_shard(sampler: object, shard: Shard, held: int) -> Tensor:
     """The rows of a shard for one epoch, as many as the sampler would give to its rank."""
     if not isinstance(sampler, DistributedSampler) or (sampler.rank, sampler.num_replicas) != (shard.rank, shard.ranks):
         raise LoaderError(
@@ -362,6 +362,6 @@ def _order_in_shard(sampler: Any, shard: Shard, held: int) -> Tensor:
     return rows.repeat(-(-len(sampler) // held))[: len(sampler)] if held < len(sampler) else rows[: len(sampler)]
 
 
-def _as_it_is(batch: Any) -> Any:
+def _as_it_is(batch: object) -> object:
     """The ``collate_fn``: what comes from the device is a batch already."""
     return batch

@@ -76,7 +76,7 @@ def test_rank_0_decides_for_all() -> None:
     ],
     ids=["ours", "another"],
 )
-def test_what_fails_on_rank_0_is_told_to_all(error: Exception, told: Any) -> None:
+def test_what_fails_on_rank_0_is_reported_to_all(error: Exception, told: Any) -> None:
     sent: list[Any] = []
 
     def fails() -> str:
@@ -90,7 +90,7 @@ def test_what_fails_on_rank_0_is_told_to_all(error: Exception, told: Any) -> Non
         once_for_all_ranks(_rank(1, sent), _refuse)
 
 
-def test_images_that_rank_0_does_not_have_are_told(class_folders: Path) -> None:
+def test_images_that_rank_0_does_not_have_are_reported(class_folders: Path) -> None:
     birds = ImageFolderDataModule(class_folders, batch_size=4, image_size=32)
     birds.trainer = _rank(1, [(None, None)])
     with pytest.raises(DatasetError, match="Rank 0 finds no images for 'train', and another rank does"):
@@ -138,7 +138,7 @@ def _setting_up(root: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
     return birds
 
 
-def test_a_torchvision_without_nvjpeg_is_told_before_the_first_batch(
+def test_a_torchvision_without_nvjpeg_is_reported_before_the_first_batch(
     class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(device: torch.device) -> Any:
@@ -150,7 +150,7 @@ def test_a_torchvision_without_nvjpeg_is_told_before_the_first_batch(
         birds.train_dataloader()
 
 
-def test_a_device_that_fails_is_told_before_the_first_batch(
+def test_a_device_that_fails_is_reported_before_the_first_batch(
     class_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(files: Any) -> Any:

@@ -155,7 +155,7 @@ def test_a_subset_is_decoded_where_the_images_are(class_folders: Path) -> None:
     ],
     ids=["texts", "fractions", "pairs", "too few"],
 )
-def test_labels_of_a_pack_that_are_no_numbers_are_told_before_training(
+def test_labels_of_a_pack_that_are_no_numbers_are_reported_before_training(
     labels: Any, backend: Any, class_folders: Path, tmp_path: Path
 ) -> None:
     pack(class_folders, tmp_path / "pack", workers=1)

@@ -17,8 +17,7 @@ from torch import nn
 
 import lightning_feed.pl
 from lightning_feed import ImageFolderDataModule, LoaderSettings
-from lightning_feed.data.base import PassEnds
-from lightning_feed.data.image_backends import BackendChoice
+from lightning_feed.data.image_backends import BackendChoice, PassEnds
 from lightning_feed.errors import DecodeError
 from lightning_feed.images.dali_binding import DaliOptions
 from lightning_feed.images.dali_decoder import ImagePipeline
@@ -88,7 +87,7 @@ def test_order_boxes_and_flips_are_those_of_torch_in_every_epoch(photos: Path, l
     assert labels[0] != labels[1]
 
 
-def test_it_reads_in_threads_unless_told_otherwise(photos: Path) -> None:
+def test_it_reads_in_threads_by_default(photos: Path) -> None:
     module = data(photos, loader=None)()["datamodule"]
     assert module.train_dataloader().workers == "thread"
     assert module.backend_choice.name == "dali-cpu"
@@ -167,7 +166,7 @@ def test_resumed_in_mid_epoch_to_the_bit(photos: Path, callbacks: Any, count: in
 
 def active_in(module: Any) -> tuple[str, ...]:
     """The splits that have a pipeline now."""
-    return tuple(sorted(split for split, decoder in module._images_decoders.items() if decoder.active))
+    return tuple(sorted(split for split, decoder in module._images_decoders.items() if decoder._pipeline is not None))
 
 
 class NotesPipelines(Recording):
@@ -281,7 +280,7 @@ def test_a_broken_image_ends_the_run_with_its_name(photos: Path, broken: str) ->
 
 
 @pytest.mark.parametrize(("broken", "on_error"), [("JPEG cut in the middle", "skip"), ("PNG cut", "substitute")])
-def test_a_broken_image_is_dealt_with_as_asked_for(
+def test_a_broken_image_is_handled_as_asked_for(
     photos: Path, broken: str, on_error: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     (photos / "train" / "a" / "3.jpg").write_bytes(BROKEN[broken])
@@ -318,8 +317,8 @@ def growth_mb(photos: Path, rebuilds: int = 50) -> float:
 
     def validate() -> None:
         for _ in loader:
-            assert loader.decode.active
-        assert not loader.decode.active
+            assert loader.decode._pipeline is not None
+        assert loader.decode._pipeline is None
 
     for _ in range(10):
         validate()

@@ -294,7 +294,7 @@ class Unshared(Collating):
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_a_collate_of_ones_own(start_method: Any) -> None:
+def test_a_collate_of_the_user(start_method: Any) -> None:
     data = Unshared({"train": Rows(8), "val": Rows(4)}, loader=LoaderSettings(num_workers=1, start_method=start_method))
     data.trainer = trainer()
     loader = data.train_dataloader()
@@ -303,7 +303,7 @@ def test_a_collate_of_ones_own(start_method: Any) -> None:
     assert firsts(list(Collating({"val": Rows(4)}).val_dataloader())) == [2000, 2001, 2002, 2003]
 
 
-def test_a_sampler_of_ones_own() -> None:
+def test_a_sampler_of_the_user() -> None:
     class Sampling(Data):
         def sampler(self, dataset: Any, split: str) -> Any:
             return [5, 3, 1] if split == "train" else None
@@ -435,7 +435,7 @@ def test_nothing_to_train_on() -> None:
 
 
 @pytest.mark.parametrize("name", ["training", "Train", "", None])
-def test_a_wrong_split_is_told_the_right_ones(name: Any) -> None:
+def test_a_wrong_split_is_an_error_with_the_right_ones(name: Any) -> None:
     with pytest.raises(SettingsError, match="'train', 'val', 'test', 'predict'"):
         Data({"train": Rows(4)}).dataset(name)
 
@@ -509,7 +509,7 @@ class OnlyTrains(LightningModule):
 
 
 @pytest.mark.parametrize("splits", [("train",), ("train", "val")])
-def test_validation_data_without_a_validation_step_is_told_and_no_data_is_not(
+def test_validation_data_without_a_validation_step_is_reported_and_no_data_is_not(
     splits: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Data(lightning_feed.FastDataModule):

@@ -334,7 +334,7 @@ def test_a_collate_of_the_users_is_refused(backend: Any, photos: Path) -> None:
     assert Own(photos).backend == "torch"
 
 
-def test_no_backend_is_told_with_those_that_are(photos: Path) -> None:
+def test_no_backend_is_reported_with_those_that_are(photos: Path) -> None:
     with pytest.raises(SettingsError, match=r"backend='cuda'.*'torch', 'nvjpeg', 'dali-cpu', 'dali-gpu'\."):
         ImageFolderDataModule(photos, backend="cuda")  # type: ignore[arg-type]
 

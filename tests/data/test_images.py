@@ -124,7 +124,7 @@ def test_a_batch_becomes_float_once(photos: Path, with_aspects: bool) -> None:
     assert made == [(4, 3, 32, 32)]
 
 
-def test_a_transform_of_ones_own_is_applied_and_its_floats_are_left_alone(photos: Path) -> None:
+def test_a_transform_of_the_user_is_applied_and_its_floats_are_left_alone(photos: Path) -> None:
     transform = v2.Compose([v2.Resize((20, 24)), v2.ToDtype(torch.float32, scale=True)])
     module = ImageFolderDataModule(photos, batch_size=4, eval_transform=transform, decoder="pillow", loader=HERE)
     batch = next(iter(module.val_dataloader()))

@@ -307,7 +307,7 @@ def test_it_can_be_pickled_and_copied() -> None:
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-def test_lightning_makes_it_anew_for_several_ranks(kind: Any) -> None:
+def test_lightning_makes_it_again_for_several_ranks(kind: Any) -> None:
     from lightning.pytorch.utilities.data import _update_dataloader
 
     mine = kind(Rows(), batch_size=4, shuffle=True)

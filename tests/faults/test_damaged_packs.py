@@ -15,7 +15,7 @@ import pytest
 from lightning_feed.errors import ArchiveError, DatasetError
 from lightning_feed.storage import PackedDataset, pack, verify_pack
 from lightning_feed.storage.folder import FolderSource, scan_classes
-from lightning_feed.storage.pack_formats import PartIndex
+from lightning_feed.storage.packed_dataset import PartIndex
 
 FORMATS = ["lmdb", "hdf5"]
 
@@ -67,7 +67,7 @@ def flipped(path: Path, at: int, bit: int = 0) -> None:
 
 @pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_flipped_bit_of_a_sample_is_told_when_it_is_read(
+def test_a_flipped_bit_of_a_sample_is_reported_when_it_is_read(
     format: str, earlier: bool, packs: Path, packed: Callable[[str], Path]
 ) -> None:
     path, samples = packed(format), contents(packs / "files")
@@ -137,7 +137,9 @@ def test_a_flipped_bit_renames_no_class(packed: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_file_that_is_cut_short_before_a_process_opens_it_is_told(format: str, packed: Callable[[str], Path]) -> None:
+def test_a_file_that_is_cut_short_before_a_process_opens_it_is_reported(
+    format: str, packed: Callable[[str], Path]
+) -> None:
     path = packed(format)
     found = PackedDataset(path)
     largest = max((path / "all" / "data").iterdir(), key=lambda file: file.stat().st_size)
@@ -146,7 +148,7 @@ def test_a_file_that_is_cut_short_before_a_process_opens_it_is_told(format: str,
         found.read(11)
 
 
-def test_a_data_file_that_is_cut_short_is_told_before_it_is_read(packed: Callable[[str], Path]) -> None:
+def test_a_data_file_that_is_cut_short_is_reported_before_it_is_read(packed: Callable[[str], Path]) -> None:
     for format in FORMATS:
         path = packed(format)
         largest = max((path / "all" / "data").iterdir(), key=lambda path: path.stat().st_size)
@@ -159,7 +161,7 @@ def test_a_data_file_that_is_cut_short_is_told_before_it_is_read(packed: Callabl
 
 
 @pytest.mark.parametrize("file", ["pack.json", "all/index.npz"])
-def test_a_manifest_or_index_that_is_cut_short_or_gone_is_told(file: str, packed: Callable[[str], Path]) -> None:
+def test_a_manifest_or_index_that_is_cut_short_or_gone_is_reported(file: str, packed: Callable[[str], Path]) -> None:
     path = packed("lmdb")
     os.truncate(path / file, (path / file).stat().st_size // 2)
     with pytest.raises(ArchiveError, match="cannot be read"):
@@ -169,7 +171,7 @@ def test_a_manifest_or_index_that_is_cut_short_or_gone_is_told(file: str, packed
         PackedDataset(path)
 
 
-def test_another_version_is_told(packed: Callable[[str], Path]) -> None:
+def test_another_version_is_reported(packed: Callable[[str], Path]) -> None:
     manifest = packed("lmdb") / "pack.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 9'))
     with pytest.raises(ArchiveError, match="a pack of version 9, and only 1 can be read"):

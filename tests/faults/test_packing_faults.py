@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from lightning_feed.errors import ArchiveError
-from lightning_feed.storage import PackedDataset, pack, pack_writers, packing
+from lightning_feed.storage import PackedDataset, pack, packing
 from lightning_feed.storage.folder import FolderSource, scan_classes
-from lightning_feed.storage.pack_writers import PartWriter
+from lightning_feed.storage.packing import PartWriter
 from lightning_feed.storage.splits import Splits
 
 NOBODY = 65534
@@ -61,7 +61,7 @@ def kill(*_: Any, **__: Any) -> None:
 KILLED = """
 import os, signal, sys
 from lightning_feed.storage import packing
-from lightning_feed.storage.pack_writers import PartWriter
+from lightning_feed.storage.packing import PartWriter
 packing._WRITTEN_BYTES = 16 * 20_000
 append = PartWriter.append
 def killing(self, payloads):
@@ -180,7 +180,7 @@ def test_a_pack_in_a_folder_of_a_group_is_of_that_group(files: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("dest", ["a file/x.pack", "x" * 300, "/proc/x.pack"])
-def test_a_dest_that_cannot_be_written_is_told(dest: str, files: Path, tmp_path: Path) -> None:
+def test_a_dest_that_cannot_be_written_is_reported(dest: str, files: Path, tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     with pytest.raises(ArchiveError, match=r"\.partial cannot be made or written to: .* Give another DEST"):
         pack(files, tmp_path / dest, workers=0)
@@ -242,7 +242,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
-def test_no_room_is_told_before_anything_is_written(files: Path, small_disk: Path) -> None:
+def test_no_room_is_reported_before_anything_is_written(files: Path, small_disk: Path) -> None:
     for name in range(5):
         (files / "dog" / f"z{name}.jpg").write_bytes(os.urandom(1_000_000))
     with pytest.raises(ArchiveError, match=r"Packing needs about 0\.01 GB .* and 0\.00 GB are free"):
@@ -251,7 +251,7 @@ def test_no_room_is_told_before_anything_is_written(files: Path, small_disk: Pat
 
 
 @pytest.mark.parametrize(("format", "free"), [("lmdb", 400_000), ("hdf5", 400_000), ("hdf5", 1_200_000)])
-def test_a_disk_that_fills_up_is_told_and_nothing_is_left(
+def test_a_disk_that_fills_up_is_reported_and_nothing_is_left(
     format: Any, free: int, files: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 1.2 MB free the payloads, 0.8 MB, fit, and do not fit twice."""
@@ -413,7 +413,7 @@ def test_a_whole_pack_is_there_again_after_force_was_killed(
     rename = Path.rename
     with monkeypatch.context() as patch:
         if at == "rmtree":
-            patch.setattr(pack_writers.shutil, "rmtree", lambda path, **_: kill())
+            patch.setattr(packing.shutil, "rmtree", lambda path, **_: kill())
         else:
             patch.setattr(Path, "rename", lambda path, to: kill() if path.name == at else rename(path, to))
         killed(lambda: pack(files, replaced, workers=0, force=True))

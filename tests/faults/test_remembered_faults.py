@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_feed.storage import file_system
 from lightning_feed.storage import folder as folders
-from lightning_feed.storage import system
 from lightning_feed.storage.folder import index_of
 from lightning_feed.storage.system import cache_folder
 
@@ -67,7 +67,7 @@ def test_another_folder_in_its_place_is_found(photos: Path, tmp_path: Path) -> N
 def test_on_fuse_nothing_is_remembered(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """s3fs and its like show the same times whatever is in a folder."""
     mounts = f"30 24 0:30 / {photos} rw - fuse.s3fs s3fs rw\n"
-    monkeypatch.setattr(system, "read_text", lambda path: mounts)
+    monkeypatch.setattr(file_system, "read_text", lambda path: mounts)
     index_of(photos, now_ns=lambda: 10**19)
     assert not cache_folder().exists()
 

@@ -14,8 +14,8 @@ import pytest
 from lightning_feed.cli import main
 from lightning_feed.errors import ArchiveError
 from lightning_feed.storage import stage, stage_copy, staging, unstage
+from lightning_feed.storage.file_system import find_caveats
 from lightning_feed.storage.staging import StagePlace, claimed, release
-from lightning_feed.storage.system import find_caveats
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="files of another user can be made by root alone")
@@ -168,7 +168,7 @@ def test_another_users_record_of_a_copy_is_not_believed(source: Path, dest: Path
 
 
 @as_root
-def test_a_dest_in_which_others_can_replace_the_copy_is_told(tmp_path: Path) -> None:
+def test_a_dest_in_which_others_can_replace_the_copy_is_reported(tmp_path: Path) -> None:
     assert not any("Other users" in caveat for caveat in find_caveats(str(tmp_path)))
     tmp_path.chmod(0o777)
     assert "Other users may put other data" in find_caveats(str(tmp_path))[0]
@@ -215,7 +215,9 @@ def test_the_command_says_what_it_waits_for(source: Path, dest: Path) -> None:
 @pytest.mark.parametrize(
     "bad", ["/proc", "n" * 300, "d/" * 2040, "dangling/deep", "loop", "loop/in", "file", "/dev/null"]
 )
-def test_an_impossible_dest_is_told(source: Path, tmp_path: Path, bad: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_dest_is_reported(
+    source: Path, tmp_path: Path, bad: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "dangling").symlink_to("nowhere/at/all")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
@@ -230,7 +232,7 @@ def test_an_impossible_dest_is_told(source: Path, tmp_path: Path, bad: str, caps
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "data", "file", "loop"]
 
 
-def test_a_source_whose_name_leaves_no_room_for_ours_is_told(source: Path, dest: Path) -> None:
+def test_a_source_whose_name_leaves_no_room_for_ours_is_reported(source: Path, dest: Path) -> None:
     long = source.rename(source.parent / ("b" * 250))
     with pytest.raises(ArchiveError, match=r"File name too long\. Give SRC a shorter name"):
         stage(long, dest)
@@ -239,7 +241,9 @@ def test_a_source_whose_name_leaves_no_room_for_ours_is_told(source: Path, dest:
 
 
 @as_root
-def test_removing_from_a_folder_that_another_user_has_closed_is_told(source: Path, dest: Path, tmp_path: Path) -> None:
+def test_removing_from_a_folder_that_another_user_has_closed_is_reported(
+    source: Path, dest: Path, tmp_path: Path
+) -> None:
     stage(source, dest)
     dest.chmod(0o700)
     # Once as root, so that all is imported: nobody may not even read the folder that Python lies in.

@@ -1,4 +1,4 @@
-"""DALI missing, broken, too old or of another CUDA than torch: each is told with the line that mends it."""
+"""DALI missing, broken, too old or of another CUDA than torch: each error has the line that fixes it."""
 
 import importlib
 import sys
@@ -44,7 +44,7 @@ def test_one_that_fits_is_given(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> N
 @pytest.mark.parametrize(
     ("cuda", "line"), [("13.0", FOR_13), ("14.1", FOR_13), (None, FOR_13), ("12.4", FOR_12), ("11.8", FOR_12)]
 )
-def test_missing_is_told_with_the_line_for_the_cuda_of_torch(
+def test_missing_is_reported_with_the_line_for_the_cuda_of_torch(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, line: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)

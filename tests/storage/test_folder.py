@@ -92,14 +92,6 @@ def test_a_missing_folder_and_a_file_are_refused(tmp_path: Path) -> None:
         scan_classes(put(tmp_path, "file") / "file")
 
 
-def test_a_deleted_file_is_named_with_its_index(tmp_path: Path) -> None:
-    root = put(tmp_path, "a/1.jpg", "a/2.jpg")
-    source = FolderSource(root, scan_classes(root))
-    (root / "a" / "2.jpg").unlink()
-    with pytest.raises(DatasetError, match=r"a/2\.jpg \(sample 1\) cannot be read: No such file"):
-        source.read(1)
-
-
 def test_the_index_pickles_and_holds_no_list_of_files(tmp_path: Path) -> None:
     index = scan_classes(put(tmp_path, *AWKWARD))
     copy = pickle.loads(pickle.dumps(index))
@@ -157,17 +149,6 @@ def test_a_folder_that_changed_just_now_is_not_remembered(tmp_path: Path, scans:
     changed = max(stamp.ctime_ns for _, stamp in scan_classes(root).folders)
     for _ in range(2):
         index_of(root, now_ns=lambda: changed + 1_000_000_000)
-    assert len(scans) == 2
-
-
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"text"])
-def test_a_damaged_memory_is_not_trusted(tmp_path: Path, scans: list[Path], damage: object) -> None:
-    root = put(tmp_path / "root", *AWKWARD)
-    index_of(root, now_ns=later)
-    (kept,) = (folder.cache_folder() / "index").iterdir()
-    kept.write_bytes(damage(kept.read_bytes()))  # type: ignore[operator]
-    index_of(root, now_ns=later)
-    index_of(root, now_ns=later)
     assert len(scans) == 2
 
 

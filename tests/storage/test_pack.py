@@ -105,7 +105,7 @@ def test_larger_images_are_resized_once_and_smaller_ones_kept(made: Path, tmp_pa
     assert packed.manifest.options == {"short_side": 40, "quality": 95}
 
 
-def test_quality_alone_writes_every_image_anew_at_its_size(made: Path, tmp_path: Path) -> None:
+def test_quality_alone_reencodes_every_image_at_its_size(made: Path, tmp_path: Path) -> None:
     pack(made / "photos", tmp_path / "packed", quality=30, workers=0)
     packed, source = PackedDataset(tmp_path / "packed"), folder(made / "photos")
     for (data, _), (before, _) in zip(contents(packed), contents(source), strict=True):

@@ -172,7 +172,7 @@ def test_one_process_of_a_node_tells_of_a_full_disk_until_the_cache_is_opened_ag
     for runs in (1, 2):
         cache = ReadThrough(tmp_path, _MIB)
         for one in (cache, pickle.loads(pickle.dumps(cache)), cache):
-            one._say_once(OSError(errno.ENOSPC, "No space left on device"))
+            one._warn_once(OSError(errno.ENOSPC, "No space left on device"))
         assert caplog.text.count("is full") == runs
         del cache, one
 
@@ -199,7 +199,7 @@ def test_a_cache_that_is_removed_or_without_inodes_costs_speed_only(
     assert caplog.text.count("is full") == 1
 
 
-def test_an_error_of_the_source_is_told_as_it_is(store: ObjectStore, tmp_path: Path) -> None:
+def test_an_error_of_the_source_is_raised_as_it_is(store: ObjectStore, tmp_path: Path) -> None:
     source = source_of(store, ReadThrough(tmp_path, _MIB))
     store.proxy.faults = {"crow/3.jpg": [403, ...]}
     with pytest.raises(ArchiveError, match=r"Sample 3: s3://photos/train/crow/3\.jpg may not be read"):
@@ -378,7 +378,7 @@ time.sleep(60)
     wait_until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
 
 
-def test_a_process_that_has_ended_is_told_of_and_made_anew_for_the_next_epoch(
+def test_a_process_that_has_ended_is_reported_and_started_again_for_the_next_epoch(
     store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = ReadThrough(tmp_path, _MIB)

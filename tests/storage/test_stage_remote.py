@@ -1,4 +1,4 @@
-"""What is staged of a URL: ended at once where it is to end, and without secrets."""
+"""Staging of a URL: interrupted at once, and without secrets."""
 
 import asyncio
 import time
@@ -69,7 +69,7 @@ def test_a_file_is_not_fetched_to_its_end_after_ctrl_c(large: RemotePlace, tmp_p
     assert time.monotonic() - began < 10
 
 
-def test_a_large_file_is_fetched_in_parts_that_are_told_of(large: RemotePlace, tmp_path: Path) -> None:
+def test_a_large_file_is_fetched_in_parts_that_are_reported(large: RemotePlace, tmp_path: Path) -> None:
     told, stamp = list[int](), stage_copy.FileStamp(len(LARGE), 7)
     RemoteOrigin(large).fetch("a.bin", stamp, tmp_path / "part", told.append)
     assert (tmp_path / "part").read_bytes() == LARGE
@@ -98,7 +98,7 @@ def test_a_folder_of_this_machine_is_never_its_own_copy(tmp_path: Path) -> None:
         ("s3://bucket/what?/b@d", "s3://bucket/what?/b@d"),
     ],
 )
-def test_what_is_secret_in_a_url_is_not_told(url: str, told: str) -> None:
+def test_what_is_secret_in_a_url_is_not_shown(url: str, told: str) -> None:
     assert str(RemotePlace(url)) == told
     assert without_secrets(f"403, message='Forbidden', url='{url}'") == f"403, message='Forbidden', url='{told}'"
     assert without_secrets(told) == told
@@ -112,8 +112,8 @@ def test_what_is_secret_in_a_url_stands_in_no_name_and_no_record(tmp_path: Path)
     assert find_place(origin, tmp_path)[1].target == place.target  # as it is found by the record
 
 
-def test_the_error_of_a_library_is_told_without_them() -> None:
-    told = RemotePlace("memory://large").connection().told(OSError("403 of https://host/a?sig=secret"), "a")
+def test_the_error_of_a_library_is_reported_without_them() -> None:
+    told = RemotePlace("memory://large").connection().error_for(OSError("403 of https://host/a?sig=secret"), "a")
     assert "https://host/a?..." in str(told)
     assert "secret" not in str(told)
 
@@ -124,7 +124,7 @@ def test_the_error_of_a_library_is_told_without_them() -> None:
 def test_a_range_that_is_not_there_any_more_is_a_bad_sample() -> None:
     error = OSError("The requested range is not satisfiable")
     error.status = 416  # type: ignore[attr-defined]
-    told = RemotePlace("memory://large").connection().told(error, "a")
+    told = RemotePlace("memory://large").connection().error_for(error, "a")
     assert isinstance(told, GoneError)
     assert "it ends before what was to be read" in str(told)
 

@@ -293,7 +293,7 @@ def test_a_corrupt_image_is_named() -> None:
 
 @pytest.mark.parametrize("broken", [BAD_INSIDE, BROKEN["JPEG cut in the middle"]], ids=["inside", "cut"])
 @pytest.mark.parametrize("on_error", ["skip", "substitute"])
-def test_a_corrupt_image_is_dealt_with_as_on_error_says(on_error: str, broken: bytes) -> None:
+def test_a_corrupt_image_is_handled_by_on_error(on_error: str, broken: bytes) -> None:
     good = jpegs(4)
     batch, made = broken_batch(on_error, [good[0], broken, good[1], broken, good[2], good[3]])
     expected = decode_on_cpu(batch, made)

@@ -285,7 +285,7 @@ def test_ranks_see_every_sample_once_and_equally_many(size: int, ranks: int, epo
     assert all(label % ranks == rank for rank, share in enumerate(shares) for label in share)
 
 
-def test_a_share_is_shuffled_anew_each_epoch() -> None:
+def test_a_share_is_shuffled_again_each_epoch() -> None:
     assert _epoch_of_ranks(20, 2, 0) != _epoch_of_ranks(20, 2, 1)
     assert _epoch_of_ranks(20, 2, 0, seed=1) != _epoch_of_ranks(20, 2, 0, seed=2)
     assert _epoch_of_ranks(20, 2, 0) == _epoch_of_ranks(20, 2, 0)
