@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
+from lightning_feed.measure.windows import MIN_STEPS
 from lightning_feed.verdict.diagnosis import Cause, Grade
 
 StepPart = Literal["framework", "copy", "data"]
@@ -18,8 +19,6 @@ FRAMEWORK_PCT, COPY_PCT, DATA_PCT = 10.0, 5.0, 5.0
 """Shares of a step from which its parts are at fault."""
 JITTER_PCT, HIGH_PCT = 2.0, 20.0
 """Further limits of the grade; 5 and 20 are those of TensorFlow's input-pipeline analyzer."""
-MIN_STEPS = 10
-"""With fewer steps there is no verdict."""
 OTHERS_PCT = 20.0
 """Share of the CPUs that other programs take, from which the figures are theirs as much as this run's."""
 MODEL_SHARE, MODEL_MOST = 0.95, 1.1

@@ -9,11 +9,11 @@ from lightning_feed.errors import plural, source_line
 from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.measure.stats import Confidence
 from lightning_feed.measure.wall import WallStats
+from lightning_feed.measure.windows import MIN_STEPS
 from lightning_feed.verdict.causes import (
     DATA_PCT,
     HIGH_PCT,
     LOOP_WORDS,
-    MIN_STEPS,
     OTHERS_PCT,
     Reason,
     Shares,
