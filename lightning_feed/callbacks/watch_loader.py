@@ -18,9 +18,8 @@ from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loader_state import loaders_in
 from lightning_feed.measure.loop import READ_EVERY_NS, MeasuredLoop, Schedule
 from lightning_feed.measure.measurements import LoopFacts, Measurements
-from lightning_feed.measure.stats import StarvationStats
+from lightning_feed.measure.stats import MIN_STEPS, StarvationStats
 from lightning_feed.measure.step_meter import Clock, host_clock, open_ring
-from lightning_feed.measure.windows import MIN_STEPS
 
 if TYPE_CHECKING:
     from lightning_feed.verdict.diagnosis import Diagnosis

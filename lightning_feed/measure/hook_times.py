@@ -187,8 +187,8 @@ def tap_profiler(
 ) -> Callable[[], None]:
     """Call back when ``profiler``, on this one instance, starts and stops an action of one of these names.
 
-    The time of the profiler itself falls outside of the action. Some thirty to fifty actions are announced in a step, so
-    any other name costs one search in a dict.
+    The time of the profiler itself falls outside of the action. Some thirty to fifty actions are announced in a step,
+    so any other name costs one search in a dict.
 
     Args:
         profiler: has ``start(action_name)``, ``stop(action_name)``, and the context manager ``profile(action_name)``.
@@ -235,8 +235,12 @@ def tap_profiler(
         for calls in (starts, stops, actions):
             calls.clear()
         hook_times.stop()
-        for name in [name for name, tap in taps.items() if own.get(name) is tap]:
-            del own[name]
-            own.update({name: shadowed[name]} if name in shadowed else {})
+        _take_out(own, taps, shadowed)
 
     return untap
+
+
+def _take_out(own: dict[str, Any], taps: dict[str, Any], shadowed: dict[str, Any]) -> None:
+    for name in [name for name, tap in taps.items() if own.get(name) is tap]:
+        del own[name]
+        own.update({name: shadowed[name]} if name in shadowed else {})

@@ -41,6 +41,10 @@ class HookPlace:
     1."""
 
 
+OTHERS_PCT = 20.0
+"""Share of the CPUs that other programs take, from which the figures are theirs as much as this run's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopFacts:
     """Facts of the run besides its times. None: not known."""
@@ -141,6 +145,11 @@ class LoopFacts:
     """Set up, and makes the host wait for the device in each step: of :data:`SYNCS`."""
 
     @property
+    def crowded(self) -> bool:
+        """Other programs take so many of the CPUs that the figures are theirs as much as this run's."""
+        return (self.others_cpu_pct or 0.0) >= OTHERS_PCT
+
+    @property
     def loaders_beside(self) -> int:
         """Number of training loaders that give a part of each batch."""
         return max(1, len(self.every_num_workers))
@@ -198,3 +207,8 @@ class Measurements:
     validation: LoopMeasurements | None = None
     """The validation within a fit."""
     experiments: ExperimentResults | None = None
+
+    @property
+    def found(self) -> ExperimentResults:
+        """The results of experiments; without them, empty ones."""
+        return self.experiments or ExperimentResults()

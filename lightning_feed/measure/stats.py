@@ -6,6 +6,8 @@ from typing import Any, Literal, TypeVar
 
 Confidence = Literal["high", "medium", "low"]
 
+MIN_STEPS = 10
+"""With fewer steps there is no verdict."""
 MANY_STEPS, SOME_STEPS = 200, 50
 """Steps from which figures are trusted highly, and at all."""
 LOST_SHARE = 0.1

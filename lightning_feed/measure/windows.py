@@ -103,8 +103,6 @@ def _tail(blocks: int) -> float:
     return 0.5 * math.erfc(math.sqrt(blocks / free) * student / math.sqrt(2))
 
 
-MIN_STEPS = 10
-"""With fewer steps there is no verdict."""
 WARM_UP_STEPS = 20
 """Steps left out of a report besides those that a full queue can serve."""
 FEW_STEPS = 20

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
-from lightning_feed.verdict.causes import LOOP_WORDS, OTHERS_PCT, grade_of, shares_of, toy_sentence
+from lightning_feed.verdict.causes import LOOP_WORDS, grade_of, shares_of, toy_sentence
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis
 
@@ -157,9 +157,9 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
         return diagnosis.grade, waits
     if diagnosis.bottleneck == "compute":
         verdict = _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data")
-        others = diagnosis.measurements.facts.others_cpu_pct or 0.0
-        if diagnosis.device_type == "cpu" and others >= OTHERS_PCT:
-            verdict += f", beside other programs that take {others:.0f} % of the CPUs"
+        facts = diagnosis.measurements.facts
+        if diagnosis.device_type == "cpu" and facts.crowded:
+            verdict += f", beside other programs that take {facts.others_cpu_pct:.0f} % of the CPUs"
         return verdict, waits
     verdict, part, where = f"{diagnosis.bottleneck}-bound", stats.other_ms, "between the steps"
     if diagnosis.bottleneck == "copy":

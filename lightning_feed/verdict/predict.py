@@ -67,8 +67,7 @@ def period_ms(measured: Measurements, shares: Shares) -> float | None:
 def floor_ms(measured: Measurements, shares: Shares) -> float:
     """Step time when no batch is waited for: the rest of the step, or the model alone where that takes longer; and the
     time to take a batch that is ready, which counts as waiting while none is."""
-    found = measured.experiments
-    taking = (found.taking_ms or 0.0) if found is not None else 0.0
+    taking = measured.found.taking_ms or 0.0
     return min(shares.step_ms, taking + max(shares.floor_ms, model_alone_ms(measured) or 0.0))
 
 
@@ -205,10 +204,10 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
 
 def without_workers(measured: Measurements, shares: Shares) -> float | None:
     """Step time without workers, where loading a batch in one process was timed; else None."""
-    found, alone = measured.experiments, tried_rates(measured).get(0)
+    found, alone = measured.found, tried_rates(measured).get(0)
     if alone:
         return shares.floor_ms + 1e3 / alone
-    if found is None or found.samples_ms is None or found.collate_ms is None:
+    if found.samples_ms is None or found.collate_ms is None:
         return None
     return shares.floor_ms + found.samples_ms + found.collate_ms
 
@@ -223,8 +222,7 @@ def by_trial(measured: Measurements, shares: Shares, number: int) -> float | Non
 
 def tried_rates(measured: Measurements) -> dict[int, float]:
     """Batches per second by number of workers, of the loader alone. Empty: none was tried."""
-    found = measured.experiments
-    return {number: rate for number, rate in found.worker_scaling if rate > 0} if found is not None else {}
+    return {number: rate for number, rate in measured.found.worker_scaling if rate > 0}
 
 
 def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> float:
@@ -236,7 +234,7 @@ def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> fl
 
 def read_share(measured: Measurements) -> float | None:
     """Share of reading in the time for a sample, 0 to 1; None where the two were not told apart."""
-    costs = {cost.name: cost.wall_ms for cost in measured.experiments.costs} if measured.experiments else {}
+    costs = {cost.name: cost.wall_ms for cost in measured.found.costs}
     whole = sum(costs.values())
     return costs["read"] / whole if "read" in costs and whole > 0 else None
 
@@ -262,8 +260,8 @@ def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: floa
 
 def with_pinned(measured: Measurements, shares: Shares) -> float | None:
     """Step time with copies from pinned memory: what of the copy is left is as the two speeds."""
-    found, h2d = measured.experiments, measured.stats.h2d_ms
-    if found is None or not found.pinned_gb_per_s or not found.pageable_gb_per_s or h2d is None:
+    found, h2d = measured.found, measured.stats.h2d_ms
+    if not found.pinned_gb_per_s or not found.pageable_gb_per_s or h2d is None:
         return None
     return without(shares, h2d * (1 - found.pageable_gb_per_s / found.pinned_gb_per_s))
 
@@ -306,9 +304,8 @@ def training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
 
 def _taking_ms(measured: Measurements) -> float:
     """The time that taking a batch from a worker would take: as it was measured, else by its tensors and bytes."""
-    timed = measured.experiments.hand_over_ms if measured.experiments is not None else None
-    if timed is not None:
-        return timed
+    if measured.found.hand_over_ms is not None:
+        return measured.found.hand_over_ms
     others = (measured.facts.others_cpu_pct or 0.0) / 100  # they slow it down as they do training
     return handing_ms(measured.facts) * min(_SLOWEST, 1 / max(1e-9, 1 - others))
 
