@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_feed.measure.stats import Additive
 from lightning_feed.storage.system import cgroup_folders, read_text
@@ -63,7 +63,7 @@ class WorkerTime(Additive):
 
     @property
     def blocked_ns(self) -> float:
-        """Neither on a CPU nor ready for one."""
+        """Time neither on a CPU nor ready for one."""
         return self.wall_ns - self.on_cpu_ns - self.run_queue_ns
 
     @property
@@ -428,7 +428,7 @@ class CpuTimes:
             else:
                 self._queued += queue - self._queue_began
 
-    def per_step(self, steps: int) -> dict[str, float]:
+    def per_step(self, steps: int) -> dict[str, Any]:
         """Fields of ``LoopFacts`` in milliseconds, by all steps that ended; empty before the first."""
         counted = steps - self._steps_before
         if counted <= 0:

@@ -78,7 +78,7 @@ def iterator_in(iterator: object) -> Any:
 
 
 def is_known(iterator: object) -> bool:
-    """Whether it is a pass of ours, or torch's iterator: over workers (and torchdata's, which is alike), or without."""
+    """True for a pass of ours, and for torch's iterator: over workers (and torchdata's, which is alike), or without."""
     without_workers = getattr(iterator, "_num_workers", None) == 0 and hasattr(iterator, "_num_yielded")
     return _is_ours(iterator) or hasattr(iterator, "_task_info") or without_workers
 

@@ -71,8 +71,8 @@ class RankSums(Additive):
     @classmethod
     def of(cls, common: Tensor) -> "RankSums":
         """Sums of the result of :func:`align`."""
-        longest = common[DATA_IDLE:].amax(dim=1).sum(dim=1).tolist()
-        return cls(common.shape[2], *longest, idle_ns=common[DATA_IDLE].sum(dim=1))
+        longest_idle, longest_step = common[DATA_IDLE:].amax(dim=1).sum(dim=1).tolist()
+        return cls(common.shape[2], longest_idle, longest_step, common[DATA_IDLE].sum(dim=1))
 
     def stats(self) -> RankStats:
         """The figures of all sums."""

@@ -1,4 +1,4 @@
-"""What was measured over some steps: a frozen value, units in the names, None for what was not measured."""
+"""Figures over some steps: frozen values, units in the names, None: not measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass
 class Additive:
-    """Sums that only grow: what was summed between two times is the difference of what they were then."""
+    """Sums that only grow: the sum between two times is the difference of their values then."""
 
     def __add__(self: Sums, other: Sums) -> Sums:
         return type(self)(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
@@ -36,7 +36,7 @@ def tagged(tag: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderStats:
-    """What can be known of the loaders from outside, and what they tell of themselves. Linux; elsewhere None."""
+    """Figures of the loaders, seen from outside or counted by themselves. Linux; elsewhere None."""
 
     workers_on_cpu_pct: float | None = tagged("feed_workers/on_cpu_pct")
     """Share of the workers' time on a CPU, 0 to 100, mean over workers. High while starved: decoding, augmenting."""
@@ -101,7 +101,7 @@ class GpuStats:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStats:
-    """What the ranks cost each other. A starved rank makes the others wait in their gradient exchange.
+    """Cross-rank starvation. A starved rank makes the others wait in their gradient exchange.
 
     Per step the largest value over the ranks counts, never the mean.
     """
@@ -125,7 +125,7 @@ class RankStats:
 
 @dataclass(frozen=True, kw_only=True)
 class StarvationStats:
-    """How the steps of a window divide. Shares are sums divided by sums, never means of ratios.
+    """The parts of the steps of a window. Shares are sums divided by sums, never means of ratios.
 
     A step is ``other + data_idle + h2d + compute``, exactly. On a device these are times between events on its compute
     stream, so work queued ahead hides waiting; on the CPU they are the host's.
@@ -137,7 +137,7 @@ class StarvationStats:
     """Steps that were not measured: the host was too far ahead of the device, two events could not be compared, or the
     device failed."""
     confidence: Confidence
-    """How far to trust the figures: by the number of steps, the clock, and whether the warm-up is among them."""
+    """Trust in the figures: by the number of steps, the clock, and whether the warm-up is among them."""
 
     starved_pct: float | None = tagged("feed/starved_pct")
     """Share of step time the device waited for data, 0 to 100. Near 0: fed. From 20: the loader is the limit."""
@@ -150,7 +150,7 @@ class StarvationStats:
     speedup_if_free: float | None = tagged("feed/speedup_if_free")
     """Step time over step time without waiting for data, 1 or more. An estimate: something else may limit next."""
     prefetch_active: bool | None = tagged("feed/prefetch_active")
-    """Whether PrefetchCallback copies ahead: logged as 1 or 0. None: there is no such callback."""
+    """PrefetchCallback copies ahead: logged as 1 or 0. None: there is no such callback."""
 
     step_ms: float | None = tagged("feed_step/step_ms")
     """Mean step, from the end of one to the end of the next. Low is fast."""
@@ -193,7 +193,7 @@ class LoaderSteps:
 
 
 def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: bool) -> Confidence:
-    """How far figures may be trusted.
+    """The trust in figures.
 
     Args:
         steps: steps measured.

@@ -26,13 +26,13 @@ PROBE_SPINS = 10_000
 
 
 class DeviceEvent(Protocol):
-    """What is used of ``torch.cuda.Event(enable_timing=True)`` and its like. Never ``synchronize`` while steps run."""
+    """The used part of ``torch.cuda.Event(enable_timing=True)`` and its like. Never ``synchronize`` while steps run."""
 
     def record(self) -> Any:
         """Put the event behind all work queued on the current stream."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """True once the device has come to it."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
         """Milliseconds from this event to ``end_event``."""
@@ -45,7 +45,7 @@ class EventSteps(NamedTuple):
     """One step between two events: how long each of its intervals took on the device."""
 
     note: Any
-    """What was given to :meth:`EventRing.end_step`."""
+    """The argument of :meth:`EventRing.end_step`."""
     intervals: list[tuple[int, float]] | None
     """(category, nanoseconds) in order; None: the events could not be compared."""
 
@@ -83,7 +83,7 @@ class EventRing:
         self._stopped = False
 
     def begin(self) -> None:
-        """Set the first mark of a chain of steps. What was open is dropped; finished steps are still read."""
+        """Set the first mark of a chain of steps. An open step is dropped; finished steps are still read."""
         self._open = []
         self._start = self._record()
 
@@ -174,7 +174,7 @@ def open_ring(device: torch.device, size: int = RING_SIZE) -> EventRing | None:
 
 
 def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
-    """What makes the timing events of ``device``, or None where it has none that work.
+    """The maker of timing events of ``device``, or None where it has none that work.
 
     They are tried out first, without waiting for the device. The events of MPS are not used: there ``elapsed_time``
     waits for all queued work, and ``record`` ends the command buffer (torch, ``aten/src/ATen/mps/MPSEvent.mm``).
@@ -191,7 +191,7 @@ def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
 
 
 def events_work(make_event: Callable[[], DeviceEvent]) -> bool:
-    """Whether two events can be recorded and compared. A device too busy to answer is believed."""
+    """True where two events can be recorded and compared, and for a device too busy to answer."""
     try:
         first, last = make_event(), make_event()
         first.record()
@@ -226,11 +226,11 @@ class StepTimes(NamedTuple):
     host_wait_ns: int
     """Time the host was blocked in the loader."""
     counted: bool
-    """Whether windows count the step: not the first of an epoch, nor one after a validation."""
+    """Windows count the step: not the first of an epoch, nor one after a validation."""
     number: int = 0
     """Of the step in its fit, from 1. Steps of several ranks are matched by it, since some may not be measured."""
     source: int = 0
-    """Which of several loaders, drawn from one after the other, the batch came from."""
+    """Number of the loader that the batch came from, of several that are drawn from one after the other."""
     forward_ns: float = 0.0
     """Of ``compute_ns``: ``training_step``. All three are 0 where they were not marked."""
     backward_ns: float = 0.0
@@ -243,11 +243,11 @@ class StepTimes(NamedTuple):
 
 
 class StepMeter:
-    """Switches between categories at each mark, so that nothing is counted twice and nothing is left out.
+    """Switches between categories at each mark, so that all time is counted once.
 
     A step is ``other`` until its fetch, ``data`` during the fetch, ``h2d`` until the batch is on the device, and
-    ``compute`` until it ends, with ``forward``, ``backward`` and ``optimizer`` inside it. What lies inside another
-    category (a look-ahead, or a ``training_step`` that fetches for itself) returns to that category afterwards.
+    ``compute`` until it ends, with ``forward``, ``backward`` and ``optimizer`` inside it. A category inside another one
+    (a look-ahead, or a ``training_step`` that fetches for itself) returns to that one afterwards.
 
     Args:
         keep: takes each measured step, in order; on a device some steps after it was queued.
@@ -281,7 +281,7 @@ class StepMeter:
 
     @property
     def between_steps(self) -> bool:
-        """Whether time passes as ``other`` now."""
+        """True while time passes as ``other``."""
         return self._category == OTHER
 
     # --- the run around the steps -------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class StepMeter:
         self._switch(DATA)
 
     def fetch_ended(self) -> None:
-        """It has it. Outside of a look-ahead, what follows is the transfer to the device."""
+        """The batch has come. Outside of a look-ahead, the transfer to the device follows."""
         if not self._stack:
             return  # began before the meter did
         interrupted = self._stack.pop()
@@ -348,7 +348,7 @@ class StepMeter:
             self._switch(category)
 
     def part_ended(self) -> None:
-        """Back to what it lay in."""
+        """Return to the category around the part."""
         if self._running and self._stack:
             self._switch(self._stack.pop())
 
@@ -373,7 +373,7 @@ class StepMeter:
         self._switch(H2D)
 
     def look_ahead_ended(self) -> None:
-        """Back to what it interrupted."""
+        """Return to the interrupted category."""
         if self._looking_ahead:
             self._looking_ahead = False
             self._switch(self._stack.pop())

@@ -197,7 +197,7 @@ class Ledger:
     _warm_up: Sums = field(default_factory=Sums)
     """Steps of the warm-up alone: epochs that start in it, and steps lost there, do count."""
     _before: Sums = field(default_factory=Sums)
-    """When the present window began."""
+    """At the start of the present window."""
     _window_settled: bool = False
     _pairs: PairSums = field(default_factory=PairSums)
 

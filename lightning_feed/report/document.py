@@ -210,10 +210,11 @@ def to_plain(value: object) -> Any:
     """
     if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, Real):  # NumPy's numbers too
-        whole = int(value) if isinstance(value, Integral) else float(value)
-        return whole if math.isfinite(value) else None
-    if is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Integral):  # NumPy's numbers too
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if is_dataclass(value):
         return {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, (tuple, list)):
         return [to_plain(one) for one in value]

@@ -171,7 +171,7 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
 
 
 def is_toy(diagnosis: Diagnosis) -> bool:
-    """Whether steps are so short that Python takes most of them, and there is no advice to give."""
+    """True for steps so short that Python takes most of them: there is no advice to give."""
     judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
     return judged and toy_sentence(diagnosis.stats.step_ms) is not None
 

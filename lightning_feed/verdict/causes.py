@@ -118,7 +118,7 @@ def model_alone_ms(measured: Measurements) -> float | None:
 
 
 def model_disturbed(measured: Measurements) -> bool:
-    """Whether the model alone took longer than the steps that it is a part of: then its figure is good for nothing."""
+    """True where the model alone took longer than the steps that it is a part of: its figure is then useless."""
     alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
     return alone is not None and step_ms is not None and alone > MODEL_MOST * step_ms
 

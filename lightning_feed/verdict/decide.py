@@ -112,7 +112,7 @@ def _without_model(measured: Measurements) -> Diagnosis:
 
 
 def _confidence(measured: Measurements, shares: Shares, found: Reason) -> Confidence:
-    """That of the figures; lower where their interval holds a limit of the verdict, or figures of the cause lack."""
+    """Confidence of the figures; lower where their interval holds a limit, or figures of the cause are missing."""
     stats, confidence = measured.stats, measured.stats.confidence
     low, high = stats.starved_low_pct, stats.starved_high_pct
     wide = low is not None and high is not None and any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))

@@ -136,7 +136,7 @@ def _cold(finding: Finding) -> Iterator[str]:
 
 
 def _over_the_network(finding: Finding) -> Iterator[str]:
-    """How to ask for more at a time, and the most that the line gives."""
+    """Ways to ask for more at a time, and the most that the line gives."""
     facts, disk = finding.facts, finding.measured.found.disk
     if facts.remote and not facts.staged:
         near = predict.with_files_near(finding.measured, finding.shares)

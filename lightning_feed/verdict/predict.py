@@ -52,7 +52,7 @@ def without(shares: Shares, part_ms: float) -> float:
 
 
 def serial(facts: LoopFacts) -> bool:
-    """Whether the training process itself loads, so that loading and training take turns."""
+    """True where the training process itself loads, so that loading and training take turns."""
     return facts.num_workers == 0
 
 

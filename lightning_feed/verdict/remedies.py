@@ -1,4 +1,4 @@
-"""Remedies: all that can be printed, how each is pasted, and the one place where it is decided which of them are."""
+"""Remedies: all of them, the text to paste for each, and the choice of those that are printed."""
 
 import json
 import re
@@ -52,11 +52,11 @@ class Finding:
         return self.facts.place or OUR_PLACE
 
     def can_set(self, name: str) -> bool:
-        """Whether there is a way to tell a setting there."""
+        """True where a setting can be given there."""
         return name in dict(self.place.overrides) or not self.place.names or name in dict(self.place.names)
 
     def can_set_with_workers(self, name: str) -> bool:
-        """The same of a remedy that sets num_workers: on the command line it can set nothing that has no key there."""
+        """:meth:`can_set`, beside num_workers: on the command line only settings with a key there can be given."""
         keys = dict(self.place.overrides)
         return name in keys if "num_workers" in keys else self.can_set(name)
 
@@ -98,15 +98,15 @@ def datamodule_remedy(finding: Finding, name: str, value: str, why: str, step_ms
     return Remedy(code=code, form="datamodule", where=where, why=why, predicted_step_ms=step_ms, changes=changes)
 
 
-def trainer_remedy(place: Place, name: str, now: object, value: object, **told: Any) -> Remedy:
-    """A remedy that gives the Trainer another argument; ``told``: its ``why``, and what it is predicted to give."""
+def trainer_remedy(place: Place, name: str, now: object, value: object, **more: Any) -> Remedy:
+    """A remedy that gives the Trainer another argument; ``more``: its ``why``, and its prediction."""
     form: Form = "override" if place.trainer_key else "trainer"
     where = f"{name}: {now} -> {value} {'on the command line' if place.trainer_key else 'in your Trainer'}"
-    return Remedy(code=f"{place.trainer_key}{name}={value}", form=form, where=where, changes=f"{name}={value}", **told)
+    return Remedy(code=f"{place.trainer_key}{name}={value}", form=form, where=where, changes=f"{name}={value}", **more)
 
 
 def callback_remedy(
-    place: Place, module: str, kind: str, setting: tuple[str, object, object] | None, **told: Any
+    place: Place, module: str, kind: str, setting: tuple[str, object, object] | None, **more: Any
 ) -> Remedy:
     """A remedy that adds a callback to the Trainer.
 
@@ -115,16 +115,16 @@ def callback_remedy(
         module: what the class is imported from.
         kind: the class.
         setting: name of its argument, what that is now, and is to be; None: none is given.
-        told: as for :func:`trainer_remedy`, and ``changes``.
+        more: as for :func:`trainer_remedy`, and ``changes``.
     """
     change = f"{setting[0]}: {setting[1]} -> {setting[2]} " if setting else ""
     given = f"{setting[0]}={setting[2]}" if setting else ""
     if place.trainer_key:
         key = f"{place.trainer_key}callbacks"
         code = f"{key}+={module}.{kind}" + (f" {key}.{given}" if given else "")
-        return Remedy(code=code, form="override", where=f"{change}on the command line", **told)
+        return Remedy(code=code, form="override", where=f"{change}on the command line", **more)
     where = f"{change}in callbacks=[...] of your Trainer, with `from {module} import {kind}`"
-    return Remedy(code=f"{kind}({given})", form="callback", where=where, **told)
+    return Remedy(code=f"{kind}({given})", form="callback", where=where, **more)
 
 
 # --- the loader ---------------------------------------------------------------------------------------------------
@@ -190,12 +190,12 @@ def _numbers_to_name(finding: Finding, now: int) -> Iterable[int]:
 
 
 def may_have_workers(finding: Finding) -> bool:
-    """Whether two workers or more give the samples that one gives: a stream has to divide them."""
+    """True where two workers or more give the samples that one gives: a stream has to divide them."""
     return finding.facts.map_style is not False or finding.facts.shards_by_worker is True
 
 
 def _can_change_workers(finding: Finding) -> bool:
-    """Whether one number can be told to all of the training loaders."""
+    """True where all of the training loaders can get the same number."""
     return finding.can_set("num_workers") and len(set(finding.facts.every_num_workers)) <= 1
 
 
@@ -221,7 +221,7 @@ def _most_workers(finding: Finding) -> int:
 
 
 def _fits(finding: Finding, workers: int) -> bool:
-    """Whether /dev/shm has room for the batches that so many workers keep ready: a worker without it dies."""
+    """True where /dev/shm has room for the batches that so many workers keep ready: a worker without it dies."""
     facts = finding.facts
     if facts.free_shm_bytes is None or facts.batch_bytes is None:
         return True
