@@ -58,8 +58,13 @@ def cpus(sources: Sources) -> Iterator[Finding]:
     machine = read_machine(sources.root)
     value = f"{machine.usable_cpus} usable"
     if machine.usable_cpus < 2:
-        meaning = f"{machine.cpu_reason}; loading and training share one CPU"
-        yield Finding("CPUs", value, "warning", meaning, "Give the process or its container more CPUs.")
+        yield Finding(
+            "CPUs",
+            value,
+            "warning",
+            f"{machine.cpu_reason}; loading and training share one CPU",
+            "Give the process or its container more CPUs.",
+        )
     else:
         yield Finding("CPUs", value, meaning=machine.cpu_reason)
     method = machine.start_method
@@ -108,8 +113,13 @@ def _free_memory(left: int, reason: str) -> Finding:
     value = f"{size_text(max(0, left))} available"
     if left >= LITTLE_MEMORY_BYTES:
         return Finding("memory", value, meaning=reason)
-    do = "Use fewer workers or none that copy the dataset, or raise the limit."
-    return Finding("memory", value, "warning", f"{reason}; workers or a cache may be killed", do)
+    return Finding(
+        "memory",
+        value,
+        "warning",
+        f"{reason}; workers or a cache may be killed",
+        "Use fewer workers or none that copy the dataset, or raise the limit.",
+    )
 
 
 def shared_memory(sources: Sources) -> Iterator[Finding]:
@@ -165,11 +175,13 @@ def data_url(url: str) -> Iterator[Finding]:
     place = RemotePlace(url)
     speed = measure_speed(place, some_files(place))
     rate = "" if speed.mb_per_s is None else f", {speed.mb_per_s:.0f} MB/s for many at once"
-    meaning = f"a worker that asks for one file after the other gets {1e3 / speed.latency_ms:.0f} a second at most"
-    do = "Read many at a time, and ahead: ImageFolderDataModule and FastDataModule do so with URLs."
-    yield Finding("data", f"{speed.latency_ms:.1f} ms a request{rate}", "warning", meaning, do).only_if(
-        speed.latency_ms >= SLOW_REQUEST_MS
-    )
+    yield Finding(
+        "data",
+        f"{speed.latency_ms:.1f} ms a request{rate}",
+        "warning",
+        f"a worker that asks for one file after the other gets {1e3 / speed.latency_ms:.0f} a second at most",
+        "Read many at a time, and ahead: ImageFolderDataModule and FastDataModule do so with URLs.",
+    ).only_if(speed.latency_ms >= SLOW_REQUEST_MS)
 
 
 def data_folder(path: Path, sources: Sources) -> Iterator[Finding]:
@@ -249,8 +261,13 @@ def _driver(nvml: Any, wanted: tuple[int, int] | None) -> Finding:
     built = f"CUDA {wanted[0]}.{wanted[1]}"
     # Within one major version of CUDA an older driver runs newer builds ("minor version compatibility").
     if driver[0] < wanted[0]:
-        do = f"Update the driver, or install a torch built for CUDA {driver[0]}."
-        return Finding("driver", value, "problem", f"too old for torch, which is built for {built}", do)
+        return Finding(
+            "driver",
+            value,
+            "problem",
+            f"too old for torch, which is built for {built}",
+            f"Update the driver, or install a torch built for CUDA {driver[0]}.",
+        )
     if driver < wanted:
         return Finding("driver", value, "note", f"torch is built for {built}, which is newer: it runs")
     return Finding("driver", value, meaning=f"torch is built for {built}")
@@ -281,9 +298,13 @@ def _node(topic: str, nvml: Any, handle: Any, sources: Sources) -> Finding:
     ours = os.sched_getaffinity(0) & near
     if ours:
         return Finding(topic, f"NUMA node {node}", meaning=f"{len(ours)} of our CPUs are near it")
-    meaning = "all our CPUs belong to another node: each copy crosses between sockets"
-    do = f"numactl --cpunodebind={node} --membind={node} python ..."
-    return Finding(topic, f"NUMA node {node}", "warning", meaning, do)
+    return Finding(
+        topic,
+        f"NUMA node {node}",
+        "warning",
+        "all our CPUs belong to another node: each copy crosses between sockets",
+        f"numactl --cpunodebind={node} --membind={node} python ...",
+    )
 
 
 def pinned_memory(sources: Sources) -> Iterator[Finding]:
@@ -300,9 +321,13 @@ def pinned_memory(sources: Sources) -> Iterator[Finding]:
     try:
         torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
     except RuntimeError as error:
-        meaning = f"1 MiB could not be pinned: {str(error).strip().partition(chr(10))[0]}"
-        do = "Raise the limit (ulimit -l unlimited), or train with pin_memory=False."
-        yield Finding("pinned memory", value, "problem", meaning, do)
+        yield Finding(
+            "pinned memory",
+            value,
+            "problem",
+            f"1 MiB could not be pinned: {str(error).strip().partition(chr(10))[0]}",
+            "Raise the limit (ulimit -l unlimited), or train with pin_memory=False.",
+        )
         return
     yield Finding("pinned memory", f"works, {value}")
 
@@ -372,8 +397,13 @@ def pillow(sources: Sources) -> Iterator[Finding]:
     if sources.load("PIL.features").check_feature("libjpeg_turbo"):
         yield Finding("Pillow", f"{name}, libjpeg-turbo")
         return
-    do = "Install Pillow's own wheel, or use another decoder: pip install 'lightning-feed[images]'"
-    yield Finding("Pillow", f"{name}, without libjpeg-turbo", "warning", "JPEGs decode slower than they could", do)
+    yield Finding(
+        "Pillow",
+        f"{name}, without libjpeg-turbo",
+        "warning",
+        "JPEGs decode slower than they could",
+        "Install Pillow's own wheel, or use another decoder: pip install 'lightning-feed[images]'",
+    )
 
 
 def decoders(sources: Sources) -> Iterator[Finding]:
@@ -381,20 +411,22 @@ def decoders(sources: Sources) -> Iterator[Finding]:
     there = [name for name, packages in DECODERS.items() if any(sources.version(one) for one in packages)]
     missing = ", ".join(name for name in DECODERS if name not in there)
     meaning = f"not installed: {missing}; a faster one may be among them"
-    install = "pip install 'lightning-feed[images]'"
-    yield Finding("decoders", ", ".join([*there, "pillow"]), "note", meaning, install).only_if(bool(missing))
+    yield Finding(
+        "decoders", ", ".join([*there, "pillow"]), "note", meaning, "pip install 'lightning-feed[images]'"
+    ).only_if(bool(missing))
     if "opencv" in there:
         count, usable = int(sources.load("cv2").getNumThreads()), read_machine(sources.root).usable_cpus
         meaning = f"in every worker, on {usable} usable CPUs; our loaders set it to fit"
-        do = "In workers of your own: cv2.setNumThreads(0)"
-        yield Finding("OpenCV threads", str(count), "note", meaning, do).only_if(count > 1)
+        yield Finding(
+            "OpenCV threads", str(count), "note", meaning, "In workers of your own: cv2.setNumThreads(0)"
+        ).only_if(count > 1)
 
 
 def dali(sources: Sources) -> Iterator[Finding]:
     """The installed DALI, and whether it is built for torch's CUDA. It is not imported."""
     versions = {cuda: sources.version(package) for cuda, package in DALI_PACKAGES.items()}
     installed = {cuda: Version(version) for cuda, version in versions.items() if version is not None}
-    ours = (torch_cuda(sources) or (None,))[0]
+    ours, _ = torch_cuda(sources) or (None, None)
     package = DALI_PACKAGES[12 if ours is not None and ours < 13 else 13]
     value = ", ".join(f"{version} for CUDA {cuda}" for cuda, version in installed.items())
     if not installed:
@@ -408,7 +440,7 @@ def dali(sources: Sources) -> Iterator[Finding]:
         yield Finding("DALI", value, "warning", meaning, again if ours in DALI_PACKAGES else "")
     else:
         meaning = f"older than {OLDEST_DALI}.0, the oldest that is supported"
-        old = any(version.major < OLDEST_DALI for version in installed.values())
+        old = min(installed.values()).major < OLDEST_DALI
         yield Finding("DALI", value, "warning", meaning, f"pip install --upgrade {package}").only_if(old)
 
 
@@ -424,9 +456,13 @@ def nvjpeg(sources: Sources) -> Iterator[Finding]:
     elif ours is None:
         yield Finding("nvJPEG", "not in torchvision", meaning="this torch has no CUDA to decode on")
     else:
-        meaning = 'this torchvision is built without CUDA, so backend="nvjpeg" cannot be used'
-        do = f"pip install torchvision --index-url https://download.pytorch.org/whl/cu{ours[0]}{ours[1]}"
-        yield Finding("nvJPEG", "not in torchvision", "note", meaning, do)
+        yield Finding(
+            "nvJPEG",
+            "not in torchvision",
+            "note",
+            'this torchvision is built without CUDA, so backend="nvjpeg" cannot be used',
+            f"pip install torchvision --index-url https://download.pytorch.org/whl/cu{ours[0]}{ours[1]}",
+        )
 
 
 # --- versions -----------------------------------------------------------------------------------------------------

@@ -155,6 +155,11 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
     waits = _waits(diagnosis, stats.starved_pct)
     if diagnosis.bottleneck == "data":
         return diagnosis.grade, waits
+    return _of_the_other_parts(diagnosis, waits)
+
+
+def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
+    stats = diagnosis.stats
     if diagnosis.bottleneck == "compute":
         verdict = _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data")
         facts = diagnosis.measurements.facts

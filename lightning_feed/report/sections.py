@@ -219,8 +219,12 @@ def _wall_section(wall: WallStats) -> Section:
     digits = 1 if wall.wall_s >= 10 else 2
     named = [f"{one.name} {one.seconds:.{digits}f}" for one in wall.parts if round(one.seconds, digits)]
     rows = [(one.name, f"{one.seconds:.2f}", f"{100 * one.seconds / wall.wall_s:.1f}") for one in wall.parts]
-    line = f"wall  {wall.wall_s:.{digits}f} s = {' | '.join(named)}"
-    return Section(f"Where {wall.wall_s:.1f} s of wall time go", rows, ("part of the run", "s", "%"), console=[line])
+    return Section(
+        f"Where {wall.wall_s:.1f} s of wall time go",
+        rows,
+        ("part of the run", "s", "%"),
+        console=[f"wall  {wall.wall_s:.{digits}f} s = {' | '.join(named)}"],
+    )
 
 
 def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterator[Section]:

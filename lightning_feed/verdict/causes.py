@@ -5,8 +5,10 @@ counts only while training waits for them, and reasons for idling meanwhile (one
 full most of the time) come first.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
@@ -237,18 +239,21 @@ def _no_workers(measured: Measurements, shares: Shares) -> Iterator[Reason]:
 def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
     facts, loaders = measured.facts, measured.loaders
     queue, throttled = loaders.workers_run_queue_pct, loaders.throttled_pct or 0.0
-    workers, cpus = facts.num_workers or 0, facts.usable_cpus or 0
     if queue is not None and queue >= RUN_QUEUE_PCT:
         because = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
-        if 0 < workers <= cpus:
+        if 0 < (facts.num_workers or 0) <= (facts.usable_cpus or 0):
             because.append("there are no more workers than CPUs, so other threads or other programs take them")
         yield Reason("oversubscribed", because)
     if throttled >= THROTTLED_PCT:
         yield Reason("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
+
+
+def _more_workers_than_cpus(measured: Measurements, _: Shares) -> Iterator[Reason]:
+    facts, loaders, pressure = measured.facts, measured.loaders, measured.loaders.cpu_pressure_pct or 0.0
     # Workers whose queue is full rest; then it is the training process that waits for a CPU, to take a ready batch.
-    unseen = queue is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
-    pressure = loaders.cpu_pressure_pct or 0.0
-    if unseen and not facts.crowded and workers > cpus > 0 and pressure >= CPU_PRESSURE_PCT:
+    unseen = loaders.workers_run_queue_pct is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
+    more = (facts.num_workers or 0) > (facts.usable_cpus or math.inf)
+    if unseen and more and not facts.crowded and pressure >= CPU_PRESSURE_PCT:
         yield Reason("oversubscribed", [f"some task waits for a CPU {pressure:.0f} % of the time"], sure=False)
 
 
@@ -348,12 +353,13 @@ def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
     if cached is not None and cached >= FASTER:
         yield Reason("cold reads", [f"with its files in memory the loader is {cached:.1f} x as fast"])
     wall = sum(cost.wall_ms for cost in found.costs)
-    cpu_pct = 100 * sum(cost.cpu_ms for cost in found.costs) / wall if wall > 0 else None
-    said = f"a sample takes {wall:.2f} ms, {cpu_pct or 0.0:.0f} % of it on a CPU"
-    if cpu_pct is not None and cpu_pct >= BUSY_PCT:
-        yield Reason("cpu", [said])
-    if cpu_pct is not None and cpu_pct <= 100 - BLOCKED_PCT and cached is not None:
-        yield Reason("waiting", [said, "with its files in memory the loader is no faster"])
+    if wall > 0:
+        cpu_pct = 100 * sum(cost.cpu_ms for cost in found.costs) / wall
+        said = f"a sample takes {wall:.2f} ms, {cpu_pct:.0f} % of it on a CPU"
+        if cpu_pct >= BUSY_PCT:
+            yield Reason("cpu", [said])
+        if cpu_pct <= 100 - BLOCKED_PCT and cached is not None:
+            yield Reason("waiting", [said, "with its files in memory the loader is no faster"])
     if ceiling is not None and ceiling < NO_FASTER:
         said = "constant samples load no faster: collating and sending batches is the limit"
         yield Reason("cpu", [said], sure=False)
@@ -371,7 +377,8 @@ def _unknown(_: Measurements, __: Shares) -> Iterator[Reason]:
 
 
 DATA_RULES = (
-    _epoch_start, _one_rank, _no_workers, _oversubscribed, _pin_thread, _idle_workers, _workers, _experiments, _unknown,
+    _epoch_start, _one_rank, _no_workers, _oversubscribed, _more_workers_than_cpus, _pin_thread, _idle_workers,
+    _workers, _experiments, _unknown,
 )  # fmt: skip
 
 
@@ -413,23 +420,28 @@ def _waits(hook: HookTime) -> bool:
 
 def copy_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of an exposed transfer to the device."""
-    return next(reason for reason in _copy_reasons(measured, shares.step_ms))
+    alone, step_ms = measured.found.copy_ms, shares.step_ms
+    return next(chain(_beside_the_copy(measured, alone, step_ms), _slow_copies(measured), _link(measured, step_ms)))
 
 
-def _copy_reasons(measured: Measurements, step_ms: float) -> Iterator[Reason]:
-    facts, stats, alone = measured.facts, measured.stats, measured.found.copy_ms
-    yield from _beside_the_copy(measured, alone, step_ms)
+def _slow_copies(measured: Measurements) -> Iterator[Reason]:
+    facts = measured.facts
     if facts.pin_memory is False:
         yield Reason("unpinned", ["batches lie in pageable memory"])
     count, size = facts.batch_tensors or 0, facts.batch_bytes
     if size is not None and count >= MANY_TENSORS and size <= count * SMALL_BYTES:
         yield Reason("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
-    if facts.pin_memory and not stats.prefetch_active:
+    if facts.pin_memory and not measured.stats.prefetch_active:
         yield Reason("not overlapped", ["batches are copied on the stream that computes"])
+
+
+def _link(measured: Measurements, step_ms: float) -> Iterator[Reason]:
+    alone, size, h2d_ms = measured.found.copy_ms, measured.facts.batch_bytes or 0, measured.stats.h2d_ms
     if alone is not None:
         yield Reason("link", [f"the copy alone takes {in_ms(alone, step_ms)} ms"])
-    rate, most = (size or 0) / (stats.h2d_ms or 1.0) * 1e-6, measured.found.pinned_gb_per_s or 0.0
-    if stats.h2d_ms and rate and rate >= LINK_SHARE * most > 0:
+    most = measured.found.pinned_gb_per_s or 0.0
+    rate = size / h2d_ms * 1e-6 if h2d_ms else 0.0
+    if rate >= LINK_SHARE * most > 0:
         yield Reason("link", [f"{rate:.1f} GB/s of the {most:.1f} that the link gives"])
     yield Reason("unknown", ["whether batches are pinned, or what the link gives, is not known"], sure=False)
 

@@ -101,8 +101,13 @@ def datamodule_remedy(finding: Finding, name: str, value: str, why: str, step_ms
 def trainer_remedy(place: Place, name: str, now: object, value: object, **more: Any) -> Remedy:
     """A remedy that gives the Trainer another argument; ``more``: its ``why``, and its prediction."""
     form: Form = "override" if place.trainer_key else "trainer"
-    where = f"{name}: {now} -> {value} {'on the command line' if place.trainer_key else 'in your Trainer'}"
-    return Remedy(code=f"{place.trainer_key}{name}={value}", form=form, where=where, changes=f"{name}={value}", **more)
+    return Remedy(
+        code=f"{place.trainer_key}{name}={value}",
+        form=form,
+        where=f"{name}: {now} -> {value} {'on the command line' if place.trainer_key else 'in your Trainer'}",
+        changes=f"{name}={value}",
+        **more,
+    )
 
 
 def callback_remedy(
@@ -123,8 +128,12 @@ def callback_remedy(
         key = f"{place.trainer_key}callbacks"
         code = f"{key}+={module}.{kind}" + (f" {key}.{given}" if given else "")
         return Remedy(code=code, form="override", where=f"{change}on the command line", **more)
-    where = f"{change}in callbacks=[...] of your Trainer, with `from {module} import {kind}`"
-    return Remedy(code=f"{kind}({given})", form="callback", where=where, **more)
+    return Remedy(
+        code=f"{kind}({given})",
+        form="callback",
+        where=f"{change}in callbacks=[...] of your Trainer, with `from {module} import {kind}`",
+        **more,
+    )
 
 
 # --- the loader ---------------------------------------------------------------------------------------------------
@@ -249,8 +258,9 @@ def fewer_workers(finding: Finding) -> Remedy | None:
     number = min(known, key=lambda one: known[one])
     if number:
         return loader_remedy(finding, "so many workers take CPUs from each other", known[number], num_workers=number)
-    why = "a batch is made sooner than one is handed over"
-    return loader_remedy(finding, why, known[0], num_workers=0, **(without or {}))
+    return loader_remedy(
+        finding, "a batch is made sooner than one is handed over", known[0], num_workers=0, **(without or {})
+    )
 
 
 def _without_workers(finding: Finding) -> dict[str, Any] | None:
@@ -291,8 +301,12 @@ def any_order(finding: Finding) -> Remedy | None:
         return None
     if not finding.can_set("in_order") or facts.stage == "predict":
         return None
-    why = "a finished batch overtakes a slow one; the order of batches is then left to chance"
-    return loader_remedy(finding, why, predict.in_any_order(finding.measured, finding.shares), in_order=False)
+    return loader_remedy(
+        finding,
+        "a finished batch overtakes a slow one; the order of batches is then left to chance",
+        predict.in_any_order(finding.measured, finding.shares),
+        in_order=False,
+    )
 
 
 def shared_files(finding: Finding) -> Remedy | None:
@@ -321,8 +335,9 @@ def files_in_memory(finding: Finding) -> Remedy | None:
     step = predict.with_files_near(finding.measured, finding.shares)
     if found.cached_bytes_per_s:
         step = predict.with_rate(finding.measured, finding.shares, found.cached_bytes_per_s, found.loader_per_s)
-    why = "files are kept in host memory from the first epoch on, those that fit"
-    return datamodule_remedy(finding, "cache", "bytes", why, step)
+    return datamodule_remedy(
+        finding, "cache", "bytes", "files are kept in host memory from the first epoch on, those that fit", step
+    )
 
 
 def nvjpeg(finding: Finding) -> Remedy | None:
@@ -354,8 +369,12 @@ def pinned_memory(finding: Finding) -> Remedy | None:
     unpinned = finding.causes.get("copy") == "unpinned" and finding.facts.device_type != "cpu"
     if not unpinned or not finding.can_set("pin_memory"):
         return None
-    why = "a copy from pageable memory makes the host wait and does not overlap"
-    return loader_remedy(finding, why, predict.with_pinned(finding.measured, finding.shares), pin_memory=True)
+    return loader_remedy(
+        finding,
+        "a copy from pageable memory makes the host wait and does not overlap",
+        predict.with_pinned(finding.measured, finding.shares),
+        pin_memory=True,
+    )
 
 
 def prefetch_callback(finding: Finding) -> Remedy | None:
