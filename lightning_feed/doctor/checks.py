@@ -234,7 +234,7 @@ def gpus(sources: Sources) -> Iterator[Finding]:
             for topic, check in ((f"PCIe link {index}", _link), (f"GPU {index} node", _node)):
                 try:
                     yield check(topic, nvml, handle, sources)
-                except (nvml.NVMLError, AttributeError) as error:  # not every board and driver tells everything
+                except (nvml.NVMLError, AttributeError) as error:  # not every board and driver knows everything
                     yield Finding(topic, NOT_KNOWN, meaning=f"NVML: {error}")
     finally:
         nvml.nvmlShutdown()

@@ -124,7 +124,7 @@ class ExperimentResults:
     @property
     def noise_pct(self) -> float | None:
         """Spread of the rates of the same setting: of each the highest less the lowest over the median, 0 to 100
-        and more; the largest of them. Differences within it tell nothing. None: nothing was tried twice."""
+        and more; the largest of them. Differences within it mean nothing. None: nothing was tried twice."""
         median = dict(self.worker_scaling)
         apart = [100 * (high - low) / median[one] for one, low, high in self.worker_spread if median.get(one)]
         return max(apart, default=None)

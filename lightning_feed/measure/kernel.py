@@ -202,7 +202,7 @@ def count_connections(pids: Iterable[int], root: Path = Path("/")) -> int | None
         root: the file system to read ``proc`` from.
 
     Returns:
-        How many; None where the kernel does not tell (``/proc/net/tcp``, proc(5)).
+        Their number; None where the kernel does not say (``/proc/net/tcp``, proc(5)).
     """
     own = _sockets(f"{root}/proc/self/fd")
     theirs = set().union(*(_sockets(f"{root}/proc/{pid}/fd") for pid in pids)) - own
@@ -254,7 +254,7 @@ class PressureTime(Additive):
 class PressureClock:
     """Reads the kernel's totals, and gives the differences.
 
-    Sources: Documentation/accounting/psi.rst and admin-guide/cgroup-v2.rst of Linux. The files are looked for once,
+    Sources: Documentation/accounting/psi.rst and admin-guide/cgroup-v2.rst of Linux. The files are searched once,
     when this is made.
 
     Args:
@@ -322,7 +322,7 @@ class CpuShare:
         self._began = self._read()
 
     def others_pct(self, usable_cpus: int | None) -> float | None:
-        """Share of ``usable_cpus`` that others took, 0 to 100; None where the kernel does not tell.
+        """Share of ``usable_cpus`` that others took, 0 to 100; None: not known.
 
         Time on CPUs beyond those that this run may use is not counted: it could not have had them anyway.
         """

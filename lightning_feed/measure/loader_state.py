@@ -61,7 +61,7 @@ def _is_wrapper(value: object) -> bool:
 def iterator_in(iterator: object) -> Any:
     """The iterator of a DataLoader that another one, such as a generator, draws from; None: there is none, or several.
 
-    Only the garbage collector can tell the iterator of a generator's ``for``.
+    Only the garbage collector knows the iterator of a generator's ``for``.
     """
     found: list[object] = []
     seen = {id(iterator)}
@@ -130,7 +130,7 @@ class Probe:
         return self._ask(self._capacity, None)
 
     def inside(self, wrapper: object) -> "Probe | None":
-        """This probe, inside a wrapper such as a generator; None where nobody can tell when the wrapper is gone."""
+        """This probe, inside a wrapper such as a generator; None where a wrapper's end cannot be seen."""
         with suppress(TypeError):
             self._outer = weakref.ref(wrapper)
             return self
@@ -141,7 +141,7 @@ class Probe:
         return None if self._iterator() is None else self._outer()
 
     def read(self) -> QueueState | None:
-        """Its state; None where that cannot be told. Takes about a microsecond."""
+        """Its state; None: not known. Takes about a microsecond."""
         return self._ask(self._state, None)
 
     def workers(self) -> Workers:

@@ -59,7 +59,7 @@ class LoaderSums(Additive):
     stocked: int = 0
     """By how many the stock of ready batches grew."""
     span_ns: int = 0
-    """Time between fetches of one epoch, over which production is told."""
+    """Time between fetches of one epoch: the time of production."""
 
     @property
     def produced_per_s(self) -> float | None:

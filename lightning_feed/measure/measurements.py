@@ -17,7 +17,7 @@ class Place:
     form: Literal["arguments", "settings"] = "arguments"
     """It takes a loader's keyword arguments, or those of LoaderSettings."""
     inner: str = ""
-    """Of a wrapped data module: the loader inside it, which takes what ``wrap`` leaves alone."""
+    """Of a wrapped data module: the loader inside it, for the settings that ``wrap`` does not change."""
     names: tuple[tuple[str, str], ...] = ()
     """(setting, what it is called there), where a function of another package makes the loader."""
     overrides: tuple[tuple[str, str], ...] = ()

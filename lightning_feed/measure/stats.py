@@ -157,7 +157,7 @@ class StarvationStats:
     compute_ms: float | None = tagged("feed_step/compute_ms")
     """Mean time from the batch being on the device to the end of the step. Near step_ms: compute-bound."""
     forward_ms: float | None = tagged("feed_step/forward_ms")
-    """Of compute_ms: ``training_step`` (mean). Absent: not told apart, as with manual optimisation."""
+    """Of compute_ms: ``training_step`` (mean). Absent: not known, as with manual optimisation."""
     backward_ms: float | None = tagged("feed_step/backward_ms")
     """Of compute_ms: the backward pass, where the gradients of several ranks are exchanged, too."""
     optimizer_ms: float | None = tagged("feed_step/optimizer_ms")
@@ -207,7 +207,7 @@ def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: boo
 
 
 Which = Literal["core", "all"]
-"""``core``: what tells how fast training is, and what it waits for. ``all``: what may say why, too."""
+"""``core``: the speed of training and its waits. ``all``: possible reasons, too."""
 
 _CORE = (
     *("starved_pct", "prefetch_active", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms", "other_ms", "start_s"),

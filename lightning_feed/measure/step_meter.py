@@ -290,7 +290,7 @@ class StepMeter:
         """Start over: an epoch begins, or training (``epoch=False``). An unfinished step is dropped.
 
         Args:
-            epoch: the time to the first batch is told.
+            epoch: the time to the first batch is reported.
             since: when the epoch began, by the host's clock; None: now.
         """
         self._last = self._clock()

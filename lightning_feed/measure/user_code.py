@@ -1,4 +1,4 @@
-"""Files of the user's program, told from those of libraries."""
+"""Files of the user's program, as opposed to those of libraries."""
 
 import os
 import sysconfig

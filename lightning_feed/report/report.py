@@ -143,7 +143,7 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
-    """The verdict, and the share of time that it rests on; empty where there is none to tell."""
+    """The verdict, and the share of time that it rests on, which may be empty."""
     stats = diagnosis.stats
     if diagnosis.bottleneck in _OF_THE_RUN:
         return f"limited by {diagnosis.bottleneck}", share_text(diagnosis.measurements)

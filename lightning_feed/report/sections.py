@@ -135,7 +135,7 @@ def _mark(bars: list[Bar]) -> list[Bar]:
 # --- sections -----------------------------------------------------------------------------------------------------
 
 VALIDATION_PCT = 10.0
-"""Share of the run from which the console tells how validation divides."""
+"""Share of the run from which the console shows the parts of validation."""
 ROWS_NAMED = 6
 """Rows of a section that a line of the console names."""
 

@@ -176,7 +176,7 @@ DISK_MB_PER_S = 0.05
 """A disk that gives less than this is not what workers wait for, were it one of random 4 kB reads (100 a second)."""
 IO_PRESSURE_PCT = 20.0
 CONNECTED = 0.5
-"""Connections over the network of each worker, from which it is taken to read from there."""
+"""Connections over the network of each worker, from which it counts as reading from there."""
 DALI_DECODES = (
     "DALI works on the GPU, and a batch that it is not done with is waited for there: its decoding is part of this time"
 )
@@ -471,7 +471,7 @@ def compute_cause(measured: Measurements, shares: Shares) -> Reason:
             f"the model alone takes {in_ms(alone, shares.step_ms)} ms a step with one batch again and again: "
             "faster loading would not help here"
         )
-    # A thread that waits for the device spins, and so looks busy: with a known synchronisation nothing can be told.
+    # A thread that waits for the device spins, and so looks busy: with a known synchronisation that means nothing.
     host = 0.0 if facts.device_type == "cpu" or facts.syncs else facts.host_cpu_ms or 0.0
     if host >= LAUNCH_SHARE * compute > 0:
         said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to issue what the device does"

@@ -12,7 +12,7 @@ from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.verdict.causes import Shares, model_alone_ms
 
 SAME = 1.1
-"""By as much do two measurements of the same differ: of 67 fits that were measured twice within a minute, 58 agreed
+"""Usual difference of two measurements of the same setting: of 67 fits that were measured twice within a minute, 58 agreed
 within a tenth (``benchmarks/predictions.py`` on a virtual machine with 2 CPUs)."""
 NOT_TRANSFORMS = ("read", "decode", "load")
 """Steps of a sample's way that are no transforms, as experiments name them: see :func:`step_of`."""
@@ -94,7 +94,7 @@ def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: f
 def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float, workers: int) -> float:
     """By how much steps get longer when workers take ``loading_ms`` of CPU time for each of them. 0.0: not known.
 
-    What training and other programs leave of the CPUs costs nothing. The rest is taken from training: from a single
+    CPUs that training and other programs do not use cost nothing. The rest is taken from training: from a single
     thread its share, and from threads that compute on all CPUs together all of it, since each of them waits for the one
     that was disturbed. It is never more than an equal share for each thread that is ready: Linux gives workers no more.
     """
@@ -177,7 +177,7 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
     """Step time with so many worker processes, 1 or more, where there are fewer now, or none.
 
     By the rates that were tried, where both numbers were. Else each worker adds its rate, as far as there are CPUs.
-    None: cannot be told.
+    None: not known.
     """
     facts = measured.facts
     running, now = period_ms(measured, shares), facts.num_workers
@@ -233,7 +233,7 @@ def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> fl
 
 
 def read_share(measured: Measurements) -> float | None:
-    """Share of reading in the time for a sample, 0 to 1; None where the two were not told apart."""
+    """Share of reading in the time for a sample, 0 to 1; None where the two are not known."""
     costs = {cost.name: cost.wall_ms for cost in measured.found.costs}
     whole = sum(costs.values())
     return costs["read"] / whole if "read" in costs and whole > 0 else None
@@ -311,14 +311,14 @@ def _taking_ms(measured: Measurements) -> float:
 
 
 def _restarting_ms(facts: LoopFacts, number: int) -> float:
-    """The time for starting workers anew in each epoch, for each step; 0.0 where they live on."""
+    """The time for starting workers in each epoch, per step; 0.0 where they live on."""
     if facts.may_persist or not facts.batches_per_epoch:
         return 0.0
     return facts.loaders_beside * number * _START_MS / facts.batches_per_epoch
 
 
 def _left_over_ms(facts: LoopFacts, one_ms: float) -> float:
-    """The time for batches that workers make in vain, for each step: those asked for ahead when an epoch breaks off."""
+    """The time for batches that workers make in vain, per step: those asked for ahead when an epoch breaks off."""
     if not facts.breaks_off or not facts.batches_per_epoch:
         return 0.0
     return _AHEAD * one_ms / facts.batches_per_epoch

@@ -141,7 +141,7 @@ def callback_remedy(
 MOST_WAITING = 4
 """Times as many workers, at most, where they only wait."""
 MOSTLY = 0.5
-"""Share of the time for a batch from which who makes it is taken to wait."""
+"""Share of the time for a batch from which its maker counts as waiting."""
 MOST_WORKERS = 16
 """More are never named where there are none."""
 NEARLY = 1.02
@@ -279,8 +279,8 @@ def _without_workers(finding: Finding) -> dict[str, Any] | None:
 
 
 def persistent_workers(finding: Finding) -> Remedy | None:
-    """The first batch of each epoch is what is waited for, workers are started anew for each, and nothing in the data
-    set has to reach them then. Saves what that batch takes beyond the time in which workers make one."""
+    """Training waits for the first batch of each epoch, workers are started for each, and nothing in the data set has to
+    reach them then. Saves what that batch takes beyond the time in which workers make one."""
     facts, start_s, epoch_pct = finding.facts, finding.measured.stats.epoch_start_s or 0.0, finding.shares.epoch_pct
     if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not finding.can_set("persistent_workers"):
         return None
