@@ -178,6 +178,12 @@ class StarvationStats:
     epoch_start_s: float | None = tagged("feed_epoch/start_s")
     """Mean time from the start of an epoch to its first batch. High: workers are started anew each epoch."""
 
+    @property
+    def interval_pct(self) -> tuple[float, float] | None:
+        """The 95 % interval of starved_pct; None: not known."""
+        low, high = self.starved_low_pct, self.starved_high_pct
+        return None if low is None or high is None else (low, high)
+
 
 @dataclass(frozen=True)
 class LoaderSteps:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -41,19 +41,21 @@ class DeviceEvent(Protocol):
         """Wait for it."""
 
 
-class EventSteps(NamedTuple):
-    """One step between two events: how long each of its intervals took on the device."""
+class Note(NamedTuple):
+    """Figures of a step that its events do not give, as in :class:`StepTimes`."""
 
-    note: Any
-    """The argument of :meth:`EventRing.end_step`."""
+    host_wait_ns: int
+    counted: bool
+    number: int
+    source: int
+
+
+class EventStep(NamedTuple):
+    """One step between two events."""
+
+    note: Note
     intervals: list[tuple[int, float]] | None
-    """(category, nanoseconds) in order; None: the events could not be compared."""
-
-
-class _Pending(NamedTuple):
-    note: Any
-    start: int
-    categories: list[int]
+    """(category, nanoseconds on the device) in order; None: the events could not be compared."""
 
 
 class EventRing:
@@ -77,7 +79,8 @@ class EventRing:
         self._next = 0
         self._start: int | None = None
         self._open: list[int] = []
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[Note, int, list[int]]] = deque()
+        """Steps that the device has not finished: note, first mark, categories."""
         self.lost = 0
         """Steps that were not measured: no event was free, theirs could not be compared, or the device failed."""
         self._stopped = False
@@ -96,16 +99,16 @@ class EventRing:
         else:
             self._open.append(category)
 
-    def end_step(self, note: Any) -> None:
+    def end_step(self, note: Note) -> None:
         """The last mark was the end of a step and is the start of the next."""
         if self._start is None:
             self.lost += 1
             self.begin()
             return
-        self._pending.append(_Pending(note, self._start, self._open))
+        self._pending.append((note, self._start, self._open))
         self._start, self._open = self._next - 1, []
 
-    def read(self) -> EventSteps | None:
+    def read(self) -> EventStep | None:
         """The oldest step that the device has finished, or None. The host does not wait."""
         if not self._pending:
             return None
@@ -120,7 +123,7 @@ class EventRing:
             return None
         self._pending.popleft()
         self.lost += intervals is None
-        return EventSteps(note, intervals)
+        return EventStep(note, intervals)
 
     def wait(self) -> None:
         """Wait for the last finished step. Once, when training is over."""
@@ -143,7 +146,7 @@ class EventRing:
         if self._stopped:
             return None
         number = self._next
-        oldest = self._pending[0].start if self._pending else self._start
+        oldest = self._pending[0][1] if self._pending else self._start
         if oldest is not None and number - oldest >= self._size:
             return None
         try:
@@ -184,8 +187,7 @@ def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
     backend: Any = torch.get_device_module(device)
 
     def make_event() -> DeviceEvent:
-        event: DeviceEvent = backend.Event(enable_timing=True)
-        return event
+        return cast(DeviceEvent, backend.Event(enable_timing=True))
 
     return make_event if events_work(make_event) else None
 
@@ -359,9 +361,9 @@ class StepMeter:
         spent, self._spent = self._spent, [0] * 7
         counted, self._counted = self._counted, True
         self.finished += 1
-        note = (spent[DATA], counted, self.finished, self.source)
+        note = Note(spent[DATA], counted, self.finished, self.source)
         if self._ring is None:
-            self._keep(_times(spent, *note))
+            self._keep(_times(spent, note))
         else:
             self._ring.end_step(note)
             self._read(READS_PER_STEP)
@@ -392,15 +394,14 @@ class StepMeter:
             step = self._ring.read()
             if step is None:
                 return
-            if step.intervals is None:
-                continue
-            parts = [0.0] * 7
-            for category, ns in step.intervals:
-                parts[category] += ns
-            self._keep(_times(parts, *step.note))
+            note, intervals = step
+            if intervals is not None:
+                parts = [0.0] * 7
+                for category, ns in intervals:
+                    parts[category] += ns
+                self._keep(_times(parts, note))
 
 
-def _times(parts: Sequence[float], host_wait_ns: int, counted: bool, number: int, source: int) -> StepTimes:  # noqa: FBT001  # as the meter notes it
-    other, data, h2d, compute, forward, backward, optimizer = parts
-    whole = compute + forward + backward + optimizer
-    return StepTimes(other, data, h2d, whole, host_wait_ns, counted, number, source, forward, backward, optimizer)
+def _times(parts: Sequence[float], note: Note) -> StepTimes:
+    other, data, h2d, *inside = parts
+    return StepTimes(other, data, h2d, sum(inside), *note, *inside[1:])

@@ -173,11 +173,8 @@ def _figures(*reports: Report) -> Iterator[Figure]:
 
 
 def _overlap(before: StarvationStats, after: StarvationStats) -> bool | None:
-    low, high = before.starved_low_pct, before.starved_high_pct
-    other_low, other_high = after.starved_low_pct, after.starved_high_pct
-    if low is None or high is None or other_low is None or other_high is None:
-        return None
-    return max(low, other_low) <= min(high, other_high)
+    one, other = before.interval_pct, after.interval_pct
+    return None if one is None or other is None else max(one[0], other[0]) <= min(one[1], other[1])
 
 
 def _verdict(report: Report) -> str:

@@ -188,9 +188,9 @@ def trust(diagnosis: Diagnosis) -> str:
     epoch loses before its first batch, and where it has no width.
     """
     said = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
-    low, high = diagnosis.stats.starved_low_pct, diagnosis.stats.starved_high_pct
+    low, high = diagnosis.stats.interval_pct or (0.0, 0.0)
     of_steps = _counted(diagnosis) == "steps" and diagnosis.bottleneck not in _OF_THE_RUN
-    if low is None or high is None or not of_steps or f"{low:.0f}" == f"{high:.0f}":
+    if not of_steps or f"{low:.0f}" == f"{high:.0f}":
         return said
     return f"95 % CI {low:.0f}-{high:.0f}, {said}"
 

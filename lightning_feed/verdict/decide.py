@@ -114,8 +114,8 @@ def _without_model(measured: Measurements) -> Diagnosis:
 def _confidence(measured: Measurements, shares: Shares, found: Reason) -> Confidence:
     """Confidence of the figures; lower where their interval holds a limit, or figures of the cause are missing."""
     stats, confidence = measured.stats, measured.stats.confidence
-    low, high = stats.starved_low_pct, stats.starved_high_pct
-    wide = low is not None and high is not None and any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
+    low, high = stats.interval_pct or (0.0, 0.0)
+    wide = any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
     if wide and not shares.compute_bound_confirmed:
         confidence = _LOWER[confidence]
     if found.contradicted or measured.facts.crowded:

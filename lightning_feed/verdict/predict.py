@@ -12,8 +12,8 @@ from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.verdict.causes import Shares, model_alone_ms
 
 SAME = 1.1
-"""Usual difference of two measurements of the same setting: of 67 fits that were measured twice within a minute, 58 agreed
-within a tenth (``benchmarks/predictions.py`` on a virtual machine with 2 CPUs)."""
+"""Usual difference of two measurements of the same setting: of 67 fits that were measured twice within a minute, 58
+agreed within a tenth (``benchmarks/predictions.py`` on a virtual machine with 2 CPUs)."""
 NOT_TRANSFORMS = ("read", "decode", "load")
 """Steps of a sample's way that are no transforms, as experiments name them: see :func:`step_of`."""
 

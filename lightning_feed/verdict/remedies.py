@@ -279,8 +279,8 @@ def _without_workers(finding: Finding) -> dict[str, Any] | None:
 
 
 def persistent_workers(finding: Finding) -> Remedy | None:
-    """Training waits for the first batch of each epoch, workers are started for each, and nothing in the data set has to
-    reach them then. Saves what that batch takes beyond the time in which workers make one."""
+    """Training waits for the first batch of each epoch, workers are started for each, and nothing in the data set has
+    to reach them then. Saves what that batch takes beyond the time in which workers make one."""
     facts, start_s, epoch_pct = finding.facts, finding.measured.stats.epoch_start_s or 0.0, finding.shares.epoch_pct
     if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not finding.can_set("persistent_workers"):
         return None
@@ -477,12 +477,11 @@ def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
 def least_gain_pct(finding: Finding) -> float:
     """The gain from which a remedy is printed: 5 %, or more where noise hides that."""
     stats, facts = finding.measured.stats, finding.facts
-    low, high = stats.starved_low_pct, stats.starved_high_pct
-    noise = 0.0 if low is None or high is None else (high - low) / 2
+    low, high = stats.interval_pct or (0.0, 0.0)
     least = LEAST_UNSURE_PCT if stats.confidence == "low" or facts.crowded else LEAST_PCT
     if facts.device_type == "cpu" and finding.data == "no workers":
         # Other programs may take more or less the next time.
         least = min(LEAST_SHARED_PCT, LEAST_UNSURE_PCT + (facts.others_cpu_pct or 0.0))
     elif facts.device_type == "cpu" and finding.data == "cpu":
         least = LEAST_SHARED_PCT
-    return max(least, noise, (finding.measured.found.noise_pct or 0.0) / 2)
+    return max(least, (high - low) / 2, (finding.measured.found.noise_pct or 0.0) / 2)
