@@ -23,10 +23,10 @@ class Additive:
     """Sums that only grow: the sum between two times is the difference of their values then."""
 
     def __add__(self: Sums, other: Sums) -> Sums:
-        return type(self)(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        return type(self)(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
     def __sub__(self: Sums, other: Sums) -> Sums:
-        return type(self)(**{one.name: getattr(self, one.name) - getattr(other, one.name) for one in fields(self)})
+        return type(self)(**{name: value - vars(other)[name] for name, value in vars(self).items()})
 
 
 def tagged(tag: str) -> Any:
@@ -239,12 +239,9 @@ def to_tags(
     ranks: RankStats | None = None,
 ) -> dict[str, float]:
     """The measured figures by tag. What was not measured is absent, so that 0 always means a measured zero."""
-    tags: dict[str, float] = {}
-    for value in (stats, gpu, loaders, ranks):
-        for one in fields(value) if value is not None else ():
-            if one.metadata and getattr(value, one.name) is not None:
-                tags[one.metadata["tag"]] = float(getattr(value, one.name))
-    return tags
+    known = [value for value in (stats, gpu, loaders, ranks) if value is not None]
+    found = {one.metadata["tag"]: vars(value)[one.name] for value in known for one in fields(value) if one.metadata}
+    return {tag: float(figure) for tag, figure in found.items() if figure is not None}
 
 
 def choose_tags(tags: dict[str, T], which: Which) -> dict[str, T]:
@@ -261,7 +258,7 @@ LOOP_FIELDS = ("starved_pct", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms",
 def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderSteps] = ()) -> dict[str, float]:
     """The measured figures of a validation, test or prediction by tag; of several loaders also each by its name."""
     section = LOOPS[stage]
-    found = {name.removeprefix("epoch_"): getattr(stats, name) for name in LOOP_FIELDS}
+    found = {name.removeprefix("epoch_"): vars(stats)[name] for name in LOOP_FIELDS}
     tags = {f"{section}/{name}": float(value) for name, value in found.items() if value is not None}
     for one in by_loader:
         tags |= {f"{section}/{one.name}/step_ms": one.step_ms, f"{section}/{one.name}/data_idle_ms": one.data_idle_ms}

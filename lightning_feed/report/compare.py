@@ -1,10 +1,10 @@
 """Two reports compared: changes, and which predictions came true. And a gate for CI."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from lightning_feed.errors import ReportError, printable_lines
-from lightning_feed.measure.measurements import SYNCS, LoopFacts
+from lightning_feed.measure.measurements import SYNCS
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.report import RemedyCheck, Report, cause_text, rate
 from lightning_feed.verdict.causes import shares_of
@@ -111,8 +111,9 @@ _NOT_CHOSEN = (
 def _settings(report: Report) -> dict[str, Setting]:
     """The settings that a user chose, by name; a synchronisation is named by itself and True where it is set up."""
     facts = report.diagnosis.measurements.facts
-    names = (one.name for one in fields(LoopFacts) if one.name not in _NOT_CHOSEN and not one.name.endswith("_ms"))
-    chosen: dict[str, Setting] = {name: getattr(facts, name) for name in names}
+    chosen = {
+        name: value for name, value in vars(facts).items() if name not in _NOT_CHOSEN and not name.endswith("_ms")
+    }
     chosen["prefetch_callback"] = report.diagnosis.stats.prefetch_active
     return chosen | {name: name in facts.syncs for name in SYNCS}
 
@@ -163,7 +164,7 @@ def _figures(*reports: Report) -> Iterator[Figure]:
     def values(report: Report) -> dict[str, float | None]:
         stats = report.diagnosis.stats
         per_s = rate(stats.step_ms, report.diagnosis.measurements.facts.batch_size)
-        return {"samples_per_s": per_s, **{name: getattr(stats, name) for name in FIGURES}}
+        return {"samples_per_s": per_s, **{name: vars(stats)[name] for name in FIGURES}}
 
     before, after = map(values, reports)
     for name, old in before.items():
@@ -184,7 +185,7 @@ def _verdict(report: Report) -> str:
 
 def _cautions(before: Report, after: Report) -> Iterator[str]:
     old, new = before.diagnosis.measurements.facts, after.diagnosis.measurements.facts
-    if any(getattr(before.environment, name) != getattr(after.environment, name) for name in MACHINE):
+    if any(vars(before.environment)[name] != vars(after.environment)[name] for name in MACHINE):
         yield "they ran on different machines, or on a machine that was changed"
     if None not in (old.batch_size, new.batch_size) and old.batch_size != new.batch_size:
         yield "the batch sizes differ: compare samples per second, not step times or predictions"

@@ -104,7 +104,8 @@ def _report_of(parts: Parts, **more: Any) -> Report:
 
 def _shared(value: object, kind: Any) -> dict[str, Any]:
     """The fields of a value that another dataclass has under the same names."""
-    return {one.name: getattr(value, one.name) for one in fields(kind) if hasattr(value, one.name)}
+    names = {one.name for one in fields(kind)}
+    return {name: part for name, part in vars(value).items() if name in names}
 
 
 # --- reports as JSON ----------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def to_plain(value: object) -> Any:
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
     if is_dataclass(value):
-        return {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}
+        return {name: to_plain(part) for name, part in vars(value).items()}
     if isinstance(value, (tuple, list)):
         return [to_plain(one) for one in value]
     raise TypeError(f"{type(value).__name__} has no form in JSON")

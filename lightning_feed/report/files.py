@@ -152,16 +152,17 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     """(figure, unit, words) of what is known of the figures on top."""
     stats, facts = report.diagnosis.stats, report.diagnosis.measurements.facts
     per_s, faster = rate(stats.step_ms, facts.batch_size), speedup(report.diagnosis)
-    tiles = []
-    if stats.starved_pct is not None:
-        tiles.append((f"{stats.starved_pct:.1f}", "%", "of each step waiting for data"))
-    if stats.step_ms:
-        tiles.append((in_ms(stats.step_ms, stats.step_ms), "ms", "a step on average"))
-    if per_s is not None:
-        tiles.append((in_rate(per_s), "samples/s", "trained on each rank" if facts.world_size > 1 else "trained"))
-    if faster is not None:
-        tiles.append((f"{faster:.2f}", "x", "as fast if data were free"))
-    return tiles
+    tiles = [
+        ("" if stats.starved_pct is None else f"{stats.starved_pct:.1f}", "%", "of each step waiting for data"),
+        (in_ms(stats.step_ms, stats.step_ms) if stats.step_ms else "", "ms", "a step on average"),
+        (
+            "" if per_s is None else in_rate(per_s),
+            "samples/s",
+            "trained on each rank" if facts.world_size > 1 else "trained",
+        ),
+        ("" if faster is None else f"{faster:.2f}", "x", "as fast if data were free"),
+    ]
+    return [tile for tile in tiles if tile[0]]
 
 
 # --- files --------------------------------------------------------------------------------------------------------

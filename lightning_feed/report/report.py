@@ -99,7 +99,7 @@ def read_environment(root: Path = Path("/")) -> Environment:
     packages = ("lightning-feed", "torch", "torchvision", "lightning", "pytorch-lightning")
     limits = ("usable_cpus", "cpu_reason", "available_memory_bytes", "free_shm_bytes", "start_method")
     known: dict[str, Any] = {name.replace("-", "_"): installed_version(name) for name in packages}
-    known |= {name: getattr(machine, name) for name in limits}
+    known |= {name: vars(machine)[name] for name in limits}
     return Environment(
         **known,
         python=platform.python_version(),

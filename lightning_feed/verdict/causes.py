@@ -367,7 +367,7 @@ def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
 
 def _gain(measured: Measurements, rate: Literal["cached_bytes_per_s", "ceiling_per_s"]) -> float | None:
     """The rate of the loader with something changed, over its rate as configured."""
-    changed: float | None = getattr(measured.found, rate)
+    changed: float | None = vars(measured.found)[rate]
     now = measured.found.loader_per_s
     return None if changed is None or not now else changed / now
 

@@ -78,7 +78,7 @@ def loader_remedy(
         code = " ".join(f"{keys[one]}={json.dumps(given)}" for one, given in settings.items() if one in keys)
     elif form == "settings" and place.inner and name not in _WRAPPED:
         form, where = "arguments", f"in {place.inner}"
-    now = getattr(finding.facts, name, None)
+    now = vars(finding.facts).get(name)
     return Remedy(
         code=code,
         form=form,
@@ -92,7 +92,7 @@ def loader_remedy(
 
 def datamodule_remedy(finding: Finding, name: str, value: str, why: str, step_ms: float | None) -> Remedy:
     """A remedy that gives an ImageFolderDataModule another argument."""
-    change = f"{name}: {getattr(finding.facts, name) or 'not set'} -> {value}"
+    change = f"{name}: {vars(finding.facts)[name] or 'not set'} -> {value}"
     where = f"{change} in the call that makes your {finding.place.datamodule or 'ImageFolderDataModule'}"
     code, changes = f'{name}="{value}"', f"{name}={value!r}"
     return Remedy(code=code, form="datamodule", where=where, why=why, predicted_step_ms=step_ms, changes=changes)
