@@ -197,23 +197,22 @@ def trust(diagnosis: Diagnosis) -> str:
 
 def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
     """The share of time that training waits for data, in words."""
-    on_cpu, ranks = diagnosis.device_type == "cpu", diagnosis.measurements.ranks
-    loop = LOOP_WORDS[diagnosis.measurements.facts.stage]
-    shares, counted = shares_of(diagnosis.measurements), _counted(diagnosis)
+    measured, counted = diagnosis.measurements, _counted(diagnosis)
+    ranks, shares = measured.ranks, shares_of(measured)
     if counted == "ranks" and ranks is not None:
         whose = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
         return f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
+    share, on_cpu, on_gpu = f"{starved_pct:.0f} % of each step", "", " waiting for data"
     if counted == "epochs" and shares is not None:
-        if on_cpu:
-            return f"{loop} waits for data {shares.epoch_pct:.0f} % of each epoch, for its first batch"
-        return f"GPU idle {shares.epoch_pct:.0f} % of each epoch waiting for its first batch"
-    if diagnosis.bottleneck == "compute":
+        share = f"{shares.epoch_pct:.0f} % of each epoch"
+        on_cpu, on_gpu = ", for its first batch", " waiting for its first batch"
+    elif diagnosis.bottleneck == "compute":
         proven = shares is not None and shares.compute_bound_confirmed
         more = ", which faster loading would not change: the model alone takes as long as a step"
         return f"{starved_pct:.0f} % of time waiting for data{more if proven else ''}"
-    if on_cpu:
-        return f"{loop} waits for data {starved_pct:.0f} % of each step"
-    return f"GPU idle {starved_pct:.0f} % of each step waiting for data"
+    if diagnosis.device_type == "cpu":
+        return f"{LOOP_WORDS[measured.facts.stage]} waits for data {share}{on_cpu}"
+    return f"GPU idle {share}{on_gpu}"
 
 
 def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:
