@@ -8,24 +8,21 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from lightning_feed.load.machine import read_machine
+from lightning_feed.load.machine import STREAM_BACKENDS, read_machine
 from lightning_feed.measure.facts import batches_ahead, with_loaders
 from lightning_feed.measure.guard import Guard
 from lightning_feed.measure.loader_state import loaders_in
 from lightning_feed.measure.loop import READ_EVERY_NS, MeasuredLoop, Schedule
 from lightning_feed.measure.measurements import LoopFacts, Measurements
-from lightning_feed.measure.stats import StarvationStats
+from lightning_feed.measure.stats import MIN_STEPS, StarvationStats
 from lightning_feed.measure.step_meter import Clock, host_clock, open_ring
-from lightning_feed.report.document import make_report
-from lightning_feed.report.files import show_report, write_report
-from lightning_feed.transfer.prefetcher import STREAM_BACKENDS
-from lightning_feed.verdict.causes import MIN_STEPS
-from lightning_feed.verdict.decide import diagnose
-from lightning_feed.verdict.diagnosis import Diagnosis
+
+if TYPE_CHECKING:
+    from lightning_feed.verdict.diagnosis import Diagnosis
 
 T = TypeVar("T")
 
@@ -134,8 +131,10 @@ class WatchedLoader(Generic[T]):
         """How the steps so far divide, without the first ones, in which queues fill."""
         return self._run.measurements().stats
 
-    def report(self) -> Diagnosis:
+    def report(self) -> "Diagnosis":
         """What limits training, from all steps so far, and what to change."""
+        from lightning_feed.verdict.decide import diagnose  # here: a loop that is only measured needs no verdict
+
         return diagnose(self._run.measurements())
 
     def close(self) -> None:
@@ -266,6 +265,11 @@ class PlainRun:
             self._guard.attempt("show its report", self._show)
 
     def _show(self) -> None:
+        # Imported when a report is due: a loop that is only measured needs none of it.
+        from lightning_feed.report.document import make_report
+        from lightning_feed.report.files import show_report, write_report
+        from lightning_feed.verdict.decide import diagnose
+
         report = make_report(diagnose(self.measurements()))
         written = []
         if self.folder is not None:

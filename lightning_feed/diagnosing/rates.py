@@ -300,7 +300,7 @@ def taking_times(loader: Iterable[Any]) -> list[float]:
 def _full(probe: Probe) -> bool:
     """Wait until all is made that may be; whether it was."""
     for _ in range(round(_FULL_S / _POLL_S)):
-        state, capacity = probe.read(), probe.capacity()
+        state, capacity = probe.read(), probe.held
         if state is None or capacity is None:
             return False
         if state.ready >= capacity:

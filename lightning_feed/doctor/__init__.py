@@ -11,6 +11,7 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
 
 Level = Literal["ok", "note", "warning", "problem"]
@@ -41,15 +42,10 @@ class Finding:
         return self if fault else Finding(self.topic, self.value)
 
 
-def _open_files() -> tuple[int, int]:
+def _limit(name: str) -> tuple[int, int]:
     resource = importlib.import_module("resource")  # not on every system
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
     return soft, hard
-
-
-def _locked_memory() -> int:
-    resource = importlib.import_module("resource")
-    return int(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +60,8 @@ class Sources:
     version: Callable[[str], str | None] = installed_version
     requirements: Callable[[], list[str] | None] = lambda: requires("lightning-feed")
     """Requirements of this package, as in its metadata (``"torch>=2.6"``)."""
-    open_files: Callable[[], tuple[int, int]] = _open_files
-    """(soft, hard) limit of open files; -1 is no limit."""
-    locked_memory: Callable[[], int] = _locked_memory
-    """Limit of locked memory, bytes; -1 is no limit."""
+    limit: Callable[[str], tuple[int, int]] = _limit
+    """(soft, hard) limit of open files (``"NOFILE"``) or of locked memory in bytes (``"MEMLOCK"``); -1: no limit."""
     space: Callable[[Path], tuple[int, int, int]] = shutil.disk_usage
     """(size, used, free) of the file system of a folder, bytes."""
 
@@ -75,21 +69,22 @@ class Sources:
 def as_text(findings: Sequence[Finding]) -> str:
     """Findings as a screen of text: the worst first; within a level in the order in which they were found."""
     topics = max((len(one.topic) for one in findings), default=0)
-    lines: list[str] = []
-    for one in sorted(findings, key=lambda one: LEVELS.index(one.level)):
-        mark = "PROBLEM" if one.level == "problem" else one.level
-        head = f"{mark:<8} {one.topic:<{topics}}  "
-        told = f"{one.value} ({one.meaning})" if one.meaning and one.level == "ok" else one.value
-        if one.meaning and one.level != "ok":
-            told += f": {one.meaning}"
-        pad = " " * len(head)
-        lines += textwrap.wrap(head + told, WIDTH, subsequent_indent=pad, break_long_words=False)
-        if one.do:
-            arrow, below = f"{pad}-> ", f"{pad}   "
-            lines += textwrap.wrap(one.do, WIDTH, initial_indent=arrow, subsequent_indent=below, break_long_words=False)
+    lines = [line for one in sorted(findings, key=lambda one: LEVELS.index(one.level)) for line in _lines(one, topics)]
     counts = {level: sum(one.level == level for one in findings) for level in LEVELS[:3]}
-    said = [f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items() if count]
+    said = [plural(count, level) for level, count in counts.items() if count]
     return "\n".join([*lines, "", (", ".join(said) or "Nothing to fix") + "."])
+
+
+def _lines(one: Finding, topics: int) -> list[str]:
+    mark = "PROBLEM" if one.level == "problem" else one.level
+    head = f"{mark:<8} {one.topic:<{topics}}  "
+    meaning = one.meaning and (f" ({one.meaning})" if one.level == "ok" else f": {one.meaning}")
+    pad = " " * len(head)
+    return _wrapped(head, pad, one.value + meaning) + _wrapped(f"{pad}-> ", f"{pad}   ", one.do)
+
+
+def _wrapped(head: str, below: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=below, break_long_words=False)
 
 
 def as_plain(findings: Sequence[Finding]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One look at each thing of machine and environment that would keep a GPU from being fed."""
+"""Checks of machine and environment: everything that could keep a GPU from being fed."""
 
 import os
 import platform
@@ -54,12 +54,17 @@ SLOW_REQUEST_MS = 2.0
 
 
 def cpus(sources: Sources) -> Iterator[Finding]:
-    """CPUs that workers can keep busy, and the limit that says so."""
+    """CPUs that workers can keep busy, and the limit that sets their number."""
     machine = read_machine(sources.root)
     value = f"{machine.usable_cpus} usable"
     if machine.usable_cpus < 2:
-        meaning = f"{machine.cpu_reason}; loading and training share one CPU"
-        yield Finding("CPUs", value, "warning", meaning, "Give the process or its container more CPUs.")
+        yield Finding(
+            "CPUs",
+            value,
+            "warning",
+            f"{machine.cpu_reason}; loading and training share one CPU",
+            "Give the process or its container more CPUs.",
+        )
     else:
         yield Finding("CPUs", value, meaning=machine.cpu_reason)
     method = machine.start_method
@@ -84,17 +89,12 @@ def clock(sources: Sources) -> Iterator[Finding]:
 
 
 def memory(sources: Sources) -> Iterator[Finding]:
-    """Memory that can be taken, and what was moved out to swap."""
+    """Available memory, and memory moved to swap."""
     limits = list(memory_limits(sources.root))
-    left, reason = min(limits, default=(0, ""))
-    value = f"{size_text(max(0, left))} available"
-    if not limits:
-        yield Finding("memory", NOT_KNOWN, "note", "neither /proc/meminfo nor a cgroup tells")
-    elif left < LITTLE_MEMORY_BYTES:
-        do = "Use fewer workers or none that copy the dataset, or raise the limit."
-        yield Finding("memory", value, "warning", f"{reason}; workers or a cache may be killed", do)
+    if limits:
+        yield _free_memory(*min(limits))
     else:
-        yield Finding("memory", value, meaning=reason)
+        yield Finding("memory", NOT_KNOWN, "note", "neither /proc/meminfo nor a cgroup tells")
     swap = dict(re.findall(r"^(Swap\w+):\s*(\d+)", read_text(sources.root / "proc/meminfo"), re.MULTILINE))
     if not {"SwapTotal", "SwapFree"} <= swap.keys():
         yield Finding("swap", NOT_KNOWN, "note", "/proc/meminfo does not tell")
@@ -107,6 +107,19 @@ def memory(sources: Sources) -> Iterator[Finding]:
         "memory ran short at some time; samples read back from swap are slow",
         "Free memory: fewer workers, a smaller cache, fewer other programs.",
     ).only_if(used >= MUCH_SWAP_BYTES)
+
+
+def _free_memory(left: int, reason: str) -> Finding:
+    value = f"{size_text(max(0, left))} available"
+    if left >= LITTLE_MEMORY_BYTES:
+        return Finding("memory", value, meaning=reason)
+    return Finding(
+        "memory",
+        value,
+        "warning",
+        f"{reason}; workers or a cache may be killed",
+        "Use fewer workers or none that copy the dataset, or raise the limit.",
+    )
 
 
 def shared_memory(sources: Sources) -> Iterator[Finding]:
@@ -130,7 +143,7 @@ def shared_memory(sources: Sources) -> Iterator[Finding]:
 
 def open_files(sources: Sources) -> Iterator[Finding]:
     """The limit on open files."""
-    soft, hard = sources.open_files()
+    soft, hard = sources.limit("NOFILE")
     names = ["unlimited" if one == UNLIMITED else str(one) for one in (soft, hard)]
     yield Finding(
         "open files",
@@ -143,7 +156,7 @@ def open_files(sources: Sources) -> Iterator[Finding]:
 
 
 def container(sources: Sources) -> Iterator[Finding]:
-    """Whether this runs in a container: its limits are changed where it is started."""
+    """The container, if any: its limits are changed where it is started."""
     first = read_text(sources.root / "proc/1/cgroup")
     signs = {
         "/.dockerenv": (sources.root / ".dockerenv").exists(),
@@ -158,15 +171,17 @@ def container(sources: Sources) -> Iterator[Finding]:
 
 
 def data_url(url: str) -> Iterator[Finding]:
-    """How long a request to an object store takes, and how much it gives to many at once."""
+    """Latency of a request to an object store, and its rate for many at once."""
     place = RemotePlace(url)
     speed = measure_speed(place, some_files(place))
     rate = "" if speed.mb_per_s is None else f", {speed.mb_per_s:.0f} MB/s for many at once"
-    meaning = f"a worker that asks for one file after the other gets {1e3 / speed.latency_ms:.0f} a second at most"
-    do = "Read many at a time, and ahead: ImageFolderDataModule and FastDataModule do so with URLs."
-    yield Finding("data", f"{speed.latency_ms:.1f} ms a request{rate}", "warning", meaning, do).only_if(
-        speed.latency_ms >= SLOW_REQUEST_MS
-    )
+    yield Finding(
+        "data",
+        f"{speed.latency_ms:.1f} ms a request{rate}",
+        "warning",
+        f"a worker that asks for one file after the other gets {1e3 / speed.latency_ms:.0f} a second at most",
+        "Read many at a time, and ahead: ImageFolderDataModule and FastDataModule do so with URLs.",
+    ).only_if(speed.latency_ms >= SLOW_REQUEST_MS)
 
 
 def data_folder(path: Path, sources: Sources) -> Iterator[Finding]:
@@ -216,10 +231,10 @@ def gpus(sources: Sources) -> Iterator[Finding]:
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             yield Finding(f"GPU {index}", _name(nvml.nvmlDeviceGetName(handle)))
-            for topic, look in ((f"PCIe link {index}", _link), (f"GPU {index} node", _node)):
+            for topic, check in ((f"PCIe link {index}", _link), (f"GPU {index} node", _node)):
                 try:
-                    yield look(topic, nvml, handle, sources)
-                except (nvml.NVMLError, AttributeError) as error:  # not every board and driver tells everything
+                    yield check(topic, nvml, handle, sources)
+                except (nvml.NVMLError, AttributeError) as error:  # not every board and driver knows everything
                     yield Finding(topic, NOT_KNOWN, meaning=f"NVML: {error}")
     finally:
         nvml.nvmlShutdown()
@@ -246,8 +261,13 @@ def _driver(nvml: Any, wanted: tuple[int, int] | None) -> Finding:
     built = f"CUDA {wanted[0]}.{wanted[1]}"
     # Within one major version of CUDA an older driver runs newer builds ("minor version compatibility").
     if driver[0] < wanted[0]:
-        do = f"Update the driver, or install a torch built for CUDA {driver[0]}."
-        return Finding("driver", value, "problem", f"too old for torch, which is built for {built}", do)
+        return Finding(
+            "driver",
+            value,
+            "problem",
+            f"too old for torch, which is built for {built}",
+            f"Update the driver, or install a torch built for CUDA {driver[0]}.",
+        )
     if driver < wanted:
         return Finding("driver", value, "note", f"torch is built for {built}, which is newer: it runs")
     return Finding("driver", value, meaning=f"torch is built for {built}")
@@ -278,14 +298,18 @@ def _node(topic: str, nvml: Any, handle: Any, sources: Sources) -> Finding:
     ours = os.sched_getaffinity(0) & near
     if ours:
         return Finding(topic, f"NUMA node {node}", meaning=f"{len(ours)} of our CPUs are near it")
-    meaning = "all our CPUs belong to another node: each copy crosses between sockets"
-    do = f"numactl --cpunodebind={node} --membind={node} python ..."
-    return Finding(topic, f"NUMA node {node}", "warning", meaning, do)
+    return Finding(
+        topic,
+        f"NUMA node {node}",
+        "warning",
+        "all our CPUs belong to another node: each copy crosses between sockets",
+        f"numactl --cpunodebind={node} --membind={node} python ...",
+    )
 
 
 def pinned_memory(sources: Sources) -> Iterator[Finding]:
     """The limit on locked memory, and whether pinning works here."""
-    soft = sources.locked_memory()
+    soft, _ = sources.limit("MEMLOCK")
     value = "no limit" if soft == UNLIMITED else f"limit {size_text(soft)}"
     torch = sources.load("torch")
     with warnings.catch_warnings():
@@ -297,9 +321,13 @@ def pinned_memory(sources: Sources) -> Iterator[Finding]:
     try:
         torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
     except RuntimeError as error:
-        meaning = f"1 MiB could not be pinned: {str(error).strip().partition(chr(10))[0]}"
-        do = "Raise the limit (ulimit -l unlimited), or train with pin_memory=False."
-        yield Finding("pinned memory", value, "problem", meaning, do)
+        yield Finding(
+            "pinned memory",
+            value,
+            "problem",
+            f"1 MiB could not be pinned: {str(error).strip().partition(chr(10))[0]}",
+            "Raise the limit (ulimit -l unlimited), or train with pin_memory=False.",
+        )
         return
     yield Finding("pinned memory", f"works, {value}")
 
@@ -354,8 +382,7 @@ def _thread_variables(given: dict[str, str], usable: int) -> Iterator[Finding]:
 
 
 def _thread_count(name: str, value: str) -> int | None:
-    """Threads that a variable asks for; None where that is no number of them. OpenMP's may be a list, of which the
-    first counts here."""
+    """Threads that a variable asks for; None where it is not a number. OpenMP's may be a list: its first counts."""
     parts = [part.strip() for part in (value.split(",") if name == "OMP_NUM_THREADS" else [value])]
     return int(parts[0]) if all(part.isdecimal() and int(part) > 0 for part in parts) else None
 
@@ -370,8 +397,13 @@ def pillow(sources: Sources) -> Iterator[Finding]:
     if sources.load("PIL.features").check_feature("libjpeg_turbo"):
         yield Finding("Pillow", f"{name}, libjpeg-turbo")
         return
-    do = "Install Pillow's own wheel, or use another decoder: pip install 'lightning-feed[images]'"
-    yield Finding("Pillow", f"{name}, without libjpeg-turbo", "warning", "JPEGs decode slower than they could", do)
+    yield Finding(
+        "Pillow",
+        f"{name}, without libjpeg-turbo",
+        "warning",
+        "JPEGs decode slower than they could",
+        "Install Pillow's own wheel, or use another decoder: pip install 'lightning-feed[images]'",
+    )
 
 
 def decoders(sources: Sources) -> Iterator[Finding]:
@@ -379,39 +411,41 @@ def decoders(sources: Sources) -> Iterator[Finding]:
     there = [name for name, packages in DECODERS.items() if any(sources.version(one) for one in packages)]
     missing = ", ".join(name for name in DECODERS if name not in there)
     meaning = f"not installed: {missing}; a faster one may be among them"
-    install = "pip install 'lightning-feed[images]'"
-    yield Finding("decoders", ", ".join([*there, "pillow"]), "note", meaning, install).only_if(bool(missing))
+    yield Finding(
+        "decoders", ", ".join([*there, "pillow"]), "note", meaning, "pip install 'lightning-feed[images]'"
+    ).only_if(bool(missing))
     if "opencv" in there:
         count, usable = int(sources.load("cv2").getNumThreads()), read_machine(sources.root).usable_cpus
         meaning = f"in every worker, on {usable} usable CPUs; our loaders set it to fit"
-        do = "In workers of your own: cv2.setNumThreads(0)"
-        yield Finding("OpenCV threads", str(count), "note", meaning, do).only_if(count > 1)
+        yield Finding(
+            "OpenCV threads", str(count), "note", meaning, "In workers of your own: cv2.setNumThreads(0)"
+        ).only_if(count > 1)
 
 
 def dali(sources: Sources) -> Iterator[Finding]:
-    """The DALI that is installed, and whether it is of torch's CUDA. It is not imported."""
-    there = {cuda: sources.version(package) for cuda, package in DALI_PACKAGES.items()}
-    installed = {cuda: Version(version) for cuda, version in there.items() if version is not None}
-    ours = (torch_cuda(sources) or (None,))[0]
-    install = f"pip install {DALI_PACKAGES[12 if ours is not None and ours < 13 else 13]}"
+    """The installed DALI, and whether it is built for torch's CUDA. It is not imported."""
+    versions = {cuda: sources.version(package) for cuda, package in DALI_PACKAGES.items()}
+    installed = {cuda: Version(version) for cuda, version in versions.items() if version is not None}
+    ours, _ = torch_cuda(sources) or (None, None)
+    package = DALI_PACKAGES[12 if ours is not None and ours < 13 else 13]
     value = ", ".join(f"{version} for CUDA {cuda}" for cuda, version in installed.items())
     if not installed:
         meaning = 'backend="dali-gpu" and "dali-cpu" need it; see whether decoding limits: lightning-feed diagnose'
-        level: Level = "ok" if ours is None else "note"
-        yield Finding("DALI", "not installed", level, meaning, "" if ours is None else install)
-    elif len(installed) > 1 or (ours is not None and ours not in installed):
+        fault = Finding("DALI", "not installed", "note", meaning, f"pip install {package}")
+        yield fault if ours is not None else Finding("DALI", "not installed", meaning=meaning)
+    elif list(installed) != [ours or next(iter(installed))]:
         meaning = "one build alone may be installed, of torch's CUDA: else dali-gpu refuses it"
-        again = f"pip uninstall --yes {' '.join(DALI_PACKAGES[cuda] for cuda in installed)} && {install}"
+        others = " ".join(DALI_PACKAGES[cuda] for cuda in installed)
+        again = f"pip uninstall --yes {others} && pip install {package}"
         yield Finding("DALI", value, "warning", meaning, again if ours in DALI_PACKAGES else "")
     else:
         meaning = f"older than {OLDEST_DALI}.0, the oldest that is supported"
-        upgrade = install.replace("install", "install --upgrade", 1)
-        old = any(version.major < OLDEST_DALI for version in installed.values())
-        yield Finding("DALI", value, "warning", meaning, upgrade).only_if(old)
+        old = min(installed.values()).major < OLDEST_DALI
+        yield Finding("DALI", value, "warning", meaning, f"pip install --upgrade {package}").only_if(old)
 
 
 def nvjpeg(sources: Sources) -> Iterator[Finding]:
-    """Whether torchvision can decode JPEGs on the GPU, as far as its build tells."""
+    """The nvJPEG of torchvision, as far as its build tells."""
     if sources.version("torchvision") is None:
         return  # named with the versions
     ours, built = torch_cuda(sources), getattr(sources.load("torchvision.version"), "cuda", None)
@@ -422,9 +456,13 @@ def nvjpeg(sources: Sources) -> Iterator[Finding]:
     elif ours is None:
         yield Finding("nvJPEG", "not in torchvision", meaning="this torch has no CUDA to decode on")
     else:
-        meaning = 'this torchvision is built without CUDA, so backend="nvjpeg" cannot be used'
-        do = f"pip install torchvision --index-url https://download.pytorch.org/whl/cu{ours[0]}{ours[1]}"
-        yield Finding("nvJPEG", "not in torchvision", "note", meaning, do)
+        yield Finding(
+            "nvJPEG",
+            "not in torchvision",
+            "note",
+            'this torchvision is built without CUDA, so backend="nvjpeg" cannot be used',
+            f"pip install torchvision --index-url https://download.pytorch.org/whl/cu{ours[0]}{ours[1]}",
+        )
 
 
 # --- versions -----------------------------------------------------------------------------------------------------
@@ -448,18 +486,18 @@ def versions(sources: Sources) -> Iterator[Finding]:
 
 # --- all of them --------------------------------------------------------------------------------------------------
 
-LOOKS: dict[str, Callable[[Sources], Iterator[Finding]]] = {
+CHECKS: dict[str, Callable[[Sources], Iterator[Finding]]] = {
     "CPUs": cpus, "CPU clock": clock, "memory": memory, "/dev/shm": shared_memory, "open files": open_files,
     "container": container, "GPU": gpus, "pinned memory": pinned_memory, "threads": threads,
     "Pillow": pillow, "decoders": decoders, "DALI": dali, "nvJPEG": nvjpeg, "versions": versions,
 }  # fmt: skip
-"""Topic, for when a look fails -> the look."""
+"""Topic, for when a check fails -> the check."""
 
 
 def examine(data: str | Path | None = None, sources: Sources | None = None) -> list[Finding]:
-    """Look at everything that matters to feeding a GPU. Takes about as long as ``import torch``.
+    """Check everything that matters to feeding a GPU. Takes about as long as ``import torch``.
 
-    A look that fails is a finding of its own, and hides no other.
+    A check that fails is a finding of its own, and hides no other.
 
     Args:
         data: a file or folder of the dataset, to see on which file system it lies, or a URL, to which some requests
@@ -469,19 +507,23 @@ def examine(data: str | Path | None = None, sources: Sources | None = None) -> l
     Raises:
         SettingsError: when ``data`` is not there.
     """
-    sources = Sources() if sources is None else sources
-    remote, data = is_url(data), None if data is None else str(data)
-    if data is not None and not remote and not Path(data).exists():
-        raise SettingsError(f"--data {data}: there is no such file or folder. Give the folder that the samples lie in.")
-    found: list[Finding] = []
-    looks = dict(LOOKS)
-    if data is not None:
-        looks["data"] = (lambda _: data_url(data)) if remote else partial(data_folder, Path(data))
-    for topic, look in looks.items():
-        try:
-            for one in look(sources):  # what was found before a failure is kept
-                found.append(one)
-        except Exception as error:  # noqa: BLE001  # any broken source is a finding of its own
-            words = str(error).partition("\n")[0]
-            found.append(Finding(topic, NOT_KNOWN, "note", f"{type(error).__name__}: {words}".rstrip(": ")))
-    return found
+    checks = dict(CHECKS)
+    if is_url(data):
+        checks["data"] = lambda _: data_url(str(data))
+    elif data is not None:
+        if not Path(data).exists():
+            raise SettingsError(
+                f"--data {data}: there is no such file or folder. Give the folder that the samples lie in."
+            )
+        checks["data"] = partial(data_folder, Path(data))
+    sources = sources or Sources()
+    return [one for topic, check in checks.items() for one in _findings(topic, check, sources)]
+
+
+def _findings(topic: str, check: Callable[[Sources], Iterator[Finding]], sources: Sources) -> Iterator[Finding]:
+    """The findings of a check, to its failure, which is the last of them."""
+    try:
+        yield from check(sources)
+    except Exception as error:  # noqa: BLE001  # any broken source is a finding of its own
+        words = str(error).partition("\n")[0]
+        yield Finding(topic, NOT_KNOWN, "note", f"{type(error).__name__}: {words}".rstrip(": "))

@@ -20,6 +20,12 @@ MEMORY_SHARE = 0.5
 """Workers and the batches in flight take at most this share of the free memory: the model needs some too."""
 SHM_SHARE = 0.8
 """Batches in flight take at most this share of the free /dev/shm. A process that exceeds it dies of a bus error."""
+STREAM_BACKENDS = ("cuda", "xpu")
+"""Device types whose streams, events and allocator were read (torch 2.6 and 2.15) and order work as needed here.
+
+``torch.mps`` has classes of the same names from torch 2.15 on, but one queue, and events that take no stream; the
+modules of other backends (HPU, XLA) come from packages of their own.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

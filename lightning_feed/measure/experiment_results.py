@@ -18,7 +18,7 @@ class NamedCost:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCost:
-    """A function of the user's, and what it calls in libraries, as far as that makes batches."""
+    """A function of the user's that makes batches, with its calls into libraries."""
 
     name: str
     """``Birds.__getitem__``."""
@@ -28,7 +28,7 @@ class FunctionCost:
     calls: str | None
     """The class or function of a library that is called there, such as ``ColorJitter``; None: its own work."""
     stage: Literal["samples", "collate"]
-    """Whether it is part of making samples, or of collating them."""
+    """The work it is a part of: making samples, or collating them."""
     ms_per_batch: float
     """Wall time, without that of other functions of the user's which it calls."""
 
@@ -42,7 +42,7 @@ class KeyUse:
     bytes_per_batch: int
     """Sent to the training process, and from there to the device."""
     used: bool | None
-    """Whether the module read it in a training step. None: cannot be told."""
+    """True: the module read it in a training step. None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,9 @@ class ExperimentResults:
 
     batch_size: int | None = None
     model_per_s: float | None = None
-    """The rate of the model when the same device batch comes again and again."""
+    """The rate of the model with the same device batch repeated."""
     host_batch_per_s: float | None = None
-    """The same with the same host batch, copied in each step."""
+    """The rate of the model with the same host batch, copied in each step."""
     loader_per_s: float | None = None
     """The rate of the loader, alone, as configured."""
     loader_start_s: float | None = None
@@ -97,14 +97,14 @@ class ExperimentResults:
     cold_per_s: float | None = None
     """The loader with none of its files in the page cache."""
     ceiling_per_s: float | None = None
-    """A data set of constant samples of the same shapes, same workers: what IPC, collating, pinning allow."""
+    """A data set of constant samples of the same shapes, same workers: the limit of IPC, collating and pinning."""
     hand_over_ms: float | None = None
     """Median wall time to take a batch that is ready from a worker process, without pinning. A training loop pays
     it in each step, or the pin thread does. Without workers: what one would cost."""
     hand_over_file_system_ms: float | None = None
-    """The same with the sharing strategy ``file_system``. None: it is in force already, or cannot be tried."""
+    """The same with the sharing strategy ``file_system``. None: it is used already, or cannot be tried."""
     sharing_strategy: str | None = None
-    """That in force: ``torch.multiprocessing.get_sharing_strategy()``."""
+    """The present one: ``torch.multiprocessing.get_sharing_strategy()``."""
     pinned_gb_per_s: float | None = None
     """Host to device, from pinned memory."""
     pageable_gb_per_s: float | None = None
@@ -124,7 +124,7 @@ class ExperimentResults:
     @property
     def noise_pct(self) -> float | None:
         """Spread of the rates of the same setting: of each the highest less the lowest over the median, 0 to 100
-        and more; the largest of them. Differences within it tell nothing. None: nothing was tried twice."""
+        and more; the largest of them. Differences within it mean nothing. None: nothing was tried twice."""
         median = dict(self.worker_scaling)
         apart = [100 * (high - low) / median[one] for one, low, high in self.worker_spread if median.get(one)]
         return max(apart, default=None)

@@ -1,4 +1,4 @@
-"""What loaders and batches tell of a run besides its times."""
+"""Facts of a run besides its times, read off its loaders and batches."""
 
 import dis
 import sys
@@ -9,30 +9,30 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
-from lightning_feed.images.crop import cropping_step
-from lightning_feed.load.iterable import divides_among_workers, methods_of
-from lightning_feed.load.loader import FeedLoader
 from lightning_feed.measure.measurements import LoopFacts
 from lightning_feed.transfer.batch_tree import tensors
 
+_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
+_DEEPEST = 4
+
 
 def with_loaders(facts: LoopFacts, every: Sequence[Any], *, reloaded: bool | None = None) -> LoopFacts:
-    """The facts, and what the training loaders tell. Of several, the one with the fewest workers counts.
+    """The facts, with those of the training loaders. Of several, the one with the fewest workers counts.
 
-    With a loader among them that has no workers to tell of, it may be that one which is waited for: then those of the
-    others are not told.
+    A loader among them without ``num_workers`` may be the one that is waited for: the settings of the others are then
+    left out.
 
     Args:
         facts: of the run.
         every: all loaders of a stage, without their wrappers.
-        reloaded: whether new ones are made every few epochs. None: what only remedies go by is not told.
+        reloaded: whether new ones are made every few epochs. None: leave out what only remedies need.
     """
     loaders = [loader for loader in every if isinstance(getattr(loader, "num_workers", None), int)]
     known: dict[str, Any] = {}
     if loaders:
         slowest = min(loaders, key=lambda loader: loader.num_workers)
-        known = _told_by(slowest, loaders)
-        known["ours"] = all(isinstance(loader, FeedLoader) for loader in every)
+        known = _batches_of(slowest, loaders)
+        known["ours"] = all(is_instance(loader, "lightning_feed.load.loader", "FeedLoader") for loader in every)
         if len(loaders) == len(every):
             known |= {name: getattr(slowest, name, None) for name in _SETTINGS}
             kind = "thread" if getattr(slowest, "workers", None) == "thread" else "process"
@@ -42,32 +42,8 @@ def with_loaders(facts: LoopFacts, every: Sequence[Any], *, reloaded: bool | Non
     return replace(facts, **known)
 
 
-_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
-
-
-def _told_by(slowest: Any, loaders: Sequence[Any]) -> dict[str, Any]:
-    sampler = getattr(slowest, "batch_sampler", None)
-    # Loaders that are not torch's need have no dataset at all.
-    datasets = [getattr(loader, "dataset", None) for loader in loaders]
-    return {
-        "batch_size": getattr(slowest, "batch_size", None) or getattr(sampler, "batch_size", None),
-        "map_style": not any(isinstance(dataset, IterableDataset) for dataset in datasets),
-        "decodes_whole": any(map(_decodes_whole, datasets)),
-    }
-
-
-def _for_remedies(every: Sequence[Any], *, reloaded: bool) -> dict[str, Any]:
-    divided = [told for loader in every if (told := divides_among_workers(loader)) is not None]
-    return {
-        "every_num_workers": tuple(loader.num_workers for loader in every if hasattr(loader, "num_workers")),
-        "shards_by_worker": all(divided) if divided else None,
-        "may_leave_process": all(may_leave_process(each) is not False for each in every) if divided else None,
-        "may_persist": may_persist(every, reloaded=reloaded),
-    }
-
-
 def with_batch(facts: LoopFacts, batch: Any) -> LoopFacts:
-    """The facts, and what a batch tells."""
+    """The facts, with the size of a batch."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors(batch)]
     return replace(facts, batch_bytes=sum(sizes), batch_tensors=len(sizes))
 
@@ -82,54 +58,73 @@ def batches_ahead(loaders: Sequence[Any]) -> int:
     return max(ready, default=0)
 
 
+def is_instance(value: object, module: str, name: str) -> bool:
+    """``isinstance`` without importing the class: before its module is imported, there are no objects of it."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _batches_of(slowest: Any, loaders: Sequence[Any]) -> dict[str, Any]:
+    sampler = getattr(slowest, "batch_sampler", None)
+    # Loaders that are not torch's need have no dataset at all.
+    datasets = [getattr(loader, "dataset", None) for loader in loaders]
+    return {
+        "batch_size": getattr(slowest, "batch_size", None) or getattr(sampler, "batch_size", None),
+        "map_style": not any(isinstance(dataset, IterableDataset) for dataset in datasets),
+        "decodes_whole": any(map(_decodes_whole, datasets)),
+    }
+
+
+def _for_remedies(every: Sequence[Any], *, reloaded: bool) -> dict[str, Any]:
+    datasets = [getattr(loader, "dataset", None) for loader in every]
+    streams = [dataset for dataset in datasets if isinstance(dataset, IterableDataset)]
+    known = {
+        "every_num_workers": tuple(loader.num_workers for loader in every if hasattr(loader, "num_workers")),
+        "may_persist": not reloaded and bool(every) and not any(map(_needs_each_epoch, datasets)),
+    }
+    if streams:
+        # Imported for streams alone: it brings most of `load`, and other loops do without.
+        from lightning_feed.load.iterable import divides_among_workers
+
+        divided = [divides_among_workers(loader) for loader in every]
+        known["shards_by_worker"] = all(one is not False for one in divided)
+        known["may_leave_process"] = all(_keeps_nothing(stream, _DEEPEST) for stream in streams)
+    return known
+
+
 def _decodes_whole(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    torchvision: Any = sys.modules.get("torchvision.datasets")  # not imported: then nobody has a data set of it
-    if torchvision is None or not isinstance(dataset, torchvision.ImageFolder):
+    if not is_instance(dataset, "torchvision.datasets", "ImageFolder"):
         return False
-    unchanged = type(dataset).__getitem__ is torchvision.DatasetFolder.__getitem__
+    from lightning_feed.images.crop import cropping_step  # here: it brings the decoders
+
+    unchanged = type(dataset).__getitem__ is sys.modules["torchvision.datasets"].DatasetFolder.__getitem__
     return unchanged and cropping_step(dataset.transform) is not None
 
 
-_DEEPEST = 4
-
-
-def may_leave_process(loader: Any) -> bool | None:
-    """Whether the stream of a loader may live in a worker process; None for a data set that is no stream.
-
-    A worker has a copy of it. Not where a method other than ``__init__`` sets an attribute, which may be a count that
-    goes on from epoch to epoch, nor where there is a ``state_dict`` that somebody may ask for.
-    """
-    dataset = getattr(loader, "dataset", None)
-    return _keeps_nothing(dataset, _DEEPEST) if isinstance(dataset, IterableDataset) else None
-
-
 def _keeps_nothing(stream: Any, deeper: int) -> bool:
+    """True where a copy of the stream in a worker process serves as well as the stream itself.
+
+    False where a method other than ``__init__`` sets an attribute, which may be a count that goes on from epoch to
+    epoch, and where there is a ``state_dict`` that somebody may ask for.
+    """
+    from lightning_feed.load.iterable import methods_of  # as above
+
     codes = [code for name, code in methods_of(stream) if name != "__init__"]
-    if hasattr(stream, "state_dict") or any(_sets(code) for code in codes) or not deeper:
+    if hasattr(stream, "state_dict") or any(map(_sets_attribute, codes)) or not deeper:
         return False
     inside = [value for value in vars(stream).values() if isinstance(value, IterableDataset)]
     return all(_keeps_nothing(one, deeper - 1) for one in inside)
 
 
-def _sets(code: CodeType) -> bool:
+def _sets_attribute(code: CodeType) -> bool:
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return any(one.opname == "STORE_ATTR" for one in dis.get_instructions(code)) or any(_sets(one) for one in inner)
+    return any(one.opname == "STORE_ATTR" for one in dis.get_instructions(code)) or any(map(_sets_attribute, inner))
 
 
-def may_persist(loaders: Sequence[Any], *, reloaded: bool) -> bool:
-    """Whether nothing was seen that has to reach the workers of these loaders anew in each epoch.
-
-    Args:
-        loaders: all of training.
-        reloaded: whether the Trainer asks for new loaders every few epochs.
-    """
-    return not reloaded and bool(loaders) and not any(_is_told(getattr(loader, "dataset", None)) for loader in loaders)
-
-
-def _is_told(dataset: Any) -> bool:
-    """Whether a data set, or one inside it, is a stream or has a ``set_epoch``."""
+def _needs_each_epoch(dataset: Any) -> bool:
+    """True where the workers have to learn of each epoch: a stream or a ``set_epoch``, in the data set or inside it."""
     for _ in range(_DEEPEST):
         if dataset is None or isinstance(dataset, IterableDataset) or hasattr(dataset, "set_epoch"):
             return True

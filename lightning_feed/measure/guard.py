@@ -1,4 +1,4 @@
-"""A guard around all that only observes a run: what fails there is said once, and training goes on."""
+"""A guard around code that only observes a run: its failures are logged once, and training goes on."""
 
 import contextlib
 import functools
@@ -16,15 +16,15 @@ P = ParamSpec("P")
 
 
 class Guard:
-    """Lets no ``Exception`` of what only observes a run come up in it. KeyboardInterrupt and SystemExit do.
+    """Keeps each ``Exception`` of code that only observes a run out of it. KeyboardInterrupt and SystemExit pass.
 
-    What failed is said once, as a warning, and is not tried again with this guard; its traceback is logged at DEBUG.
-    An error that several parts meet one after the other is said of the first. Nothing that is the user's may be called
-    within: a failure of it would be taken for ours, and be lost.
+    A failure is logged once, as a warning, and its task is not tried again with this guard; the traceback is logged at
+    DEBUG. An error that several parts meet one after the other is logged for the first. No code of the user's may be
+    called within: its failures would be taken for ours, and be lost.
 
     Args:
-        who: name of the callback, for what is said.
-        stop: called once when measuring fails: takes out what was put into the Trainer.
+        who: name of the callback, for the log.
+        stop: called once when measuring fails: removes all changes to the Trainer.
     """
 
     def __init__(self, who: str, stop: Callable[[], object]) -> None:
@@ -34,7 +34,7 @@ class Guard:
         self.measures, self._quiet = True, False
 
     def measure(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """What ``call`` gives; None where it fails, which ends all measuring, and from then on."""
+        """The result of ``call``; None where it fails, which ends all measuring, and from then on."""
         if not self.measures:
             return None
         try:
@@ -55,7 +55,7 @@ class Guard:
         return tapped
 
     def attempt(self, task: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """What ``call`` gives; None where it fails, and whenever ``task`` has failed before. Measuring goes on.
+        """The result of ``call``; None where it fails, and whenever ``task`` has failed before. Measuring goes on.
 
         Args:
             task: what it does, to follow "could not": ``"print its report"``.
@@ -67,19 +67,19 @@ class Guard:
             return call(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # as above
             self._failed.add(task)
-            self._tell(f"could not {task}", error, "Training goes on without it.")
+            self._log(f"could not {task}", error, "Training goes on without it.")
             return None
 
     def measuring_failed(self, error: Exception) -> None:
-        """Say it, and end all measuring."""
+        """Log it, and end all measuring."""
         if self.measures:
             self.measures = False
-            self._tell("stopped measuring", error, "Training goes on; log at level DEBUG to see where it failed.")
-            self._quiet = True  # what fails now fails for the same reason
+            self._log("stopped measuring", error, "Training goes on; log at level DEBUG to see where it failed.")
+            self._quiet = True  # a failure now has the same reason
             self.attempt("take out what it had put into the Trainer", self._stop)
             self._quiet = False
 
-    def _tell(self, what: str, error: Exception, then: str) -> None:
+    def _log(self, what: str, error: Exception, then: str) -> None:
         reason = traceback.format_exception_only(error)[-1].strip()
         if not self._quiet and reason not in self._said:
             self._said.add(reason)
@@ -127,7 +127,7 @@ class Once:
         self._to, self._said = to, set[str]()
 
     def say(self, trainer: Any, level: int, what: str, *, of: str = "") -> None:
-        """Log a line, unless it, or one ``of`` the same matter, was said."""
+        """Log a line, unless it, or another ``of`` the same matter, was logged."""
         if (of or what) not in self._said and trainer.is_global_zero:
             say(self._to, level, what)
         self._said.add(of or what)

@@ -1,36 +1,39 @@
 """Hook times, and the profiler through which a loop announces what it starts and ends."""
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_feed.measure.guard import call_plainly
 from lightning_feed.measure.measurements import HookTime
 from lightning_feed.measure.step_meter import Clock, host_clock
 
-FIRST_LOOK, FIRST_LOOKS = 3, 5
-"""The steps after this one are looked at, so many, so that short runs have some."""
+T = TypeVar("T")
+
+FIRST_TIMED, FIRST_COUNT = 3, 5
+"""The steps after this one are timed, so many, so that short runs have some."""
 EVERY = 47
-"""Steps from one look to the next afterwards: a prime, so that what is done every 10 or 50 steps is met as often as it
-happens, neither always nor never."""
+"""Steps from one timed step to the next afterwards: a prime, so that what is done every 10 or 50 steps is met as often
+as it happens, neither always nor never."""
 LEAST_MS = 0.05
-"""What takes less of a step is not worth a name: most hooks do nothing at all."""
+"""Shorter hooks are not named: most do nothing at all."""
 OWN = "]GPUStarvationCallback."
 """In the names of our own hooks, which are no advice to anyone."""
 
 
 class HookTimes:
-    """Sums what each action takes by itself, without those inside it, if it begins between the steps.
+    """Sums the time of each action by itself, without those inside it, if it begins between the steps.
 
     Loggers are called in some steps only, say every 50, and may take long then: each of their calls is timed, with
-    :meth:`call`. All other actions are timed in a step now and then, while :attr:`looking`.
+    :meth:`call`. All other actions are timed in a step now and then, while :attr:`timing`.
 
     Args:
         between: whether the loop is between two steps now, neither fetching, nor copying, nor running a step.
         clock: the host's clock.
-        measure: calls what it is given with its arguments, and may keep what fails in it from the loop.
+        measure: calls a function with its arguments, and may keep its failures from the loop.
     """
 
     def __init__(
@@ -40,24 +43,24 @@ class HookTimes:
         *,
         measure: Callable[..., Any] = call_plainly,
     ) -> None:
-        self.looking = False
-        """Whether all actions are timed now."""
+        self.timing = False
+        """All actions are timed now."""
         self.measure = measure
         self._between, self._clock = between, clock
-        self._next_turn = FIRST_LOOK
-        self._begun = self._looks = self._steps = 0
-        """Looks that began, those that count, and steps whose calls count."""
+        self._next_turn = FIRST_TIMED
+        self._begun = self._timed_steps = self._steps = 0
+        """Timed steps that began, those that count, and steps whose calls count."""
         self._left_out = self._leaves_out_calls = False
         self._sums: Counter[str] = Counter()
         self._fresh: Counter[str] = Counter()
-        """Of the last look, which may still be left out."""
+        """Of the last timed step, which may still be left out."""
         self._calls: Counter[str] = Counter()
         self._fresh_calls: Counter[str] = Counter()
         """Of the present step, which may still be left out."""
-        self._stack: list[list[Any]] = []
+        self._stack: list[_Open] = []
 
-    def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a function gives, timed in any step."""
+    def call(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function, timed in any step."""
         self.measure(self.entered, name, every=True)
         try:
             return function(*args, **kwargs)
@@ -65,7 +68,7 @@ class HookTimes:
             self.measure(self.left)
 
     def step_ended(self, finished: int) -> None:
-        """A step is over, with which ``finished`` have ended: begin to look, or end the look at it."""
+        """A step is over, with which ``finished`` have ended: time the next one, or stop."""
         if not self._leaves_out_calls:
             self._steps += 1
             self._calls.update(self._fresh_calls)
@@ -73,86 +76,88 @@ class HookTimes:
         self._leaves_out_calls = False
         if finished < self._next_turn:
             return
-        if self.looking:
-            self.stop()
-            if self._begun >= FIRST_LOOKS:
-                self._next_turn = finished + EVERY - 1
-                return
+        was_timing = self.timing
+        self.stop()
+        if was_timing and self._begun >= FIRST_COUNT:
+            self._next_turn = finished + EVERY - 1
+            return
         self._fold()
-        self.looking, self._begun, self._next_turn = True, self._begun + 1, finished + 1
+        self.timing, self._begun, self._next_turn = True, self._begun + 1, finished + 1
 
     def leave_out_step(self) -> None:
         """Do not count this step: a validation, or a new epoch, lies in it."""
-        self._left_out |= self.looking  # a look that is over, and not counted in yet, stays as it is
+        self._left_out |= self.timing  # a timed step that is over, and not counted in yet, stays
         self._leaves_out_calls = True
 
     def stop(self) -> None:
-        """End a look, if one is on."""
-        if self.looking:
-            self.looking = False
-            self._looks += not self._left_out
-            for around in self._stack[:-1]:  # goes on into the next step, as an epoch that began in this look does
-                around[0] = None
+        """End the timing of a step, if one is timed."""
+        if self.timing:
+            self.timing = False
+            self._timed_steps += not self._left_out
+            for around in self._stack[:-1]:  # goes on into the next step, as an epoch that began in this one does
+                around.name = None
 
     def result(self) -> tuple[HookTime, ...]:
-        """Milliseconds a step of each action that takes any worth a name, the slowest first."""
-        if not self.looking:
+        """Milliseconds a step of each action that takes long enough to be named, the slowest first."""
+        if not self.timing:
             self._fold()
-        found = {name: ns / self._looks for name, ns in self._sums.items() if OWN not in name}
+        found = {name: ns / self._timed_steps for name, ns in self._sums.items() if OWN not in name}
         found |= {name: ns / self._steps for name, ns in self._calls.items()}
         times = [HookTime(name=name, ms_per_step=ns * 1e-6) for name, ns in found.items() if ns >= LEAST_MS * 1e6]
         return tuple(sorted(times, key=attrgetter("ms_per_step"), reverse=True))
 
-    def timed(self, name: str, action: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    @contextmanager
+    def timed(self, name: str, action: AbstractContextManager[T]) -> Iterator[T]:
         """``action``, timed."""
-        return _Timed(self, name, action)
+        with action as given:
+            self.measure(self.entered, name)
+            try:
+                yield given
+            finally:
+                self.measure(self.left)
 
     def entered(self, name: str, *, every: bool = False) -> None:
         """An action begins; ``every``: it is one that is timed in every step."""
         sums = self._fresh_calls if every else self._fresh
-        self._stack.append([name if self._between() else None, self._clock(), 0, sums])
+        self._stack.append(_Open(name if self._between() else None, self._clock(), sums))
 
     def left(self) -> None:
-        """The innermost action ends. It may end after the look does, which was switched off inside it."""
+        """The innermost action ends. It may end after the timing does, which was switched off inside it."""
         if not self._stack:
             return
-        name, began, inside, sums = self._stack.pop()
-        took = self._clock() - began
+        action = self._stack.pop()
+        took = self._clock() - action.began
         if self._stack:
-            self._stack[-1][2] += took
-        if name is not None:
-            sums[name] += took - inside
+            self._stack[-1].inside += took
+        if action.name is not None:
+            action.sums[action.name] += took - action.inside
 
     def _fold(self) -> None:
-        """Count the last look in, or drop it."""
+        """Count the last timed step in, or drop it."""
         if not self._left_out:
             self._sums.update(self._fresh)
         self._fresh.clear()
         self._left_out = False
 
 
-class _Timed:
-    __slots__ = ("_action", "_hooks", "_name")
+@dataclass(slots=True)
+class _Open:
+    """An action that has begun."""
 
-    def __init__(self, hooks: HookTimes, name: str, action: AbstractContextManager[Any]) -> None:
-        self._hooks, self._name, self._action = hooks, name, action
-
-    def __enter__(self) -> Any:
-        given = self._action.__enter__()
-        self._hooks.measure(self._hooks.entered, self._name)
-        return given
-
-    def __exit__(self, *error: Any) -> bool | None:
-        self._hooks.measure(self._hooks.left)
-        return self._action.__exit__(*error)
+    name: str | None
+    """None: it is not counted."""
+    began: int
+    sums: Counter[str]
+    inside: int = 0
+    """Nanoseconds of the actions in it."""
 
 
 Calls = dict[str, Callable[[], object]]
-"""Name of an action -> what to call."""
+"""Name of an action -> function to call."""
 
 
 class _Announced(AbstractContextManager[str]):
-    """An action of a profiler that does nothing, for those who want to know of it."""
+    """An action of a profiler that does nothing, with calls at its start and its end."""
 
     __slots__ = ("_begins", "_ends", "_name")
 
@@ -170,13 +175,11 @@ class _Announced(AbstractContextManager[str]):
 
 
 class _Actions(dict[str, AbstractContextManager[Any]]):
-    """A context for each name; for one that is not wanted an empty one, made once: some thirty are asked for in a
-    step."""
+    """A context for each name; for other names an empty one, made once: some thirty are asked for in a step."""
 
     def __missing__(self, name: str) -> AbstractContextManager[Any]:
-        made: AbstractContextManager[Any] = nullcontext(name)
-        self[name] = made
-        return made
+        self[name] = nullcontext(name)
+        return self[name]
 
 
 def tap_profiler(
@@ -184,24 +187,24 @@ def tap_profiler(
 ) -> Callable[[], None]:
     """Call back when ``profiler``, on this one instance, starts and stops an action of one of these names.
 
-    What the profiler takes itself falls outside of the action. Some thirty to fifty actions are announced in a step, so
-    a name that is not wanted costs one look-up.
+    The time of the profiler itself falls outside of the action. Some thirty to fifty actions are announced in a step,
+    so any other name costs one search in a dict.
 
     Args:
         profiler: has ``start(action_name)``, ``stop(action_name)``, and the context manager ``profile(action_name)``.
         on_start: called after the profiler has started the action.
         on_stop: called before the profiler stops the action.
-        does_nothing: ``start`` and ``stop`` of this profiler are empty. ``profile`` then passes over them, which wins
-            back more than the tap costs; not where another tool has wrapped them.
-        hooks: has every action timed while it looks.
+        does_nothing: ``start`` and ``stop`` of this profiler are empty. ``profile`` then skips them, which saves more
+            than the tap costs; not where another tool has wrapped them.
+        hooks: times every action while it is :attr:`~HookTimes.timing`.
 
     Returns:
-        What takes the tap out. A tap that another tool has wrapped in its turn stays, and is dead.
+        A function that removes the tap. A tap that another tool has wrapped in its turn stays, and is dead.
     """
     starts, stops, own = dict(on_start), dict(on_stop), vars(profiler)
     actions = _Actions({name: _Announced(name, starts.get(name), stops.get(name)) for name in {**starts, **stops}})
     shadowed = {name: own[name] for name in ("start", "stop", "profile") if name in own}
-    passes_over, timing = does_nothing and not shadowed, hooks or HookTimes(lambda: False)
+    skips, hook_times = does_nothing and not shadowed, hooks or HookTimes(lambda: False)
     original_start, original_stop, original_profile = profiler.start, profiler.stop, profiler.profile
     started, stopped = starts.get, stops.get
 
@@ -216,11 +219,14 @@ def tap_profiler(
         original_stop(action_name)
 
     def profile(action_name: str) -> AbstractContextManager[Any]:
-        if passes_over and own.get("start") is start and own.get("stop") is stop:
+        if skips and own.get("start") is start and own.get("stop") is stop:
             action = actions[action_name]
         else:
             action = original_profile(action_name)
-        return timing.measure(timing.timed, action_name, action) or action if timing.looking else action
+        if not hook_times.timing:
+            return action
+        timed: AbstractContextManager[Any] = hook_times.measure(hook_times.timed, action_name, action) or action
+        return timed
 
     taps: dict[str, Any] = {"start": start, "stop": stop, "profile": profile}
     own.update(taps)  # last: where anything above failed, nothing is left in the profiler
@@ -228,7 +234,7 @@ def tap_profiler(
     def untap() -> None:
         for calls in (starts, stops, actions):
             calls.clear()
-        timing.stop()
+        hook_times.stop()
         _take_out(own, taps, shadowed)
 
     return untap

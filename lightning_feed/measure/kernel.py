@@ -1,10 +1,11 @@
-"""Counters of the kernel: what workers did, pressure and throttling, CPU time per step and of other programs.
+"""Counters of the kernel: times of workers, pressure and throttling, CPU time per step and of other programs.
 
 Read from ``/proc`` and ``/sys`` of Linux. Elsewhere, and in sandboxes without these files, nothing is known.
 """
 
 import contextlib
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,13 +17,13 @@ from lightning_feed.measure.stats import Additive
 from lightning_feed.storage.system import cgroup_folders, read_text
 
 MOST_THREADS = 16
-"""Threads looked at in one worker, the oldest first. Each costs a file; torch gives its workers two."""
+"""Threads read of one worker, the oldest first. Each costs a file; torch gives its workers two."""
 SLACK_PER_READ = 4096
 """Bytes that a disk gives beyond what one call of read() asked for: it gives whole pages."""
 
 
 class Workers(NamedTuple):
-    """Those who make the batches."""
+    """Processes and threads that make the batches."""
 
     pids: tuple[int, ...] = ()
     """Processes."""
@@ -34,8 +35,8 @@ class WorkerReading(NamedTuple):
     """The counters of one worker at one time."""
 
     at_ns: int
-    threads: dict[int, tuple[int, int]]
-    """By thread: nanoseconds on a CPU, and nanoseconds ready to run without one."""
+    threads: dict[str, tuple[int, int]]
+    """By the folder of each thread: nanoseconds on a CPU, and nanoseconds ready to run without one."""
     io: tuple[int, int, int] | None
     """``asked``, ``calls`` and ``from_disk`` of :class:`WorkerTime` since it began; None: not known."""
 
@@ -57,12 +58,12 @@ class WorkerTime(Additive):
     """Bytes fetched from storage, whichever way they were asked for."""
 
     def share_pct(self, part_ns: float) -> float | None:
-        """What part of the workers' time ``part_ns`` is, 0 to 100; None where no worker was seen twice."""
+        """Share of the workers' time that ``part_ns`` is, 0 to 100; None where no worker was seen twice."""
         return 100 * part_ns / self.wall_ns if self.wall_ns else None
 
     @property
     def blocked_ns(self) -> float:
-        """Neither on a CPU nor ready for one."""
+        """Time neither on a CPU nor ready for one."""
         return self.wall_ns - self.on_cpu_ns - self.run_queue_ns
 
     @property
@@ -102,81 +103,67 @@ class WorkerClock:
     """
 
     root: Path = Path("/")
-    _last: dict[tuple[str, int], WorkerReading] = field(default_factory=dict)
+    _last: dict[str, WorkerReading] = field(default_factory=dict)
 
     def take(self, workers: Workers, now_ns: int) -> WorkerTime:
-        """What happened since the last time, of workers that were there then. ``now_ns``: the time now."""
-        readings = self._read(workers, now_ns)
-        total, span = WorkerTime(), 0.0
-        for key, after in readings.items():
-            before = self._last.get(key)
-            if before is not None:
-                did = _between(before, after)
-                span = max(span, did.span_ns)
-                total += did
-        total.span_ns = span  # workers read side by side: the interval counts once
-        self._last = readings
+        """The time since the last call, of workers that were there then. ``now_ns``: the time now."""
+        before, self._last = self._last, self._read(workers, now_ns)
+        times = [_between(before[folder], after) for folder, after in self._last.items() if folder in before]
+        total = sum(times, WorkerTime())
+        total.span_ns = max((one.span_ns for one in times), default=0.0)  # workers read side by side: it counts once
         return total
 
     def meet(self, workers: Workers, now_ns: int) -> None:
         """Read those not met before, so that the next :meth:`take` counts them."""
-        fresh = Workers(
-            tuple(pid for pid in workers.pids if ("process", pid) not in self._last),
-            tuple(tid for tid in workers.thread_ids if ("thread", tid) not in self._last),
-        )
-        self._last.update(self._read(fresh, now_ns))
+        self._last = self._read(workers, now_ns) | self._last
 
-    def _read(self, workers: Workers, now_ns: int) -> dict[tuple[str, int], WorkerReading]:
-        proc = f"{self.root}/proc"
-        found = {}
-        for pid in workers.pids:
-            tasks = f"{proc}/{pid}/task"
-            found["process", pid] = WorkerReading(now_ns, _times_of(tasks, _thread_ids(tasks)), _io(f"{proc}/{pid}/io"))
-        for tid in workers.thread_ids:
-            tasks = f"{proc}/self/task"
-            found["thread", tid] = WorkerReading(now_ns, _times_of(tasks, [tid]), _io(f"{tasks}/{tid}/io"))
-        return {key: reading for key, reading in found.items() if reading.threads}
+    def _read(self, workers: Workers, now_ns: int) -> dict[str, WorkerReading]:
+        """The readings by the folder in ``proc``."""
+        processes = [f"{self.root}/proc/{pid}" for pid in workers.pids]
+        threads = {folder: _threads_in(f"{folder}/task") for folder in processes}
+        threads |= {folder: [folder] for folder in (f"{self.root}/proc/self/task/{tid}" for tid in workers.thread_ids)}
+        found = {folder: WorkerReading(now_ns, _times_of(own), _io(f"{folder}/io")) for folder, own in threads.items()}
+        return {folder: reading for folder, reading in found.items() if reading.threads}
 
 
 def _between(before: WorkerReading, after: WorkerReading) -> WorkerTime:
     """The difference of two readings of one worker; nothing where a counter went backwards: it is another worker."""
     wall = after.at_ns - before.at_ns
-    on_cpu = run_queue = 0
-    for thread, now in after.threads.items():
-        then = before.threads.get(thread, (0, 0))  # a thread that is new began with nothing
-        if now[0] < then[0] or now[1] < then[1]:
-            return WorkerTime()
-        on_cpu += now[0] - then[0]
-        run_queue += now[1] - then[1]
+    # A thread that is new began with nothing.
+    times = [(now, before.threads.get(thread, (0, 0))) for thread, now in after.threads.items()]
+    on_cpu, run_queue = (sum(now[which] - then[which] for now, then in times) for which in (0, 1))
+    backwards = any(now[0] < then[0] or now[1] < then[1] for now, then in times)
     # A kernel without these statistics writes zeros: nothing is known then, rather than that everything is blocked.
-    if wall <= 0 or not any(any(times) for times in after.threads.values()):
+    if wall <= 0 or backwards or not any(map(any, after.threads.values())):
         return WorkerTime()
-    scale = min(1.0, wall / (on_cpu + run_queue)) if on_cpu + run_queue else 1.0
+    scale = wall / max(wall, on_cpu + run_queue)
     did = WorkerTime(wall_ns=wall, on_cpu_ns=on_cpu * scale, run_queue_ns=run_queue * scale)
     if before.io is not None and after.io is not None:
-        asked, calls, from_disk = (now - then for now, then in zip(after.io, before.io, strict=True))
-        if min(asked, calls, from_disk) >= 0:
-            did.span_ns, did.asked, did.calls, did.from_disk = wall, asked, calls, from_disk
+        read = [now - then for now, then in zip(after.io, before.io, strict=True)]
+        if min(read) >= 0:
+            did.span_ns, (did.asked, did.calls, did.from_disk) = wall, read
     return did
 
 
-def _thread_ids(folder: str) -> list[int]:
+def _threads_in(folder: str) -> list[str]:
+    """Folders of the oldest threads of a process."""
     try:
-        return sorted(int(name) for name in os.listdir(folder) if name.isdigit())[:MOST_THREADS]  # noqa: PTH208
+        numbers = sorted(int(name) for name in os.listdir(folder) if name.isdigit())  # noqa: PTH208
     except OSError:
         return []
+    return [f"{folder}/{number}" for number in numbers[:MOST_THREADS]]
 
 
-def _times_of(folder: str, threads: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """By thread; those that are gone are left out."""
-    found = {thread: _schedstat(f"{folder}/{thread}/schedstat") for thread in threads}
-    return {thread: times for thread, times in found.items() if times is not None}
+def _times_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """By the folder of a thread; threads that are gone are left out."""
+    found = {folder: _schedstat(f"{folder}/schedstat") for folder in folders}
+    return {folder: times for folder, times in found.items() if times is not None}
 
 
 def _schedstat(path: str) -> tuple[int, int] | None:
     """The first two numbers of ``schedstat`` (proc(5)): nanoseconds on a CPU, and ready to run without one."""
-    numbers = read_small(path).split()
-    if len(numbers) < 2 or not numbers[0].isdigit() or not numbers[1].isdigit():
+    numbers = read_small(path).split()[:2]
+    if len(numbers) < 2 or not all(map(bytes.isdigit, numbers)):
         return None
     return int(numbers[0]), int(numbers[1])
 
@@ -215,7 +202,7 @@ def count_connections(pids: Iterable[int], root: Path = Path("/")) -> int | None
         root: the file system to read ``proc`` from.
 
     Returns:
-        How many; None where the kernel does not tell (``/proc/net/tcp``, proc(5)).
+        Their number; None where the kernel does not say (``/proc/net/tcp``, proc(5)).
     """
     own = _sockets(f"{root}/proc/self/fd")
     theirs = set().union(*(_sockets(f"{root}/proc/{pid}/fd") for pid in pids)) - own
@@ -267,7 +254,7 @@ class PressureTime(Additive):
 class PressureClock:
     """Reads the kernel's totals, and gives the differences.
 
-    Sources: Documentation/accounting/psi.rst and admin-guide/cgroup-v2.rst of Linux. The files are looked for once,
+    Sources: Documentation/accounting/psi.rst and admin-guide/cgroup-v2.rst of Linux. The files are searched once,
     when this is made.
 
     Args:
@@ -287,7 +274,7 @@ class PressureClock:
         self._last: dict[str, tuple[int, int]] = {}
 
     def take(self, now_ns: int) -> PressureTime:
-        """What happened since the last time; nothing at the first. ``now_ns``: the time now."""
+        """The times since the last call; none at the first. ``now_ns``: the time now."""
         taken, before = PressureTime(), self._last
         waited = {name: _waited_ns(path) for name, path in self._pressure.items()}
         periods = {str(path): _periods(path) for path in self._quotas}
@@ -301,12 +288,9 @@ class PressureClock:
 
 
 def _waited_ns(path: Path) -> int | None:
-    """Of ``some avg10=0.00 avg60=0.00 avg300=0.00 total=123``, which is in microseconds."""
-    for line in read_text(path).splitlines():
-        if line.startswith("some "):
-            total = line.rpartition("total=")[2]
-            return int(total) * 1000 if total.isdigit() else None
-    return None
+    """The total of ``some avg10=0.00 avg60=0.00 avg300=0.00 total=123``, which is in microseconds."""
+    found = re.search(r"^some .*total=(\d+)$", read_text(path), re.MULTILINE)
+    return 1000 * int(found[1]) if found else None
 
 
 def _periods(path: Path) -> tuple[int, int] | None:
@@ -323,11 +307,11 @@ _FIRST, _LAST = 11, 14
 
 
 class CpuShare:
-    """Counts from when it is made.
+    """Share of the CPUs that other programs took since this was made.
 
-    The time of this process counts as the run's own, and that of all that it started: workers, and what those start.
-    The rest is what other programs took, and what the host of a virtual machine gave to others. Interrupts are
-    nobody's. Reading takes some 20 microseconds for each process of the machine: it is for reports, and not for steps.
+    The time of this process and all of its descendants counts as the run's own. The rest went to other programs, and on
+    a virtual machine to other guests of the host. Interrupts count for nobody. Reading takes some 20 microseconds for
+    each process of the machine: it is for reports, and not for steps.
 
     Args:
         root: the file system to read ``proc`` from.
@@ -338,16 +322,14 @@ class CpuShare:
         self._began = self._read()
 
     def others_pct(self, usable_cpus: int | None) -> float | None:
-        """Share of ``usable_cpus`` that others took, 0 to 100; None where the kernel does not tell.
+        """Share of ``usable_cpus`` that others took, 0 to 100; None: not known.
 
-        What others take of CPUs beyond those that this run may use is not counted: they were not to be had anyway.
+        Time on CPUs beyond those that this run may use is not counted: it could not have had them anyway.
         """
         now, before = self._read(), self._began
-        if now is None or before is None or not usable_cpus:
+        if now is None or before is None or not usable_cpus or now[1] <= before[1]:
             return None
         cpus, whole, busy, own = now[0], now[1] - before[1], now[2] - before[2], now[3] - before[3]
-        if whole <= 0:
-            return None
         others = cpus * max(0, busy - own) / whole
         return 100 * min(1.0, max(0.0, others - max(0, cpus - usable_cpus)) / usable_cpus)
 
@@ -373,10 +355,10 @@ class CpuShare:
                 if len(fields) > _LAST:
                     parents[int(folder.name)] = int(fields[1])
                     ticks[int(folder.name)] = sum(map(int, fields[_FIRST : _LAST + 1]))
-        own, more = {os.getpid()}, True
-        while more:
+        own, found = set[int](), {os.getpid()}
+        while found:
+            own |= found
             found = {pid for pid, parent in parents.items() if parent in own} - own
-            own, more = own | found, bool(found)
         return sum(ticks.get(pid, 0) for pid in own)
 
 
@@ -390,12 +372,12 @@ def run_queue_clock() -> int | None:
 
 
 class CpuTimes:
-    """Counts from when it is made, or settled, without what lies between :meth:`pause` and :meth:`go_on`.
+    """CPU time since this was made, or the warm-up ended, without the time from :meth:`pause` to :meth:`go_on`.
 
     Args:
         loads_here: whether the process itself makes the batches; only then is fetching one timed, for 20 microseconds.
         thread: the CPU time of this thread in nanoseconds.
-        process: that of all threads of the process.
+        process: the CPU time of all threads of the process.
         run_queue: the time for which this thread waited for a CPU, in nanoseconds; None where that is not known.
     """
 
@@ -416,12 +398,12 @@ class CpuTimes:
         self._queue_began: int | None = None
 
     def settle(self, steps: int) -> None:
-        """Begin anew after so many steps."""
+        """Start over after so many steps."""
         self._steps_before, self._spent, self._loading, self._queued = steps, [0, 0], 0, 0
         self._began = self._now()
 
     def pause(self) -> None:
-        """What comes now is not training."""
+        """Training stops for a while."""
         if not self._paused:
             self._add()
             self._paused = True
@@ -437,7 +419,7 @@ class CpuTimes:
             self._fetch_began, self._queue_began = self._process(), self._run_queue()
 
     def fetch_ended(self) -> None:
-        """It is there."""
+        """The batch has come."""
         if self._loads_here and self._fetch_began:
             self._loading += self._process() - self._fetch_began
             self._fetch_began, queue = 0, self._run_queue()
@@ -453,13 +435,11 @@ class CpuTimes:
             return {}
         if not self._paused:
             self._add()
-        host, whole = (1e-6 * spent / counted for spent in self._spent)
-        known = {"host_cpu_ms": host, "process_cpu_ms": whole}
+        host, whole = self._spent
+        known: dict[str, int | None] = {"host_cpu_ms": host, "process_cpu_ms": whole}
         if self._loads_here:
-            known["load_cpu_ms"] = 1e-6 * self._loading / counted
-            if self._queued is not None:
-                known["load_queue_ms"] = 1e-6 * self._queued / counted
-        return known
+            known |= {"load_cpu_ms": self._loading, "load_queue_ms": self._queued}
+        return {name: 1e-6 * ns / counted for name, ns in known.items() if ns is not None}
 
     def _now(self) -> tuple[int, int]:
         return self._thread(), self._process()

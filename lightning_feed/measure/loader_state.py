@@ -1,25 +1,28 @@
-"""How a live iterator over a loader stands: what is ready, what waits to be pinned, who works for it.
+"""The state of a live iterator over a loader: batches ready, batches that wait to be pinned, and its workers.
 
-Known of torch's iterator over worker processes and torchdata's, which has the same parts (private; read in torch 2.6
-and 2.15, torchdata 0.11), of the one without workers, and of our own; and of a generator or the like that draws from
-one of these. Of any other iterator nothing is known. A part that is not there, or is not what it was, makes the figure
-unknown, never an error in training.
+Known are torch's iterator over worker processes and torchdata's, which has the same parts (private; read in torch 2.6
+and 2.15, torchdata 0.11), the one without workers, and our own; and a generator or the like that draws from one of
+these. Of any other iterator nothing is known. A private part that is absent or has changed makes the figure unknown,
+and is never an error in training.
 """
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader
 
-from lightning_feed.load.loader_pass import LoaderPass
-from lightning_feed.load.stage import OwnPass
+from lightning_feed.measure.facts import is_instance
 from lightning_feed.measure.kernel import Workers
 from lightning_feed.measure.step_meter import Clock, host_clock
+
+if TYPE_CHECKING:
+    from lightning_feed.load.loader_pass import LoaderPass
+    from lightning_feed.load.stage import OwnPass
 
 T = TypeVar("T")
 
@@ -27,79 +30,71 @@ _HOLDERS = ("_dataloader", "base_dataloader", "dataloader", "loader")
 """Attributes under which wrappers hold a loader: Fabric's, accelerate's, and those of users."""
 _DEEPEST = 8
 _MOST = 64
-"""Objects that are looked at for one iterator."""
+"""Objects that are examined for one iterator."""
 
 
-def loaders_in(loader: Any) -> list[Any]:
+def loaders_in(loader: object, deeper: int = _DEEPEST) -> list[Any]:
     """The loaders that batches come from: those in a CombinedLoader, dict or list, or inside a wrapper; else itself."""
-    return list(_loaders(loader, _DEEPEST))
+    held = _held(loader) if deeper and not isinstance(loader, DataLoader) else None
+    return [loader] if held is None else [one for inner in held for one in loaders_in(inner, deeper - 1)]
 
 
-def _loaders(loader: Any, deeper: int) -> Iterator[Any]:
-    held = None
-    if deeper and not isinstance(loader, DataLoader):
-        held = _held(loader)
-    if held is None:
-        yield loader
-        return
-    for one in held:
-        yield from _loaders(one, deeper - 1)
-
-
-def _held(loader: Any) -> list[Any] | None:
-    """What a wrapper draws from; None for what is no wrapper."""
-    inner = getattr(loader, "iterables", None)  # a CombinedLoader
-    inner = loader if isinstance(loader, (dict, list, tuple)) else inner
+def _held(loader: object) -> list[Any] | None:
+    """The loaders that a wrapper draws from; None for what is no wrapper."""
+    # `iterables` of a CombinedLoader
+    inner = loader if isinstance(loader, (dict, list, tuple)) else getattr(loader, "iterables", None)
     if isinstance(inner, dict):
         inner = list(inner.values())
     if isinstance(inner, (list, tuple)) and inner and all(hasattr(one, "__iter__") for one in inner):
         return list(inner)
     stages = getattr(loader, "pipeline", None)  # a WebLoader: a DataLoader, then what is done with its batches
-    if isinstance(stages, list) and stages and isinstance(stages[0], DataLoader):
-        return [stages[0]]
+    if isinstance(stages, list) and isinstance(next(iter(stages), None), DataLoader):
+        return stages[:1]
     found = (getattr(loader, name, None) for name in _HOLDERS)
     return next(([one] for one in found if isinstance(one, DataLoader) or _is_wrapper(one)), None)
 
 
-def _is_wrapper(value: Any) -> bool:
+def _is_wrapper(value: object) -> bool:
     return isinstance(getattr(value, "pipeline", None), list) or hasattr(value, "_dataloader")
 
 
-def iterator_in(iterator: Any) -> Any:
+def iterator_in(iterator: object) -> Any:
     """The iterator of a DataLoader that another one, such as a generator, draws from; None: there is none, or several.
 
-    A generator tells nobody what its ``for`` goes through, but the garbage collector.
+    Only the garbage collector knows the iterator of a generator's ``for``.
     """
-    found: list[Any] = []
-    seen: set[int] = {id(iterator)}
+    found: list[object] = []
+    seen = {id(iterator)}
     ahead = [iterator]
     while ahead and len(seen) < _MOST:
         one = ahead.pop()
         if one is not iterator and is_known(one):
             found.append(one)
             continue
-        for held in _references(one):
-            if id(held) not in seen and hasattr(type(held), "__next__"):
-                seen.add(id(held))
-                ahead.append(held)
+        fresh = {id(held): held for held in _references(one) if hasattr(type(held), "__next__")}
+        ahead += [held for number, held in fresh.items() if number not in seen]
+        seen |= fresh.keys()
     return found[0] if len(found) == 1 else None
 
 
-def is_known(iterator: Any) -> bool:
-    """Whether it is a pass of ours, or torch's iterator: over workers (and torchdata's, which is alike), or without."""
-    if isinstance(iterator, LoaderPass) or hasattr(iterator, "_task_info"):
-        return True
-    return getattr(iterator, "_num_workers", None) == 0 and hasattr(iterator, "_num_yielded")
+def is_known(iterator: object) -> bool:
+    """True for a pass of ours, and for torch's iterator: over workers (and torchdata's, which is alike), or without."""
+    without_workers = getattr(iterator, "_num_workers", None) == 0 and hasattr(iterator, "_num_yielded")
+    return _is_ours(iterator) or hasattr(iterator, "_task_info") or without_workers
 
 
-def _references(one: Any) -> list[Any]:
+def _is_ours(iterator: object) -> bool:
+    return is_instance(iterator, "lightning_feed.load.loader_pass", "LoaderPass")
+
+
+def _references(one: object) -> list[Any]:
     attributes = getattr(one, "__dict__", None)
     held = gc.get_referents(one) + (list(attributes.values()) if isinstance(attributes, dict) else [])
-    # In Python 3.10 what a generator goes through is held by its frame.
+    # In Python 3.10 the frame of a generator holds the iterator.
     return held + [deeper for frame in held if isinstance(frame, FrameType) for deeper in gc.get_referents(frame)]
 
 
-# What reading a private part can meet: it is absent, another thing, closed, has no length (queues on macOS), or another
+# Reading a private part can fail: it is absent, of another kind, closed, has no length (queues on macOS), or another
 # thread changes it meanwhile.
 _UNREADABLE = (AttributeError, TypeError, ValueError, OSError, NotImplementedError, RuntimeError, LookupError)
 
@@ -108,55 +103,50 @@ class QueueState(NamedTuple):
     """Batches of one iterator at one time."""
 
     ready: int
-    """Made, and pinned where they are to be, but not handed out. In any order, so the next may not be among them."""
+    """Made, and pinned where they are to be, but not returned yet. In any order: the next may not be among them."""
     unpinned: int | None
-    """Made, and waiting for the pin thread; the one that it is at is not seen. None: there is no pin thread."""
+    """Made, and waiting for the pin thread, without the one in its hands. None: there is no pin thread."""
     taken: int
-    """Handed out by this iterator, or since it was last started over."""
+    """Returned by this iterator, since it was started or reset."""
 
 
 class Probe:
-    """Looks at one iterator without keeping it alive; this one at torch's without workers: nothing is ever ready.
+    """Reads the state of one iterator without keeping it alive; this class that of torch's without workers.
 
     Args:
         iterator: of a kind that :func:`is_known`, or the threads of our own pass.
-        clock: by which waiting is measured.
+        clock: measures waiting.
     """
 
     def __init__(self, iterator: Any, clock: Clock = host_clock) -> None:
         self._iterator = self._outer = weakref.ref(iterator)
         self._clock = clock
         self.taken = 0
-        """Batches that it had handed out when it was looked at last."""
+        """Batches that it had returned at the last reading."""
 
     @cached_property
     def held(self) -> int | None:
-        """:meth:`capacity`, asked once."""
-        return self.capacity()
+        """Batches that it may hold ready, asked once."""
+        return self._ask(self._capacity, None)
 
-    def inside(self, wrapper: Any) -> "Probe | None":
-        """The same, inside a wrapper such as a generator; None where nobody can tell when that is gone."""
-        try:
+    def inside(self, wrapper: object) -> "Probe | None":
+        """This probe, inside a wrapper such as a generator; None where a wrapper's end cannot be seen."""
+        with suppress(TypeError):
             self._outer = weakref.ref(wrapper)
-        except TypeError:
-            return None
-        return self
+            return self
+        return None
 
     def iterator(self) -> Any:
         """The iterator, or the wrapper around it; None when one of them is gone."""
         return None if self._iterator() is None else self._outer()
 
     def read(self) -> QueueState | None:
-        """How it stands; None where that cannot be told. Takes about a microsecond."""
+        """Its state; None: not known. Takes about a microsecond."""
         return self._ask(self._state, None)
 
-    def capacity(self) -> int | None:
-        """Batches that it may hold ready."""
-        return self._ask(self._holds, None)
-
     def workers(self) -> Workers:
-        """Who makes its batches, beside the thread that asks for them."""
-        return self._ask(self._made_by, Workers())
+        """The makers of its batches, beside the thread that asks for them."""
+        return self._ask(self._workers, Workers())
 
     def _ask(self, question: Callable[[Any], T], unknown: T) -> T:
         try:
@@ -169,39 +159,40 @@ class Probe:
         return 0
 
     def close(self) -> None:
-        """Leave the iterator as it was."""
+        """Undo all changes to the iterator."""
 
     def _state(self, it: Any) -> QueueState:
         return QueueState(0, None, it._num_yielded)
 
-    def _holds(self, it: Any) -> int:
+    def _capacity(self, it: Any) -> int:
         return 0
 
-    def _made_by(self, it: Any) -> Workers:
+    def _workers(self, it: Any) -> Workers:
         return Workers()
 
 
 def probe_loader(iterator: Any, clock: Clock = host_clock) -> Probe | None:
-    """What can look at ``iterator``, which ``iter(loader)`` gave; None for a kind that is not known."""
-    if not is_known(iterator):
-        inner = iterator_in(iterator)
-        probe = None if inner is None else probe_loader(inner, clock)
-        return None if probe is None else probe.inside(iterator)
-    kind = PassProbe if isinstance(iterator, LoaderPass) else TorchProbe if hasattr(iterator, "_task_info") else Probe
-    return kind(iterator, clock)
+    """A probe of ``iterator``, which ``iter(loader)`` gave; None for an unknown kind."""
+    if _is_ours(iterator):
+        return PassProbe(iterator, clock)
+    if is_known(iterator):
+        return (TorchProbe if hasattr(iterator, "_task_info") else Probe)(iterator, clock)
+    inner = iterator_in(iterator)
+    probe = None if inner is None else probe_loader(inner, clock)
+    return None if probe is None else probe.inside(iterator)
 
 
 class TorchProbe(Probe):
-    """Looks at torch's ``_MultiProcessingDataLoaderIter``, or at one with the same parts.
+    """Reads torch's ``_MultiProcessingDataLoaderIter``, or an iterator with the same parts.
 
     Batches that arrive out of order are kept in ``_task_info``, as tuples of two. Torch draws from its queue, by
     ``_try_get_data``, only while the next batch in order is not there. Time inside of it counts as head of line where a
-    later batch was kept when it began, as far as workers had nothing to do for it: times the share of workers whose
-    tasks are all done. Where all are busy the order costs nothing: workers alike that are half a batch out of phase
-    have a later batch ready half of the time, and would make no more in any order. At the end of the data workers have
-    nothing to do in any case, so nothing counts there. A batch that came is seen when torch, which waits for it, has
-    unpacked it. ``_try_get_data`` is replaced on this one object, which costs some microseconds for each batch, unless
-    somebody has replaced it already. The probe there does not hold the iterator: torch ends workers when it is garbage.
+    later batch was kept when it began, times the share of workers whose tasks are all done. Where all are busy the
+    order costs nothing: workers alike that are half a batch out of phase have a later batch ready half of the time, and
+    would make no more in any order. At the end of the data workers have nothing to do in any case, so nothing counts
+    there. A batch that came is seen when torch, which waits for it, has unpacked it. ``_try_get_data`` is replaced on
+    this one object, which costs some microseconds for each batch, unless somebody has replaced it already. The
+    replacement does not hold the iterator: torch ends workers when it is garbage.
     """
 
     def __init__(self, iterator: Any, clock: Clock = host_clock) -> None:
@@ -218,7 +209,7 @@ class TorchProbe(Probe):
     def head_of_line_ns(self) -> float | None:
         """Time inside ``_try_get_data`` that began with a later batch at hand, as above.
 
-        What failed of ours in a call of the loader is raised here: there it would be an error of the loader.
+        A failure of ours in a call of the loader is raised here: there it would be an error of the loader.
         """
         if self._failure is not None:
             raise self._failure
@@ -237,7 +228,7 @@ class TorchProbe(Probe):
             idle = _idle_share(iterator)
         except _UNREADABLE:
             pass
-        except Exception as error:  # noqa: BLE001  # told where the figure is asked for
+        except Exception as error:  # noqa: BLE001  # raised where the figure is asked for
             self._failure = error
         began = self._clock()
         try:
@@ -250,10 +241,10 @@ class TorchProbe(Probe):
         unpinned = it._worker_result_queue.qsize() if self._pins else None
         return QueueState(it._data_queue.qsize() + _kept(it), unpinned, it._num_yielded)
 
-    def _holds(self, it: Any) -> int:
+    def _capacity(self, it: Any) -> int:
         return int(it._num_workers * it._prefetch_factor)
 
-    def _made_by(self, it: Any) -> Workers:
+    def _workers(self, it: Any) -> Workers:
         return Workers(pids=tuple(worker.pid for worker in it._workers if worker.pid is not None))
 
 
@@ -272,65 +263,62 @@ def _idle_share(iterator: Any) -> float:
 
 
 class OwnProbe(Probe):
-    """Looks at workers that are ours, not torch's, in our own pass: they count for themselves."""
+    """Reads workers that are ours, not torch's, in our own pass: they count for themselves."""
 
     def head_of_line_ns(self) -> float | None:
-        """As they count it."""
-        it: Any = self._iterator()
+        """The nanoseconds that they count."""
+        it: OwnPass | None = self._iterator()
         return None if it is None else float(it.head_of_line_ns)
 
-    def _state(self, it: Any) -> QueueState:
+    def _state(self, it: "OwnPass") -> QueueState:
         return QueueState(it.ready, None, 0)
 
-    def _holds(self, it: Any) -> int:
-        return int(it.capacity)
+    def _capacity(self, it: "OwnPass") -> int:
+        return it.capacity
 
-    def _made_by(self, it: Any) -> Workers:
+    def _workers(self, it: "OwnPass") -> Workers:
         return Workers(thread_ids=it.thread_ids)
 
 
 class PassProbe(Probe):
-    """Looks at our own pass: worker processes, worker threads or neither, and the thread that reads ahead.
+    """Reads our own pass: worker processes, worker threads or neither, and the thread that reads ahead.
 
-    With ``background``, batches ready for it count as ready: they are made. The one that the thread has in its hands
-    while its queue is full is not seen. Without workers, that thread is the worker. Another thread may close the pass
-    at any time; then nothing is known of it.
+    With ``background``, batches ready for it count as ready: they are made. The one in the hands of the thread while
+    its queue is full is not seen. Without workers, that thread is the worker. Another thread may close the pass at any
+    time; then nothing is known of it.
     """
 
-    def __init__(self, iterator: LoaderPass, clock: Clock = host_clock) -> None:
+    def __init__(self, iterator: "LoaderPass", clock: Clock = host_clock) -> None:
         super().__init__(iterator, clock)
         source = iterator.source
-        self._source: Any = OwnProbe(source) if isinstance(source, OwnPass) else probe_loader(source, clock)
+        own = is_instance(source, "lightning_feed.load.stage", "OwnPass")
+        self._source: Any = OwnProbe(source) if own else probe_loader(source, clock)
 
     def head_of_line_ns(self) -> float | None:
-        """That of its workers."""
-        with suppress(*_UNREADABLE):
-            return float(self._inner(self._iterator()).head_of_line_ns())
-        return None
+        """The nanoseconds of its workers."""
+        return self._ask(lambda it: float(self._inner(it).head_of_line_ns()), None)
 
     def close(self) -> None:
-        """Leave the iterator underneath as it was."""
+        """Undo all changes to the iterator inside."""
         if self._source is not None:
             self._source.close()
 
-    def _inner(self, it: Any) -> Any:
+    def _inner(self, it: "LoaderPass") -> Any:
         if it.source is None:
             raise LookupError("closed")
         return self._source
 
-    def _state(self, it: Any) -> QueueState:
+    def _state(self, it: "LoaderPass") -> QueueState:
         state, background = self._inner(it).read(), it.background
         more = background.ready if background is not None else 0
         return QueueState(state.ready + more, state.unpinned, it.taken)
 
-    def _holds(self, it: Any) -> int:
-        background = it.background
-        return int(self._inner(it).capacity() + (background.depth if background is not None else 0))
+    def _capacity(self, it: "LoaderPass") -> int:
+        return int(self._inner(it).held + (it.background.depth if it.background is not None else 0))
 
-    def _made_by(self, it: Any) -> Workers:
+    def _workers(self, it: "LoaderPass") -> Workers:
         workers: Workers = self._inner(it).workers()
-        background = it.background
-        if isinstance(self._source, OwnProbe) or workers.pids or background is None:
+        if isinstance(self._source, OwnProbe) or workers.pids or it.background is None:
             return workers
-        own = background.thread.native_id
+        own = it.background.thread.native_id
         return Workers(thread_ids=(own,) if own is not None else ())

@@ -1,4 +1,4 @@
-"""Watches the loaders of a running fit: two cheap looks per step, and a reading of the kernel's counters per log."""
+"""Watches the loaders of a running fit: two cheap readings per step, and one of the kernel's counters per log."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,14 +13,14 @@ from lightning_feed.measure.kernel import (
     WorkerTime,
     count_connections,
 )
-from lightning_feed.measure.loader_state import Probe, QueueState, probe_loader
+from lightning_feed.measure.loader_state import Probe, probe_loader
 from lightning_feed.measure.stats import Additive, LoaderStats
 from lightning_feed.measure.step_meter import Clock, host_clock
 
 COUNT_EVERY_NS = 5_000_000_000
 """The connections of the workers are counted this often at most: a busy machine has many thousands."""
 TRIES = 3
-"""Fetches at whose start an iterator of no known kind is looked into: a generator shows what it draws from late."""
+"""Fetches at whose start an unknown iterator is searched: a generator shows late what it draws from."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class LoaderSums(Additive):
     connections: int = 0
     """Of the workers over the network, whenever they were counted, added up."""
     counts: int = 0
-    """How often."""
+    """Counts of connections."""
     fetches: int = 0
     """Those that counted: they drew from loaders all of which are known, and were not the first of an epoch."""
     ready: int = 0
@@ -59,13 +59,13 @@ class LoaderSums(Additive):
     stocked: int = 0
     """By how many the stock of ready batches grew."""
     span_ns: int = 0
-    """Time between fetches of one epoch, over which production is told."""
+    """Time between fetches of one epoch: the time of production."""
 
     @property
     def produced_per_s(self) -> float | None:
         """Batches per second that the loaders made, as the loop takes them: one of each loader together count once.
 
-        What was handed out, and what the stock of ready ones grew by.
+        They are the batches returned, and the growth of the stock of ready ones.
         """
         if not self.draws or not self.span_ns or not self.drawn:
             return None
@@ -73,7 +73,7 @@ class LoaderSums(Additive):
         return made * self.draws / self.drawn / (self.span_ns * 1e-9)
 
     def to_stats(self) -> LoaderStats:
-        """The figures; None for what nothing was seen of."""
+        """The figures; None for those without data."""
         seen, pressure = self.workers, self.pressure
         return LoaderStats(
             workers_on_cpu_pct=seen.share_pct(seen.on_cpu_ns),
@@ -101,32 +101,35 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 @dataclass
-class _Look:
+class _Fetch:
     """The loaders at the start of a fetch."""
 
     at: int
     counts: bool
-    """Whether this fetch counts: it is not the first of an epoch."""
+    """It is not the first of an epoch."""
     known: bool = False
-    """Whether something is known of one of them, and of all."""
+    """The state of one loader at least is known."""
     all_known: bool = True
     ready: int = 0
     unpinned: int = 0
     pinning: bool = False
     drawn: int = 0
-    """Batches drawn since the last look."""
+    """Batches drawn since the last fetch."""
     scarce: tuple[int, int] | None = None
     """Batches ready, and capacity, of the loader with the smallest share ready: the one that is waited for."""
     wait_ns: int = 0
-    """How long the fetch took."""
+    """Duration of the fetch."""
     late_ns: float | None = None
-    """And how long of that a later batch was ready; until it ends, what was waited so before."""
+    """Time in the fetch with a later batch ready; until it ends, all such time before it."""
 
-    def see(self, probe: Probe, state: QueueState) -> None:
-        """One of the loaders."""
+    def see(self, probe: Probe) -> None:
+        """Add the state of one of the loaders."""
+        state, held = probe.read(), probe.held
+        if state is None:
+            self.all_known = False
+            return
         self.known = True
         self.ready += state.ready
-        held = probe.held
         if held is not None and (self.scarce is None or state.ready * self.scarce[1] < self.scarce[0] * held):
             self.scarce = state.ready, held
         if state.unpinned is not None:
@@ -137,28 +140,28 @@ class _Look:
 
 
 class LoaderWatch:
-    """What can be known of the training loaders while they are drawn from.
+    """Figures of the training loaders while they are drawn from.
 
     Call :meth:`fetch_began` and :meth:`fetch_ended` around each fetch of the loop, wherever it takes place, and around
-    those that only hand out what was fetched before, which are told apart: they take nothing from a loader. The first
-    fetch of each epoch does not count: it waits for workers to start.
+    those that only return a batch fetched before, which take nothing from a loader. The first fetch of each epoch does
+    not count: it waits for workers to start.
 
-    Several loaders are taken together: what is ready and what could be are those of the loader that has the smallest
-    share ready, which is the one that is waited for. A later batch being ready is told of each loader by itself: the
-    loop waits for one after the other. With one among them of a kind that is not known, nobody can say for which the
-    loop waits: of waiting and workers nothing is told then, only what the others make.
+    Several loaders are taken together: batches ready and capacity are those of the loader that has the smallest share
+    ready, which is the one that is waited for. A later batch being ready is counted for each loader by itself: the loop
+    waits for one after the other. With one of an unknown kind among them, nobody can say for which the loop waits:
+    waiting and workers are unknown then, and only the batches of the others count.
 
     ``head_of_line_pct`` is the time waited with a later batch at hand, from the moment on at which that one came, times
     the share of workers idle for it, over all time in fetches. With ``background=``, worker processes and the thread
-    that reads ahead are watched as one: as far as the thread waits so while the loop waits, it counts. What the other
-    figures mean is said in ``stats``, and how they are made in ``kernel``.
+    that reads ahead are watched as one: as far as the thread waits so while the loop waits, it counts. For the other
+    figures see ``stats`` and ``kernel``.
 
     Args:
         find: gives the live iterators of the training loaders. Asked at each fetch.
         clock: the host's clock, nanoseconds.
         root: the file system to read ``proc`` and ``sys`` from.
         read_every_ns: the kernel's counters are not read more often than this by :meth:`take`; a window that ends
-            sooner is without them, and what they counted goes to a later one. Reading takes about 0.4 ms.
+            sooner is without them, and a later one has their counts. Reading takes about 0.4 ms.
     """
 
     def __init__(
@@ -173,7 +176,10 @@ class LoaderWatch:
         self._root = root
         self._next_read = self._next_count = clock()
         self._probes: list[Probe | None] = []
-        self._ids: list[int] = []
+        self._live: list[Probe] = []
+        """The probes, without the iterators of no known kind."""
+        self._unknown: list[int] = []
+        """Identities of the iterators of no known kind."""
         self._tries = TRIES
         self._workers, self._pressure = WorkerClock(root), PressureClock(root)
         self._pressure.take(clock())
@@ -181,7 +187,7 @@ class LoaderWatch:
         """Of the whole run; when its warm-up ended; when the present window began."""
         self._first = True
         """No fetch of this epoch has ended."""
-        self._last: _Look | None = None
+        self._last: _Fetch | None = None
 
     def epoch_began(self) -> None:
         """The next fetch is the first of an epoch."""
@@ -194,83 +200,79 @@ class LoaderWatch:
         now, last = self._clock(), self._last
         if self._follow():
             last = None  # of other iterators
-        look = self._last = _Look(now, counts=not self._first)
-        for probe in self._probes:
-            state = probe.read() if probe is not None else None
-            if probe is None or state is None:
-                look.all_known = False
-            else:
-                look.see(probe, state)
-        look.late_ns = self._late_ns()
-        if last is not None and last.counts and last.known and look.known:
-            self._count(last, look)
+        fetch = self._last = _Fetch(now, counts=not self._first, all_known=None not in self._probes)
+        for probe in self._live:
+            fetch.see(probe)
+        fetch.late_ns = self._late_ns()
+        if last is not None and last.counts and last.known and fetch.known:
+            self._count(last, fetch)
 
     def fetch_ended(self) -> None:
-        """It has it."""
-        look = self._last
-        if look is None:
+        """The batch has come."""
+        fetch = self._last
+        if fetch is None:
             return  # began before the watch did
         now = self._clock()
-        look.wait_ns = now - look.at
-        if look.late_ns is not None:
-            look.late_ns = max(0.0, (self._late_ns() or 0.0) - look.late_ns)
+        fetch.wait_ns = now - fetch.at
+        if fetch.late_ns is not None:
+            fetch.late_ns = max(0.0, (self._late_ns() or 0.0) - fetch.late_ns)
         if self._first:
             self._first = False
             self._follow()  # loaders without a length are read before the loop asks for them
             self._workers.meet(self._all_workers(), now)
 
     def _late_ns(self) -> float | None:
-        """Time waited so far with a later batch ready, of the loaders that tell it."""
-        told = [probe.head_of_line_ns() for probe in self._probes if probe is not None]
-        known = [ns for ns in told if ns is not None]
+        """Time waited so far with a later batch ready, of the loaders that count it."""
+        known = [ns for probe in self._live if (ns := probe.head_of_line_ns()) is not None]
         return sum(known) if known else None
 
     def take(self) -> LoaderStats:
-        """What was seen since the last time."""
+        """The figures since the last call."""
         if self._clock() >= self._next_read:
             self._read()
         window, self._before = self._sums - self._before, replace(self._sums)
         return window.to_stats()
 
     def settle(self) -> None:
-        """What came before is warm-up, and not in the total."""
+        """End the warm-up: the total begins here."""
         self._read()
         self._settled, self._next_count = replace(self._sums), self._clock()
 
     def settled(self) -> LoaderSums:
-        """What was seen since the start, or since it settled."""
+        """The sums since the start, or since the warm-up ended."""
         self._read()
         return self._sums - self._settled
 
     def total(self) -> LoaderStats:
-        """The same as figures."""
+        """The figures of :meth:`settled`."""
         return self.settled().to_stats()
 
     def close(self) -> None:
-        """Leave the iterators as they were. Figures can still be asked for."""
-        for probe in self._probes:
-            if probe is not None:
-                probe.close()
-        self._probes, self._last = [], None
+        """Undo all changes to the iterators. Figures can still be asked for."""
+        for probe in self._live:
+            probe.close()
+        self._probes, self._live, self._last = [], [], None
 
-    def _count(self, last: _Look, look: _Look) -> None:
-        """Book the last fetch, and the time from its start to that of the present one."""
+    def _count(self, last: _Fetch, fetch: _Fetch) -> None:
+        """Count the last fetch, and the time from its start to that of the present one."""
         sums = self._sums
-        sums.span_ns += look.at - last.at
-        sums.stocked += look.ready + look.unpinned - last.ready - last.unpinned
-        if not look.drawn:
-            return  # it only handed out what had been fetched before
-        sums.drawn += look.drawn
-        sums.draws += 1
-        if not last.all_known:
-            return  # it may have been the other one that was waited for
+        sums.span_ns += fetch.at - last.at
+        sums.stocked += fetch.ready + fetch.unpinned - last.ready - last.unpinned
+        if fetch.drawn:  # else it only returned a batch fetched before
+            sums.drawn += fetch.drawn
+            sums.draws += 1
+            if last.all_known:  # else it may have been the other loader that was waited for
+                self._count_wait(last)
+
+    def _count_wait(self, last: _Fetch) -> None:
+        sums = self._sums
         sums.fetches += 1
         scarce, capacity = last.scarce or (last.ready, 0)
         sums.ready += scarce
         sums.wait_ns += last.wait_ns
         if scarce:
             sums.handover_ns += max(0.0, last.wait_ns - (last.late_ns or 0.0))
-        if all(probe is not None and probe.held is not None for probe in self._probes):
+        if all(probe.held is not None for probe in self._live):
             sums.capacity += capacity
             sums.sized_fetches += 1
         if last.late_ns is not None:
@@ -282,30 +284,35 @@ class LoaderWatch:
                 sums.pin_wait_ns += last.wait_ns
 
     def _follow(self) -> bool:
-        """Look at the iterators that are live now. Returns whether they are others than the last time."""
+        """Find the iterators that are live now. Returns whether they are others than the last time."""
         found, probes = self._find(), self._probes
-        if len(found) == len(probes):
-            for it, probe in zip(found, probes, strict=True):
-                if probe is not None and probe.iterator() is not it:
-                    self._tries = TRIES
-                    break
-            else:
-                ids = [id(it) for it, probe in zip(found, probes, strict=True) if probe is None]
-                self._tries = self._tries - 1 if ids == self._ids else TRIES
-                self._ids = ids
-                if not ids or self._tries <= 0:
-                    return False
-        old = {id(probe.iterator()): probe for probe in probes if probe is not None and probe.iterator() is not None}
+        if self._unchanged(found):
+            return False
+        old = {id(probe.iterator()): probe for probe in self._live}
         self._probes = [old.pop(id(each), None) or probe_loader(each, self._clock) for each in found]
+        self._live = [probe for probe in self._probes if probe is not None]
         for probe in old.values():
             probe.close()
         return self._probes != probes  # else all of them are of no known kind
 
+    def _unchanged(self, found: list[Any]) -> bool:
+        """These are the iterators of the last time, and those of no known kind were searched often enough."""
+        if len(found) != len(self._probes):
+            return False
+        pairs = list(zip(found, self._probes, strict=True))
+        if any(probe is not None and probe.iterator() is not it for it, probe in pairs):
+            self._tries = TRIES
+            return False
+        unknown = [id(it) for it, probe in pairs if probe is None]
+        self._tries = self._tries - 1 if unknown == self._unknown else TRIES
+        self._unknown = unknown
+        return not unknown or self._tries <= 0
+
     def _all_workers(self) -> Workers:
         if None in self._probes:
-            # What these do meanwhile would be taken for the reason of a wait that may not be theirs.
+            # Their times would be taken for the reason of a wait that may not be theirs.
             return Workers()
-        every = [probe.workers() for probe in self._probes if probe is not None]
+        every = [probe.workers() for probe in self._live]
         return Workers(
             tuple(dict.fromkeys(pid for each in every for pid in each.pids)),
             tuple(dict.fromkeys(tid for each in every for tid in each.thread_ids)),

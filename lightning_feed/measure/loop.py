@@ -25,17 +25,17 @@ clock = time.monotonic
 
 @dataclass
 class LoopSums(Additive):
-    """All that was summed of one loop."""
+    """All sums of one loop."""
 
     steps: Sums
     loaders: LoaderSums
 
 
 class MeasuredLoop:
-    """The clock and the loaders of one loop, and what they have given so far.
+    """The clock and the loaders of one loop, with their sums so far.
 
     Args:
-        facts: what is known of the loop before its first batch.
+        facts: of the loop before its first batch.
         find: gives the live iterators of its loaders.
         queue: batches that these may hold ready.
         ring: events of the device; None: the host's clock, which is not trusted where something else computes.
@@ -55,7 +55,7 @@ class MeasuredLoop:
     ) -> None:
         self.facts, self.names = facts, names
         self.batch_seen = False
-        """Whether the facts hold what a batch tells."""
+        """The facts hold the size of a batch."""
         trusted = ring is not None or facts.device_type == "cpu"
         self.ledger = Ledger(queue=queue, trusted_clock=trusted, period=max(1, facts.num_workers or 0))
         self.warm_up, self._settled = WARM_UP_STEPS + queue, False
@@ -83,12 +83,12 @@ class MeasuredLoop:
         self.loaders.epoch_began()
 
     def look_at(self, batch: Any) -> None:
-        """What a batch is made of."""
+        """Add the size of a batch to the facts."""
         self.batch_seen = True
         self.facts = with_batch(self.facts, batch)
 
     def step_ended(self) -> bool:
-        """Notice the end of the warm-up. Returns whether so many steps are held that they are to be folded."""
+        """Notice the end of the warm-up. Returns whether enough steps are held to fold them."""
         if not self._settled and self.meter.finished >= self.warm_up:
             self._settled = True
             self.cpu.settle(self.meter.finished)
@@ -102,7 +102,7 @@ class MeasuredLoop:
         self.meter.fetch_began()
 
     def fetch_ended(self) -> None:
-        """It is there."""
+        """The batch has come."""
         self.meter.fetch_ended()
         self.cpu.fetch_ended()
         self.loaders.fetch_ended()
@@ -121,18 +121,18 @@ class MeasuredLoop:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def settled(self) -> LoopSums | None:
-        """What was summed since the warm-up; None in it."""
+        """The sums since the warm-up; None during it."""
         return LoopSums(self.ledger.settled(), self.loaders.settled()) if self._settled else None
 
     def by_loader(self) -> tuple[LoaderSteps, ...]:
         """Each of several loaders that are drawn from one after the other; empty for a single one."""
-        told = []
+        found = []
         for source, sums in sorted(self._by_loader.items()):
             if source < len(self.names):
                 stats = sums.stats(settled=True, trusted_clock=True, prefetch_active=None)
                 name, idle_ms = self.names[source], stats.data_idle_ms or 0.0
-                told.append(LoaderSteps(name, sums.steps, step_ms=stats.step_ms or 0.0, data_idle_ms=idle_ms))
-        return tuple(told)
+                found.append(LoaderSteps(name, sums.steps, step_ms=stats.step_ms or 0.0, data_idle_ms=idle_ms))
+        return tuple(found)
 
     def measurements(self, *, prefetch_active: bool | None) -> LoopMeasurements:
         """All that was measured so far, without the warm-up."""
@@ -150,7 +150,7 @@ def _seconds() -> float:
 
 
 class Schedule:
-    """When the next report is due.
+    """Due times of reports.
 
     Args:
         now: the seconds of a clock.
@@ -161,14 +161,14 @@ class Schedule:
         self._next_step: float = FIRST_STEPS
         self._next_s = self._now() + FIRST_S
         self.first = True
-        """Whether none has come yet."""
+        """No report has come yet."""
 
     def due(self, steps: int) -> bool:
-        """Whether one is due after so many steps."""
+        """True where a report is due after so many steps."""
         return steps >= self._next_step or self._now() >= self._next_s
 
     def came(self, *, early: bool = False) -> None:
-        """A report came; ``early``: there was nothing to tell yet, so the next is due soon."""
+        """A report came; ``early``: it had no verdict yet, so the next is due soon."""
         self._next_step = math.inf
         self._next_s = self._now() + (FIRST_S if early else EVERY_S)
         self.first &= early

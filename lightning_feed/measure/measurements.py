@@ -1,4 +1,4 @@
-"""Measurements of a run and the facts beside its times: what a verdict rests on. None for what is not known."""
+"""Measurements of a run and the facts beside its times: the basis of a verdict. None: not known."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,9 +15,9 @@ class Place:
     words: str
     """The call to change: ``your training DataLoader (Data.train_dataloader, data.py:41)``."""
     form: Literal["arguments", "settings"] = "arguments"
-    """Whether it takes a loader's keyword arguments, or those of LoaderSettings."""
+    """It takes a loader's keyword arguments, or those of LoaderSettings."""
     inner: str = ""
-    """Of a wrapped data module: the loader inside it, which takes what ``wrap`` leaves alone."""
+    """Of a wrapped data module: the loader inside it, for the settings that ``wrap`` does not change."""
     names: tuple[tuple[str, str], ...] = ()
     """(setting, what it is called there), where a function of another package makes the loader."""
     overrides: tuple[tuple[str, str], ...] = ()
@@ -30,7 +30,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class HookPlace:
-    """A hook of the user's, and how to have it do its work more rarely."""
+    """A hook of the user's, and the setting to run it less often."""
 
     name: str
     """As Lightning names it to its profiler, without a callback's settings."""
@@ -39,6 +39,10 @@ class HookPlace:
     interval: str = ""
     """The argument of the callback's constructor that seems to say every how many steps it does its work, if that is
     1."""
+
+
+OTHERS_PCT = 20.0
+"""Share of the CPUs that other programs take, from which the figures are theirs as much as this run's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,51 +58,52 @@ class LoopFacts:
     num_workers: int | None = None
     """Of the training loader; the smallest where there are several."""
     every_num_workers: tuple[int, ...] = ()
-    """The same of each of the training loaders. Empty: not known."""
+    """Of each of the training loaders. Empty: not known."""
     prefetch_factor: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
     in_order: bool | None = None
     workers: Literal["process", "thread"] | None = None
     map_style: bool | None = None
-    """Whether all training data sets are map-style."""
+    """All training data sets are map-style."""
     decodes_whole: bool | None = None
-    """Whether one of them is torchvision's ImageFolder whose transform begins with a RandomResizedCrop: each image is
-    decoded whole, and cropped then."""
+    """One of them is torchvision's ImageFolder whose transform begins with a RandomResizedCrop: each image is decoded
+    whole, and cropped then."""
     ours: bool | None = None
-    """Whether the training loaders were made by a FastDataModule."""
+    """A FastDataModule made the training loaders."""
     batch_size: int | None = None
     batch_bytes: int | None = None
     """Of all tensors of a training batch on the host."""
     batch_tensors: int | None = None
     """Number of tensors of a training batch."""
     batch_hooks: bool | None = None
-    """Whether a hook of the user's can change a batch in its transfer, other than ``device_transform``."""
+    """A hook of the user's can change a batch in its transfer, other than ``device_transform``."""
     batches_per_epoch: int | None = None
     breaks_off: bool | None = None
-    """Whether a Trainer has a limit that may end an epoch before its loaders do."""
+    """The Trainer has a limit that may end an epoch before its loaders do."""
     decoder: str | None = None
     """Of an ImageFolderDataModule."""
     quality: str | None = None
-    """The same."""
+    """Of an ImageFolderDataModule."""
     backend: str | None = None
-    """The same: ``torch``, ``nvjpeg``, ``dali-cpu`` or ``dali-gpu``, whichever decodes."""
+    """Of an ImageFolderDataModule: ``torch``, ``nvjpeg``, ``dali-cpu`` or ``dali-gpu``, whichever decodes."""
     own_transforms: bool | None = None
-    """The same: whether transforms, a ``collate`` of the user's, or ``drop_keys`` follow decoding in the workers."""
+    """Of an ImageFolderDataModule: transforms, a ``collate`` of the user's, or ``drop_keys`` follow decoding in the
+    workers."""
     cache: str | None = None
     """Of a FastDataModule: ``bytes``, ``decoded``, ``device`` or ``off``."""
     remote: bool | None = None
-    """Whether a FastDataModule reads its data from a URL."""
+    """A FastDataModule reads its data from a URL."""
     staged: bool | None = None
-    """Whether a FastDataModule reads from a copy."""
+    """A FastDataModule reads from a copy."""
     device_transform: bool | None = None
-    """Whether a FastDataModule transforms batches on the device."""
+    """A FastDataModule transforms batches on the device."""
     max_epochs: int | None = None
     """Of the fit; None: without bound."""
     log_every_n_steps: int | None = None
     """Of the Trainer."""
     check_val_every_n_epoch: int | None = None
-    """The same. None: validation goes by steps, and not by epochs."""
+    """Of the Trainer. None: validation goes by steps, and not by epochs."""
     val_check_batches: int | None = None
     """Training batches between two validations, where there are several in an epoch or they go by steps."""
     checkpoint_steps: int | None = None
@@ -118,17 +123,17 @@ class LoopFacts:
     process_cpu_ms: float | None = None
     """CPU time of the training process per step, of all of its threads but without its workers."""
     load_cpu_ms: float | None = None
-    """CPU time of the training process in ``next(loader)`` per step, without workers: what loading takes."""
+    """CPU time of the training process in ``next(loader)`` per step, without workers: the cost of loading."""
     load_queue_ms: float | None = None
-    """The same of the time in which the training thread was ready to run and other threads or programs had the CPUs.
-    What is left of ``next(loader)`` it was blocked: for storage, a network, a lock. Linux; elsewhere None."""
+    """Time in ``next(loader)`` per step in which the training thread was ready to run and other threads or programs had
+    the CPUs. In the rest it was blocked: for storage, a network, a lock. Linux; elsewhere None."""
     shards_by_worker: bool | None = None
-    """Of an iterable data set: whether it was seen to divide its samples among workers."""
+    """Of an iterable data set: it was seen to divide its samples among workers."""
     may_leave_process: bool | None = None
-    """The same: whether it may live in one worker process. Not where it keeps count from epoch to epoch, or has a state
-    that this process may ask for."""
+    """Of an iterable data set: it may live in one worker process. Not where it counts from epoch to epoch, or has a
+    state that this process may ask for."""
     may_persist: bool | None = None
-    """Whether workers may live on between epochs: no ``set_epoch`` of the data set has to reach them anew."""
+    """Workers may live on between epochs: no ``set_epoch`` of the data set has to reach them."""
     free_shm_bytes: int | None = None
     """Free space of /dev/shm before training. None: there is no limit."""
     bar_refresh_rate: int | None = None
@@ -138,7 +143,12 @@ class LoopFacts:
     hook_places: tuple[HookPlace, ...] = ()
     """Hooks of the user's that are called around each training step."""
     syncs: tuple[str, ...] = ()
-    """Set up, and makes the host wait for the device in each step: of :data:`SYNCS`."""
+    """Sources of a wait of the host for the device in each step: of :data:`SYNCS`."""
+
+    @property
+    def crowded(self) -> bool:
+        """Other programs take so many of the CPUs that the figures are theirs as much as this run's."""
+        return (self.others_cpu_pct or 0.0) >= OTHERS_PCT
 
     @property
     def loaders_beside(self) -> int:
@@ -152,7 +162,7 @@ SYNCS = {
     "sigterm_broadcast": "with several ranks Lightning broadcasts in each step whether SIGTERM came",
     "throughput_monitor": "ThroughputMonitor synchronises to measure",
 }
-"""Known synchronisations of Lightning: name -> what waits."""
+"""Known synchronisations of Lightning: name -> reason of the wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +192,7 @@ class LoopMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """All that a verdict rests on."""
+    """The basis of a verdict."""
 
     stats: StarvationStats
     facts: LoopFacts = field(default_factory=LoopFacts)
@@ -198,3 +208,8 @@ class Measurements:
     validation: LoopMeasurements | None = None
     """The validation within a fit."""
     experiments: ExperimentResults | None = None
+
+    @property
+    def found(self) -> ExperimentResults:
+        """The results of experiments; without them, empty ones."""
+        return self.experiments or ExperimentResults()

@@ -1,4 +1,4 @@
-"""What NVML says of the GPU, sampled on a thread of its own. A cross-check beside the verdict, never the verdict."""
+"""GPU figures of NVML, sampled on a thread of their own. A cross-check beside the verdict, never the verdict."""
 
 import importlib
 import logging
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class NvmlSampler:
-    """Samples one GPU until :meth:`stop`. A failure ends the sampling, is said once at INFO, and reaches nobody else.
+    """Samples one GPU until :meth:`stop`. A failure ends the sampling and is logged once at INFO.
 
     Args:
         uuid: of the device as torch knows it. The index would be another one under ``CUDA_VISIBLE_DEVICES``.
@@ -95,7 +95,7 @@ def find_handle(pynvml: Any, uuid: str) -> Any:
 
 @contextmanager
 def _readings(pynvml: Any, handle: Any) -> Iterator[dict[str, Callable[[], float]]]:
-    """Field of :class:`GpuStats` -> what reads it."""
+    """Field of :class:`GpuStats` -> function that reads it."""
     readings: dict[str, Callable[[], float]] = {
         "util_pct": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
         "mem_used_mib": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / MIB,

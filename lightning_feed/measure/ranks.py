@@ -1,4 +1,4 @@
-"""What the ranks cost each other: the longest wait of each step, whose it is, and how it multiplies."""
+"""Cross-rank starvation: the longest wait of each step, its rank, and how it multiplies."""
 
 import itertools
 import logging
@@ -19,16 +19,12 @@ from lightning_feed.measure.windows import FEW_STEPS
 SLOW_SHARE = 0.1
 """Share of a step by which a rank waits longer than the median before it is called slow."""
 NUMBER, DATA_IDLE, STEP = range(3)
-"""Columns of what a rank measured: number of the step, nanoseconds of waiting for data, nanoseconds in all."""
+"""Columns of the measurements of a rank: number of the step, nanoseconds of waiting for data, nanoseconds in all."""
 
 
 def step_rows(steps: Iterable[StepTimes]) -> list[float]:
     """The counted ones of ``steps`` as one flat list of (number, data_idle_ns, step_ns)."""
-    rows: list[float] = []
-    for step in steps:
-        if step.counted:
-            rows += (step.number, step.data_ns, step.step_ns)
-    return rows
+    return [value for step in steps if step.counted for value in (step.number, step.data_ns, step.step_ns)]
 
 
 def align(ranks: Sequence[Tensor]) -> Tensor:
@@ -55,15 +51,15 @@ class RankSums(Additive):
     """Sums over the steps that all ranks measured. With ``idle[k, r]`` and ``step[k, r]`` of step k on rank r:
 
     - ``starved_pct = 100 * sum_k max_r idle[k, r] / sum_k max_r step[k, r]``. A rank that waits for data makes the
-      others wait for its gradients, in what is ``compute`` to them: the longest wait of each step is what all of them
-      pay, whoever has it. A mean over ranks would hide one starved rank among many.
-    - ``amplification = sum_k max_r idle[k, r] / (1 / ranks * sum_r sum_k idle[k, r])``: what all pay over what a rank
-      waits itself, in the mean; from 1 (all wait in the same steps, equally long) to the number of ranks (in each step
+      others wait for its gradients, which is ``compute`` to them: the longest wait of each step is the cost for all of
+      them, whoever has it. A mean over ranks would hide one starved rank among many.
+    - ``amplification = sum_k max_r idle[k, r] / (1 / ranks * sum_r sum_k idle[k, r])``: the cost for all over the mean
+      wait of a rank; from 1 (all wait in the same steps, equally long) to the number of ranks (in each step
       one waits alone). As steps are equally long on ranks that exchange gradients, that is starved_pct over the mean of
       the ranks' own starved_pct. None where nobody waits.
     - ``slow_rank``: the one with the greatest mean wait, where that is 10 % of the mean of ``max_r step[k, r]`` above
       the median of the ranks' mean waits. Of an even number of ranks the lower of the two in the middle is taken:
-      between two ranks a mean of both would halve what sets them apart.
+      between two ranks a mean of both would halve their difference.
     """
 
     steps: int
@@ -74,14 +70,12 @@ class RankSums(Additive):
 
     @classmethod
     def of(cls, common: Tensor) -> "RankSums":
-        """Sums of what :func:`align` gave."""
-        idle, step = common[DATA_IDLE], common[STEP]
-        if not idle.shape[1]:
-            return cls(0, 0.0, 0.0, idle.sum(dim=1))
-        return cls(idle.shape[1], float(idle.amax(dim=0).sum()), float(step.amax(dim=0).sum()), idle.sum(dim=1))
+        """Sums of the result of :func:`align`."""
+        longest_idle, longest_step = common[DATA_IDLE:].amax(dim=1).sum(dim=1).tolist()
+        return cls(common.shape[2], longest_idle, longest_step, common[DATA_IDLE].sum(dim=1))
 
     def stats(self) -> RankStats:
-        """The figures of all that was added."""
+        """The figures of all sums."""
         idle_ns = self.idle_ns.tolist()
         world_size = len(idle_ns)
         if not self.steps:
@@ -106,10 +100,10 @@ logger = logging.getLogger(__name__)
 MOST_STEPS = 4096
 """Steps of a window that are sent, the newest: 98 kB."""
 PATIENCE_S = 5.0
-"""How long rank 0 waits for the others' last steps when training is over."""
+"""Seconds that rank 0 waits for the others' last steps when training is over."""
 WINDOWS_MISSED = 3
-"""After so many windows that not all ranks told of, one line says so."""
-_LOOK_S = 0.005
+"""After so many windows without the steps of some rank, one line says so."""
+_POLL_S = 0.005
 _LAST = "last"
 _HEADER = 3  # layout, window, rows: float64, as the rows are
 _LAYOUT = 1.0
@@ -120,9 +114,9 @@ _sessions = itertools.count()
 class RankExchange:
     """One rank's side of the exchange. All ranks send at the same steps; only rank 0 takes.
 
-    A window's keys are used again two windows later, so that the store does not grow. What is found there is taken only
-    if it says that it belongs to the window that is asked for, and steps are matched by their numbers. So ranks that
-    are not where they should be give fewer figures, never wrong ones.
+    A window's keys are used again two windows later, so that the store does not grow. A value counts only if
+    it names the window that is asked for, and steps are matched by their numbers. So ranks that are out of step give
+    fewer figures, never wrong ones.
 
     Args:
         store: torch's ``Store``, the same for all ranks.
@@ -156,12 +150,12 @@ class RankExchange:
         self._works = True
 
     def add(self, steps: Iterable[StepTimes]) -> None:
-        """Keep ``steps`` for the next :meth:`send`. Needed only where they are not at hand any more by then."""
+        """Keep ``steps`` for the next :meth:`send`. Needed only where they are gone by then."""
         self._fresh += step_rows(steps)
         del self._fresh[: -3 * MOST_STEPS]
 
     def send(self, steps: Iterable[StepTimes] = ()) -> None:
-        """End a window: tell rank 0 of its steps. Returns at once."""
+        """End a window: send its steps to rank 0. Returns at once."""
         self.add(steps)
         self._put(str(self._windows % 2))
         self._windows += 1
@@ -169,8 +163,8 @@ class RankExchange:
     def take(self) -> RankStats | None:
         """On rank 0, after :meth:`send`: the figures of the window before the one just sent. Never waits.
 
-        None on other ranks, after the first window, and where not all ranks told of a window or no step was measured
-        by all of them.
+        None on other ranks, after the first window, and where a rank sent nothing or no step was measured by all of
+        them.
         """
         if self.rank or not self._works or self._windows < 2:
             return None
@@ -178,30 +172,29 @@ class RankExchange:
         return self._gather(window, str(window % 2), self._sent[0])
 
     def total(self) -> RankStats | None:
-        """On rank 0: the figures of all windows so far, without the warm-up; with it, where hardly anything else is
-        left. None before the first, and on other ranks."""
+        """On rank 0: the figures of all windows so far, without the warm-up unless that leaves too little. None before
+        the first, and on other ranks."""
         sums = self._settled if self._settled.steps >= FEW_STEPS else self._sums
         return sums.stats() if sums.steps else None
 
     def finish(self, steps: Iterable[StepTimes] = ()) -> RankStats | None:
-        """Training is over on this rank: send the last steps, and on rank 0 take what is left of all.
+        """Training is over on this rank: send the last steps, and on rank 0 take those of all.
 
-        Rank 0 waits at most 5 s for ranks that have told of windows before. The exchange cannot be used afterwards.
+        Rank 0 waits at most 5 s for ranks that have sent windows before. The exchange cannot be used afterwards.
 
         Returns:
             :meth:`total`.
         """
         silent = self._missed >= WINDOWS_MISSED
         self.add(steps)
-        before = self._windows - 1
         self._put(_LAST)
-        if not self.rank and self._works:
+        if not self.rank:
             self._await_others(0.0 if silent else PATIENCE_S)
-            if before >= 0:
-                self._gather(before, str(before % 2), self._sent[0])
-            if self._works:
-                self._gather(before + 1, _LAST, self._sent[-1])
-            self._clean()
+            if self._windows:
+                self._gather(self._windows - 1, str((self._windows - 1) % 2), self._sent[0])
+            self._gather(self._windows, _LAST, self._sent[-1])
+            for key in itertools.chain.from_iterable(map(self._others, ("0", "1", _LAST))):
+                self._try(self._store.delete_key, key)
         self._works = False
         return self.total()
 
@@ -214,25 +207,26 @@ class RankExchange:
         return [self._key(rank, slot) for rank in range(1, self.world_size)]
 
     def _put(self, slot: str) -> None:
-        if not self._works:
-            return
         rows, self._fresh = self._fresh, []
-        if not self.rank:
+        if self.rank:
+            packed = array("d", (_LAYOUT, self._windows, len(rows) // 3, *rows)).tobytes()
+            self._try(self._store.set, self._key(self.rank, slot), packed)
+        else:
             mine = torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, 3)
             self._sent = [*self._sent[-1:], mine]
-            return
-        packed = array("d", (_LAYOUT, self._windows, len(rows) // 3, *rows)).tobytes()
-        self._try(self._store.set, self._key(self.rank, slot), packed)
 
     def _gather(self, window: int, slot: str, mine: Tensor) -> RankStats | None:
-        keys = self._others(slot)
-        values = self._try(self._read, keys)
+        values: list[bytes] = self._try(self._read, self._others(slot)) or []
         if not self._works:
             return None
-        told = [None] * len(keys) if values is None else [_unpack(value, window) for value in values]
-        rows = [mine, *(each for each in told if each is not None)]
+        sent = [_unpack(value, window) for value in values]
+        rows = [mine, *(each for each in sent if each is not None)]
         if len(rows) < self.world_size:
-            self._miss()
+            self._missed += 1
+            if self._missed == WINDOWS_MISSED:
+                logger.info(
+                    "The ranks are not compared: GPUStarvationCallback must be on all ranks, with the same interval."
+                )
             return None
         self._missed = 0
         rows = [torch.cat(both) for both in zip(self._left, rows, strict=True)]
@@ -251,24 +245,11 @@ class RankExchange:
         """The values of all ``keys``; None where one of them is not there: to get it would be to wait for it."""
         return read_all(self._store, keys) if self._store.check(keys) else None
 
-    def _miss(self) -> None:
-        self._missed += 1
-        if self._missed == WINDOWS_MISSED:
-            logger.info(
-                "The ranks are not compared: GPUStarvationCallback must be on all ranks, with the same interval."
-            )
-
     def _await_others(self, patience_s: float) -> None:
-        keys = self._others(_LAST)
-        for _ in range(round(patience_s / _LOOK_S)):
-            if self._try(self._store.check, keys) is not False:
+        for _ in range(round(patience_s / _POLL_S)):
+            if self._try(self._store.check, self._others(_LAST)) is not False:
                 return
-            self._sleep(_LOOK_S)
-
-    def _clean(self) -> None:
-        for slot in ("0", "1", _LAST):
-            for key in self._others(slot):
-                self._try(self._store.delete_key, key)
+            self._sleep(_POLL_S)
 
     def _try(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         if not self._works:

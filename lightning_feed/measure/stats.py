@@ -1,4 +1,4 @@
-"""What was measured over some steps: a frozen value, units in the names, None for what was not measured."""
+"""Figures over some steps: frozen values, units in the names, None: not measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -6,6 +6,8 @@ from typing import Any, Literal, TypeVar
 
 Confidence = Literal["high", "medium", "low"]
 
+MIN_STEPS = 10
+"""With fewer steps there is no verdict."""
 MANY_STEPS, SOME_STEPS = 200, 50
 """Steps from which figures are trusted highly, and at all."""
 LOST_SHARE = 0.1
@@ -18,13 +20,13 @@ T = TypeVar("T")
 
 @dataclass
 class Additive:
-    """Sums that only grow: what was summed between two times is the difference of what they were then."""
+    """Sums that only grow: the sum between two times is the difference of their values then."""
 
     def __add__(self: Sums, other: Sums) -> Sums:
-        return type(self)(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        return type(self)(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
     def __sub__(self: Sums, other: Sums) -> Sums:
-        return type(self)(**{one.name: getattr(self, one.name) - getattr(other, one.name) for one in fields(self)})
+        return type(self)(**{name: value - vars(other)[name] for name, value in vars(self).items()})
 
 
 def tagged(tag: str) -> Any:
@@ -34,7 +36,7 @@ def tagged(tag: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderStats:
-    """What can be known of the loaders from outside, and what they tell of themselves. Linux; elsewhere None."""
+    """Figures of the loaders, seen from outside or counted by themselves. Linux; elsewhere None."""
 
     workers_on_cpu_pct: float | None = tagged("feed_workers/on_cpu_pct")
     """Share of the workers' time on a CPU, 0 to 100, mean over workers. High while starved: decoding, augmenting."""
@@ -99,7 +101,7 @@ class GpuStats:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStats:
-    """What the ranks cost each other. A starved rank makes the others wait in their gradient exchange.
+    """Cross-rank starvation. A starved rank makes the others wait in their gradient exchange.
 
     Per step the largest value over the ranks counts, never the mean.
     """
@@ -123,7 +125,7 @@ class RankStats:
 
 @dataclass(frozen=True, kw_only=True)
 class StarvationStats:
-    """How the steps of a window divide. Shares are sums divided by sums, never means of ratios.
+    """The parts of the steps of a window. Shares are sums divided by sums, never means of ratios.
 
     A step is ``other + data_idle + h2d + compute``, exactly. On a device these are times between events on its compute
     stream, so work queued ahead hides waiting; on the CPU they are the host's.
@@ -135,7 +137,7 @@ class StarvationStats:
     """Steps that were not measured: the host was too far ahead of the device, two events could not be compared, or the
     device failed."""
     confidence: Confidence
-    """How far to trust the figures: by the number of steps, the clock, and whether the warm-up is among them."""
+    """Trust in the figures: by the number of steps, the clock, and whether the warm-up is among them."""
 
     starved_pct: float | None = tagged("feed/starved_pct")
     """Share of step time the device waited for data, 0 to 100. Near 0: fed. From 20: the loader is the limit."""
@@ -148,14 +150,14 @@ class StarvationStats:
     speedup_if_free: float | None = tagged("feed/speedup_if_free")
     """Step time over step time without waiting for data, 1 or more. An estimate: something else may limit next."""
     prefetch_active: bool | None = tagged("feed/prefetch_active")
-    """Whether PrefetchCallback copies ahead: logged as 1 or 0. None: there is no such callback."""
+    """PrefetchCallback copies ahead: logged as 1 or 0. None: there is no such callback."""
 
     step_ms: float | None = tagged("feed_step/step_ms")
     """Mean step, from the end of one to the end of the next. Low is fast."""
     compute_ms: float | None = tagged("feed_step/compute_ms")
     """Mean time from the batch being on the device to the end of the step. Near step_ms: compute-bound."""
     forward_ms: float | None = tagged("feed_step/forward_ms")
-    """Of compute_ms: ``training_step`` (mean). Absent: not told apart, as with manual optimisation."""
+    """Of compute_ms: ``training_step`` (mean). Absent: not known, as with manual optimisation."""
     backward_ms: float | None = tagged("feed_step/backward_ms")
     """Of compute_ms: the backward pass, where the gradients of several ranks are exchanged, too."""
     optimizer_ms: float | None = tagged("feed_step/optimizer_ms")
@@ -176,6 +178,12 @@ class StarvationStats:
     epoch_start_s: float | None = tagged("feed_epoch/start_s")
     """Mean time from the start of an epoch to its first batch. High: workers are started anew each epoch."""
 
+    @property
+    def interval_pct(self) -> tuple[float, float] | None:
+        """The 95 % interval of starved_pct; None: not known."""
+        low, high = self.starved_low_pct, self.starved_high_pct
+        return None if low is None or high is None else (low, high)
+
 
 @dataclass(frozen=True)
 class LoaderSteps:
@@ -191,7 +199,7 @@ class LoaderSteps:
 
 
 def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: bool) -> Confidence:
-    """How far figures may be trusted.
+    """The trust in figures.
 
     Args:
         steps: steps measured.
@@ -205,7 +213,7 @@ def grade_confidence(*, steps: int, lost: int, settled: bool, trusted_clock: boo
 
 
 Which = Literal["core", "all"]
-"""``core``: what tells how fast training is, and what it waits for. ``all``: what may say why, too."""
+"""``core``: the speed of training and its waits. ``all``: possible reasons, too."""
 
 _CORE = (
     *("starved_pct", "prefetch_active", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms", "other_ms", "start_s"),
@@ -231,12 +239,9 @@ def to_tags(
     ranks: RankStats | None = None,
 ) -> dict[str, float]:
     """The measured figures by tag. What was not measured is absent, so that 0 always means a measured zero."""
-    tags: dict[str, float] = {}
-    for value in (stats, gpu, loaders, ranks):
-        for one in fields(value) if value is not None else ():
-            if one.metadata and getattr(value, one.name) is not None:
-                tags[one.metadata["tag"]] = float(getattr(value, one.name))
-    return tags
+    known = [value for value in (stats, gpu, loaders, ranks) if value is not None]
+    found = {one.metadata["tag"]: vars(value)[one.name] for value in known for one in fields(value) if one.metadata}
+    return {tag: float(figure) for tag, figure in found.items() if figure is not None}
 
 
 def choose_tags(tags: dict[str, T], which: Which) -> dict[str, T]:
@@ -253,7 +258,7 @@ LOOP_FIELDS = ("starved_pct", "step_ms", "compute_ms", "h2d_ms", "data_idle_ms",
 def loop_tags(stage: str, stats: StarvationStats, by_loader: Sequence[LoaderSteps] = ()) -> dict[str, float]:
     """The measured figures of a validation, test or prediction by tag; of several loaders also each by its name."""
     section = LOOPS[stage]
-    found = {name.removeprefix("epoch_"): getattr(stats, name) for name in LOOP_FIELDS}
+    found = {name.removeprefix("epoch_"): vars(stats)[name] for name in LOOP_FIELDS}
     tags = {f"{section}/{name}": float(value) for name, value in found.items() if value is not None}
     for one in by_loader:
         tags |= {f"{section}/{one.name}/step_ms": one.step_ms, f"{section}/{one.name}/data_idle_ms": one.data_idle_ms}

@@ -6,11 +6,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from lightning_feed.transfer.prefetcher import STREAM_BACKENDS
+from lightning_feed.load.machine import STREAM_BACKENDS
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +26,13 @@ PROBE_SPINS = 10_000
 
 
 class DeviceEvent(Protocol):
-    """What is used of ``torch.cuda.Event(enable_timing=True)`` and its like. Never ``synchronize`` while steps run."""
+    """The used part of ``torch.cuda.Event(enable_timing=True)`` and its like. Never ``synchronize`` while steps run."""
 
     def record(self) -> Any:
         """Put the event behind all work queued on the current stream."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """True once the device has come to it."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
         """Milliseconds from this event to ``end_event``."""
@@ -41,19 +41,21 @@ class DeviceEvent(Protocol):
         """Wait for it."""
 
 
-class EventSteps(NamedTuple):
-    """One step between two events: how long each of its intervals took on the device."""
+class Note(NamedTuple):
+    """Figures of a step that its events do not give, as in :class:`StepTimes`."""
 
-    note: Any
-    """What was given to :meth:`EventRing.end_step`."""
+    host_wait_ns: int
+    counted: bool
+    number: int
+    source: int
+
+
+class EventStep(NamedTuple):
+    """One step between two events."""
+
+    note: Note
     intervals: list[tuple[int, float]] | None
-    """(category, nanoseconds) in order; None: the events could not be compared."""
-
-
-class _Pending(NamedTuple):
-    note: Any
-    start: int
-    categories: list[int]
+    """(category, nanoseconds on the device) in order; None: the events could not be compared."""
 
 
 class EventRing:
@@ -77,13 +79,14 @@ class EventRing:
         self._next = 0
         self._start: int | None = None
         self._open: list[int] = []
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[Note, int, list[int]]] = deque()
+        """Steps that the device has not finished: note, first mark, categories."""
         self.lost = 0
         """Steps that were not measured: no event was free, theirs could not be compared, or the device failed."""
         self._stopped = False
 
     def begin(self) -> None:
-        """Set the first mark of a chain of steps. What was open is dropped; finished steps are still read."""
+        """Set the first mark of a chain of steps. An open step is dropped; finished steps are still read."""
         self._open = []
         self._start = self._record()
 
@@ -96,16 +99,16 @@ class EventRing:
         else:
             self._open.append(category)
 
-    def end_step(self, note: Any) -> None:
+    def end_step(self, note: Note) -> None:
         """The last mark was the end of a step and is the start of the next."""
         if self._start is None:
             self.lost += 1
             self.begin()
             return
-        self._pending.append(_Pending(note, self._start, self._open))
+        self._pending.append((note, self._start, self._open))
         self._start, self._open = self._next - 1, []
 
-    def read(self) -> EventSteps | None:
+    def read(self) -> EventStep | None:
         """The oldest step that the device has finished, or None. The host does not wait."""
         if not self._pending:
             return None
@@ -120,7 +123,7 @@ class EventRing:
             return None
         self._pending.popleft()
         self.lost += intervals is None
-        return EventSteps(note, intervals)
+        return EventStep(note, intervals)
 
     def wait(self) -> None:
         """Wait for the last finished step. Once, when training is over."""
@@ -143,7 +146,7 @@ class EventRing:
         if self._stopped:
             return None
         number = self._next
-        oldest = self._pending[0].start if self._pending else self._start
+        oldest = self._pending[0][1] if self._pending else self._start
         if oldest is not None and number - oldest >= self._size:
             return None
         try:
@@ -174,7 +177,7 @@ def open_ring(device: torch.device, size: int = RING_SIZE) -> EventRing | None:
 
 
 def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
-    """What makes the timing events of ``device``, or None where it has none that work.
+    """The maker of timing events of ``device``, or None where it has none that work.
 
     They are tried out first, without waiting for the device. The events of MPS are not used: there ``elapsed_time``
     waits for all queued work, and ``record`` ends the command buffer (torch, ``aten/src/ATen/mps/MPSEvent.mm``).
@@ -184,14 +187,13 @@ def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
     backend: Any = torch.get_device_module(device)
 
     def make_event() -> DeviceEvent:
-        event: DeviceEvent = backend.Event(enable_timing=True)
-        return event
+        return cast(DeviceEvent, backend.Event(enable_timing=True))
 
     return make_event if events_work(make_event) else None
 
 
 def events_work(make_event: Callable[[], DeviceEvent]) -> bool:
-    """Whether two events can be recorded and compared. A device too busy to answer is believed."""
+    """True where two events can be recorded and compared, and for a device too busy to answer."""
     try:
         first, last = make_event(), make_event()
         first.record()
@@ -226,11 +228,11 @@ class StepTimes(NamedTuple):
     host_wait_ns: int
     """Time the host was blocked in the loader."""
     counted: bool
-    """Whether windows count the step: not the first of an epoch, nor one after a validation."""
+    """Windows count the step: not the first of an epoch, nor one after a validation."""
     number: int = 0
     """Of the step in its fit, from 1. Steps of several ranks are matched by it, since some may not be measured."""
     source: int = 0
-    """Which of several loaders, drawn from one after the other, the batch came from."""
+    """Number of the loader that the batch came from, of several that are drawn from one after the other."""
     forward_ns: float = 0.0
     """Of ``compute_ns``: ``training_step``. All three are 0 where they were not marked."""
     backward_ns: float = 0.0
@@ -243,11 +245,11 @@ class StepTimes(NamedTuple):
 
 
 class StepMeter:
-    """Switches between categories at each mark, so that nothing is counted twice and nothing is left out.
+    """Switches between categories at each mark, so that all time is counted once.
 
     A step is ``other`` until its fetch, ``data`` during the fetch, ``h2d`` until the batch is on the device, and
-    ``compute`` until it ends, with ``forward``, ``backward`` and ``optimizer`` inside it. What lies inside another
-    category (a look-ahead, or a ``training_step`` that fetches for itself) returns to that category afterwards.
+    ``compute`` until it ends, with ``forward``, ``backward`` and ``optimizer`` inside it. A category inside another one
+    (a look-ahead, or a ``training_step`` that fetches for itself) returns to that one afterwards.
 
     Args:
         keep: takes each measured step, in order; on a device some steps after it was queued.
@@ -281,7 +283,7 @@ class StepMeter:
 
     @property
     def between_steps(self) -> bool:
-        """Whether time passes as ``other`` now."""
+        """True while time passes as ``other``."""
         return self._category == OTHER
 
     # --- the run around the steps -------------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ class StepMeter:
         """Start over: an epoch begins, or training (``epoch=False``). An unfinished step is dropped.
 
         Args:
-            epoch: the time to the first batch is told.
+            epoch: the time to the first batch is reported.
             since: when the epoch began, by the host's clock; None: now.
         """
         self._last = self._clock()
@@ -321,7 +323,7 @@ class StepMeter:
         self._switch(DATA)
 
     def fetch_ended(self) -> None:
-        """It has it. Outside of a look-ahead, what follows is the transfer to the device."""
+        """The batch has come. Outside of a look-ahead, the transfer to the device follows."""
         if not self._stack:
             return  # began before the meter did
         interrupted = self._stack.pop()
@@ -348,7 +350,7 @@ class StepMeter:
             self._switch(category)
 
     def part_ended(self) -> None:
-        """Back to what it lay in."""
+        """Return to the category around the part."""
         if self._running and self._stack:
             self._switch(self._stack.pop())
 
@@ -359,9 +361,9 @@ class StepMeter:
         spent, self._spent = self._spent, [0] * 7
         counted, self._counted = self._counted, True
         self.finished += 1
-        note = (spent[DATA], counted, self.finished, self.source)
+        note = Note(spent[DATA], counted, self.finished, self.source)
         if self._ring is None:
-            self._keep(_times(spent, *note))
+            self._keep(_times(spent, note))
         else:
             self._ring.end_step(note)
             self._read(READS_PER_STEP)
@@ -373,7 +375,7 @@ class StepMeter:
         self._switch(H2D)
 
     def look_ahead_ended(self) -> None:
-        """Back to what it interrupted."""
+        """Return to the interrupted category."""
         if self._looking_ahead:
             self._looking_ahead = False
             self._switch(self._stack.pop())
@@ -392,15 +394,14 @@ class StepMeter:
             step = self._ring.read()
             if step is None:
                 return
-            if step.intervals is None:
-                continue
-            parts = [0.0] * 7
-            for category, ns in step.intervals:
-                parts[category] += ns
-            self._keep(_times(parts, *step.note))
+            note, intervals = step
+            if intervals is not None:
+                parts = [0.0] * 7
+                for category, ns in intervals:
+                    parts[category] += ns
+                self._keep(_times(parts, note))
 
 
-def _times(parts: Sequence[float], host_wait_ns: int, counted: bool, number: int, source: int) -> StepTimes:  # noqa: FBT001  # as the meter notes it
-    other, data, h2d, compute, forward, backward, optimizer = parts
-    whole = compute + forward + backward + optimizer
-    return StepTimes(other, data, h2d, whole, host_wait_ns, counted, number, source, forward, backward, optimizer)
+def _times(parts: Sequence[float], note: Note) -> StepTimes:
+    other, data, h2d, *inside = parts
+    return StepTimes(other, data, h2d, sum(inside), *note, *inside[1:])

@@ -1,4 +1,4 @@
-"""Files of the user's program, told from those of libraries."""
+"""Files of the user's program, as opposed to those of libraries."""
 
 import os
 import sysconfig
@@ -8,7 +8,7 @@ import torch
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither Python's, nor of an installed package, nor ours. Cells of notebooks are the user's."""
+    """True for files that are neither Python's, nor of an installed package, nor ours, and for cells of notebooks."""
     if file.startswith("<"):
         return file.startswith(("<ipython", "<stdin"))
     return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file

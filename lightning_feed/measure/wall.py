@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes: each moment belongs to one part, so that the parts add up to the whole."""
+"""The wall time of a run: each moment belongs to one part, so that the parts add up to the whole."""
 
 import time
 from collections import Counter
@@ -10,9 +10,9 @@ Part = Literal[
     "train", "validation", "test", "predict", "checkpoints", "epoch starts", "sanity check", "set-up", "rest"
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""In the order in which they are told.
+"""In the order of reports.
 
-train: from the first batch of each epoch to the end of its last step, with what hooks and loggers do between the steps.
+train: from the first batch of each epoch to the end of its last step, with hooks and loggers between the steps.
 validation, test, predict: from the loop's start, with that of its workers, to its end. checkpoints: saving them,
 wherever that takes place. epoch starts: until the first batch of each training epoch is there. set-up: from the
 beginning of ``trainer.fit`` (or its like) to the loop, but for the sanity check. rest: between and after the epochs.
@@ -26,9 +26,9 @@ class WallPart:
     name: Part
     """See :data:`PARTS`."""
     seconds: float
-    """Wall time of it, all times together."""
+    """Total wall time."""
     times: int
-    """How often it took place."""
+    """Number of times that it took place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class WallStats:
     """Those that took place, in the order of :data:`PARTS`."""
 
     def seconds(self, *names: Part) -> float:
-        """What these parts took together; 0.0 for what did not take place."""
+        """Total time of these parts; 0.0 for parts that did not take place."""
         return sum(part.seconds for part in self.parts if part.name in names)
 
     def times(self, name: Part) -> int:
-        """How often this part took place."""
+        """Number of times that this part took place."""
         return sum(part.times for part in self.parts if part.name == name)
 
 
@@ -65,7 +65,7 @@ class WallClock:
 
     @property
     def part(self) -> Part:
-        """What is on now."""
+        """The present part."""
         return self._part
 
     def go_on(self, part: Part) -> None:
@@ -81,19 +81,19 @@ class WallClock:
         self._switch(part)
 
     def leave(self) -> None:
-        """Back to what the last part that was entered lies in. Without one, nothing changes."""
+        """Return to the part around the last one that was entered. Without one, nothing changes."""
         if self._around:
             self._switch(self._around.pop())
 
     def stats(self) -> WallStats:
-        """How the time until now divides."""
+        """The parts of the time until now."""
         self._switch(self._part)
-        told = [
+        found = [
             WallPart(name=part, seconds=self._spent[part] * 1e-9, times=self._times[part])
             for part in PARTS
             if self._spent[part]
         ]
-        return WallStats(wall_s=self._spent.total() * 1e-9, parts=tuple(told))
+        return WallStats(wall_s=self._spent.total() * 1e-9, parts=tuple(found))
 
     def _switch(self, part: Part) -> None:
         now = self._clock()

@@ -158,9 +158,8 @@ class Sums(Additive):
                 "hidden_wait_ms": max(0.0, (self.host_wait_ns - self.data_ns) * to_ms),
             }
             if self.forward_ns:
-                measured["forward_ms"] = self.forward_ns * to_ms
-                measured["backward_ms"] = self.backward_ns * to_ms
-                measured["optimizer_ms"] = self.optimizer_ns * to_ms
+                parts = {"forward": self.forward_ns, "backward": self.backward_ns, "optimizer": self.optimizer_ns}
+                measured |= {f"{name}_ms": ns * to_ms for name, ns in parts.items()}
         if step_ns > 0:
             measured["starved_pct"] = 100 * self.data_ns / step_ns
             measured["input_pct"] = 100 * (self.data_ns + self.h2d_ns) / step_ns
@@ -197,7 +196,7 @@ class Ledger:
     _warm_up: Sums = field(default_factory=Sums)
     """Steps of the warm-up alone: epochs that start in it, and steps lost there, do count."""
     _before: Sums = field(default_factory=Sums)
-    """When the present window began."""
+    """At the start of the present window."""
     _window_settled: bool = False
     _pairs: PairSums = field(default_factory=PairSums)
 

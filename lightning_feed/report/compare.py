@@ -1,10 +1,10 @@
-"""Two reports compared: what changed, and which predictions came true. And a gate for CI."""
+"""Two reports compared: changes, and which predictions came true. And a gate for CI."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from lightning_feed.errors import ReportError, printable_lines
-from lightning_feed.measure.measurements import SYNCS, LoopFacts
+from lightning_feed.measure.measurements import SYNCS
 from lightning_feed.measure.stats import StarvationStats
 from lightning_feed.report.report import RemedyCheck, Report, cause_text, rate
 from lightning_feed.verdict.causes import shares_of
@@ -23,12 +23,12 @@ _PASSING = ("available_memory_bytes", "free_shm_bytes", "cpu_reason")
 """Fields of Environment that say nothing about why a run is faster."""
 
 _NONE_IS_OFF = ("prefetch_callback",)
-"""Settings of which None says that there is no such thing, and not that it is not known."""
+"""Settings of which None means absent, and not unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changed:
-    """A setting or version that is not the same in both."""
+    """A setting or version that differs."""
 
     name: str
     before: Setting
@@ -54,7 +54,7 @@ class Comparison:
     """The file of the earlier."""
     after: str
     settings: tuple[Changed, ...]
-    """Of the run. What is not known of one of both is left out."""
+    """Of the run. Settings unknown in either report are left out."""
     versions: tuple[Changed, ...]
     """Of packages and machine."""
     figures: tuple[Figure, ...]
@@ -63,11 +63,11 @@ class Comparison:
     verdict_before: str
     verdict_after: str
     starved_within_noise: bool | None
-    """Whether the 95 % intervals of starved_pct overlap. None: one is not known."""
+    """The 95 % intervals of starved_pct overlap. None: one is not known."""
     predictions: tuple[RemedyCheck, ...]
     """The earlier report's remedies that are in effect in the later."""
     unchecked: tuple[str, ...]
-    """``changes`` of its other remedies that no report tells of: a transform, a copy in memory."""
+    """``changes`` of its other remedies that no report records: a transform, a copy in memory."""
     cautions: tuple[str, ...]
     """Reasons why the figures may not be comparable."""
 
@@ -76,14 +76,12 @@ def compare(before: Report, after: Report) -> Comparison:
     """The changes from one report to another.
 
     A remedy of the earlier report counts as followed when its ``changes`` is true of the later run's facts and not of
-    the earlier's. What cannot be read off the facts (another model, another transform) is never taken for followed.
+    the earlier's. A remedy outside the facts (another model, another transform) never counts as followed.
     """
     old, new = _settings(before), _settings(after)
     settings = tuple(_changed(old, new))
     remedies = [(one, wanted_settings(one)) for one in before.diagnosis.remedies]
-    unchecked = [
-        one.changes for one, wanted in remedies if one.changes and not (wanted and wanted.keys() <= old.keys())
-    ]
+    unchecked = [one.changes for one, wanted in remedies if not wanted or wanted.keys() - old.keys()]
     return Comparison(
         before="the earlier report" if before.path is None else str(before.path),
         after="the later report" if after.path is None else str(after.path),
@@ -95,7 +93,7 @@ def compare(before: Report, after: Report) -> Comparison:
         verdict_after=_verdict(after),
         starved_within_noise=_overlap(before.diagnosis.stats, after.diagnosis.stats),
         predictions=tuple(_check(one, after, settings) for one, wanted in remedies if _followed(wanted, old, new)),
-        unchecked=tuple(dict.fromkeys(unchecked)),
+        unchecked=tuple(dict.fromkeys(filter(None, unchecked))),
         cautions=tuple(_cautions(before, after)),
     )
 
@@ -113,8 +111,9 @@ _NOT_CHOSEN = (
 def _settings(report: Report) -> dict[str, Setting]:
     """The settings that a user chose, by name; a synchronisation is named by itself and True where it is set up."""
     facts = report.diagnosis.measurements.facts
-    names = (one.name for one in fields(LoopFacts) if one.name not in _NOT_CHOSEN and not one.name.endswith("_ms"))
-    chosen: dict[str, Setting] = {name: getattr(facts, name) for name in names}
+    chosen = {
+        name: value for name, value in vars(facts).items() if name not in _NOT_CHOSEN and not name.endswith("_ms")
+    }
     chosen["prefetch_callback"] = report.diagnosis.stats.prefetch_active
     return chosen | {name: name in facts.syncs for name in SYNCS}
 
@@ -165,7 +164,7 @@ def _figures(*reports: Report) -> Iterator[Figure]:
     def values(report: Report) -> dict[str, float | None]:
         stats = report.diagnosis.stats
         per_s = rate(stats.step_ms, report.diagnosis.measurements.facts.batch_size)
-        return {"samples_per_s": per_s, **{name: getattr(stats, name) for name in FIGURES}}
+        return {"samples_per_s": per_s, **{name: vars(stats)[name] for name in FIGURES}}
 
     before, after = map(values, reports)
     for name, old in before.items():
@@ -175,11 +174,8 @@ def _figures(*reports: Report) -> Iterator[Figure]:
 
 
 def _overlap(before: StarvationStats, after: StarvationStats) -> bool | None:
-    low, high = before.starved_low_pct, before.starved_high_pct
-    other_low, other_high = after.starved_low_pct, after.starved_high_pct
-    if low is None or high is None or other_low is None or other_high is None:
-        return None
-    return low <= other_high and other_low <= high
+    one, other = before.interval_pct, after.interval_pct
+    return None if one is None or other is None else max(one[0], other[0]) <= min(one[1], other[1])
 
 
 def _verdict(report: Report) -> str:
@@ -189,7 +185,7 @@ def _verdict(report: Report) -> str:
 
 def _cautions(before: Report, after: Report) -> Iterator[str]:
     old, new = before.diagnosis.measurements.facts, after.diagnosis.measurements.facts
-    if any(getattr(before.environment, name) != getattr(after.environment, name) for name in MACHINE):
+    if any(vars(before.environment)[name] != vars(after.environment)[name] for name in MACHINE):
         yield "they ran on different machines, or on a machine that was changed"
     if None not in (old.batch_size, new.batch_size) and old.batch_size != new.batch_size:
         yield "the batch sizes differ: compare samples per second, not step times or predictions"
@@ -206,49 +202,56 @@ def _cautions(before: Report, after: Report) -> Iterator[str]:
 
 
 def comparison_text(found: Comparison) -> str:
-    """A comparison for the console: what changed, figure by figure, and what became of the predictions."""
-    verdict = f"{found.verdict_before} -> {found.verdict_after}" if found.verdict_changed else found.verdict_before
-    lines = [
-        f"before   {found.before}",
-        f"after    {found.after}",
-        *_result(found),
-        f"verdict  {verdict}{'' if found.verdict_changed else ' (unchanged)'}",
-        f"changed  {_changes(found.settings) or 'no setting that the reports tell of'}",
-    ]
+    """A comparison for the console: changes, figures, and outcomes of the predictions."""
+    return printable_lines("\n".join([*_settings_lines(found), *_figure_lines(found), *_outcome_lines(found)]))
+
+
+def _settings_lines(found: Comparison) -> Iterator[str]:
+    verdict = f"{found.verdict_before} (unchanged)"
+    if found.verdict_changed:
+        verdict = f"{found.verdict_before} -> {found.verdict_after}"
+    yield f"before   {found.before}"
+    yield f"after    {found.after}"
+    yield from _result(found)
+    yield f"verdict  {verdict}"
+    yield f"changed  {_changes(found.settings) or 'no setting that the reports tell of'}"
     if found.versions:
-        lines.append(f"versions {_changes(found.versions)}")
-    lines.append(f"{'':14}{'before':>11}{'after':>11}")
-    lines += [_row(one) for one in found.figures if (one.before, one.after) != (None, None)]
+        yield f"versions {_changes(found.versions)}"
+
+
+def _figure_lines(found: Comparison) -> Iterator[str]:
+    yield f"{'':14}{'before':>11}{'after':>11}"
+    yield from (_row(one) for one in found.figures if (one.before, one.after) != (None, None))
     if found.starved_within_noise is not None:
         said = "overlap: within noise" if found.starved_within_noise else "do not overlap: more than noise"
-        lines.append(f"noise    of starved_pct: the 95 % intervals {said}; of step times it is not known")
-    lines += [f"check    {check_text(one)}" for one in found.predictions]
+        yield f"noise    of starved_pct: the 95 % intervals {said}; of step times it is not known"
+
+
+def _outcome_lines(found: Comparison) -> Iterator[str]:
+    yield from (f"check    {check_text(one)}" for one in found.predictions)
     if not found.predictions:
-        lines.append("check    none of the earlier report's remedies is in effect in the later run")
+        yield "check    none of the earlier report's remedies is in effect in the later run"
     if found.unchecked:
-        lines.append(f"unknown  the reports do not tell whether these are in effect: {'; '.join(found.unchecked)}")
-    return printable_lines("\n".join([*lines, *(f"caution  {one}" for one in found.cautions)]))
+        yield f"unknown  the reports do not tell whether these are in effect: {'; '.join(found.unchecked)}"
+    yield from (f"caution  {one}" for one in found.cautions)
 
 
 def _result(found: Comparison) -> Iterator[str]:
-    """Whether it got faster: by samples a second where they are known, since batch sizes may differ."""
-    known = {one.name: one for one in found.figures if one.before and one.after}
-    rate, step = known.get("samples_per_s"), known.get("step_ms")
-    if rate is not None and rate.before and rate.after:
-        times, unit = rate.after / rate.before, f"{rate.before:.1f} -> {rate.after:.1f} samples/s"
-    elif step is not None and step.before and step.after:
-        times, unit = step.before / step.after, f"step {step.before:.1f} -> {step.after:.1f} ms"
-    else:
-        return
-    yield f"result   {times:.2f} times as fast: {unit}"
+    """The speed-up: by samples a second where they are known, since batch sizes may differ."""
+    known = {one.name: (one.before, one.after) for one in found.figures if one.before and one.after}
+    if "samples_per_s" in known:
+        before, after = known["samples_per_s"]
+        yield f"result   {after / before:.2f} times as fast: {before:.1f} -> {after:.1f} samples/s"
+    elif "step_ms" in known:
+        before, after = known["step_ms"]
+        yield f"result   {before / after:.2f} times as fast: step {before:.1f} -> {after:.1f} ms"
 
 
 def check_text(check: RemedyCheck) -> str:
-    """One prediction and what became of it."""
-    if check.predicted_step_ms is None:
-        outcome = "nothing was predicted"
-    else:
-        achieved = "not measured" if check.achieved_step_ms is None else f"{check.achieved_step_ms:.1f} ms"
+    """One prediction and its outcome."""
+    achieved = "not measured" if check.achieved_step_ms is None else f"{check.achieved_step_ms:.1f} ms"
+    outcome = "nothing was predicted"
+    if check.predicted_step_ms is not None:
         outcome = f"predicted step {check.predicted_step_ms:.1f} ms, achieved {achieved}"
     error = "" if check.error_pct is None else f", error {check.error_pct:+.1f} %"
     also = f" (also changed: {', '.join(check.also_changed)})" if check.also_changed else ""
@@ -271,12 +274,12 @@ def _row(figure: Figure) -> str:
 
 
 def check_starved(report: Report, *, above_pct: float) -> str:
-    """Say that a run is within the limit.
+    """Check that a run is within the limit.
 
-    What counts is what the grade of the verdict goes by, the largest of three shares: ``starved_pct``; with several
-    ranks what all of them together lose (``ranks.starved_pct``), because the rank that wrote the report may be fed
-    while it waits for another; and what of an epoch goes by before its first batch, which lies in no step. Where the
-    model alone takes as long as a step nothing is lost, as the verdict says.
+    The figure is the base of the verdict's grade, the largest of three shares: ``starved_pct``; with several ranks the
+    loss of all of them together (``ranks.starved_pct``), because the rank that wrote the report may be fed while it
+    waits for another; and the share of an epoch before its first batch, which lies in no step. Where the model alone
+    takes as long as a step nothing is lost, as the verdict says.
 
     Args:
         report: of the run.
@@ -298,8 +301,8 @@ def check_starved(report: Report, *, above_pct: float) -> str:
         )
     candidates = {
         "starved_pct": stats.starved_pct,
-        "ranks.starved_pct": None if measured.ranks is None else measured.ranks.starved_pct,
-        "the share of each epoch before its first batch": None if shares is None else shares.epoch_pct,
+        "ranks.starved_pct": getattr(measured.ranks, "starved_pct", None),
+        "the share of each epoch before its first batch": getattr(shares, "epoch_pct", None),
     }
     starved, whose = max((pct, name) for name, pct in candidates.items() if pct is not None)
     said = f"{whose} is {starved:.2f}, limit {above_pct:g} (confidence {report.diagnosis.confidence})"

@@ -104,7 +104,8 @@ def _report_of(parts: Parts, **more: Any) -> Report:
 
 def _shared(value: object, kind: Any) -> dict[str, Any]:
     """The fields of a value that another dataclass has under the same names."""
-    return {one.name: getattr(value, one.name) for one in fields(kind) if hasattr(value, one.name)}
+    names = {one.name for one in fields(kind)}
+    return {name: part for name, part in vars(value).items() if name in names}
 
 
 # --- reports as JSON ----------------------------------------------------------------------------------------------
@@ -176,8 +177,8 @@ def from_document(document: object, *, path: Path | None = None) -> Report:
     """The report that :func:`as_document` made a JSON object of.
 
     Args:
-        document: what ``json.loads`` gave.
-        path: where it was read from.
+        document: the result of ``json.loads``.
+        path: the file that it was read from.
 
     Raises:
         ReportError: when it is not a report of this version, or lacks a part.
@@ -206,7 +207,7 @@ def to_plain(value: object) -> Any:
     """A value as ``json.dumps(..., allow_nan=False)`` takes it. Numbers that are not finite become None.
 
     Raises:
-        TypeError: for what is neither a dataclass, a sequence, text, a number nor None.
+        TypeError: for a value that is neither a dataclass, a sequence, text, a number nor None.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -214,8 +215,8 @@ def to_plain(value: object) -> Any:
         return int(value)
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
-    if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}
+    if is_dataclass(value):
+        return {name: to_plain(part) for name, part in vars(value).items()}
     if isinstance(value, (tuple, list)):
         return [to_plain(one) for one in value]
     raise TypeError(f"{type(value).__name__} has no form in JSON")
@@ -238,14 +239,15 @@ def _read_object(kind: Any, value: object, where: str) -> Any:
     """A dataclass from a JSON object. Keys that it has no field for are left out."""
     if not isinstance(value, dict):
         return _refuse(where, value, "an object")
-    hints, given = get_type_hints(kind), {}
-    for one in fields(kind):
-        below = f"{where}.{one.name}" if where else one.name
-        if one.name in value:
-            given[one.name] = _read(hints[one.name], value[one.name], below)
-        elif _is_required(one):
-            raise ReportError(f"{below} is missing. Write the report again with the lightning_feed that is installed.")
-    return kind(**given)
+    inside = f"{where}." if where else ""
+    missing = next((one.name for one in fields(kind) if one.name not in value and _is_required(one)), None)
+    if missing is not None:
+        raise ReportError(
+            f"{inside}{missing} is missing. Write the report again with the lightning_feed that is installed."
+        )
+    hints = get_type_hints(kind)
+    names = [one.name for one in fields(kind) if one.name in value]
+    return kind(**{name: _read(hints[name], value[name], inside + name) for name in names})
 
 
 def _read_tuple(inner: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
@@ -257,20 +259,23 @@ def _read_tuple(inner: tuple[Any, ...], value: object, where: str) -> tuple[Any,
     return tuple(_read(kind, one, f"{where}[{at}]") for at, (kind, one) in enumerate(zip(kinds, value, strict=True)))
 
 
-def _read_scalar(hint: Any, value: Any, where: str) -> Any:
+def _read_scalar(hint: type, value: Any, where: str) -> Any:
     if hint is float and value is None:  # a figure that was not finite when it was written
         return math.nan
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is float and number and abs(value) <= sys.float_info.max:
-        return float(value)
-    if hint is int and number and abs(value) <= 2**63 and value == int(value):
-        return int(value)
-    if hint in (str, bool) and isinstance(value, hint):
-        return value
-    return _refuse(where, value, _SCALARS[hint])
+    json_types, most, wanted = _SCALARS[hint]
+    fits = isinstance(value, json_types) and (hint is bool or not isinstance(value, bool))
+    if not fits or (most and not abs(value) <= most) or (hint is int and value != int(value)):
+        return _refuse(where, value, wanted)
+    return hint(value)
 
 
-_SCALARS = {float: "a finite number", int: "a whole number of up to 63 bits", str: "text", bool: "true or false"}
+_SCALARS: dict[type, tuple[tuple[type, ...], float, str]] = {
+    float: ((int, float), sys.float_info.max, "a finite number"),
+    int: ((int, float), 2**63, "a whole number of up to 63 bits"),
+    str: ((str,), 0, "text"),
+    bool: ((bool,), 0, "true or false"),
+}
+"""Type -> the types it may have in JSON, the largest number or 0, and the words for it."""
 
 
 def _refuse(where: str, value: object, wanted: str) -> NoReturn:
@@ -307,13 +312,7 @@ def json_schema() -> dict[str, Any]:
 def _form(hint: Any) -> dict[str, Any]:
     origin, inner = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
-        hints, known = get_type_hints(hint), fields(hint)
-        properties = {one.name: _form(hints[one.name]) for one in known}
-        return {
-            "type": "object",
-            "properties": properties,
-            "required": [one.name for one in known if _is_required(one)],
-        }
+        return _form_of_object(hint)
     if origin in (Union, UnionType):
         form = _form(_not_none(inner))
         return form if form == _form(float) else {"anyOf": [form, {"type": "null"}]}
@@ -323,5 +322,10 @@ def _form(hint: Any) -> dict[str, Any]:
         return {"type": "array", "items": _form(inner[0])}
     if origin is tuple:
         return {"type": "array", "prefixItems": [_form(one) for one in inner], "minItems": len(inner), "items": False}
-    kinds = {float: ["number", "null"], bool: "boolean", int: "integer", str: "string"}  # null: what is not finite
+    kinds = {float: ["number", "null"], bool: "boolean", int: "integer", str: "string"}  # null: not finite
     return {"type": kinds[hint]}
+
+
+def _form_of_object(kind: Any) -> dict[str, Any]:
+    hints, required = get_type_hints(kind), [one.name for one in fields(kind) if _is_required(one)]
+    return {"type": "object", "properties": {name: _form(hint) for name, hint in hints.items()}, "required": required}

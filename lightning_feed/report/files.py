@@ -35,7 +35,7 @@ def as_text(diagnosis: Diagnosis) -> str:
     Of steps so short that Python takes most of them: one sentence, and what experiments found.
     """
     measured = diagnosis.measurements
-    told: list[Iterable[Section]] = [sections.pipeline_sections(diagnosis), sections.measured_sections(measured)]
+    shown: list[Iterable[Section]] = [sections.pipeline_sections(diagnosis), sections.measured_sections(measured)]
     if diagnosis.bottleneck == "unknown" or diagnosis.stats.step_ms is None:
         first = f"no verdict: {next(iter(diagnosis.evidence), 'nothing was measured')}."
     elif is_toy(diagnosis):
@@ -43,8 +43,8 @@ def as_text(diagnosis: Diagnosis) -> str:
     else:
         first = f"{headline(diagnosis)} ({trust(diagnosis)})"
         time = sections.step_sections(diagnosis), sections.time_sections(measured)
-        told = [*time, sections.advice_sections(diagnosis), *told]
-    lines = chain.from_iterable(one.console_lines() for one in chain.from_iterable(told))
+        shown = [*time, sections.advice_sections(diagnosis), *shown]
+    lines = chain.from_iterable(one.console_lines() for one in chain.from_iterable(shown))
     return printable_lines("\n".join([f"FEED  {first}", *lines]))
 
 
@@ -61,8 +61,8 @@ def diagnosis_markdown(diagnosis: Diagnosis) -> str:
     free = "" if is_toy(diagnosis) else if_free(diagnosis)
     said = "; ".join(one for one in (trust(diagnosis), free) if one)
     blocks = [f"# {_text(headline(diagnosis))}", f"{said[0].upper()}{said[1:]}."]
-    told = [*sections.step_sections(diagnosis), *(() if is_toy(diagnosis) else sections.advice_sections(diagnosis))]
-    return "\n\n".join(blocks + [_markdown(one) for one in told])
+    advice = () if is_toy(diagnosis) else sections.advice_sections(diagnosis)
+    return "\n\n".join([*blocks, *map(_markdown, (*sections.step_sections(diagnosis), *advice))])
 
 
 def _markdown(section: Section) -> str:
@@ -127,7 +127,7 @@ def as_html(report: Report) -> str:
 
 
 def in_frame(page: str) -> str:
-    """A page as part of another one, such as a notebook, whose look it leaves alone."""
+    """A page as part of another one, such as a notebook, whose style it does not change."""
     return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'
 
 
@@ -152,16 +152,17 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     """(figure, unit, words) of what is known of the figures on top."""
     stats, facts = report.diagnosis.stats, report.diagnosis.measurements.facts
     per_s, faster = rate(stats.step_ms, facts.batch_size), speedup(report.diagnosis)
-    tiles = []
-    if stats.starved_pct is not None:
-        tiles.append((f"{stats.starved_pct:.1f}", "%", "of each step waiting for data"))
-    if stats.step_ms:
-        tiles.append((in_ms(stats.step_ms, stats.step_ms), "ms", "a step on average"))
-    if per_s is not None:
-        tiles.append((in_rate(per_s), "samples/s", "trained on each rank" if facts.world_size > 1 else "trained"))
-    if faster is not None:
-        tiles.append((f"{faster:.2f}", "x", "as fast if data were free"))
-    return tiles
+    tiles = [
+        ("" if stats.starved_pct is None else f"{stats.starved_pct:.1f}", "%", "of each step waiting for data"),
+        (in_ms(stats.step_ms, stats.step_ms) if stats.step_ms else "", "ms", "a step on average"),
+        (
+            "" if per_s is None else in_rate(per_s),
+            "samples/s",
+            "trained on each rank" if facts.world_size > 1 else "trained",
+        ),
+        ("" if faster is None else f"{faster:.2f}", "x", "as fast if data were free"),
+    ]
+    return [tile for tile in tiles if tile[0]]
 
 
 # --- files --------------------------------------------------------------------------------------------------------

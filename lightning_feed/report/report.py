@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from lightning_feed.errors import plural
 from lightning_feed.extras import installed_version
 from lightning_feed.load.machine import read_machine
-from lightning_feed.verdict.causes import LOOP_WORDS, OTHERS_PCT, grade_of, shares_of, toy_sentence
+from lightning_feed.verdict.causes import LOOP_WORDS, grade_of, shares_of, toy_sentence
 from lightning_feed.verdict.decide import share_text
 from lightning_feed.verdict.diagnosis import Diagnosis
 
@@ -99,7 +99,7 @@ def read_environment(root: Path = Path("/")) -> Environment:
     packages = ("lightning-feed", "torch", "torchvision", "lightning", "pytorch-lightning")
     limits = ("usable_cpus", "cpu_reason", "available_memory_bytes", "free_shm_bytes", "start_method")
     known: dict[str, Any] = {name.replace("-", "_"): installed_version(name) for name in packages}
-    known |= {name: getattr(machine, name) for name in limits}
+    known |= {name: vars(machine)[name] for name in limits}
     return Environment(
         **known,
         python=platform.python_version(),
@@ -143,7 +143,7 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
-    """The verdict, and the share of time that it rests on; empty where there is none to tell."""
+    """The verdict, and the share of time that it rests on, which may be empty."""
     stats = diagnosis.stats
     if diagnosis.bottleneck in _OF_THE_RUN:
         return f"limited by {diagnosis.bottleneck}", share_text(diagnosis.measurements)
@@ -155,11 +155,16 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
     waits = _waits(diagnosis, stats.starved_pct)
     if diagnosis.bottleneck == "data":
         return diagnosis.grade, waits
+    return _of_the_other_parts(diagnosis, waits)
+
+
+def _of_the_other_parts(diagnosis: Diagnosis, waits: str) -> tuple[str, str]:
+    stats = diagnosis.stats
     if diagnosis.bottleneck == "compute":
         verdict = _OF_THE_STEP.get(diagnosis.cause, "limited by the step itself, not by data")
-        others = diagnosis.measurements.facts.others_cpu_pct or 0.0
-        if diagnosis.device_type == "cpu" and others >= OTHERS_PCT:
-            verdict += f", beside other programs that take {others:.0f} % of the CPUs"
+        facts = diagnosis.measurements.facts
+        if diagnosis.device_type == "cpu" and facts.crowded:
+            verdict += f", beside other programs that take {facts.others_cpu_pct:.0f} % of the CPUs"
         return verdict, waits
     verdict, part, where = f"{diagnosis.bottleneck}-bound", stats.other_ms, "between the steps"
     if diagnosis.bottleneck == "copy":
@@ -171,7 +176,7 @@ def headline_parts(diagnosis: Diagnosis) -> tuple[str, str]:
 
 
 def is_toy(diagnosis: Diagnosis) -> bool:
-    """Whether steps are so short that Python takes most of them, and there is no advice to give."""
+    """True for steps so short that Python takes most of them: there is no advice to give."""
     judged = diagnosis.bottleneck not in (*_OF_THE_RUN, "unknown")
     return judged and toy_sentence(diagnosis.stats.step_ms) is not None
 
@@ -183,32 +188,31 @@ def trust(diagnosis: Diagnosis) -> str:
     epoch loses before its first batch, and where it has no width.
     """
     said = f"confidence {diagnosis.confidence}, {plural(diagnosis.stats.steps, 'step')}"
-    low, high = diagnosis.stats.starved_low_pct, diagnosis.stats.starved_high_pct
+    low, high = diagnosis.stats.interval_pct or (0.0, 0.0)
     of_steps = _counted(diagnosis) == "steps" and diagnosis.bottleneck not in _OF_THE_RUN
-    if low is None or high is None or not of_steps or f"{low:.0f}" == f"{high:.0f}":
+    if not of_steps or f"{low:.0f}" == f"{high:.0f}":
         return said
     return f"95 % CI {low:.0f}-{high:.0f}, {said}"
 
 
 def _waits(diagnosis: Diagnosis, starved_pct: float) -> str:
     """The share of time that training waits for data, in words."""
-    on_cpu, ranks = diagnosis.device_type == "cpu", diagnosis.measurements.ranks
-    loop = LOOP_WORDS[diagnosis.measurements.facts.stage]
-    shares, counted = shares_of(diagnosis.measurements), _counted(diagnosis)
+    measured, counted = diagnosis.measurements, _counted(diagnosis)
+    ranks, shares = measured.ranks, shares_of(measured)
     if counted == "ranks" and ranks is not None:
         whose = "one of them" if ranks.slow_rank is None else f"rank {ranks.slow_rank}"
         return f"all ranks wait {ranks.starved_pct:.0f} % of each step for the data of {whose}"
+    share, on_cpu, on_gpu = f"{starved_pct:.0f} % of each step", "", " waiting for data"
     if counted == "epochs" and shares is not None:
-        if on_cpu:
-            return f"{loop} waits for data {shares.epoch_pct:.0f} % of each epoch, for its first batch"
-        return f"GPU idle {shares.epoch_pct:.0f} % of each epoch waiting for its first batch"
-    if diagnosis.bottleneck == "compute":
+        share = f"{shares.epoch_pct:.0f} % of each epoch"
+        on_cpu, on_gpu = ", for its first batch", " waiting for its first batch"
+    elif diagnosis.bottleneck == "compute":
         proven = shares is not None and shares.compute_bound_confirmed
         more = ", which faster loading would not change: the model alone takes as long as a step"
         return f"{starved_pct:.0f} % of time waiting for data{more if proven else ''}"
-    if on_cpu:
-        return f"{loop} waits for data {starved_pct:.0f} % of each step"
-    return f"GPU idle {starved_pct:.0f} % of each step waiting for data"
+    if diagnosis.device_type == "cpu":
+        return f"{LOOP_WORDS[measured.facts.stage]} waits for data {share}{on_cpu}"
+    return f"GPU idle {share}{on_gpu}"
 
 
 def _counted(diagnosis: Diagnosis) -> Literal["steps", "ranks", "epochs"]:

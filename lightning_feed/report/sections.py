@@ -1,14 +1,16 @@
 """The sections of a report, described once: rows for Markdown and HTML, and lines for the console."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from lightning_feed.errors import in_rate, plural, rate_unit, source_line, throughput
 from lightning_feed.measure.experiment_results import DiskFacts, ExperimentResults, FunctionCost, KeyUse, NamedCost
-from lightning_feed.measure.measurements import LoopFacts, Measurements
+from lightning_feed.measure.measurements import LoopFacts, LoopMeasurements, Measurements
 from lightning_feed.measure.stats import LoaderStats, StarvationStats
+from lightning_feed.measure.wall import WallStats
 from lightning_feed.report.compare import check_text
 from lightning_feed.report.report import Report, cause_text, if_free, rate
 from lightning_feed.verdict.causes import in_ms, model_disturbed
@@ -53,12 +55,10 @@ class Pipeline(NamedTuple):
 def read_pipeline(diagnosis: Diagnosis) -> Pipeline | None:
     """The pipeline as far as experiments measured it. None: no stage was measured."""
     measured = diagnosis.measurements
-    found, facts = measured.experiments, measured.facts
-    if found is None:
-        return None
-    size = next((one for one in (found.batch_size, facts.batch_size) if one is not None and one > 0), None)
+    found, facts = measured.found, measured.facts
+    size = next((one for one in (found.batch_size, facts.batch_size) if one and one > 0), None)
     rows: list[_Row] = [
-        *(_sample_parts(found.costs, facts, size) if size is not None else ()),
+        *_sample_parts(found.costs, facts, size),
         ("part", "collate, IPC", found.ceiling_per_s, "constant samples, same workers"),
         ("stage", "loader", found.loader_per_s, "alone, as configured"),
         ("stage", "copy", rate(found.copy_ms, 1), "one batch after the other"),
@@ -101,24 +101,25 @@ def _short(code: str, most: int = 44) -> str:
     return code if len(code) <= most else f"{code[: most - 3]}..."
 
 
-def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: int) -> Iterator[_Row]:
-    """Reading, decoding and the transforms: what the workers could pass if each did nothing else.
+_SAMPLE_PARTS = (*NOT_TRANSFORMS, "transforms")
+
+
+def _sample_parts(costs: tuple[NamedCost, ...], facts: LoopFacts, batch_size: int | None) -> Iterator[_Row]:
+    """Reading, decoding and the transforms: the rate of the workers if they did nothing else.
 
     A worker is taken to run at full speed while there is a CPU for it.
     """
-    if facts.num_workers is None:
+    if facts.num_workers is None or batch_size is None:
         return
-    grouped: dict[str, list[NamedCost]] = {name: [] for name in (*NOT_TRANSFORMS, "transforms")}
+    wall_ms, cpu_ms = dict.fromkeys(_SAMPLE_PARTS, 0.0), dict.fromkeys(_SAMPLE_PARTS, 0.0)
     for one in costs:
-        step = step_of(one.name)
-        grouped[step if step in NOT_TRANSFORMS else "transforms"].append(one)
-    for name, some in grouped.items():
-        wall_ms, cpu_ms = sum(one.wall_ms for one in some), sum(one.cpu_ms for one in some)
-        per_s = rate(wall_ms, max(facts.num_workers, 1))
-        if per_s is not None and facts.usable_cpus is not None and cpu_ms > 0:
-            per_s = min(per_s, 1000 * facts.usable_cpus / cpu_ms)
+        step = step_of(one.name) if step_of(one.name) in NOT_TRANSFORMS else "transforms"
+        wall_ms[step] += one.wall_ms
+        cpu_ms[step] += one.cpu_ms
+    for name in _SAMPLE_PARTS:
+        per_s, most = rate(wall_ms[name], max(facts.num_workers, 1)), rate(cpu_ms[name], facts.usable_cpus)
         if per_s is not None:
-            yield "part", name, per_s / batch_size, "cost of one sample, shared by the workers"
+            yield "part", name, min(per_s, most or per_s) / batch_size, "cost of one sample, shared by the workers"
 
 
 def _mark(bars: list[Bar]) -> list[Bar]:
@@ -134,7 +135,7 @@ def _mark(bars: list[Bar]) -> list[Bar]:
 # --- sections -----------------------------------------------------------------------------------------------------
 
 VALIDATION_PCT = 10.0
-"""Share of the run from which the console tells how validation divides."""
+"""Share of the run from which the console shows the parts of validation."""
 ROWS_NAMED = 6
 """Rows of a section that a line of the console names."""
 
@@ -150,7 +151,7 @@ class Section:
     """Text. The first column names; in a table the others are figures."""
     header: Row = ()
     form: Literal["table", "list", "step", "remedies", "pipeline", "pairs"] = "table"
-    """Its look on a page; those besides ``table`` and ``list`` (a single column) have a look of their own."""
+    """Its form on a page: a ``table``, a ``list`` (a single column), or one of its own."""
     console: Sequence[str] | str = ()
     """Lines, or a word that a line of the rows begins with. Empty: the console does not show it."""
     note: str = ""
@@ -203,27 +204,38 @@ _PARTS = ("part of the step", "ms", "%", "")
 
 def time_sections(measured: Measurements) -> Iterator[Section]:
     """The parts of the run, and of its validation."""
-    wall, validation = measured.wall, measured.validation
+    wall, validation, by_loader = measured.wall, measured.validation, measured.by_loader
     if wall is not None and wall.wall_s > 0:
-        digits = 1 if wall.wall_s >= 10 else 2
-        told = [f"{one.name} {one.seconds:.{digits}f}" for one in wall.parts if round(one.seconds, digits)]
-        parts = [(one.name, f"{one.seconds:.2f}", f"{100 * one.seconds / wall.wall_s:.1f}") for one in wall.parts]
-        line = f"wall  {wall.wall_s:.{digits}f} s = {' | '.join(told)}"
-        yield Section(
-            f"Where {wall.wall_s:.1f} s of wall time go", parts, ("part of the run", "s", "%"), console=[line]
-        )
-    if validation is not None and validation.stats.step_ms:
-        step, copies = validation.stats.step_ms, validation.facts.device_type != "cpu"
+        yield _wall_section(wall)
+    if validation is not None:
+        by_loader = by_loader or validation.by_loader
+        large = wall is not None and 100 * wall.seconds("validation") >= VALIDATION_PCT * wall.wall_s
+        yield from _validation_sections(validation, shown=large)
+    rows = [(one.name, str(one.steps), f"{one.step_ms:.2f}", f"{one.data_idle_ms:.2f}") for one in by_loader]
+    yield from _table("Loader by loader", rows, ("loader", "steps", "ms a step", "waiting for data"))
+
+
+def _wall_section(wall: WallStats) -> Section:
+    digits = 1 if wall.wall_s >= 10 else 2
+    named = [f"{one.name} {one.seconds:.{digits}f}" for one in wall.parts if round(one.seconds, digits)]
+    rows = [(one.name, f"{one.seconds:.2f}", f"{100 * one.seconds / wall.wall_s:.1f}") for one in wall.parts]
+    return Section(
+        f"Where {wall.wall_s:.1f} s of wall time go",
+        rows,
+        ("part of the run", "s", "%"),
+        console=[f"wall  {wall.wall_s:.{digits}f} s = {' | '.join(named)}"],
+    )
+
+
+def _validation_sections(validation: LoopMeasurements, *, shown: bool) -> Iterator[Section]:
+    step, copies = validation.stats.step_ms, validation.facts.device_type != "cpu"
+    if step:
         waits = [
             f"; {one.name} waits {in_ms(one.data_idle_ms, step)} of {in_ms(one.step_ms, step)}"
             for one in validation.by_loader
         ]
         section = _parts_section("validation step", validation.stats, copies=copies, end="".join(waits))
-        large = wall is not None and 100 * wall.seconds("validation") >= VALIDATION_PCT * wall.wall_s
-        yield section if large else replace(section, console=())
-    by_loader = measured.by_loader or (validation.by_loader if validation is not None else ())
-    rows = [(one.name, str(one.steps), f"{one.step_ms:.2f}", f"{one.data_idle_ms:.2f}") for one in by_loader]
-    yield from _table("Loader by loader", rows, ("loader", "steps", "ms a step", "waiting for data"))
+        yield section if shown else replace(section, console=())
 
 
 # --- advice -------------------------------------------------------------------------------------------------------
@@ -232,15 +244,15 @@ def time_sections(measured: Measurements) -> Iterator[Section]:
 def advice_sections(diagnosis: Diagnosis) -> Iterator[Section]:
     """Causes, remedies and notes."""
     cause, evidence = cause_text(diagnosis), diagnosis.evidence
-    told = [f"cause {cause}"] if cause else []
-    told += ["why   " + "; ".join(evidence)] if evidence else []
-    yield from _list("Why", [one for one in (cause, *evidence) if one], told)
+    lines = [f"cause {cause}"] * bool(cause) + ["why   " + "; ".join(evidence)] * bool(evidence)
+    yield from _list("Why", [one for one in (cause, *evidence) if one], lines)
     if diagnosis.remedies:
-        rows, lines = [_remedy_row(one, diagnosis) for one in diagnosis.remedies], list(_remedy_lines(diagnosis))
+        rows = [_remedy_row(one, diagnosis) for one in diagnosis.remedies]
+        lines = list(_remedy_lines(diagnosis))
         header = ("change", "why", "predicted step", "predicted rate")
         yield Section("What to change", rows, header, "remedies", lines)
-    told = [f"not   {one}" for one in diagnosis.why_not] + [f"note  {one}" for one in diagnosis.notes]
-    yield from _list("Notes", [*diagnosis.why_not, *diagnosis.notes], told)
+    lines = [f"not   {one}" for one in diagnosis.why_not] + [f"note  {one}" for one in diagnosis.notes]
+    yield from _list("Notes", [*diagnosis.why_not, *diagnosis.notes], lines)
 
 
 def _list(title: str, lines: Iterable[str], console: Sequence[str] = ()) -> Iterator[Section]:
@@ -298,8 +310,7 @@ def measured_sections(measured: Measurements) -> Iterator[Section]:
         rows = [(f"rank {rank}{' (the slow one)' if rank == slow else ''}", f"{ms:.2f}") for rank, ms in waits]
         yield from _table("Ranks", rows, ("", "waits for data, ms a step"))
     yield from _table("Loader and workers during the fit", _loader_rows(measured.loaders))
-    if measured.experiments is not None:
-        yield from _experiments(measured.experiments, stepped=measured.stats.steps > 0)
+    yield from _experiments(measured.found, stepped=measured.stats.steps > 0)
 
 
 def _table(title: str, rows: Sequence[Row], header: Row = (), console: str = "") -> Iterator[Section]:
@@ -339,20 +350,24 @@ def _experiments(found: ExperimentResults, *, stepped: bool) -> Iterator[Section
     yield from _table("What one sample costs", rows, ("", "wall time", "CPU time"), "costs")
     rows = [(_code_place(one), f"{one.ms_per_batch:.1f} ms a batch") for one in found.functions]
     yield from _table("Where in your code a batch is made", rows, console="code")
+    rows = _worker_rows(found)
+    yield from _table("The loader alone, by number of workers", rows, ("", "rate", "tried again"), "tried")
+    yield from _table("What one batch takes", _batch_rows(found), console="batch")
+    yield from _table("Where the files lie", _disk_rows(found.disk or DiskFacts()), console="disk")
+    uses = {one.used for one in found.keys}
+    # Without a step nobody could have used them.
+    questionable = uses - {True} and (stepped or uses - {None})
+    yield from _table("Parts of a batch", _key_rows(found.keys), console="keys" if questionable else "")
+    yield from _table("Experiments that were left out", found.left_out, ("", "why"), "skip")
+
+
+def _worker_rows(found: ExperimentResults) -> list[Row]:
     size = found.batch_size or 1
     spread = {workers: f"{in_rate(size * low)} to {in_rate(size * high)}" for workers, low, high in found.worker_spread}
-    rows = [
+    return [
         (plural(workers, "worker"), throughput(per_s, found.batch_size), spread.get(workers, ""))
         for workers, per_s in found.worker_scaling
     ]
-    yield from _table("The loader alone, by number of workers", rows, ("", "rate", "tried again"), "tried")
-    yield from _table("What one batch takes", _batch_rows(found), console="batch")
-    if found.disk is not None:
-        yield from _table("Where the files lie", _disk_rows(found.disk), console="disk")
-    rows, questionable = _key_rows(found.keys), any(one.used is not True for one in found.keys)
-    known = stepped or any(one.used is not None for one in found.keys)  # without a step nobody could have used them
-    yield from _table("Parts of a batch", rows, console="keys" if questionable and known else "")
-    yield from _table("Experiments that were left out", found.left_out, ("", "why"), "skip")
 
 
 def _code_place(cost: FunctionCost) -> str:
@@ -391,12 +406,12 @@ def _key_rows(keys: tuple[KeyUse, ...]) -> list[Row]:
     Places are as Python writes them: ``batch[1]``, ``targets[*].boxes``.
     """
     words = {False: "never used by the model", None: "use by the model unknown", True: "used by the model"}
-    parts: dict[tuple[str, bool | None], int] = {}
+    parts: Counter[tuple[str, bool | None]] = Counter()
     for one in keys:
         first, *inner = one.name.split(".")
         place = f"batch[{first}]" if first.isdecimal() else first
         place += "".join("[*]" if name.isdecimal() else f".{name}" for name in inner)
-        parts[place, one.used] = parts.get((place, one.used), 0) + one.bytes_per_batch
+        parts[place, one.used] += one.bytes_per_batch
     ordered = sorted(parts.items(), key=lambda one: list(words).index(one[0][1]))
     return [(place, f"{size / 1e3:,.1f} kB a batch, {words[used]}") for (place, used), size in ordered]
 
@@ -415,7 +430,7 @@ def other_sections(report: Report) -> Iterator[Section]:
 
 
 def _run_rows(report: Report) -> list[Row]:
-    """(what, value) of the run and its machine, as far as they are known."""
+    """(name, value) of the run and its machine, as far as they are known."""
     facts, where = report.diagnosis.measurements.facts, report.environment
     size = facts.batch_bytes
     batch = _figures(("", facts.batch_size, "{} samples"), ("", None if size is None else size / 1e6, "{:.2f} MB"))

@@ -8,16 +8,9 @@ from typing import Any, Final
 
 import torch
 
+from lightning_feed.load.machine import STREAM_BACKENDS as STREAM_BACKENDS
 from lightning_feed.load.trace import traced
 from lightning_feed.transfer.batch_tree import bytes_off_host, off_host, record_stream
-
-STREAM_BACKENDS: Final = ("cuda", "xpu")
-"""Device types whose streams, events and allocator were read (torch 2.6 and 2.15) and order work as this file needs it.
-
-``torch.mps`` has classes of the same names from torch 2.15 on, but one queue, and events that take no stream; the
-modules of other backends (HPU, XLA) come from packages of their own.
-"""
-
 
 RUN_AHEAD: Final = 2
 RUN_AHEAD_BYTES: Final = 64 * 2**20

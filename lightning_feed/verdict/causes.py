@@ -1,15 +1,18 @@
 """Causes: which part of a step is over its limit, and why it takes what it takes.
 
-For waiting, the first rule that the figures meet. Workers are blocked, too, when they have nothing to do. So what they
-do counts only while training waits for them, and what can leave them idle meanwhile (one slow batch in front, a queue
-that is full most of the time) is asked first.
+For waiting, the first rule that the figures meet. Workers are blocked, too, when they have nothing to do. So their work
+counts only while training waits for them, and reasons for idling meanwhile (one slow batch in front, a queue that is
+full most of the time) come first.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from lightning_feed.measure.measurements import SYNCS, HookTime, Measurements
+from lightning_feed.measure.stats import MIN_STEPS
 from lightning_feed.verdict.diagnosis import Cause, Grade
 
 StepPart = Literal["framework", "copy", "data"]
@@ -18,13 +21,9 @@ FRAMEWORK_PCT, COPY_PCT, DATA_PCT = 10.0, 5.0, 5.0
 """Shares of a step from which its parts are at fault."""
 JITTER_PCT, HIGH_PCT = 2.0, 20.0
 """Further limits of the grade; 5 and 20 are those of TensorFlow's input-pipeline analyzer."""
-MIN_STEPS = 10
-"""With fewer steps there is no verdict."""
-OTHERS_PCT = 20.0
-"""Share of the CPUs that other programs take, from which the figures are theirs as much as this run's."""
 MODEL_SHARE, MODEL_MOST = 0.95, 1.1
-"""The model alone takes at least this share of a step: then no loader, however fast, makes the step much shorter. It
-cannot take more than all of it: beyond what two measurements differ by, something disturbed the one of it alone."""
+"""From this share of a step that the model alone takes, no loader makes the step much shorter. It cannot take more than
+all of it: beyond the usual difference of two measurements, something disturbed the one of it alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +65,11 @@ def shares_of(measured: Measurements) -> Shares | None:
         "copy": max(0.0, stats.input_pct - stats.starved_pct),
         "data": max(waiting_pct, epoch_pct or 0.0),
     }
-    over = sorted((part for part, pct in pcts.items() if pct >= _LIMITS[part]), key=lambda part: -pcts[part])
+    over = [part for part in sorted(pcts, key=lambda part: -pcts[part]) if pcts[part] >= _LIMITS[part]]
     of_steps = "data" in over and (epoch_pct or 0.0) < DATA_PCT and not by_ranks
     confirmed = of_steps and _model_takes_all(measured)
+    if confirmed:
+        over.remove("data")
     return Shares(
         step_ms=stats.step_ms,
         framework_pct=pcts["framework"],
@@ -77,7 +78,7 @@ def shares_of(measured: Measurements) -> Shares | None:
         data_ms=data_ms,
         epoch_pct=epoch_pct,
         by_ranks=by_ranks,
-        over=tuple(part for part in over if part != "data" or not confirmed),
+        over=tuple(over),
         compute_bound_confirmed=confirmed,
     )
 
@@ -114,13 +115,12 @@ def _epoch_pct(measured: Measurements, step_ms: float) -> float | None:
 
 
 def model_alone_ms(measured: Measurements) -> float | None:
-    """Step time of the model with one batch again and again; None where that was not measured."""
-    found = measured.experiments
-    return 1e3 / found.model_per_s if found is not None and found.model_per_s else None
+    """Step time of the model with the same batch repeated; None where that was not measured."""
+    return 1e3 / measured.found.model_per_s if measured.found.model_per_s else None
 
 
 def model_disturbed(measured: Measurements) -> bool:
-    """Whether the model alone took longer than the steps that it is a part of: then its figure is good for nothing."""
+    """True where the model alone took longer than the steps that it is a part of: its figure is then useless."""
     alone, step_ms = model_alone_ms(measured), measured.stats.step_ms
     return alone is not None and step_ms is not None and alone > MODEL_MOST * step_ms
 
@@ -169,14 +169,14 @@ HANDOVER_PCT = 80.0
 """Share of the waiting that began with batches ready from which handing them over is the cause. Where a queue runs dry
 now and then, the millisecond that each of the other batches takes is a good part of it, too."""
 QUEUE_SHARE = 0.1
-"""Share of loading without a CPU, from which it is worth telling."""
+"""Share of loading without a CPU from which the evidence names it."""
 WARM_PCT = 80.0
 """Share of the bytes from the page cache from which the disk is not the reason."""
 DISK_MB_PER_S = 0.05
 """A disk that gives less than this is not what workers wait for, were it one of random 4 kB reads (100 a second)."""
 IO_PRESSURE_PCT = 20.0
 CONNECTED = 0.5
-"""Connections over the network of each worker, from which it is taken to read from there."""
+"""Connections over the network of each worker, from which it counts as reading from there."""
 DALI_DECODES = (
     "DALI works on the GPU, and a batch that it is not done with is waited for there: its decoding is part of this time"
 )
@@ -192,7 +192,7 @@ class Reason:
     because: Sequence[str] = ()
     """One sentence each."""
     sure: bool = True
-    """Nothing that would have told otherwise is missing."""
+    """No figure is missing that could say otherwise."""
     contradicted: bool = False
     """An experiment says otherwise: confidence is low, however good the figures."""
 
@@ -201,103 +201,89 @@ class Reason:
 
 
 def data_cause(measured: Measurements, shares: Shares) -> Reason:
-    """The cause of waiting for data."""
-    facts = measured.facts
-    found = next(found for rule in DATA_RULES if (found := rule(measured, shares)) is not None)
-    if facts.backend == "dali-gpu":
+    """The cause of waiting for data: the first that the figures show."""
+    found = next(reason for rule in DATA_RULES for reason in rule(measured, shares))
+    if measured.facts.backend == "dali-gpu":
         return replace(found, because=[*found.because, DALI_DECODES])
     return found
 
 
-def _epoch_start(measured: Measurements, shares: Shares) -> Reason | None:
+def _epoch_start(measured: Measurements, shares: Shares) -> Iterator[Reason]:
     pct, batches = shares.epoch_pct, measured.facts.batches_per_epoch
-    if pct is None or pct < max(DATA_PCT, 100 * shares.data_ms / shares.step_ms):
-        return None
-    took = f"before its first batch ({measured.stats.epoch_start_s:.2f} s)"
-    return Reason("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps goes by {took}"])
+    if pct is not None and pct >= max(DATA_PCT, 100 * shares.data_ms / shares.step_ms):
+        took = f"before its first batch ({measured.stats.epoch_start_s:.2f} s)"
+        yield Reason("epoch start", [f"{pct:.0f} % of an epoch of {batches} steps goes by {took}"])
 
 
-def _one_rank(measured: Measurements, _: Shares) -> Reason | None:
+def _one_rank(measured: Measurements, _: Shares) -> Iterator[Reason]:
     ranks = measured.ranks
-    if ranks is None or ranks.slow_rank is None:
-        return None
-    return Reason("one rank", [f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, the others wait for it"])
+    if ranks is not None and ranks.slow_rank is not None:
+        said = f"rank {ranks.slow_rank} of {ranks.world_size} waits longest, the others wait for it"
+        yield Reason("one rank", [said])
 
 
-def _no_workers(measured: Measurements, _: Shares) -> Reason | None:
-    facts, wait = measured.facts, measured.stats.next_wait_ms
-    if facts.num_workers != 0:
-        return None
-    cpu, queue, step = facts.load_cpu_ms, facts.load_queue_ms, measured.stats.step_ms or 0.0
-    if not wait or cpu is None or queue is None:
-        return Reason("no workers")
-    cpu = min(wait, cpu)
-    queue = min(wait - cpu, queue)
-    said = f"of {in_ms(wait, step)} ms that loading takes, {in_ms(cpu, step)} are on a CPU"
-    if queue >= QUEUE_SHARE * wait:
-        said += f", and in {in_ms(queue, step)} other threads or programs have the CPUs"
-    return Reason("no workers", [said])
+def _no_workers(measured: Measurements, shares: Shares) -> Iterator[Reason]:
+    facts, wait, step = measured.facts, measured.stats.next_wait_ms, shares.step_ms
+    cpu, queue, because = facts.load_cpu_ms, facts.load_queue_ms, []
+    if wait and cpu is not None and queue is not None:
+        cpu = min(wait, cpu)
+        queue = min(wait - cpu, queue)
+        said = f"of {in_ms(wait, step)} ms that loading takes, {in_ms(cpu, step)} are on a CPU"
+        if queue >= QUEUE_SHARE * wait:
+            said += f", and in {in_ms(queue, step)} other threads or programs have the CPUs"
+        because.append(said)
+    if facts.num_workers == 0:
+        yield Reason("no workers", because)
 
 
-def _without_a_cpu(measured: Measurements, _: Shares) -> Reason | None:
-    facts, queue = measured.facts, measured.loaders.workers_run_queue_pct
-    if queue is None or queue < RUN_QUEUE_PCT:
-        return None
-    because = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
-    if facts.num_workers and facts.usable_cpus and facts.num_workers <= facts.usable_cpus:
-        because.append("there are no more workers than CPUs, so other threads or other programs take them")
-    return Reason("oversubscribed", because)
+def _oversubscribed(measured: Measurements, _: Shares) -> Iterator[Reason]:
+    facts, loaders = measured.facts, measured.loaders
+    queue, throttled = loaders.workers_run_queue_pct, loaders.throttled_pct or 0.0
+    if queue is not None and queue >= RUN_QUEUE_PCT:
+        because = [f"workers are ready to run, without a CPU, {queue:.0f} % of their time"]
+        if 0 < (facts.num_workers or 0) <= (facts.usable_cpus or 0):
+            because.append("there are no more workers than CPUs, so other threads or other programs take them")
+        yield Reason("oversubscribed", because)
+    if throttled >= THROTTLED_PCT:
+        yield Reason("oversubscribed", [f"the CPU quota is used up in {throttled:.0f} % of the scheduler's periods"])
 
 
-def _throttled(measured: Measurements, _: Shares) -> Reason | None:
-    pct = measured.loaders.throttled_pct
-    if pct is None or pct < THROTTLED_PCT:
-        return None
-    return Reason("oversubscribed", [f"the CPU quota is used up in {pct:.0f} % of the scheduler's periods"])
-
-
-def _crowded(measured: Measurements, _: Shares) -> Reason | None:
-    loaders, facts = measured.loaders, measured.facts
-    pressure = loaders.cpu_pressure_pct or 0.0
-    # Workers whose queue is full rest; then it is the training process that waits for a CPU, to take what is ready.
+def _more_workers_than_cpus(measured: Measurements, _: Shares) -> Iterator[Reason]:
+    facts, loaders, pressure = measured.facts, measured.loaders, measured.loaders.cpu_pressure_pct or 0.0
+    # Workers whose queue is full rest; then it is the training process that waits for a CPU, to take a ready batch.
     unseen = loaders.workers_run_queue_pct is None or (loaders.handover_pct or 0.0) >= HANDOVER_PCT
-    by_others = (facts.others_cpu_pct or 0.0) >= OTHERS_PCT
-    more = bool(facts.usable_cpus) and (facts.num_workers or 0) > (facts.usable_cpus or 0)
-    if not unseen or by_others or not more or pressure < CPU_PRESSURE_PCT:
-        return None
-    return Reason("oversubscribed", [f"some task waits for a CPU {pressure:.0f} % of the time"], sure=False)
+    more = (facts.num_workers or 0) > (facts.usable_cpus or math.inf)
+    if unseen and more and not facts.crowded and pressure >= CPU_PRESSURE_PCT:
+        yield Reason("oversubscribed", [f"some task waits for a CPU {pressure:.0f} % of the time"], sure=False)
 
 
-def _pin_thread(measured: Measurements, _: Shares) -> Reason | None:
+def _pin_thread(measured: Measurements, _: Shares) -> Iterator[Reason]:
     lag, wait = measured.loaders.pin_lag_ms, measured.stats.next_wait_ms
-    if not lag or not wait or lag < PIN_SHARE * wait or measured.facts.pin_memory is False:
-        return None
-    return Reason("pin thread", [f"batches that were there had to be pinned first: {lag:.1f} ms a wait"])
+    if lag and wait and lag >= PIN_SHARE * wait and measured.facts.pin_memory is not False:
+        yield Reason("pin thread", [f"batches that were there had to be pinned first: {lag:.1f} ms a wait"])
 
 
-def _idle_workers(measured: Measurements, _: Shares) -> Reason | None:
+def _idle_workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
     """Workers that are never idle lose nothing to the order or the hand-over, and are not fast enough on average."""
     loaders, wait = measured.loaders, measured.stats.next_wait_ms or 0.0
     held, handed = loaders.head_of_line_pct or 0.0, loaders.handover_pct or 0.0
-    ready, most = loaders.queue_ready, loaders.queue_capacity
+    ready, most = loaders.queue_ready or 0.0, loaders.queue_capacity or 0.0
     if (_busy_pct(measured) or 0.0) >= BUSY_PCT:
-        return None
+        return
     if held >= HEAD_OF_LINE_PCT:
-        return Reason("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
+        yield Reason("head of line", [f"a later batch was ready in {held:.0f} % of the waiting"])
     if handed >= HANDOVER_PCT:
         said = f"batches were ready in {handed:.0f} % of the waiting: handing one over takes most of {wait:.1f} ms"
-        return Reason("hand-over", [said])
-    if ready is not None and most and ready >= READY_SHARE * most:
-        return Reason("jitter", [f"{ready:.1f} of {most:.0f} batches are ready on average, yet not always one"])
-    return None
+        yield Reason("hand-over", [said])
+    if ready >= READY_SHARE * most > 0:
+        yield Reason("jitter", [f"{ready:.1f} of {most:.0f} batches are ready on average, yet not always one"])
 
 
-def _workers(measured: Measurements, _: Shares) -> Reason | None:
-    """Workers that are busy, or blocked. Their shares of time are told whatever the cause."""
+def _workers(measured: Measurements, _: Shares) -> Iterator[Reason]:
+    """Workers that are busy, or blocked. Their shares of time are in the evidence whatever the cause."""
     busy = _busy_pct(measured)
-    if busy is None or 100.0 - busy >= BLOCKED_PCT:
-        return None if busy is None else _blocked(measured)
-    return Reason("cpu", sure=busy >= BUSY_PCT)
+    if busy is not None:
+        yield _blocked(measured) if 100.0 - busy >= BLOCKED_PCT else Reason("cpu", sure=busy >= BUSY_PCT)
 
 
 def _busy_pct(measured: Measurements) -> float | None:
@@ -316,7 +302,7 @@ def _blocked(measured: Measurements) -> Reason:
         return Reason("cold reads", [f"with its files in memory the loader is {gain:.1f} x as fast"])
     same = gain is not None and gain < NO_FASTER
     found, remote = None if same else _cold_reads(measured), _remote(measured)
-    if found is None and remote is not None:
+    if found is None and remote:
         return Reason("remote reads", remote)
     if same:
         return Reason("waiting", ["with its files in memory the loader is no faster"])
@@ -347,10 +333,9 @@ def _waiting(measured: Measurements) -> Reason:
     return Reason("waiting", [f"workers do not wait for storage{read}"])
 
 
-def _remote(measured: Measurements) -> list[str] | None:
-    """What says that blocked workers wait for another machine; None where nothing does."""
-    facts, connections, found = measured.facts, measured.loaders.connections or 0.0, measured.experiments
-    disk = found.disk if found is not None else None
+def _remote(measured: Measurements) -> list[str]:
+    """Signs that blocked workers wait for another machine."""
+    facts, connections, disk = measured.facts, measured.loaders.connections or 0.0, measured.found.disk
     said = []
     if connections >= CONNECTED * (facts.num_workers or 1):
         said.append(f"the workers are blocked, with {connections:.0f} of their connections over the network open")
@@ -359,43 +344,41 @@ def _remote(measured: Measurements) -> list[str] | None:
     if disk is not None and disk.latency_ms is not None:
         line = "" if disk.line_mb_per_s is None else f", and {disk.line_mb_per_s:.0f} MB/s come with many at once"
         said.append(f"a request takes {disk.latency_ms:.1f} ms{line}")
-    return said or None
+    return said
 
 
-def _experiments(measured: Measurements, _: Shares) -> Reason | None:
-    """Nothing is known of the workers: what the loader gained from leaving a stage out."""
-    found = measured.experiments
-    cached, ceiling = _gain(measured, "cached_bytes_per_s"), _gain(measured, "ceiling_per_s")
+def _experiments(measured: Measurements, _: Shares) -> Iterator[Reason]:
+    """Nothing is known of the workers: the loader's gain from leaving a stage out."""
+    found, cached, ceiling = measured.found, _gain(measured, "cached_bytes_per_s"), _gain(measured, "ceiling_per_s")
     if cached is not None and cached >= FASTER:
-        return Reason("cold reads", [f"with its files in memory the loader is {cached:.1f} x as fast"])
-    wall = sum(cost.wall_ms for cost in found.costs) if found is not None else 0.0
-    if found is not None and wall > 0:
+        yield Reason("cold reads", [f"with its files in memory the loader is {cached:.1f} x as fast"])
+    wall = sum(cost.wall_ms for cost in found.costs)
+    if wall > 0:
         cpu_pct = 100 * sum(cost.cpu_ms for cost in found.costs) / wall
         said = f"a sample takes {wall:.2f} ms, {cpu_pct:.0f} % of it on a CPU"
         if cpu_pct >= BUSY_PCT:
-            return Reason("cpu", [said])
+            yield Reason("cpu", [said])
         if cpu_pct <= 100 - BLOCKED_PCT and cached is not None:
-            return Reason("waiting", [said, "with its files in memory the loader is no faster"])
+            yield Reason("waiting", [said, "with its files in memory the loader is no faster"])
     if ceiling is not None and ceiling < NO_FASTER:
         said = "constant samples load no faster: collating and sending batches is the limit"
-        return Reason("cpu", [said], sure=False)
-    return None
+        yield Reason("cpu", [said], sure=False)
 
 
-def _gain(measured: Measurements, rate: str) -> float | None:
+def _gain(measured: Measurements, rate: Literal["cached_bytes_per_s", "ceiling_per_s"]) -> float | None:
     """The rate of the loader with something changed, over its rate as configured."""
-    found = measured.experiments
-    changed, now = (None, None) if found is None else (getattr(found, rate), found.loader_per_s)
+    changed: float | None = vars(measured.found)[rate]
+    now = measured.found.loader_per_s
     return None if changed is None or not now else changed / now
 
 
-def _unknown(_: Measurements, __: Shares) -> Reason:
-    return Reason("unknown", ["what the workers do meanwhile is not known"], sure=False)
+def _unknown(_: Measurements, __: Shares) -> Iterator[Reason]:
+    yield Reason("unknown", ["what the workers do meanwhile is not known"], sure=False)
 
 
 DATA_RULES = (
-    _epoch_start, _one_rank, _no_workers, _without_a_cpu, _throttled, _crowded, _pin_thread, _idle_workers, _workers,
-    _experiments, _unknown,
+    _epoch_start, _one_rank, _no_workers, _oversubscribed, _more_workers_than_cpus, _pin_thread, _idle_workers,
+    _workers, _experiments, _unknown,
 )  # fmt: skip
 
 
@@ -437,61 +420,60 @@ def _waits(hook: HookTime) -> bool:
 
 def copy_cause(measured: Measurements, shares: Shares) -> Reason:
     """The cause of an exposed transfer to the device."""
+    alone, step_ms = measured.found.copy_ms, shares.step_ms
+    return next(chain(_beside_the_copy(measured, alone, step_ms), _slow_copies(measured), _link(measured, step_ms)))
+
+
+def _slow_copies(measured: Measurements) -> Iterator[Reason]:
     facts = measured.facts
-    alone = None if measured.experiments is None else measured.experiments.copy_ms
-    beside = _beside_the_copy(measured, alone, shares.step_ms)
-    if beside is not None:
-        return beside
     if facts.pin_memory is False:
-        return Reason("unpinned", ["batches lie in pageable memory"])
-    count, size = facts.batch_tensors or 0, facts.batch_bytes or 0
-    if count >= MANY_TENSORS and facts.batch_bytes is not None and size <= count * SMALL_BYTES:
-        return Reason("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
+        yield Reason("unpinned", ["batches lie in pageable memory"])
+    count, size = facts.batch_tensors or 0, facts.batch_bytes
+    if size is not None and count >= MANY_TENSORS and size <= count * SMALL_BYTES:
+        yield Reason("small tensors", [f"a batch has {count} tensors of {size / count / 1024:.1f} kB"])
     if facts.pin_memory and not measured.stats.prefetch_active:
-        return Reason("not overlapped", ["batches are copied on the stream that computes"])
+        yield Reason("not overlapped", ["batches are copied on the stream that computes"])
+
+
+def _link(measured: Measurements, step_ms: float) -> Iterator[Reason]:
+    alone, size, h2d_ms = measured.found.copy_ms, measured.facts.batch_bytes or 0, measured.stats.h2d_ms
     if alone is not None:
-        return Reason("link", [f"the copy alone takes {in_ms(alone, shares.step_ms)} ms"])
-    return _link(measured, size / (measured.stats.h2d_ms or 1.0) * 1e-6)
+        yield Reason("link", [f"the copy alone takes {in_ms(alone, step_ms)} ms"])
+    most = measured.found.pinned_gb_per_s or 0.0
+    rate = size / h2d_ms * 1e-6 if h2d_ms else 0.0
+    if rate >= LINK_SHARE * most > 0:
+        yield Reason("link", [f"{rate:.1f} GB/s of the {most:.1f} that the link gives"])
+    yield Reason("unknown", ["whether batches are pinned, or what the link gives, is not known"], sure=False)
 
 
-def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float) -> Reason | None:
+def _beside_the_copy(measured: Measurements, alone: float | None, step_ms: float) -> Iterator[Reason]:
+    """Causes in the transfer besides the copy itself."""
     facts = measured.facts
     if facts.device_type == "cpu":
-        what = "device_transform takes" if facts.device_transform else "transfer hooks take"
-        return Reason("transfer hooks", [f"nothing is copied on the CPU: {what} the time"])
+        takes = "device_transform takes" if facts.device_transform else "transfer hooks take"
+        yield Reason("transfer hooks", [f"nothing is copied on the CPU: {takes} the time"])
     hidden = alone is not None and alone < COPY_SHARE * (measured.stats.h2d_ms or 0.0)
     if facts.backend == "nvjpeg" and (alone is None or hidden):
         said = "nvJPEG decodes in the transfer to the device, and the host waits for it: this is decoding, not the copy"
-        return Reason("decoding on the GPU", [said])
-    return (
-        Reason("transfer hooks", [f"the copy alone takes {in_ms(alone, step_ms)} ms, hooks the rest"])
-        if hidden
-        else None
-    )
-
-
-def _link(measured: Measurements, rate: float) -> Reason:
-    found = measured.experiments
-    most = (found.pinned_gb_per_s if found is not None else None) or 0.0
-    if rate and rate >= LINK_SHARE * most > 0 and measured.stats.h2d_ms:
-        return Reason("link", [f"{rate:.1f} GB/s of the {most:.1f} that the link gives"])
-    return Reason("unknown", ["whether batches are pinned, or what the link gives, is not known"], sure=False)
+        yield Reason("decoding on the GPU", [said])
+    if hidden:
+        yield Reason("transfer hooks", [f"the copy alone takes {in_ms(alone, step_ms)} ms, hooks the rest"])
 
 
 def compute_cause(measured: Measurements, shares: Shares) -> Reason:
-    """The step itself: what the device computes, or what the host needs to tell it so."""
-    facts, compute, alone = measured.facts, measured.stats.compute_ms, model_alone_ms(measured)
+    """The step itself: the work of the device, or the host's work to issue it."""
+    facts, compute, alone = measured.facts, measured.stats.compute_ms or 0.0, model_alone_ms(measured)
     because = []
-    if alone is not None and compute is not None and compute >= FAR * alone:
+    if alone is not None and compute >= FAR * alone:
         return _not_the_model(measured, shares, alone)
-    if shares.compute_bound_confirmed and alone is not None:
+    if shares.compute_bound_confirmed:
         because.append(
             f"the model alone takes {in_ms(alone, shares.step_ms)} ms a step with one batch again and again: "
             "faster loading would not help here"
         )
-    # A thread that waits for the device spins, and so looks busy: with a known synchronisation nothing can be told.
-    host = facts.host_cpu_ms if facts.device_type != "cpu" and not facts.syncs else None
-    if host is not None and compute and host >= LAUNCH_SHARE * compute:
+    # A thread that waits for the device spins, and so looks busy: with a known synchronisation that means nothing.
+    host = 0.0 if facts.device_type == "cpu" or facts.syncs else facts.host_cpu_ms or 0.0
+    if host >= LAUNCH_SHARE * compute > 0:
         said = f"the training thread computes {in_ms(host, shares.step_ms)} ms a step to issue what the device does"
         return Reason("launch", [*because, said], sure=False)
     return Reason("compute", because)

@@ -1,20 +1,18 @@
 """The verdict: what limits training, or the whole run, with the figures that it rests on and what to change."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from lightning_feed.errors import plural, source_line
 from lightning_feed.measure.measurements import LoopFacts, Measurements
-from lightning_feed.measure.stats import Confidence
+from lightning_feed.measure.stats import MIN_STEPS, Confidence
 from lightning_feed.measure.wall import WallStats
 from lightning_feed.verdict.causes import (
     DATA_PCT,
     HIGH_PCT,
     LOOP_WORDS,
-    MIN_STEPS,
-    OTHERS_PCT,
     Reason,
     Shares,
     StepPart,
@@ -31,7 +29,7 @@ from lightning_feed.verdict.causes import (
 )
 from lightning_feed.verdict.diagnosis import Bottleneck, Diagnosis, Remedy
 from lightning_feed.verdict.notes import notes_for, why_not
-from lightning_feed.verdict.remedies import LEAST_PCT, PLACE, Case, largest, remedies_for, trainer_remedy
+from lightning_feed.verdict.remedies import LEAST_PCT, PLACE, Finding, largest, remedies_for, trainer_remedy
 
 _FIND: dict[Bottleneck, Callable[[Measurements, Shares], Reason]] = {
     "framework": framework_cause,
@@ -44,11 +42,10 @@ _LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low"
 
 def diagnose(measured: Measurements) -> Diagnosis:
     """Find what limits a run, and why: its training steps, or validation and checkpoints where they take more time."""
-    steps, limit = _of_steps(measured), _limit_of(measured)
+    steps, limit, one = _of_steps(measured), _limit_of(measured), measured.validation
     if limit is None:
         return steps
-    one = measured.validation
-    if one is None:
+    if limit == "checkpoints" or one is None:
         return _of_the_run(limit, steps, None)
     inside = Measurements(stats=one.stats, facts=one.facts, loaders=one.loaders, by_loader=one.by_loader)
     return _of_the_run(limit, steps, _of_steps(inside))
@@ -57,11 +54,11 @@ def diagnose(measured: Measurements) -> Diagnosis:
 def _of_steps(measured: Measurements) -> Diagnosis:
     """Find what limits the steps, and why.
 
-    The parts of a step are held against their limits in the order framework (10 %), copy (5 %), data (5 %). Of those
+    The parts of a step are compared with their limits in the order framework (10 %), copy (5 %), data (5 %). Of those
     over their limit the largest is the bottleneck, the earlier on a tie; the others are named and treated too. With
-    none, training is limited by what it computes. Waiting for data is the longest over the ranks, where that is known,
-    and does not count where the model alone, fed the same batch again and again, takes as long as a step. A model alone
-    that took longer than that was disturbed: the verdict is then that of the other figures, and less sure.
+    none, computing limits training. Waiting for data is the longest over the ranks, where that is known, and does not
+    count where the model alone, fed the same batch repeatedly, takes as long as a step. A model alone that took longer
+    than that was disturbed: the verdict is then that of the other figures, and less sure.
     """
     if model_disturbed(measured):
         return _without_model(measured)
@@ -69,32 +66,34 @@ def _of_steps(measured: Measurements) -> Diagnosis:
     if shares is None:
         return _not_measured(measured)
     parts: tuple[Bottleneck, ...] = shares.over or ("compute",)
-    found = {part: _FIND[part](measured, shares) for part in parts}
-    because = [line for one in found.values() for line in one.because]
+    reasons = {part: _FIND[part](measured, shares) for part in parts}
+    because = [line for one in reasons.values() for line in one.because]
     if shares.compute_bound_confirmed and shares.over:
         because += compute_cause(measured, shares).because
-    first = found[parts[0]]
-    case = Case(measured=measured, shares=shares, causes={part: one.cause for part, one in found.items()})
-    toy = toy_sentence(shares.step_ms)
-    remedies = () if toy else remedies_for(case)
-    return Diagnosis(
+    first, toy = reasons[parts[0]], toy_sentence(shares.step_ms)
+    found = Diagnosis(
         bottleneck=parts[0],
         cause=first.cause,
         grade="fed" if shares.compute_bound_confirmed else grade_of(shares.data_pct),
         confidence=_confidence(measured, shares, first),
         evidence=_evidence(measured, shares, because),
-        remedies=remedies,
-        notes=(toy,) if toy else notes_for(case, remedies),
-        why_not=() if toy else why_not(case, remedies),
+        notes=(toy,) if toy else (),
         measurements=measured,
     )
+    if toy:
+        return found
+    finding = Finding(measured=measured, shares=shares, causes={part: one.cause for part, one in reasons.items()})
+    remedies = remedies_for(finding)
+    return replace(found, remedies=remedies, notes=notes_for(finding, remedies), why_not=why_not(finding, remedies))
 
 
 def _not_measured(measured: Measurements) -> Diagnosis:
-    found, steps = measured.experiments, measured.stats.steps
-    reason = f"{steps} steps were measured, and a verdict needs {MIN_STEPS}: the first of an epoch and those "
-    reason += "after a validation do not count"
-    if not steps and found is not None and found.loader_per_s:
+    steps = measured.stats.steps
+    reason = (
+        f"{steps} steps were measured, and a verdict needs {MIN_STEPS}: the first of an epoch and those after a "
+        "validation do not count"
+    )
+    if not steps and measured.found.loader_per_s:
         reason = "only the loader was measured; whether training waits for it takes a LightningModule"
     return Diagnosis(
         bottleneck="unknown", grade="not measured", confidence="low", evidence=(reason,), measurements=measured
@@ -102,10 +101,9 @@ def _not_measured(measured: Measurements) -> Diagnosis:
 
 
 def _without_model(measured: Measurements) -> Diagnosis:
-    """The verdict without what the model took alone, which is impossible."""
+    """The verdict without the impossible figure of the model alone."""
     alone, step_ms = model_alone_ms(measured) or 0.0, measured.stats.step_ms or 0.0
-    assert measured.experiments is not None
-    found = _of_steps(replace(measured, experiments=replace(measured.experiments, model_per_s=None)))
+    found = _of_steps(replace(measured, experiments=replace(measured.found, model_per_s=None)))
     said = (
         f"the model alone took {in_ms(alone, step_ms)} ms, more than the {in_ms(step_ms, step_ms)} ms of a step: "
         "something disturbed that experiment, and it does not count"
@@ -114,27 +112,26 @@ def _without_model(measured: Measurements) -> Diagnosis:
 
 
 def _confidence(measured: Measurements, shares: Shares, found: Reason) -> Confidence:
-    """That of the figures; lower where their interval holds a limit of the verdict, or figures of the cause lack."""
+    """Confidence of the figures; lower where their interval holds a limit, or figures of the cause are missing."""
     stats, confidence = measured.stats, measured.stats.confidence
-    low, high = stats.starved_low_pct, stats.starved_high_pct
-    wide = low is not None and high is not None and any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
+    low, high = stats.interval_pct or (0.0, 0.0)
+    wide = any(low < limit <= high for limit in (DATA_PCT, HIGH_PCT))
     if wide and not shares.compute_bound_confirmed:
         confidence = _LOWER[confidence]
-    if found.contradicted or (measured.facts.others_cpu_pct or 0.0) >= OTHERS_PCT:
+    if found.contradicted or measured.facts.crowded:
         return "low"
     return confidence if found.sure else _LOWER[confidence]
 
 
 SLOW_START_S = 1.0
-"""Time to the first batch of an epoch that is worth telling."""
+"""Time to the first batch of an epoch from which the evidence names it."""
 SLACK_SHARE = 0.01
-"""Share of a step from which a hidden wait is worth telling."""
+"""Share of a step from which the evidence names a hidden wait."""
 
 
 def _evidence(measured: Measurements, shares: Shares, because: Sequence[str]) -> tuple[str, ...]:
     """The largest parts of a step, their cause (``because``), and further facts that bear on it."""
-    stats, facts = measured.stats, measured.facts
-    whole = shares.step_ms
+    stats, whole = measured.stats, shares.step_ms
     said = [_part(measured, shares, part) for part in shares.over]
     if not shares.over:
         pct = 100 * (stats.compute_ms or 0.0) / whole
@@ -142,16 +139,20 @@ def _evidence(measured: Measurements, shares: Shares, because: Sequence[str]) ->
     said += because
     if "data" in shares.over:
         said += [*_loading(measured), *_making(measured)]
-    if stats.hidden_wait_ms is not None and stats.hidden_wait_ms >= SLACK_SHARE * whole:
-        hidden, wait = in_ms(stats.hidden_wait_ms, whole), in_ms(stats.next_wait_ms, whole)
-        said.append(f"{hidden} of {wait} ms in next(loader) cost nothing: the device computes meanwhile")
+    return (*said, *_beside(measured, whole))
+
+
+def _beside(measured: Measurements, step_ms: float) -> Iterator[str]:
+    stats, facts = measured.stats, measured.facts
+    if stats.hidden_wait_ms is not None and stats.hidden_wait_ms >= SLACK_SHARE * step_ms:
+        hidden, wait = in_ms(stats.hidden_wait_ms, step_ms), in_ms(stats.next_wait_ms, step_ms)
+        yield f"{hidden} of {wait} ms in next(loader) cost nothing: the device computes meanwhile"
     if stats.epoch_start_s is not None and stats.epoch_start_s >= SLOW_START_S:
-        said.append(f"the first batch of an epoch comes after {stats.epoch_start_s:.1f} s")
-    if facts.others_cpu_pct is not None and facts.others_cpu_pct >= OTHERS_PCT:
-        said.append(f"{facts.others_cpu_pct:.0f} % of the CPUs were taken by other programs: low confidence")
+        yield f"the first batch of an epoch comes after {stats.epoch_start_s:.1f} s"
+    if facts.crowded:
+        yield f"{facts.others_cpu_pct:.0f} % of the CPUs were taken by other programs: low confidence"
     if stats.lost_steps:
-        said.append(f"{stats.lost_steps} steps could not be measured on the device")
-    return tuple(said)
+        yield f"{stats.lost_steps} steps could not be measured on the device"
 
 
 def _loading(measured: Measurements) -> list[str]:
@@ -169,9 +170,9 @@ def _loading(measured: Measurements) -> list[str]:
 
 
 def _making(measured: Measurements) -> list[str]:
-    """Whether samples or collating take most of the time for a batch, and where in the user's code."""
-    found = measured.experiments
-    if found is None or found.samples_ms is None or not found.collate_ms:
+    """The larger part of the time for a batch, samples or collating, and its place in the user's code."""
+    found = measured.found
+    if found.samples_ms is None or not found.collate_ms:
         return []
     whole = found.samples_ms + found.collate_ms
     stage, ms = max(("samples", found.samples_ms), ("collate", found.collate_ms), key=lambda one: one[1])
@@ -238,24 +239,28 @@ def _of_the_run(limit: Limit, steps: Diagnosis, validation: Diagnosis | None) ->
     Args:
         limit: by what.
         steps: the verdict on its training steps.
-        validation: the verdict on its validation; None where it was not measured.
+        validation: the verdict on its validation; None where it is not the limit, or was not measured.
     """
     measured, wall = steps.measurements, steps.measurements.wall
     assert wall is not None
-    inside = validation if limit == "validation" else None
     rule = rarer_validation if limit == "validation" else rarer_checkpoints
     remedies = [one for one in (rule(measured, wall),) if one is not None]
     found = replace(steps, bottleneck=limit, cause="unknown", evidence=(share_text(measured),), notes=(), why_not=())
-    if inside is not None:
-        remedies += [_in_the_run(one, wall) for one in inside.remedies]
-        evidence = (*found.evidence, *(f"in validation: {one}" for one in inside.evidence))
-        found = replace(found, cause=inside.cause, confidence=inside.confidence, evidence=evidence)
-        found = replace(found, notes=inside.notes, why_not=inside.why_not)
+    if validation is not None:
+        remedies += [_in_the_run(one, wall) for one in validation.remedies]
+        found = replace(
+            found,
+            cause=validation.cause,
+            confidence=validation.confidence,
+            evidence=(*found.evidence, *(f"in validation: {one}" for one in validation.evidence)),
+            notes=validation.notes,
+            why_not=validation.why_not,
+        )
     return replace(found, remedies=largest(remedies, LEAST_PCT))
 
 
 def _in_the_run(remedy: Remedy, wall: WallStats) -> Remedy:
-    """A remedy for the validation's loader, with what it saves of the run."""
+    """A remedy for the validation's loader, with its saving as a share of the run."""
     gain = (remedy.predicted_gain_pct or 0.0) * wall.seconds("validation") / wall.wall_s
     why = f"in validation: {remedy.why}{_saves(gain)}"
     return replace(remedy, why=why, predicted_step_ms=None, predicted_gain_pct=gain)

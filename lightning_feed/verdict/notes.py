@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 from lightning_feed.errors import in_rate, plural, rate_unit, throughput
 from lightning_feed.measure.measurements import SYNCS, HookTime
 from lightning_feed.verdict import predict
-from lightning_feed.verdict.causes import MANY_TENSORS, OTHERS_PCT, in_ms
+from lightning_feed.verdict.causes import MANY_TENSORS, in_ms
 from lightning_feed.verdict.diagnosis import Cause, Remedy
-from lightning_feed.verdict.remedies import MADE_ON_CPU, Case, least_gain_pct, may_have_workers, steps_with_more
+from lightning_feed.verdict.remedies import MADE_ON_CPU, Finding, least_gain_pct, may_have_workers, steps_with_more
 
 MOST = 3
 FULL_SHARE = 0.8
 """Share of the queue that is full on average where workers could be given back."""
 MOSTLY_BUSY = 0.8
-"""Share of the CPU time that there is, from which all CPUs count as busy."""
+"""Share of the available CPU time from which all CPUs count as busy."""
 SPARE = 1.1
-"""The loader is to be so much faster than the model, where workers are given back."""
+"""Times that the loader has to be faster than the model, where workers are given back."""
 _SHARD = (
     "the data set is a stream, and was not seen to divide itself among workers: with num_workers=2 every sample would "
     "come twice. Divide it by torch.utils.data.get_worker_info() before you have more than one"
@@ -31,37 +31,37 @@ _WAYS_OUT = {
 }
 
 
-def notes_for(case: Case, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
-    """Further things worth knowing or trying, the most telling first."""
-    said = [*_framework(case, remedies), *_copy(case), *_data(case, remedies), *_fed(case)]
+def notes_for(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
+    """Further things worth knowing or trying, the most useful first."""
+    said = [*_framework(finding, remedies), *_copy(finding), *_data(finding, remedies), *_fed(finding)]
     return tuple(dict.fromkeys(said))[:MOST]
 
 
-def why_not(case: Case, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
+def why_not(finding: Finding, remedies: tuple[Remedy, ...]) -> tuple[str, ...]:
     """The reason why more workers are no remedy, where they were tried or can be predicted."""
-    if case.data is None or any(remedy.changes.startswith("num_workers=") for remedy in remedies):
+    if finding.data is None or any(remedy.changes.startswith("num_workers=") for remedy in remedies):
         return ()
-    said = _tried_in_vain(case) or _predicted_in_vain(case)
+    said = _tried_in_vain(finding) or _predicted_in_vain(finding)
     return (f"more workers: {said}",) if said else ()
 
 
-def _tried_in_vain(case: Case) -> str:
-    now, tried = case.facts.num_workers or 0, predict.tried_rates(case.measured)
+def _tried_in_vain(finding: Finding) -> str:
+    now, tried = finding.facts.num_workers or 0, predict.tried_rates(finding.measured)
     more = [rate for number, rate in tried.items() if number > now]
-    if now not in tried or not more or max(more) >= tried[now] * (1 + least_gain_pct(case) / 100):
+    if now not in tried or not more or max(more) >= tried[now] * (1 + least_gain_pct(finding) / 100):
         return ""
-    size = case.measured.experiments.batch_size if case.measured.experiments is not None else None
+    size = finding.measured.found.batch_size
     now_per_s, *span = (in_rate(per_s * (size or 1)) for per_s in (tried[now], min(more), max(more)))
     return f"{now_per_s} -> {' to '.join(dict.fromkeys(span))} {rate_unit(size)} from the loader alone, no gain"
 
 
-def _predicted_in_vain(case: Case) -> str:
-    facts, step, least = case.facts, case.shares.step_ms, min(steps_with_more(case).values(), default=None)
+def _predicted_in_vain(finding: Finding) -> str:
+    facts, step, least = finding.facts, finding.shares.step_ms, min(steps_with_more(finding).values(), default=None)
     if least is None:
         return ""
     then = f"step {in_ms(step, step)} -> {in_ms(least, step)} ms predicted, no gain worth it"
     because = ""
-    if facts.others_cpu_pct is not None and facts.others_cpu_pct >= OTHERS_PCT:
+    if facts.crowded:
         because = f": other programs take {facts.others_cpu_pct:.0f} % of the CPUs"
     elif facts.usable_cpus is not None and facts.device_type == "cpu":
         because = f": training and loading share {plural(facts.usable_cpus, 'CPU')}"
@@ -71,40 +71,51 @@ def _predicted_in_vain(case: Case) -> str:
 # --- waiting for data ---------------------------------------------------------------------------------------------
 
 
-def _data(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
-    facts, cause = case.facts, case.causes.get("data")
+def _data(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
+    facts, cause = finding.facts, finding.causes.get("data")
     if cause is None:
         return
-    if not may_have_workers(case) and (facts.num_workers or 0) <= 1:
+    if not may_have_workers(finding) and (facts.num_workers or 0) <= 1:
         yield _SHARD
-    yield from _whole_images(case, cause)
+    yield from _whole_images(finding, cause)
     if not remedies:
-        yield from _without_remedy(case, cause)
-    if cause == "remote reads":
-        yield from _over_the_network(case)
-    if cause == "one rank" and case.measured.ranks is not None:
-        yield f"rank {case.measured.ranks.slow_rank} alone is slow: compare the nodes' disks and CPUs"
-    if cause == "jitter" and facts.prefetch_factor is not None:
-        more = f"More batches in stock may bridge the slow ones: try prefetch_factor={2 * facts.prefetch_factor}"
-        yield f"the loader is fast enough on average. {more}"
-    if cause == "pin thread":
-        yield "one thread pins all batches and cannot keep up: compare with pin_memory=False, or send fewer bytes"
+        yield from _without_remedy(finding, cause)
+    yield from _HINTS.get(cause, _no_hint)(finding)
     if facts.backend in ("dali-cpu", "dali-gpu"):
         yield 'the workers wait, and DALI decodes what they read: compare with backend="torch"'
-    yield from _pixels(case)
-    yield from _transforms(case, case.shares.step_ms)
+    yield from _pixels(finding)
+    yield from _transforms(finding, finding.shares.step_ms)
 
 
-def _without_remedy(case: Case, cause: Cause) -> Iterator[str]:
-    facts = case.facts
-    if case.measured.experiments is None and cause in _ASK and facts.loop == "trainer" and facts.stage == "fit":
+def _without_remedy(finding: Finding, cause: Cause) -> Iterator[str]:
+    facts = finding.facts
+    if finding.measured.experiments is None and cause in _ASK and facts.loop == "trainer" and facts.stage == "fit":
         yield "`lightning-feed diagnose your_script.py -- ARGUMENTS` finds the lines of your code that take the time"
-    if cause in _TRY:
-        yield from _TRY[cause](case)
+    yield from _TRY.get(cause, _no_hint)(finding)
 
 
-def _hand_over(case: Case) -> Iterator[str]:
-    facts = case.facts
+def _no_hint(_: Finding) -> Iterator[str]:
+    yield from ()
+
+
+def _one_rank(finding: Finding) -> Iterator[str]:
+    if finding.measured.ranks is not None:
+        yield f"rank {finding.measured.ranks.slow_rank} alone is slow: compare the nodes' disks and CPUs"
+
+
+def _jitter(finding: Finding) -> Iterator[str]:
+    depth = finding.facts.prefetch_factor
+    if depth is not None:
+        more = f"More batches in stock may bridge the slow ones: try prefetch_factor={2 * depth}"
+        yield f"the loader is fast enough on average. {more}"
+
+
+def _pin_thread(_: Finding) -> Iterator[str]:
+    yield "one thread pins all batches and cannot keep up: compare with pin_memory=False, or send fewer bytes"
+
+
+def _hand_over(finding: Finding) -> Iterator[str]:
+    facts = finding.facts
     if (facts.batch_tensors or 0) >= MANY_TENSORS:
         yield (
             f"a batch has {facts.batch_tensors} tensors, each handed over by itself: fewer, larger ones are sooner "
@@ -117,19 +128,19 @@ def _hand_over(case: Case) -> Iterator[str]:
         )
 
 
-def _cold(case: Case) -> Iterator[str]:
-    if case.facts.cache != "bytes":
-        how = "`lightning-feed pack`" + ("" if case.facts.loop == "plain" else ", FastDataModule(stage_to=...)")
+def _cold(finding: Finding) -> Iterator[str]:
+    if finding.facts.cache != "bytes":
+        how = "`lightning-feed pack`" + ("" if finding.facts.loop == "plain" else ", FastDataModule(stage_to=...)")
         what = "a copy in memory or on a local disk, or fewer and larger files, is read faster"
         yield f"reads come from storage: {what} ({how})"
 
 
-def _over_the_network(case: Case) -> Iterator[str]:
-    """How to ask for more at a time, and the most that the line gives."""
-    facts, found = case.facts, case.measured.experiments
+def _over_the_network(finding: Finding) -> Iterator[str]:
+    """Ways to ask for more at a time, and the most that the line gives."""
+    facts, disk = finding.facts, finding.measured.found.disk
     if facts.remote and not facts.staged:
-        near = predict.with_files_near(case.measured, case.shares)
-        then = "" if near is None else f": from then on a step takes {in_ms(near, case.shares.step_ms)} ms"
+        near = predict.with_files_near(finding.measured, finding.shares)
+        then = "" if near is None else f": from then on a step takes {in_ms(near, finding.shares.step_ms)} ms"
         yield (
             "samples are read from a URL as they are needed; FastDataModule(stage_to=..., stage_limit=...) reads them "
             f"ahead, and from a local disk in the second epoch{then}"
@@ -138,15 +149,14 @@ def _over_the_network(case: Case) -> Iterator[str]:
         said = "a worker that reads one object after the other has one request in flight: fetch the samples of a batch"
         ours = ", or give the URL to ImageFolderDataModule or FastDataModule(data_dir=...)"
         yield f"{said} together (__getitems__){'' if facts.loop == 'plain' else ours}"
-    disk = found.disk if found is not None else None
     if disk is not None and disk.line_mb_per_s and disk.mean_file_bytes:
         most = disk.line_mb_per_s * 1e6 / disk.mean_file_bytes
         yield f"the line gives {disk.line_mb_per_s:.0f} MB/s, {most:.0f} samples/s: no loader reads them faster"
 
 
-def _missing_cpus(case: Case) -> Iterator[str]:
+def _missing_cpus(finding: Finding) -> Iterator[str]:
     """All CPUs are busy, and the device is not: how many more would feed it, and what others' batches would cost."""
-    measured, shares, facts = case.measured, case.shares, case.facts
+    measured, shares, facts = finding.measured, finding.shares, finding.facts
     floor_ms, cpus = predict.floor_ms(measured, shares), facts.usable_cpus
     training_ms = predict.training_cpu_ms(measured, shares)
     if facts.device_type == "cpu" or not cpus or training_ms is None or floor_ms <= 0:
@@ -162,9 +172,9 @@ def _missing_cpus(case: Case) -> Iterator[str]:
     yield said
 
 
-def _crowded(case: Case) -> Iterator[str]:
-    workers, cpus = case.facts.num_workers, case.facts.usable_cpus
-    if not workers or not cpus or (case.facts.others_cpu_pct or 0.0) >= OTHERS_PCT:  # the evidence says so
+def _crowded(finding: Finding) -> Iterator[str]:
+    workers, cpus = finding.facts.num_workers, finding.facts.usable_cpus
+    if not workers or not cpus or finding.facts.crowded:  # the evidence says so
         return
     if workers > cpus:
         yield f"{workers} workers share {cpus} CPUs: fewer may be as fast. `lightning-feed tune` tries it"
@@ -175,25 +185,33 @@ def _crowded(case: Case) -> Iterator[str]:
     )
 
 
-_TRY: dict[Cause, Callable[[Case], Iterator[str]]] = {
+_TRY: dict[Cause, Callable[[Finding], Iterator[str]]] = {
     "hand-over": _hand_over,
     "oversubscribed": _crowded,
     "cold reads": _cold,
     "cpu": _missing_cpus,
 }
+"""Cause -> notes where there is no remedy."""
+_HINTS: dict[Cause, Callable[[Finding], Iterator[str]]] = {
+    "remote reads": _over_the_network,
+    "one rank": _one_rank,
+    "jitter": _jitter,
+    "pin thread": _pin_thread,
+}
+"""Cause -> notes, remedies or not."""
 
 
-def _whole_images(case: Case, cause: Cause) -> Iterator[str]:
-    if case.facts.decodes_whole and cause in MADE_ON_CPU and case.facts.loop == "trainer":
+def _whole_images(finding: Finding, cause: Cause) -> Iterator[str]:
+    if finding.facts.decodes_whole and cause in MADE_ON_CPU and finding.facts.loop == "trainer":
         how = "ImageFolderDataModule(FOLDER, transform=...) decodes only what the crop needs"
         yield f"your ImageFolder decodes each image whole and crops it then: {how}, which saves CPU time"
 
 
-def _pixels(case: Case) -> Iterator[str]:
+def _pixels(finding: Finding) -> Iterator[str]:
     """The rate of the loader with images that stay uint8: that takes a change of the data set and of a hook."""
-    facts, found = case.facts, case.measured.experiments
+    facts, found = finding.facts, finding.measured.found
     done = facts.device_transform or (facts.decoder is not None and facts.own_transforms is False)
-    if done or facts.device_type == "cpu" or found is None or not found.as_uint8_per_s or not found.loader_per_s:
+    if done or facts.device_type == "cpu" or not found.as_uint8_per_s or not found.loader_per_s:
         return
     if found.as_uint8_per_s >= found.loader_per_s * predict.SAME:
         yield (
@@ -203,14 +221,12 @@ def _pixels(case: Case) -> Iterator[str]:
         )
 
 
-def _transforms(case: Case, step: float) -> Iterator[str]:
-    """The slowest transforms by name, with what leaving all of them out gives: the most that faster ones can."""
-    found = case.measured.experiments
-    if found is None or not found.no_transform_per_s:
-        return
+def _transforms(finding: Finding, step: float) -> Iterator[str]:
+    """The slowest transforms by name, and the step without any: the most that faster ones can give."""
+    found = finding.measured.found
     costs = [cost for cost in found.costs if predict.step_of(cost.name) not in predict.NOT_TRANSFORMS]
-    then = predict.with_rate(case.measured, case.shares, found.no_transform_per_s, found.loader_per_s)
-    if then is None or not costs or 100 * (step - then) / case.step_with_start_ms < least_gain_pct(case):
+    then = predict.with_rate(finding.measured, finding.shares, found.no_transform_per_s, found.loader_per_s)
+    if then is None or not costs or 100 * (step - then) / finding.step_with_start_ms < least_gain_pct(finding):
         return
     slowest = sorted(costs, key=lambda cost: cost.cpu_ms, reverse=True)[:2]
     named = " and ".join(f"{cost.name} ({cost.cpu_ms:.1f} ms)" for cost in slowest)
@@ -220,15 +236,15 @@ def _transforms(case: Case, step: float) -> Iterator[str]:
 # --- the other parts of a step ------------------------------------------------------------------------------------
 
 
-def _framework(case: Case, remedies: tuple[Remedy, ...]) -> Iterator[str]:
-    facts, hooks = case.facts, case.measured.hooks
-    if "framework" not in case.causes:
+def _framework(finding: Finding, remedies: tuple[Remedy, ...]) -> Iterator[str]:
+    facts, hooks = finding.facts, finding.measured.hooks
+    if "framework" not in finding.causes:
         return
     if facts.device_type != "cpu":
         yield from (f"{SYNCS[name]}: {way}" for name, way in _WAYS_OUT.items() if name in facts.syncs)
     theirs = [hook for hook in hooks if not hook.name.startswith("logger ") and not _treated(hook, remedies)]
     if theirs:
-        yield _slow_hook(case, theirs[0])
+        yield _slow_hook(finding, theirs[0])
     if not hooks:
         yield 'Trainer(profiler="simple") names the callback or hook that takes the time between the steps'
 
@@ -237,12 +253,12 @@ def _treated(hook: HookTime, remedies: tuple[Remedy, ...]) -> bool:
     return "ProgressBar" in hook.name and any(remedy.changes.startswith("bar_") for remedy in remedies)
 
 
-def _slow_hook(case: Case, hook: HookTime) -> str:
+def _slow_hook(finding: Finding, hook: HookTime) -> str:
     """Nobody can know whether a hook of the user's may be left out."""
     name = re.sub(r"\{.*\}", "", hook.name)  # without its callback's settings, which Lightning puts into it
-    place = next((one for one in case.facts.hook_places if one.name == name), None)
-    at, step = f" ({place.at})" if place is not None else "", case.shares.step_ms
-    then = in_ms(predict.without(case.shares, hook.ms_per_step), step)
+    place = next((one for one in finding.facts.hook_places if one.name == name), None)
+    at, step = f" ({place.at})" if place is not None else "", finding.shares.step_ms
+    then = in_ms(predict.without(finding.shares, hook.ms_per_step), step)
     way = f"done rarely, a step takes {then} ms. Where it only observes, every 50th step is enough"
     if place is not None and place.interval:
         way += f" ({place.interval}=50)"
@@ -251,33 +267,31 @@ def _slow_hook(case: Case, hook: HookTime) -> str:
     return f"{name}{at} takes {in_ms(hook.ms_per_step, step)} of {in_ms(step, step)} ms a step; {way}"
 
 
-def _copy(case: Case) -> Iterator[str]:
-    cause = case.causes.get("copy")
-    if cause is not None and case.facts.device_type == "cpu":
-        hook = "device_transform" if case.facts.device_transform else "your transfer hooks"
+def _copy(finding: Finding) -> Iterator[str]:
+    cause = finding.causes.get("copy")
+    if cause is not None and finding.facts.device_type == "cpu":
+        hook = "device_transform" if finding.facts.device_transform else "your transfer hooks"
         yield f"nothing is copied on a CPU, so this is {hook}: done in the dataset, workers can do it beside training"
     elif cause == "unpinned":
         yield "batches lie in pageable memory, and copying them makes the host wait: try pin_memory=True"
-    elif cause == "small tensors" and case.measured.stats.prefetch_active:
+    elif cause == "small tensors" and finding.measured.stats.prefetch_active:
         yield "each of the many small tensors is a copy of its own: let collate make one tensor of them"
     elif cause == "decoding on the GPU":
         yield 'to compare decoders: ImageFolderDataModule(backend="torch"), or "dali-gpu"'
 
 
-def _fed(case: Case) -> Iterator[str]:
+def _fed(finding: Finding) -> Iterator[str]:
     """Fewer workers that would do: by the rates of loader and model, else half of them."""
-    loaders, found, workers = case.measured.loaders, case.measured.experiments, case.facts.num_workers or 0
-    ready, capacity = loaders.queue_ready, loaders.queue_capacity
-    if case.causes.get("compute") == "launch":
+    loaders, found, workers = finding.measured.loaders, finding.measured.found, finding.facts.num_workers or 0
+    ready, capacity = loaders.queue_ready or 0.0, loaders.queue_capacity or 0.0
+    if finding.causes.get("compute") == "launch":
         yield 'model.compile(mode="reduce-overhead") issues many operations at once'
-    if "compute" not in case.causes or ready is None or not capacity or ready < FULL_SHARE * capacity:
-        return
-    if (case.facts.others_cpu_pct or 0.0) >= OTHERS_PCT:  # they made the step long; by itself it may want more
+    # Other programs make the step long; by itself it may want more workers.
+    if "compute" not in finding.causes or finding.facts.crowded or not ready >= FULL_SHARE * capacity > 0:
         return
     fewer = (workers + 1) // 2
-    if found is not None and found.model_per_s and found.loader_per_s:
+    if found.model_per_s and found.loader_per_s:
         fewer = max(1, int(-(-workers * SPARE * found.model_per_s // found.loader_per_s)))
     if workers >= 2 and fewer < workers:
-        yield (
-            f"num_workers={fewer} would do: with {workers}, {ready:.1f} of {capacity:.0f} batches are ready on average"
-        )
+        ready_text = f"{ready:.1f} of {capacity:.0f} batches are ready on average"
+        yield f"num_workers={fewer} would do: with {workers}, {ready_text}"

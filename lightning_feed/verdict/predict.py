@@ -12,8 +12,8 @@ from lightning_feed.measure.measurements import LoopFacts, Measurements
 from lightning_feed.verdict.causes import Shares, model_alone_ms
 
 SAME = 1.1
-"""By as much do two measurements of the same differ: of 67 fits that were measured twice within a minute, 58 agreed
-within a tenth (``benchmarks/predictions.py`` on a virtual machine with 2 CPUs)."""
+"""Usual difference of two measurements of the same setting: of 67 fits that were measured twice within a minute, 58
+agreed within a tenth (``benchmarks/predictions.py`` on a virtual machine with 2 CPUs)."""
 NOT_TRANSFORMS = ("read", "decode", "load")
 """Steps of a sample's way that are no transforms, as experiments name them: see :func:`step_of`."""
 
@@ -52,7 +52,7 @@ def without(shares: Shares, part_ms: float) -> float:
 
 
 def serial(facts: LoopFacts) -> bool:
-    """Whether the training process itself loads, so that loading and training take turns."""
+    """True where the training process itself loads, so that loading and training take turns."""
     return facts.num_workers == 0
 
 
@@ -67,8 +67,7 @@ def period_ms(measured: Measurements, shares: Shares) -> float | None:
 def floor_ms(measured: Measurements, shares: Shares) -> float:
     """Step time when no batch is waited for: the rest of the step, or the model alone where that takes longer; and the
     time to take a batch that is ready, which counts as waiting while none is."""
-    found = measured.experiments
-    taking = (found.taking_ms or 0.0) if found is not None else 0.0
+    taking = measured.found.taking_ms or 0.0
     return min(shares.step_ms, taking + max(shares.floor_ms, model_alone_ms(measured) or 0.0))
 
 
@@ -95,7 +94,7 @@ def with_rate(measured: Measurements, shares: Shares, rate: float | None, now: f
 def crowding_ms(measured: Measurements, shares: Shares, loading_ms: float, workers: int) -> float:
     """By how much steps get longer when workers take ``loading_ms`` of CPU time for each of them. 0.0: not known.
 
-    What training and other programs leave of the CPUs costs nothing. The rest is taken from training: from a single
+    CPUs that training and other programs do not use cost nothing. The rest is taken from training: from a single
     thread its share, and from threads that compute on all CPUs together all of it, since each of them waits for the one
     that was disturbed. It is never more than an equal share for each thread that is ready: Linux gives workers no more.
     """
@@ -178,7 +177,7 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
     """Step time with so many worker processes, 1 or more, where there are fewer now, or none.
 
     By the rates that were tried, where both numbers were. Else each worker adds its rate, as far as there are CPUs.
-    None: cannot be told.
+    None: not known.
     """
     facts = measured.facts
     running, now = period_ms(measured, shares), facts.num_workers
@@ -205,10 +204,10 @@ def with_workers(measured: Measurements, shares: Shares, number: int) -> float |
 
 def without_workers(measured: Measurements, shares: Shares) -> float | None:
     """Step time without workers, where loading a batch in one process was timed; else None."""
-    found, alone = measured.experiments, tried_rates(measured).get(0)
+    found, alone = measured.found, tried_rates(measured).get(0)
     if alone:
         return shares.floor_ms + 1e3 / alone
-    if found is None or found.samples_ms is None or found.collate_ms is None:
+    if found.samples_ms is None or found.collate_ms is None:
         return None
     return shares.floor_ms + found.samples_ms + found.collate_ms
 
@@ -223,8 +222,7 @@ def by_trial(measured: Measurements, shares: Shares, number: int) -> float | Non
 
 def tried_rates(measured: Measurements) -> dict[int, float]:
     """Batches per second by number of workers, of the loader alone. Empty: none was tried."""
-    found = measured.experiments
-    return {number: rate for number, rate in found.worker_scaling if rate > 0} if found is not None else {}
+    return {number: rate for number, rate in measured.found.worker_scaling if rate > 0}
 
 
 def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> float:
@@ -235,8 +233,8 @@ def handing_ms(facts: LoopFacts, cost: tuple[float, float, float] = _TAKE) -> fl
 
 
 def read_share(measured: Measurements) -> float | None:
-    """Share of reading in the time for a sample, 0 to 1; None where the two were not told apart."""
-    costs = {cost.name: cost.wall_ms for cost in measured.experiments.costs} if measured.experiments else {}
+    """Share of reading in the time for a sample, 0 to 1; None where the two are not known."""
+    costs = {cost.name: cost.wall_ms for cost in measured.found.costs}
     whole = sum(costs.values())
     return costs["read"] / whole if "read" in costs and whole > 0 else None
 
@@ -262,8 +260,8 @@ def decoded_on_device(measured: Measurements, shares: Shares, device_per_s: floa
 
 def with_pinned(measured: Measurements, shares: Shares) -> float | None:
     """Step time with copies from pinned memory: what of the copy is left is as the two speeds."""
-    found, h2d = measured.experiments, measured.stats.h2d_ms
-    if found is None or not found.pinned_gb_per_s or not found.pageable_gb_per_s or h2d is None:
+    found, h2d = measured.found, measured.stats.h2d_ms
+    if not found.pinned_gb_per_s or not found.pageable_gb_per_s or h2d is None:
         return None
     return without(shares, h2d * (1 - found.pageable_gb_per_s / found.pinned_gb_per_s))
 
@@ -306,22 +304,21 @@ def training_cpu_ms(measured: Measurements, shares: Shares) -> float | None:
 
 def _taking_ms(measured: Measurements) -> float:
     """The time that taking a batch from a worker would take: as it was measured, else by its tensors and bytes."""
-    timed = measured.experiments.hand_over_ms if measured.experiments is not None else None
-    if timed is not None:
-        return timed
+    if measured.found.hand_over_ms is not None:
+        return measured.found.hand_over_ms
     others = (measured.facts.others_cpu_pct or 0.0) / 100  # they slow it down as they do training
     return handing_ms(measured.facts) * min(_SLOWEST, 1 / max(1e-9, 1 - others))
 
 
 def _restarting_ms(facts: LoopFacts, number: int) -> float:
-    """The time for starting workers anew in each epoch, for each step; 0.0 where they live on."""
+    """The time for starting workers in each epoch, per step; 0.0 where they live on."""
     if facts.may_persist or not facts.batches_per_epoch:
         return 0.0
     return facts.loaders_beside * number * _START_MS / facts.batches_per_epoch
 
 
 def _left_over_ms(facts: LoopFacts, one_ms: float) -> float:
-    """The time for batches that workers make in vain, for each step: those asked for ahead when an epoch breaks off."""
+    """The time for batches that workers make in vain, per step: those asked for ahead when an epoch breaks off."""
     if not facts.breaks_off or not facts.batches_per_epoch:
         return 0.0
     return _AHEAD * one_ms / facts.batches_per_epoch

@@ -1,4 +1,4 @@
-"""Remedies: all that can be printed, how each is pasted, and the one place where it is decided which of them are."""
+"""Remedies: all of them, the text to paste for each, and the choice of those that are printed."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any
 from lightning_feed.load.machine import SHM_SHARE
 from lightning_feed.measure.measurements import HookTime, LoopFacts, Measurements, Place
 from lightning_feed.verdict import predict
-from lightning_feed.verdict.causes import DATA_PCT, LOOP_WORDS, MANY_TENSORS, OTHERS_PCT, Shares
+from lightning_feed.verdict.causes import DATA_PCT, LOOP_WORDS, MANY_TENSORS, Shares
 from lightning_feed.verdict.diagnosis import Bottleneck, Cause, Form, Remedy
 
 PLACE = Place(words="your training DataLoader")
@@ -20,7 +20,7 @@ _WRAPPED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Finding:
     """A run whose limit was found: what was measured, and why its parts over their limits take what they take."""
 
     measured: Measurements
@@ -52,11 +52,11 @@ class Case:
         return self.facts.place or OUR_PLACE
 
     def can_set(self, name: str) -> bool:
-        """Whether there is a way to tell a setting there."""
+        """True where a setting can be given there."""
         return name in dict(self.place.overrides) or not self.place.names or name in dict(self.place.names)
 
     def can_set_with_workers(self, name: str) -> bool:
-        """The same of a remedy that sets num_workers: on the command line it can set nothing that has no key there."""
+        """:meth:`can_set`, beside num_workers: on the command line only settings with a key there can be given."""
         keys = dict(self.place.overrides)
         return name in keys if "num_workers" in keys else self.can_set(name)
 
@@ -65,10 +65,10 @@ class Case:
 
 
 def loader_remedy(
-    case: Case, why: str, step_ms: float | None, *, gain_pct: float | None = None, **settings: object
+    finding: Finding, why: str, step_ms: float | None, *, gain_pct: float | None = None, **settings: object
 ) -> Remedy:
     """A remedy that gives the training loader other settings; the first of them names it."""
-    place, (name, value) = case.place, next(iter(settings.items()))
+    place, (name, value) = finding.place, next(iter(settings.items()))
     keys, names = dict(place.overrides), dict(place.names)
     form: Form = place.form
     where = f"in {place.words}"
@@ -78,7 +78,7 @@ def loader_remedy(
         code = " ".join(f"{keys[one]}={json.dumps(given)}" for one, given in settings.items() if one in keys)
     elif form == "settings" and place.inner and name not in _WRAPPED:
         form, where = "arguments", f"in {place.inner}"
-    now = getattr(case.facts, name, None)
+    now = vars(finding.facts).get(name)
     return Remedy(
         code=code,
         form=form,
@@ -90,23 +90,28 @@ def loader_remedy(
     )
 
 
-def datamodule_remedy(case: Case, name: str, value: str, why: str, step_ms: float | None) -> Remedy:
+def datamodule_remedy(finding: Finding, name: str, value: str, why: str, step_ms: float | None) -> Remedy:
     """A remedy that gives an ImageFolderDataModule another argument."""
-    change = f"{name}: {getattr(case.facts, name) or 'not set'} -> {value}"
-    where = f"{change} in the call that makes your {case.place.datamodule or 'ImageFolderDataModule'}"
+    change = f"{name}: {vars(finding.facts)[name] or 'not set'} -> {value}"
+    where = f"{change} in the call that makes your {finding.place.datamodule or 'ImageFolderDataModule'}"
     code, changes = f'{name}="{value}"', f"{name}={value!r}"
     return Remedy(code=code, form="datamodule", where=where, why=why, predicted_step_ms=step_ms, changes=changes)
 
 
-def trainer_remedy(place: Place, name: str, now: object, value: object, **told: Any) -> Remedy:
-    """A remedy that gives the Trainer another argument; ``told``: its ``why``, and what it is predicted to give."""
+def trainer_remedy(place: Place, name: str, now: object, value: object, **more: Any) -> Remedy:
+    """A remedy that gives the Trainer another argument; ``more``: its ``why``, and its prediction."""
     form: Form = "override" if place.trainer_key else "trainer"
-    where = f"{name}: {now} -> {value} {'on the command line' if place.trainer_key else 'in your Trainer'}"
-    return Remedy(code=f"{place.trainer_key}{name}={value}", form=form, where=where, changes=f"{name}={value}", **told)
+    return Remedy(
+        code=f"{place.trainer_key}{name}={value}",
+        form=form,
+        where=f"{name}: {now} -> {value} {'on the command line' if place.trainer_key else 'in your Trainer'}",
+        changes=f"{name}={value}",
+        **more,
+    )
 
 
 def callback_remedy(
-    place: Place, module: str, kind: str, setting: tuple[str, object, object] | None, **told: Any
+    place: Place, module: str, kind: str, setting: tuple[str, object, object] | None, **more: Any
 ) -> Remedy:
     """A remedy that adds a callback to the Trainer.
 
@@ -115,16 +120,20 @@ def callback_remedy(
         module: what the class is imported from.
         kind: the class.
         setting: name of its argument, what that is now, and is to be; None: none is given.
-        told: as for :func:`trainer_remedy`, and ``changes``.
+        more: as for :func:`trainer_remedy`, and ``changes``.
     """
     change = f"{setting[0]}: {setting[1]} -> {setting[2]} " if setting else ""
     given = f"{setting[0]}={setting[2]}" if setting else ""
     if place.trainer_key:
         key = f"{place.trainer_key}callbacks"
         code = f"{key}+={module}.{kind}" + (f" {key}.{given}" if given else "")
-        return Remedy(code=code, form="override", where=f"{change}on the command line", **told)
-    where = f"{change}in callbacks=[...] of your Trainer, with `from {module} import {kind}`"
-    return Remedy(code=f"{kind}({given})", form="callback", where=where, **told)
+        return Remedy(code=code, form="override", where=f"{change}on the command line", **more)
+    return Remedy(
+        code=f"{kind}({given})",
+        form="callback",
+        where=f"{change}in callbacks=[...] of your Trainer, with `from {module} import {kind}`",
+        **more,
+    )
 
 
 # --- the loader ---------------------------------------------------------------------------------------------------
@@ -132,7 +141,7 @@ def callback_remedy(
 MOST_WAITING = 4
 """Times as many workers, at most, where they only wait."""
 MOSTLY = 0.5
-"""Share of the time for a batch from which who makes it is taken to wait."""
+"""Share of the time for a batch from which its maker counts as waiting."""
 MOST_WORKERS = 16
 """More are never named where there are none."""
 NEARLY = 1.02
@@ -142,202 +151,209 @@ _READ_SLOWLY: tuple[Cause, ...] = ("cold reads", "remote reads", "waiting")
 MADE_ON_CPU: tuple[Cause, ...] = ("cpu", "no workers", "oversubscribed")
 
 
-def more_workers(case: Case) -> Remedy | None:
+def more_workers(finding: Finding) -> Remedy | None:
     """Training waits for batches that take time to make; what the workers do was seen, or other numbers were tried; a
     stream was seen to divide itself among workers, or may live in a single one; /dev/shm has room for the batches.
 
     The fewest that reach nearly the best step: up to the CPUs, and beyond where who makes the batches is blocked.
     """
-    predicted = steps_with_more(case)
+    predicted = steps_with_more(finding)
     if not predicted:
         return None
     best = min(predicted.values())
     number = min(number for number, step in predicted.items() if step <= NEARLY * best)
-    now, cpus = case.facts.num_workers, case.facts.usable_cpus
+    now, cpus = finding.facts.num_workers, finding.facts.usable_cpus
     why = "batches are made beside training, not in turn with it" if now == 0 else "they make batches side by side"
-    if not may_have_workers(case):
+    if not may_have_workers(finding):
         why += "; the data set then lives in the one worker, which gives its stream whole"
     if cpus is not None and number > cpus:
         why += "; workers that wait need no CPU each"
-    kept = _with_kept_workers(case)[1] if now == 0 else {}
-    return loader_remedy(case, why, predicted[number], num_workers=number, **kept)
+    kept = _with_kept_workers(finding)[1] if now == 0 else {}
+    return loader_remedy(finding, why, predicted[number], num_workers=number, **kept)
 
 
-def steps_with_more(case: Case) -> dict[int, float]:
+def steps_with_more(finding: Finding) -> dict[int, float]:
     """The step time to expect by number of workers, of each that is possible; empty where more are no remedy."""
-    facts, now = case.facts, case.facts.num_workers
-    known = bool(predict.tried_rates(case.measured)) or case.measured.loaders.workers_on_cpu_pct is not None or now == 0
-    if now is None or not facts.usable_cpus or case.data not in _MADE_SLOWLY or not known or facts.workers == "thread":
+    facts, now = finding.facts, finding.facts.num_workers
+    if now is None or not facts.usable_cpus or facts.workers == "thread" or finding.data not in _MADE_SLOWLY:
         return {}
-    measured = _with_kept_workers(case)[0]
+    if now and not predict.tried_rates(finding.measured) and finding.measured.loaders.workers_on_cpu_pct is None:
+        return {}
+    measured = _with_kept_workers(finding)[0]
     steps = {
-        number: predict.with_workers(measured, case.shares, number)
-        for number in _numbers_to_name(case, now)
-        if _fits(case, number)
+        number: predict.with_workers(measured, finding.shares, number)
+        for number in _numbers_to_name(finding, now)
+        if _fits(finding, number)
     }
     return {number: step for number, step in steps.items() if step is not None}
 
 
-def _numbers_to_name(case: Case, now: int) -> Iterable[int]:
+def _numbers_to_name(finding: Finding, now: int) -> Iterable[int]:
     """Those tried, else all up to the most; a stream that does not divide itself may have one worker."""
-    if not _can_change_workers(case):
+    if not _can_change_workers(finding):
         return []
-    if not may_have_workers(case):
-        return [1] if now == 0 and case.facts.may_leave_process else []
-    tried = [number for number in predict.tried_rates(case.measured) if number > now]
-    return tried or range(now + 1, _most_workers(case) + 1)
+    if not may_have_workers(finding):
+        return [1] if now == 0 and finding.facts.may_leave_process else []
+    tried = [number for number in predict.tried_rates(finding.measured) if number > now]
+    return tried or range(now + 1, _most_workers(finding) + 1)
 
 
-def may_have_workers(case: Case) -> bool:
-    """Whether two workers or more give the samples that one gives: a stream has to divide them."""
-    return case.facts.map_style is not False or case.facts.shards_by_worker is True
+def may_have_workers(finding: Finding) -> bool:
+    """True where two workers or more give the samples that one gives: a stream has to divide them."""
+    return finding.facts.map_style is not False or finding.facts.shards_by_worker is True
 
 
-def _can_change_workers(case: Case) -> bool:
-    """Whether one number can be told to all of the training loaders."""
-    return case.can_set("num_workers") and len(set(case.facts.every_num_workers)) <= 1
+def _can_change_workers(finding: Finding) -> bool:
+    """True where all of the training loaders can get the same number."""
+    return finding.can_set("num_workers") and len(set(finding.facts.every_num_workers)) <= 1
 
 
-def _with_kept_workers(case: Case) -> tuple[Measurements, dict[str, Any]]:
+def _with_kept_workers(finding: Finding) -> tuple[Measurements, dict[str, Any]]:
     """The measurements, with whether new workers may live on; and the setting by which they do, where it needs one."""
-    facts = case.facts
-    if case.place.form == "settings":  # there it is the default
-        return case.measured, {}
-    can_set = case.can_set_with_workers("persistent_workers") and "num_workers" not in dict(case.place.names)
+    facts = finding.facts
+    if finding.place.form == "settings":  # there it is the default
+        return finding.measured, {}
+    can_set = finding.can_set_with_workers("persistent_workers") and "num_workers" not in dict(finding.place.names)
     kept = bool(facts.may_persist) and can_set
-    measured = replace(case.measured, facts=replace(facts, may_persist=kept))
+    measured = replace(finding.measured, facts=replace(facts, may_persist=kept))
     return measured, {"persistent_workers": True} if kept and facts.persistent_workers is not True else {}
 
 
-def _most_workers(case: Case) -> int:
+def _most_workers(finding: Finding) -> int:
     """As many as there are CPUs; more where they are blocked most of the time, as many as then keep the CPUs busy."""
-    facts, now = case.facts, case.facts.num_workers or 0
+    facts, now = finding.facts, finding.facts.num_workers or 0
     most = cpus = max(1, (facts.usable_cpus or 1) // facts.loaders_beside)
-    blocked = predict.blocked_share(case.measured) if now == 0 or case.data in _READ_SLOWLY else 0.0
+    blocked = predict.blocked_share(finding.measured) if now == 0 or finding.data in _READ_SLOWLY else 0.0
     if blocked >= MOSTLY:
         most = max(cpus, min(MOST_WAITING * max(1, now), int(cpus / max(1e-9, 1 - blocked))))
     return min(MOST_WORKERS, most) if now == 0 else most
 
 
-def _fits(case: Case, workers: int) -> bool:
-    """Whether /dev/shm has room for the batches that so many workers keep ready: a worker without it dies."""
-    facts = case.facts
+def _fits(finding: Finding, workers: int) -> bool:
+    """True where /dev/shm has room for the batches that so many workers keep ready: a worker without it dies."""
+    facts = finding.facts
     if facts.free_shm_bytes is None or facts.batch_bytes is None:
         return True
     more = facts.loaders_beside * (workers - (facts.num_workers or 0))
     return more * ((facts.prefetch_factor or 2) + 1) * facts.batch_bytes <= SHM_SHARE * facts.free_shm_bytes
 
 
-def fewer_workers(case: Case) -> Remedy | None:
+def fewer_workers(finding: Finding) -> Remedy | None:
     """Training waits for data, and fewer workers were tried: they load faster, or batches are ready and a single worker
     makes one sooner than one is handed over."""
-    now = case.facts.num_workers
-    if not now or case.data in (None, "epoch start", "one rank") or not _can_change_workers(case):
+    now = finding.facts.num_workers
+    if not now or finding.data in (None, "epoch start", "one rank") or not _can_change_workers(finding):
         return None
     steps = {
-        number: predict.by_trial(case.measured, case.shares, number)
-        for number in predict.tried_rates(case.measured)
+        number: predict.by_trial(finding.measured, finding.shares, number)
+        for number in predict.tried_rates(finding.measured)
         if 0 < number < now
     }
-    without = _without_workers(case) if case.data == "hand-over" else None
+    without = _without_workers(finding) if finding.data == "hand-over" else None
     if without is not None:
-        steps[0] = predict.without_workers(case.measured, case.shares)
+        steps[0] = predict.without_workers(finding.measured, finding.shares)
     known = {number: step for number, step in steps.items() if step is not None}
     if not known:
         return None
     number = min(known, key=lambda one: known[one])
     if number:
-        return loader_remedy(case, "so many workers take CPUs from each other", known[number], num_workers=number)
-    why = "a batch is made sooner than one is handed over"
-    return loader_remedy(case, why, known[0], num_workers=0, **(without or {}))
+        return loader_remedy(finding, "so many workers take CPUs from each other", known[number], num_workers=number)
+    return loader_remedy(
+        finding, "a batch is made sooner than one is handed over", known[0], num_workers=0, **(without or {})
+    )
 
 
-def _without_workers(case: Case) -> dict[str, Any] | None:
+def _without_workers(finding: Finding) -> dict[str, Any] | None:
     """The settings that torch refuses without workers, and LoaderSettings too unless it chooses them, with other
     values. None: one of them was given where this remedy does not reach."""
-    facts, ours = case.facts, case.place.form == "settings"
+    facts, ours = finding.facts, finding.place.form == "settings"
     settings: dict[str, Any] = {}
     if facts.prefetch_factor is not None:
         settings["prefetch_factor"] = "auto" if ours else None
     if facts.persistent_workers:
         settings["persistent_workers"] = "auto" if ours else False
     given = [name for name in settings if name != "prefetch_factor" or facts.prefetch_factor != 2]
-    if not all(map(case.can_set_with_workers, given)):
+    if not all(map(finding.can_set_with_workers, given)):
         return None
-    return {name: value for name, value in settings.items() if case.can_set(name)}
+    return {name: value for name, value in settings.items() if finding.can_set(name)}
 
 
-def persistent_workers(case: Case) -> Remedy | None:
-    """The first batch of each epoch is what is waited for, workers are started anew for each, and nothing in the data
-    set has to reach them then. Saves what that batch takes beyond the time in which workers make one."""
-    facts, start_s, epoch_pct = case.facts, case.measured.stats.epoch_start_s or 0.0, case.shares.epoch_pct
-    if case.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not case.can_set("persistent_workers"):
+def persistent_workers(finding: Finding) -> Remedy | None:
+    """Training waits for the first batch of each epoch, workers are started for each, and nothing in the data set has
+    to reach them then. Saves what that batch takes beyond the time in which workers make one."""
+    facts, start_s, epoch_pct = finding.facts, finding.measured.stats.epoch_start_s or 0.0, finding.shares.epoch_pct
+    if finding.data is None or epoch_pct is None or epoch_pct < DATA_PCT or not finding.can_set("persistent_workers"):
         return None
     if facts.persistent_workers is not False or not facts.num_workers or not facts.may_persist or facts.max_epochs == 1:
         return None
-    making_s = 1e-3 * facts.num_workers * case.shares.step_ms  # at most: each makes one batch in so many steps
+    making_s = 1e-3 * facts.num_workers * finding.shares.step_ms  # at most: each makes one batch in so many steps
     saved_ms = 1e3 * max(0.0, start_s - making_s) / (facts.batches_per_epoch or 1)
     why = f"workers are started anew for each epoch: its first batch comes after {start_s:.2f} s"
-    gain_pct = 100 * saved_ms / case.step_with_start_ms
-    return loader_remedy(case, why, None, gain_pct=gain_pct, persistent_workers=True)
+    gain_pct = 100 * saved_ms / finding.step_with_start_ms
+    return loader_remedy(finding, why, None, gain_pct=gain_pct, persistent_workers=True)
 
 
-def any_order(case: Case) -> Remedy | None:
+def any_order(finding: Finding) -> Remedy | None:
     """A finished batch was seen to wait for a slow one while workers had nothing to do. Not in ``trainer.predict``:
     its results are told apart by their order alone."""
-    facts = case.facts
-    if case.data != "head of line" or facts.in_order is False or (facts.num_workers or 0) < 2:
+    facts = finding.facts
+    if finding.data != "head of line" or facts.in_order is False or (facts.num_workers or 0) < 2:
         return None
-    if not case.can_set("in_order") or facts.stage == "predict":
+    if not finding.can_set("in_order") or facts.stage == "predict":
         return None
-    why = "a finished batch overtakes a slow one; the order of batches is then left to chance"
-    return loader_remedy(case, why, predict.in_any_order(case.measured, case.shares), in_order=False)
+    return loader_remedy(
+        finding,
+        "a finished batch overtakes a slow one; the order of batches is then left to chance",
+        predict.in_any_order(finding.measured, finding.shares),
+        in_order=False,
+    )
 
 
-def shared_files(case: Case) -> Remedy | None:
+def shared_files(finding: Finding) -> Remedy | None:
     """Handing over many tensors takes the time, and was measured to be faster with torch's other sharing strategy."""
-    found, count = case.measured.experiments, case.facts.batch_tensors or 0
-    if case.data != "hand-over" or found is None or found.sharing_strategy != "file_descriptor":
-        return None
+    found, count = finding.measured.found, finding.facts.batch_tensors or 0
     now, then = found.hand_over_ms, found.hand_over_file_system_ms
-    if now is None or then is None or count < MANY_TENSORS:
+    if finding.data != "hand-over" or found.sharing_strategy != "file_descriptor" or count < MANY_TENSORS:
+        return None
+    if now is None or then is None:
         return None
     return Remedy(
         code='torch.multiprocessing.set_sharing_strategy("file_system")',
         form="line",
         where="sharing strategy: file_descriptor -> file_system, at the start of your script, after `import torch`",
         why=f"a batch has {count} tensors: taking it from a worker takes {now:.1f} ms, and through files {then:.1f} ms",
-        predicted_step_ms=predict.without(case.shares, min(case.shares.data_ms, now - then)),
+        predicted_step_ms=predict.without(finding.shares, min(finding.shares.data_ms, now - then)),
         changes="sharing_strategy='file_system'",
     )
 
 
-def files_in_memory(case: Case) -> Remedy | None:
+def files_in_memory(finding: Finding) -> Remedy | None:
     """An ImageFolderDataModule without a cache waits for storage, or for an object store."""
-    facts, found = case.facts, case.measured.experiments
-    if case.data not in ("cold reads", "remote reads") or facts.decoder is None or facts.cache != "off":
+    facts, found = finding.facts, finding.measured.found
+    if finding.data not in ("cold reads", "remote reads") or facts.decoder is None or facts.cache != "off":
         return None
-    step = predict.with_files_near(case.measured, case.shares)
-    if found is not None and found.cached_bytes_per_s:
-        step = predict.with_rate(case.measured, case.shares, found.cached_bytes_per_s, found.loader_per_s)
-    why = "files are kept in host memory from the first epoch on, those that fit"
-    return datamodule_remedy(case, "cache", "bytes", why, step)
+    step = predict.with_files_near(finding.measured, finding.shares)
+    if found.cached_bytes_per_s:
+        step = predict.with_rate(finding.measured, finding.shares, found.cached_bytes_per_s, found.loader_per_s)
+    return datamodule_remedy(
+        finding, "cache", "bytes", "files are kept in host memory from the first epoch on, those that fit", step
+    )
 
 
-def nvjpeg(case: Case) -> Remedy | None:
+def nvjpeg(finding: Finding) -> Remedy | None:
     """The workers of an ImageFolderDataModule without transforms of the user's decode too slowly, and the GPU was
     measured to decode faster."""
-    facts, found = case.facts, case.measured.experiments
-    if case.data not in MADE_ON_CPU or facts.decoder is None or facts.backend not in (None, "torch"):
+    facts, found = finding.facts, finding.measured.found
+    if finding.data not in MADE_ON_CPU or facts.decoder is None or facts.backend not in (None, "torch"):
         return None
     if facts.device_type != "cuda" or facts.own_transforms or facts.cache in ("decoded", "device"):
         return None
-    if found is None or not found.device_decode_per_s or not found.batch_size:
+    if not found.device_decode_per_s or not found.batch_size:
         return None
     rate = f"{found.device_decode_per_s * found.batch_size:,.0f} images/s with nothing beside it"
     why = f"nvJPEG decodes on the GPU ({rate}); workers only read"
-    step = predict.decoded_on_device(case.measured, case.shares, found.device_decode_per_s)
-    return datamodule_remedy(case, "backend", "nvjpeg", why, step)
+    step = predict.decoded_on_device(finding.measured, finding.shares, found.device_decode_per_s)
+    return datamodule_remedy(finding, "backend", "nvjpeg", why, step)
 
 
 # --- the transfer, callbacks and loggers --------------------------------------------------------------------------
@@ -348,68 +364,73 @@ _BARS = ("TQDMProgressBar", "RichProgressBar")
 _LOGGING = re.compile(r"^logger .*\.log_metrics$")
 
 
-def pinned_memory(case: Case) -> Remedy | None:
+def pinned_memory(finding: Finding) -> Remedy | None:
     """Copies from pageable memory are waited for, and both kinds of copies were measured."""
-    if case.causes.get("copy") != "unpinned" or case.facts.device_type == "cpu" or not case.can_set("pin_memory"):
+    unpinned = finding.causes.get("copy") == "unpinned" and finding.facts.device_type != "cpu"
+    if not unpinned or not finding.can_set("pin_memory"):
         return None
-    why = "a copy from pageable memory makes the host wait and does not overlap"
-    return loader_remedy(case, why, predict.with_pinned(case.measured, case.shares), pin_memory=True)
+    return loader_remedy(
+        finding,
+        "a copy from pageable memory makes the host wait and does not overlap",
+        predict.with_pinned(finding.measured, finding.shares),
+        pin_memory=True,
+    )
 
 
-def prefetch_callback(case: Case) -> Remedy | None:
+def prefetch_callback(finding: Finding) -> Remedy | None:
     """Copies from pinned memory, or nvJPEG, are waited for on a GPU, with no PrefetchCallback at work."""
-    facts, stats, cause = case.facts, case.measured.stats, case.causes.get("copy")
+    facts, stats, cause = finding.facts, finding.measured.stats, finding.causes.get("copy")
     decodes = cause == "decoding on the GPU"
-    if cause is None or not (facts.pin_memory is True or decodes) or stats.prefetch_active or stats.h2d_ms is None:
+    if cause is None or facts.device_type != "cuda" or stats.prefetch_active or stats.h2d_ms is None:
         return None
-    if facts.device_type != "cuda":
+    if not (facts.pin_memory is True or decodes):
         return None
     return callback_remedy(
-        case.place,
+        finding.place,
         "lightning_feed" if facts.package == "lightning.pytorch" else "lightning_feed.pl",
         "PrefetchCallback",
         None,
         why=f"{'decodes' if decodes else 'copies'} the next batch while this one computes",
-        predicted_step_ms=predict.without(case.shares, stats.h2d_ms),
+        predicted_step_ms=predict.without(finding.shares, stats.h2d_ms),
         changes="prefetch_callback=True",
     )
 
 
-def rare_progress_bar(case: Case) -> Remedy | None:
+def rare_progress_bar(finding: Finding) -> Remedy | None:
     """The progress bar was seen to take time between the steps, and is drawn often."""
-    rate = case.facts.bar_refresh_rate
-    drawn = [hook for hook in case.measured.hooks if any(f"]{bar}" in hook.name for bar in _BARS)]
-    if "framework" not in case.causes or not rate or rate >= RARELY or not drawn:
+    rate = finding.facts.bar_refresh_rate
+    drawn = [hook for hook in finding.measured.hooks if any(f"]{bar}" in hook.name for bar in _BARS)]
+    if "framework" not in finding.causes or not rate or rate >= RARELY or not drawn:
         return None
     bar, takes_ms = next(bar for bar in _BARS if f"]{bar}" in drawn[0].name), _sum(drawn)
     return callback_remedy(
-        case.place,
-        f"{case.facts.package}.callbacks",
+        finding.place,
+        f"{finding.facts.package}.callbacks",
         bar,
         ("refresh_rate", rate, RARELY),
         why=f"drawing it takes {takes_ms:.2f} ms a step",
-        predicted_step_ms=_rarer(case, takes_ms, rate),
+        predicted_step_ms=_rarer(finding, takes_ms, rate),
         changes=f"bar_refresh_rate={RARELY}",
     )
 
 
-def log_rarely(case: Case) -> Remedy | None:
+def log_rarely(finding: Finding) -> Remedy | None:
     """Loggers were seen to take time between the steps, and are called often."""
-    every, name = case.facts.log_every_n_steps, "log_every_n_steps"
-    called = [hook for hook in case.measured.hooks if _LOGGING.search(hook.name)]
-    if "framework" not in case.causes or not every or every >= RARELY or not called:
+    every, name = finding.facts.log_every_n_steps, "log_every_n_steps"
+    called = [hook for hook in finding.measured.hooks if _LOGGING.search(hook.name)]
+    if "framework" not in finding.causes or not every or every >= RARELY or not called:
         return None
-    why, step = f"{called[0].name} takes {_sum(called):.2f} ms a step", _rarer(case, _sum(called), every)
-    return trainer_remedy(case.place, name, every, RARELY, why=why, predicted_step_ms=step)
+    why, step = f"{called[0].name} takes {_sum(called):.2f} ms a step", _rarer(finding, _sum(called), every)
+    return trainer_remedy(finding.place, name, every, RARELY, why=why, predicted_step_ms=step)
 
 
 def _sum(hooks: list[HookTime]) -> float:
     return sum(hook.ms_per_step for hook in hooks)
 
 
-def _rarer(case: Case, takes_ms: float, every: int) -> float:
+def _rarer(finding: Finding, takes_ms: float, every: int) -> float:
     """Step time with what is done every so many steps done every 50."""
-    return predict.without(case.shares, min(takes_ms, case.measured.stats.other_ms or 0.0) * (1 - every / RARELY))
+    return predict.without(finding.shares, min(takes_ms, finding.measured.stats.other_ms or 0.0) * (1 - every / RARELY))
 
 
 # --- which of them are printed ------------------------------------------------------------------------------------
@@ -429,14 +450,13 @@ RULES = (
 first is printed first."""
 
 
-def remedies_for(case: Case) -> tuple[Remedy, ...]:
+def remedies_for(finding: Finding) -> tuple[Remedy, ...]:
     """Those that save what is worth it, the largest saving first; of two that set the same, the better."""
-    found = [remedy for rule in RULES if (remedy := rule(case)) is not None]
-    if case.facts.loop == "plain":
+    found = [remedy for rule in RULES if (remedy := rule(finding)) is not None]
+    if finding.facts.loop == "plain":
         found = [remedy for remedy in found if remedy.form in ("arguments", "line")]
-    return largest(
-        [replace(remedy, predicted_gain_pct=_gain_pct(case, remedy)) for remedy in found], least_gain_pct(case)
-    )
+    gains = [replace(remedy, predicted_gain_pct=_gain_pct(finding, remedy)) for remedy in found]
+    return largest(gains, least_gain_pct(finding))
 
 
 def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
@@ -447,24 +467,21 @@ def largest(remedies: list[Remedy], least_pct: float) -> tuple[Remedy, ...]:
     return tuple(remedy for remedy in gains if remedy in best.values())[:MOST]
 
 
-def _gain_pct(case: Case, remedy: Remedy) -> float | None:
+def _gain_pct(finding: Finding, remedy: Remedy) -> float | None:
     """Share of an epoch's time, first batch included, that a remedy saves; what it predicts itself, where it does."""
     if remedy.predicted_gain_pct is not None or remedy.predicted_step_ms is None:
         return remedy.predicted_gain_pct
-    return 100 * (case.shares.step_ms - remedy.predicted_step_ms) / case.step_with_start_ms
+    return 100 * (finding.shares.step_ms - remedy.predicted_step_ms) / finding.step_with_start_ms
 
 
-def least_gain_pct(case: Case) -> float:
-    """The gain from which a remedy is printed: 5 %, or what can be told from noise."""
-    stats, found = case.measured.stats, case.measured.experiments
-    low, high = stats.starved_low_pct, stats.starved_high_pct
-    noise = 0.0 if low is None or high is None else (high - low) / 2
-    apart = (found.noise_pct or 0.0) / 2 if found is not None else 0.0
-    others = case.facts.others_cpu_pct or 0.0
-    on_cpu = case.facts.device_type == "cpu"
-    least = LEAST_UNSURE_PCT if stats.confidence == "low" or others >= OTHERS_PCT else LEAST_PCT
-    if on_cpu and case.data == "no workers":
-        least = min(LEAST_SHARED_PCT, LEAST_UNSURE_PCT + others)  # they may take more or less the next time
-    elif on_cpu and case.data == "cpu":
+def least_gain_pct(finding: Finding) -> float:
+    """The gain from which a remedy is printed: 5 %, or more where noise hides that."""
+    stats, facts = finding.measured.stats, finding.facts
+    low, high = stats.interval_pct or (0.0, 0.0)
+    least = LEAST_UNSURE_PCT if stats.confidence == "low" or facts.crowded else LEAST_PCT
+    if facts.device_type == "cpu" and finding.data == "no workers":
+        # Other programs may take more or less the next time.
+        least = min(LEAST_SHARED_PCT, LEAST_UNSURE_PCT + (facts.others_cpu_pct or 0.0))
+    elif facts.device_type == "cpu" and finding.data == "cpu":
         least = LEAST_SHARED_PCT
-    return max(least, noise, apart)
+    return max(least, (high - low) / 2, (finding.measured.found.noise_pct or 0.0) / 2)

@@ -131,8 +131,7 @@ def made_machine(root: Path, **changes: Any) -> Sources:
                 "load": loader(modules),
                 "version": versions.get,
                 "requirements": lambda: ["torch>=2.6", "lightning>=2.4", 'pytorch_lightning>=2.4; extra == "pl"'],
-                "open_files": lambda: (65536, 65536),
-                "locked_memory": lambda: -1,
+                "limit": {"NOFILE": (65536, 65536), "MEMLOCK": (-1, -1)}.__getitem__,
                 "space": lambda folder: (64 * GIB, 32 * GIB, 32 * GIB),
             }
             | changes

@@ -10,7 +10,7 @@ import pytest
 from doctor.made_machine import MEMINFO, FakeNvml, fake_torch, made_machine, unpinnable, write
 
 from lightning_feed.doctor import Finding
-from lightning_feed.doctor.checks import LOOKS, examine
+from lightning_feed.doctor.checks import CHECKS, examine
 from lightning_feed.errors import SettingsError
 
 MIB = 1 << 20
@@ -42,8 +42,8 @@ def test_a_machine_in_good_order_has_nothing_to_mend(tmp_path: Path) -> None:
     [
         ({"space": lambda folder: (64 * MIB, 0, 64 * MIB)}, "/dev/shm", "problem", "room for 1 batches"),
         ({"space": lambda folder: (256 * MIB, 0, 256 * MIB)}, "/dev/shm", "warning", "--shm-size"),
-        ({"open_files": lambda: (256, 4096)}, "open files", "warning", "ulimit -n 4096"),
-        ({"open_files": lambda: (256, -1)}, "open files", "warning", "ulimit -n 65536"),
+        ({"limit": lambda _: (256, 4096)}, "open files", "warning", "ulimit -n 4096"),
+        ({"limit": lambda _: (256, -1)}, "open files", "warning", "ulimit -n 65536"),
         ({"modules": {"pynvml": FakeNvml(width=4)}}, "PCIe link 0", "warning", "25 %"),
         ({"modules": {"pynvml": FakeNvml(gen=1, util=90)}}, "PCIe link 0", "warning", "generation"),
         ({"modules": {"pynvml": FakeNvml(cuda=11080)}}, "driver", "problem", "too old for torch"),
@@ -141,9 +141,9 @@ def test_a_look_that_breaks_is_told_and_hides_no_other(monkeypatch: pytest.Monke
     def broken(sources: object) -> Any:
         raise ZeroDivisionError("planted")
 
-    for topic in LOOKS:
+    for topic in CHECKS:
         with monkeypatch.context() as patch:
-            patch.setitem(LOOKS, topic, broken)
+            patch.setitem(CHECKS, topic, broken)
             found = examine(None, sources)
         (told,) = (one for one in found if "planted" in one.meaning)
         assert (told.topic, told.value, told.level) == (topic, "not known", "note")

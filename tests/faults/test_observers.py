@@ -204,7 +204,7 @@ def small_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "READ_EVERY_NS", 0)
     monkeypatch.setattr(loop, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(loop, "UNFOLDED_STEPS", 3)
-    monkeypatch.setattr(hook_times, "FIRST_LOOK", 1)
+    monkeypatch.setattr(hook_times, "FIRST_TIMED", 1)
     monkeypatch.setattr(autotune, "FEWEST_STEPS", 1)
     monkeypatch.setattr(tune_loader.Store, "load", lambda *_: None)  # each fit makes its trials
     monkeypatch.setattr(tune_loader, "_sample", lambda _: None)  # goes without where that fails

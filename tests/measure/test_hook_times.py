@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_feed.measure.hook_times import EVERY, FIRST_LOOK, FIRST_LOOKS, HookTimes, tap_profiler
+from lightning_feed.measure.hook_times import EVERY, FIRST_TIMED, FIRST_COUNT, HookTimes, tap_profiler
 
 
 class Clock:
@@ -70,7 +70,7 @@ class Loop:
 @pytest.mark.parametrize("does_nothing", [True, False])
 def test_self_times_of_what_lies_between_steps(does_nothing: bool) -> None:
     loop = Loop(does_nothing=does_nothing)
-    loop.run(FIRST_LOOK + FIRST_LOOKS + 1)
+    loop.run(FIRST_TIMED + FIRST_COUNT + 1)
     found = {one.name: one.ms_per_step for one in loop.hooks.result()}
     assert found == pytest.approx({"inner": 2, "outer": 1, "ours": 0.5})
     assert [one.name for one in loop.hooks.result()] == ["inner", "outer", "ours"]
@@ -78,26 +78,26 @@ def test_self_times_of_what_lies_between_steps(does_nothing: bool) -> None:
 
 def test_one_step_in_many_is_looked_at() -> None:
     loop = Loop()
-    loop.run(FIRST_LOOK + FIRST_LOOKS + 10 * EVERY)
-    assert loop.hooks._looks == FIRST_LOOKS + 10
+    loop.run(FIRST_TIMED + FIRST_COUNT + 10 * EVERY)
+    assert loop.hooks._timed_steps == FIRST_COUNT + 10
     assert {one.name: one.ms_per_step for one in loop.hooks.result()}["inner"] == pytest.approx(2)
 
 
 def test_a_look_with_a_validation_in_it_does_not_count() -> None:
     loop = Loop()
-    loop.run(FIRST_LOOK)
-    assert loop.hooks.looking
+    loop.run(FIRST_TIMED)
+    assert loop.hooks.timing
 
     def validate() -> None:
         loop.clock.now += 10**12
         loop.hooks.leave_out_step()
 
     loop.run(1, validate)
-    loop.run(FIRST_LOOKS)
+    loop.run(FIRST_COUNT)
     found = {one.name: one.ms_per_step for one in loop.hooks.result()}
     # What switches the look off ends after it, and so counts with the next.
-    assert found == pytest.approx({"inner": 2, "outer": 1, "ours": 0.5 * FIRST_LOOKS / (FIRST_LOOKS - 1)})
-    assert loop.hooks._looks == FIRST_LOOKS - 1
+    assert found == pytest.approx({"inner": 2, "outer": 1, "ours": 0.5 * FIRST_COUNT / (FIRST_COUNT - 1)})
+    assert loop.hooks._timed_steps == FIRST_COUNT - 1
 
 
 def test_calls_of_a_logger_count_but_in_steps_that_are_left_out() -> None:
@@ -127,7 +127,7 @@ def test_an_error_in_a_hook_is_not_swallowed() -> None:
     def fail() -> None:
         raise ValueError("in the hook")
 
-    loop.run(FIRST_LOOK)
+    loop.run(FIRST_TIMED)
     with pytest.raises(ValueError, match="in the hook"):
         loop.run(1, fail)
     assert not loop.hooks._stack
@@ -139,7 +139,7 @@ def test_an_error_in_a_hook_is_not_swallowed() -> None:
 @pytest.mark.parametrize("does_nothing", [True, False])
 def test_nothing_is_left_behind(looking: bool, does_nothing: bool) -> None:
     loop = Loop(does_nothing=does_nothing)
-    loop.run(FIRST_LOOK if looking else 1)
+    loop.run(FIRST_TIMED if looking else 1)
     loop.untap()
     assert vars(loop.profiler) == {}
     asked = loop.clock.asked
@@ -157,19 +157,19 @@ def test_another_tool_that_wraps_profile_is_left_alone() -> None:
         return inner(action_name)
 
     loop.profiler.profile = profile  # type: ignore[method-assign]
-    loop.run(FIRST_LOOK + 3)
+    loop.run(FIRST_TIMED + 3)
     assert loop.profiler.profile is profile
-    assert theirs.count("outer") == FIRST_LOOK + 3
+    assert theirs.count("outer") == FIRST_TIMED + 3
     loop.untap()
     assert loop.profiler.profile is profile
 
 
 def test_an_epoch_that_begins_in_a_look_is_not_a_hook() -> None:
     loop = Loop()
-    loop.run(FIRST_LOOK + 2)  # the last call begins a look
+    loop.run(FIRST_TIMED + 2)  # the last call begins a look
     with loop.profiler.profile("epoch"):
         loop.run(1)
         loop.clock.now += 60_000_000_000
-    loop.run(EVERY + FIRST_LOOKS)
+    loop.run(EVERY + FIRST_COUNT)
     names = {one.name for one in loop.hooks.result()}
     assert names == {"inner", "outer", "ours"}

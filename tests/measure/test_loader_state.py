@@ -72,7 +72,7 @@ def test_ready_are_those_in_the_queue_and_those_kept_out_of_order() -> None:
     iterator._data_queue.put("a")
     iterator._task_info[2] += ("kept",)
     assert probe.read() == QueueState(ready=2, unpinned=None, taken=5)
-    assert probe.capacity() == 6
+    assert probe.held == 6
     assert probe.workers() == Workers(pids=(11, 12))
 
 
@@ -145,7 +145,7 @@ def test_probes_keep_no_iterator_alive() -> None:
         assert gone() is None  # at once: torch ends its worker processes then
     finally:
         gc.enable()
-    assert (probe.iterator(), probe.read(), probe.capacity(), probe.workers()) == (None, None, None, Workers())
+    assert (probe.iterator(), probe.read(), probe.held, probe.workers()) == (None, None, None, Workers())
     probe.close()
 
 
@@ -212,7 +212,7 @@ def test_torch_with_workers(persistent: bool, in_order: bool) -> None:
         probe: Any = probe_loader(iterator)
         assert isinstance(probe, TorchProbe)
         until_ready(probe, 6)
-        assert probe.capacity() == 6
+        assert probe.held == 6
         assert probe.head_of_line_ns() == 0
         assert len(probe.workers().pids) == 2
         assert os.getpid() not in probe.workers().pids
@@ -228,7 +228,7 @@ def test_torch_without_workers() -> None:
     probe: Any = probe_loader(iterator)
     assert type(probe) is Probe
     next(iterator)
-    assert (look(probe), probe.capacity(), probe.workers(), probe.head_of_line_ns()) == (
+    assert (look(probe), probe.held, probe.workers(), probe.head_of_line_ns()) == (
         QueueState(0, None, 1),
         0,
         Workers(),
@@ -257,11 +257,11 @@ def test_our_loader_with_threads() -> None:
     until_ready(probe, 4)
     next(iterator)
     threads = probe.workers().thread_ids
-    assert (look(probe).taken, probe.capacity(), len(threads), probe.head_of_line_ns()) == (1, 4, 2, 0)
+    assert (look(probe).taken, probe.held, len(threads), probe.head_of_line_ns()) == (1, 4, 2, 0)
     assert threading.get_native_id() not in threads
     assert probe.workers().pids == ()
     iterator.close()
-    assert (probe.read(), probe.capacity(), probe.head_of_line_ns()) == (None, None, None)
+    assert (probe.read(), probe.head_of_line_ns()) == (None, None)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -270,7 +270,7 @@ def test_our_loader_reading_ahead(workers: int) -> None:
     iterator = iter(FeedLoader(range(40), num_workers=workers, background=3, **options))
     probe: Any = probe_loader(iterator)
     until_ready(probe, 3 + 2 * workers)
-    assert probe.capacity() == 3 + 2 * workers
+    assert probe.held == 3 + 2 * workers
     next(iterator)
     assert look(probe).taken == 1
     seen = probe.workers()

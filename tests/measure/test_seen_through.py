@@ -52,7 +52,7 @@ def test_the_live_iterator_inside_is_looked_at(kind: str, workers: int) -> None:
     probe = probe_loader(batches)
     assert isinstance(probe, Probe)
     assert probe.iterator() is batches
-    assert probe.capacity() == 2 * workers
+    assert probe.held == 2 * workers
     assert len(probe.workers().pids) == workers
     state = probe.read()
     assert state is not None

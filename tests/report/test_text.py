@@ -142,10 +142,6 @@ def test_headlines(changes: dict[str, Any], headline: str) -> None:
     assert as_text(_bare(**changes)).startswith(headline)
 
 
-def _cause(found: Diagnosis) -> str | None:
-    return next((line for line in as_text(found).splitlines() if line.startswith("cause")), None)
-
-
 def test_what_experiments_found_beside_the_pipeline() -> None:
     found = sample()
     results = replace(sample_experiments(), keys=(KeyUse(name="meta.path", bytes_per_batch=2500, used=False),))
