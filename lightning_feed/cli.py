@@ -341,7 +341,7 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     LightningModule and a LightningDataModule. Takes about 90 s.
     """
     from lightning_feed.diagnosing import diagnose
-    from lightning_feed.diagnosing.safety import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
+    from lightning_feed.diagnosing.failures import DiagnosisFailed, DiagnosisInterrupted, DiagnosisNotWritten
     from lightning_feed.report.document import as_json, make_report, read_document
     from lightning_feed.report.files import check_writable
 

@@ -146,7 +146,7 @@ _note_making()
 # --- in words -----------------------------------------------------------------------------------------------------
 
 
-def find_place(trainer: Any, loaders: Sequence[Any]) -> Place:
+def loader_location(trainer: Any, loaders: Sequence[Any]) -> Place:
     """Location of the set-up of a Trainer's training loaders.
 
     Args:

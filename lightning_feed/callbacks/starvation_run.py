@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning_feed import _host
-from lightning_feed.callbacks.loader_place import find_place, users_line
+from lightning_feed.callbacks.loader_place import loader_location, users_line
 from lightning_feed.callbacks.prefetch import HAND_OUT, LOOK_AHEAD, PrefetchCallback, Stage
 from lightning_feed.load.machine import read_machine
 from lightning_feed.measure.facts import batches_ahead, with_loaders
@@ -330,7 +330,7 @@ def facts_of(trainer: Any, guard: Guard, stage: Stage = "fit", *, before: LoopFa
         return with_loaders(facts, loaders)
     place = before.place if before is not None else None
     # These read the user's source, objects and settings, which may be anything.
-    place = place or guard.attempt("tell where the training loader is made", find_place, trainer, loaders)
+    place = place or guard.attempt("tell where the training loader is made", loader_location, trainer, loaders)
     hooks = before.hook_places if before is not None else guard.attempt("find the hooks", _hook_places, trainer)
     facts = replace(facts, place=place, hook_places=hooks or (), bar_refresh_rate=_host.bar_refresh_rate(trainer))
     return with_loaders(facts, loaders, reloaded=bool(trainer.reload_dataloaders_every_n_epochs))

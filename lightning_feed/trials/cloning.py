@@ -184,23 +184,30 @@ def _refuse_kept_iterator(loader: DataLoader[Any]) -> None:
 # --- with their failures located ------------------------------------------------------------------------------------
 
 
+def original_error(error: BaseException) -> tuple[str, str]:
+    """Class name and message of an error; of one that comes from a worker, those of the original."""
+    kind, text = type(error).__name__, str(error).strip()
+    if text.startswith("Caught "):  # torch puts the worker's traceback into the message
+        text = text.rpartition("\n")[2]
+        name, _, rest = text.partition(":")
+        if name.replace(".", "").isidentifier():
+            return name.rpartition(".")[2], rest.strip()
+    return kind, text
+
+
 def locate_failure(parts: Sequence[Any], error: BaseException, came: int | None) -> DatasetError:
-    """The error to raise for one that a loader raised, with the worker and the sample as far as they can be told.
+    """The error to raise for one that a loader raised, with the worker and the sample as far as they are known.
 
     The sampler's draws are repeated up to the batch that failed, and its samples are made in this process: the one that
     raises the same kind of error is named.
 
     Args:
-        parts: the loaders, as before the pass.
-        error: what was raised.
+        parts: the loaders, restored to before the pass.
+        error: the error raised.
         came: batches that came before, in the first pass; None: not known.
     """
+    kind, text = original_error(error)
     worker = _WORKER.search(str(error))
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    kind, text = type(error).__name__, str(error).strip()
-    if lines and _WORKER.search(lines[0]):  # torch made one text of a worker's traceback
-        kind, _, text = (part.strip() for part in lines[-1].partition(":"))
-        kind = kind.rpartition(".")[2]
     where = [f"worker {worker.group(1)}"] if worker else []
     if came is not None and len(parts) == 1 and not parts[0].stream:
         sample = _failing_sample(parts[0].loader, kind, came)
@@ -209,7 +216,7 @@ def locate_failure(parts: Sequence[Any], error: BaseException, came: int | None)
     place = f" in {', '.join(where)}" if where else ""
     end = "" if text.endswith((".", "!", "?")) else "."
     return DatasetError(
-        f"Loading from the data set ({data}) failed{place}: {kind}: {text}{end} Mend it, or leave it out."
+        f"Loading from the data set ({data}) failed{place}: {kind}: {text}{end} Fix or exclude this sample."
     )
 
 

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from lightning_feed.diagnosing.batches import own_loaders
+from lightning_feed.diagnosing.failures import user_errors
 from lightning_feed.diagnosing.program import Fit
-from lightning_feed.diagnosing.safety import told
 from lightning_feed.diagnosing.session import parts_of
 from lightning_feed.diagnosing.short_fits import DiagnosisSession, Limits, open_session, quiet
 from lightning_feed.errors import LoaderError, SettingsError
@@ -213,7 +213,7 @@ def open_target_session(
     datamodule, loaders = (target, None) if hasattr(target, "train_dataloader") else (None, target)
     session = open_session(trainer, model, None if target is model else datamodule, loaders)
     with quiet(), session.restoring():
-        with told("the data module could not be set up"):
+        with user_errors("the data module could not be set up"):
             session.set_up()
         yield session, _named_loader(session, name)
 
@@ -227,13 +227,13 @@ def measure_demand(session: DiagnosisSession) -> float:
     Raises:
         FeedError: the fit fails, or is too slow to be measured.
     """
-    with told("a batch could not be loaded"), preserve_state(session.train_loaders):
+    with user_errors("a batch could not be loaded"), preserve_state(session.train_loaders):
         batch = _first_batch(session)
     if batch is None:
         raise LoaderError("The training loader gives no batch. Check the length of the data set, and drop_last.")
     accumulate = session.trainer.accumulate_grad_batches
     limits = Limits(least=FEWEST_STEPS * accumulate, most=REPLAY_STEPS * accumulate, seconds=REPLAY_S)
-    with told("training on one batch again and again failed"):
+    with user_errors("training on one batch again and again failed"):
         per_s = session.replay([batch], limits, on_device=False)
     if per_s is None:
         raise LoaderError(

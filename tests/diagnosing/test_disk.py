@@ -28,7 +28,7 @@ from lightning_feed.diagnosing.disk import (
     measure_disk,
     opened_by,
 )
-from lightning_feed.diagnosing.session import LeftOut, Session
+from lightning_feed.diagnosing.session import NotMeasurable, Session
 from lightning_feed.errors import DatasetError
 from lightning_feed.images.crop import TrainRecipe
 from lightning_feed.images.image_dataset import ImageDataset
@@ -116,11 +116,13 @@ def test_the_first_batches_are_bounded_in_time_and_memory(tmp_path: Path) -> Non
     session.clock = lambda: next(ticks)
     assert _taken(session) == [4]
     assert _taken(_session(files, Files(tmp_path / "b", size=60), memory=96 * 3000)) == [6, 6]
-    with pytest.raises(LeftOut, match="too little time or memory: 0 batches fit, and a round of the workers has 2"):
+    with pytest.raises(
+        NotMeasurable, match="too little time or memory: 0 batches fit, and a round of the workers has 2"
+    ):
         choose(_session(files, memory=12_400))
-    with pytest.raises(LeftOut, match="0 batches fit"):
+    with pytest.raises(NotMeasurable, match="0 batches fit"):
         choose(_session(files, rate=0.01))
-    with pytest.raises(LeftOut, match="iterable"):
+    with pytest.raises(NotMeasurable, match="iterable"):
         choose(_session(Stream()))
 
 
@@ -174,7 +176,7 @@ def test_listening_hears_one_thread_and_ends(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         opened_by(lambda: 1 / 0)
     assert opened_by(paths[2].read_text) == [str(paths[2])]
-    assert disk._heard == {}  # the hook that stays has nothing to do
+    assert disk._opened == {}  # the hook that stays has nothing to do
 
 
 # --- where they lie ---------------------------------------------------------------------------------------------------

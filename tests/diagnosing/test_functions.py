@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import v2
 
 import lightning_feed
-from lightning_feed.diagnosing.functions import StackTally, time_batches
+from lightning_feed.diagnosing.samples import StackTally, time_batches
 from lightning_feed.diagnosing.session import LoaderPart
 from lightning_feed.measure.user_code import is_users
 

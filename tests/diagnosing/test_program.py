@@ -12,8 +12,8 @@ from diagnosing.small_runs import PACKAGES
 
 from lightning_feed.autoload import PROGRAM, callbacks
 from lightning_feed.diagnosing import program
+from lightning_feed.diagnosing.failures import ProgramEnded
 from lightning_feed.diagnosing.program import Fit, Program, fit_of_target, run_until_fit
-from lightning_feed.diagnosing.safety import ProgramEnded
 from lightning_feed.errors import SettingsError
 
 PARTS = """

@@ -17,9 +17,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lightning_feed.decode.decoders import PillowDecoder
-from lightning_feed.diagnosing import transforms
-from lightning_feed.diagnosing.session import LoaderPart
-from lightning_feed.diagnosing.transforms import (
+from lightning_feed.diagnosing import samples
+from lightning_feed.diagnosing.samples import (
     StepTimer,
     UntilSized,
     find_sites,
@@ -30,6 +29,7 @@ from lightning_feed.diagnosing.transforms import (
     sample_costs,
     timed,
 )
+from lightning_feed.diagnosing.session import LoaderPart
 from lightning_feed.images.crop import Recipe, TrainRecipe, UserTransform
 from lightning_feed.images.image_dataset import ImageDataset
 from lightning_feed.load.cacheable import CacheableDataset
@@ -290,7 +290,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[UntilSized]:
             super().__init__(steps)
             made.append(self)
 
-    monkeypatch.setattr(transforms, "UntilSized", Kept)
+    monkeypatch.setattr(samples, "UntilSized", Kept)
     return made
 
 
