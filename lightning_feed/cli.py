@@ -413,8 +413,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     """
     from lightning_feed.extras import require
     from lightning_feed.trials.search import Goal
-    from lightning_feed.tuning.output import tuned_document, tuned_text, write_plot
-    from lightning_feed.tuning.run import run_tune
+    from lightning_feed.tuning.run import run_tune, tuned_document, tuned_text, write_plot
 
     plot = None if arguments.plot is None else arguments.plot.absolute()  # a program may change the current folder
     if plot is not None:

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from lightning_feed.errors import SettingsError
 
+Stage = Literal["fit", "validate", "test", "predict"]
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
@@ -65,7 +66,7 @@ def live_fetcher(trainer: Any) -> Any:
     return _loop_of(trainer, stage_now(trainer))._data_fetcher if known else None
 
 
-def stage_now(trainer: Any) -> str:
+def stage_now(trainer: Any) -> Stage:
     """What the running loop does: ``"fit"``, ``"validate"`` (within a fit too), ``"test"`` or ``"predict"``."""
     if trainer.training:
         return "fit"
@@ -447,6 +448,25 @@ def wrap_transfer(trainer: Any, convert_input: Callable[..., Any], batch_hook: C
         Wrap(trainer.precision_plugin, "convert_input", convert_input),
         Wrap(trainer.lightning_module, "_call_batch_hook", batch_hook),
     ]
+
+
+def transfer_early(trainer: Any, stage: Callable[..., Any], batch: Any, index: int) -> Any:
+    """``stage(batch, prepare=..., copy=...)`` with the functions by which a loop prepares and transfers a batch.
+
+    Read in 2.4.0, 2.5.6 and 2.6.6 (``strategies/strategy.py: batch_to_device``, ``core/module.py: _call_batch_hook``).
+    """
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    hook_in_progress = module._current_fx_name
+    try:
+        return stage(
+            batch,
+            prepare=lambda host: module._on_before_batch_transfer(
+                trainer.precision_plugin.convert_input(host), dataloader_idx=index
+            ),
+            copy=lambda host: module._call_batch_hook("transfer_batch_to_device", host, device, index),
+        )
+    finally:
+        module._current_fx_name = hook_in_progress  # a hook that raises leaves its own name behind
 
 
 def is_overridden(owner: Any, hook: str) -> bool:

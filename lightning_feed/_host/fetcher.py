@@ -156,10 +156,16 @@ def adopt_fetcher(fetcher: Any) -> FetcherTap | None:
     """
     if not hasattr(fetcher, "prefetch_batches"):
         return None
-    tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
+    tap = tap_of(fetcher)
     if tap is None:
         tap = fetcher._feed_tap = FetcherTap(fetcher)
         fetcher.__class__ = _adopted(type(fetcher))  # type: ignore[arg-type]  # every class is hashable
+    return tap
+
+
+def tap_of(fetcher: Any) -> FetcherTap | None:
+    """The tap of a fetcher, if it was adopted."""
+    tap: FetcherTap | None = getattr(fetcher, "_feed_tap", None)
     return tap
 
 
